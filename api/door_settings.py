@@ -67,8 +67,8 @@ class DoorSettings:
     # may run: whoever starts more than that learns which one was too many.
     frames_per_message_max: int = setting("WEIR_FRAMES_PER_MESSAGE_MAX", 2000, whole(1, 1_000_000))
     # Share of the event loop's time for the frames and calls of one API key, on all of its streams, after a quarter of a second's
-    # worth: beyond it they are read more slowly. All keys of an organization have twice that. Thousands of frames in a second need a
-    # tenth of it, and a flood of one key leaves three quarters to others.
+    # worth: beyond it they are read more slowly. All keys of an organization have twice that. Thousands of frames in a second need
+    # a tenth of it, and a flood of one key leaves three quarters to others.
     frames_share_max: float = setting("WEIR_FRAMES_SHARE_MAX", 0.25, share)
     # Characters of prompts that are prepared at once, rendered and tokenized, for one API key and for all: two messages of the
     # largest size, and eight. The keys of an organization together take no more than they leave free. A message of a

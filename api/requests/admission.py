@@ -6,7 +6,12 @@ Entering takes both or neither; leaving ends the hold exactly once, on every exi
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import time
 import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -17,12 +22,15 @@ from api.errors import Draining, Overloaded
 from api.requests.endings import OUTCOMES, Action, Cause, cause_of, charge_of, phase_of
 from api.settings import Settings
 from api.streams.outbox import UsageSoFar
-from metering.errors import MeteringError
+from metering.errors import MeteringError, QuotaExceeded
 from metering.holds.hold_ids import new_hold_id
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal
 from metering.models import ServiceTier
 from metering.operations import Admit, Admitted, Extend, Outcome, Payer, Settle, Settled
+
+REFUSED_S = 5.0  # after a refusal by a quota: so long the key's short prompts are not tokenized before the quotas are asked
+REFUSED_KEYS_MAX = 10_000
 
 log = structlog.get_logger(__name__)
 
@@ -199,6 +207,22 @@ class Admission:
         self.journal = journal
         self.tasks = tasks
         self.admitted_count = 0  # since the start
+        self._refused_at: OrderedDict[uuid.UUID, float] = OrderedDict()  # by API key; the one that was refused last stands last
+
+    def was_refused(self, api_key_id: uuid.UUID) -> bool:
+        """Whether the last request of a key was refused by a quota, a moment ago."""
+        return time.monotonic() - self._refused_at.get(api_key_id, -math.inf) < REFUSED_S
+
+    @contextlib.contextmanager
+    def _noting(self, api_key_id: uuid.UUID) -> Iterator[None]:
+        try:
+            yield
+        except QuotaExceeded:
+            self._refused_at[api_key_id] = time.monotonic()
+            self._refused_at.move_to_end(api_key_id)
+            if len(self._refused_at) > REFUSED_KEYS_MAX:
+                self._refused_at.popitem(last=False)
+            raise
 
     async def check_room(self, request: AdmissionRequest) -> None:
         """Raise what a request would be refused with that is at least this large, before any work is spent on it.
@@ -208,7 +232,8 @@ class Admission:
         """
         self.capacity.check()
         least = min(1, request.max_output_token_count)
-        await self.holds.check_room(hold_operation(request, least, least))
+        with self._noting(request.payer.api_key_id):
+            await self.holds.check_room(hold_operation(request, least, least))
 
     async def admit(self, request: AdmissionRequest, usage: UsageSoFar) -> Lease:
         """Hold what the request may cost. Whoever gets the lease enters it at once: leaving it ends the hold by `usage`.
@@ -220,10 +245,12 @@ class Admission:
         self.capacity.take()
         try:
             least = min(self.settings.lease_least_tokens, slice_tokens)
-            admitted = await self.holds.admit(hold_operation(request, slice_tokens, least))
+            with self._noting(request.payer.api_key_id):
+                admitted = await self.holds.admit(hold_operation(request, slice_tokens, least))
         except BaseException:
             self.capacity.give_back()
             raise
+        self._refused_at.pop(request.payer.api_key_id, None)
         self.admitted_count += 1
         return Lease(self, request, admitted, usage)
 

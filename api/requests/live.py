@@ -275,7 +275,15 @@ class LiveRequest:
         self.start, route = routed(self.start, process.router)
         self._route, tokenizer = route, process.tokenizers[route.served]
         prepared = await prepare(
-            self.start, route, tokenizer, process.safety, caller.payer, caller.bounds, process.text_work, self._check_room
+            self.start,
+            route,
+            tokenizer,
+            process.safety,
+            caller.payer,
+            caller.bounds,
+            process.text_work,
+            self._check_room,
+            asks_first=process.admission.was_refused(caller.payer.api_key_id),
         )
         request, self._work_s = prepared.request, prepared.work_s
         self._reply.call_reading = call_reading(self.start.tool_use, tokenizer, self.start.model)

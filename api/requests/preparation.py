@@ -47,10 +47,12 @@ async def prepare(
     bounds: TokenBounds,
     work: TextWork,
     check_room: Callable[[int], Awaitable[None]] | None = None,
+    *,
+    asks_first: bool = False,
 ) -> Prepared:
     """Tokenize the prompt and hold everything against the model and its context window, and against what the key may have.
 
-    check_room: see `TextJob`. Raises: KeyBoundExceeded, PromptTooLong, PromptTooLarge, InvalidRequest, PromptFiltered,
+    check_room, asks_first: see `TextJob`. Raises: KeyBoundExceeded, PromptTooLong, PromptTooLarge, InvalidRequest, PromptFiltered,
     SafetyUnavailable, ChatTemplateFailed, PreparationLimit, Overloaded; as `check_room`.
     """
     call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
@@ -59,7 +61,7 @@ async def prepare(
     most_sent = window - (wanted or 1)
     if bounds.max_input_tokens is not None:
         most_sent = min(most_sent, bounds.max_input_tokens)
-    job = TextJob(work, payer, tokenizer, window, max(most_sent, 0), check_room, start.thinking)
+    job = TextJob(work, payer, tokenizer, window, max(most_sent, 0), check_room, start.thinking, asks_first)
     try:
         tokenized = await tokenize(job, start.prompt, start.tool_use.tools)
     except TokenLimitExceeded as exceeded:

@@ -38,7 +38,8 @@ class TextJob:
 
     window: tokens of the model's context. token_count_max: tokens that the prompt may have, None if it is only counted.
     check_room: awaited once before long text is tokenized, with the fewest tokens that it may have; raises what a request of that
-    size would be refused with. thinking: whether the model is to think, None if its template decides.
+    size would be refused with. asks_first: before short text too, since the key was refused a moment ago. thinking: whether the
+    model is to think, None if its template decides.
     """
 
     work: TextWork
@@ -48,6 +49,12 @@ class TextJob:
     token_count_max: int | None = None
     check_room: Callable[[int], Awaitable[None]] | None = None
     thinking: bool | None = None
+    asks_first: bool = False
+
+    async def check_short(self) -> None:
+        """Await `check_room` before short text if that is asked for: usually tokenizing it costs less. Raises as `check_room`."""
+        if self.asks_first and self.check_room is not None:
+            await self.check_room(1)
 
 
 async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> Tokenized:
@@ -58,6 +65,7 @@ async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> 
     tokenizer = job.tokenizer
     if isinstance(prompt, str):
         if len(prompt) <= INLINE_COST_MAX:
+            await job.check_short()
             return Tokenized(tokenizer.encode(prompt), INLINE_S_PER_CHAR * len(prompt))
         check_chars("prompt", len(prompt), tokenizer.chars_max(job.window), job.window)
         least = -(-len(prompt) // (tokenizer.chars_max(1) or len(prompt)))
@@ -70,6 +78,7 @@ async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> 
     chars, part_count = conversation_size(messages, tools)
     cost = chars + MESSAGE_COST_CHARS * part_count
     if cost <= INLINE_COST_MAX:
+        await job.check_short()
         return Tokenized(tokenizer.encode_chat(messages, tools, thinking=job.thinking), INLINE_S_PER_CHAR * cost)
     # A template may leave out parts of a conversation, so no bound of the tokenizer holds for it.
     most = max(tokenizer.chars_max(job.window) or 0, CHARS_PER_TOKEN_MAX * job.window)

@@ -424,6 +424,40 @@ async def test_no_thread_works_for_a_key_without_quota(world: World, name: str, 
     assert (info.reason, ran) == (reason, [])
 
 
+async def test_short_prompts_of_a_key_that_was_refused_a_moment_ago_are_not_tokenized(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one is, since that costs less than asking; once a request is admitted again, so is every one."""
+    world.books.execute(
+        "INSERT INTO quotas (subject, subject_id, dimension, limit_value) VALUES ('organization', %s, 'tokens_per_month', 0)",
+        world.principal.organization_id,
+    )
+    encoded: list[str] = []
+    [tokenizer] = [world.small.process.tokenizers[name] for name in ("demo",)]
+    encode = tokenizer.encode
+
+    def noted(text: str, **options: Any) -> tuple[int, ...]:
+        encoded.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", noted)
+
+    async def ask(text: str) -> str:
+        call = Call()
+        async with asyncio.TaskGroup() as tasks:
+            world.serve(call, tasks)
+            call.send(text_frame(text))
+            call.half_close()
+        return [each.WhichOneof("kind") or "" for each in call.frames][-1]
+
+    assert [await ask("first"), await ask("second"), await ask("third")] == ["failed"] * 3
+    assert encoded == ["first"]
+    world.books.execute("UPDATE quotas SET limit_value = 1000000 WHERE subject_id = %s", world.principal.organization_id)
+    assert [await ask("fourth"), await ask("fifth")] == ["finished"] * 2
+    assert encoded == ["first", "fourth", "fifth"]
+    assert not world.small.process.admission.was_refused(world.principal.api_key_id)
+
+
 async def test_prompts_of_one_key_beyond_its_bound_are_refused_with_a_wait_and_another_key_goes_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
