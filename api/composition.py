@@ -6,7 +6,6 @@ import uuid
 from pathlib import Path
 
 import structlog
-from aiohttp import web
 
 from api.access.addresses import Proxies
 from api.access.auth import Authenticator
@@ -17,13 +16,13 @@ from api.endpoint import base_url
 from api.observability.observer import Observer
 from api.observability.probes import Probes
 from api.openai.door import Door
-from api.openai.http_requests import peer_of
-from api.openai.listener import Handle, Listener
+from api.openai.http_requests import Handle, visited
+from api.openai.listener import Listener
 from api.process import Process
 from api.requests.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.server import Servicers
 from api.settings import SettingInvalid, Settings
-from api.streams.pace import VISIT, FramePace, Visit, measured
+from api.streams.pace import FramePace
 from api.streams.peers import Peer, PeerCertificates
 from inference.router import Router
 from inference.safety.safety import SafetyRulesInvalid
@@ -145,23 +144,6 @@ def http_handle(
         stall_max_s=stall_max_s,
     )
     return probes.before(visited(console.handle, process.pace))
-
-
-def visited(handle: Handle, pace: FramePace) -> Handle:
-    """A handler whose HTTP requests are counted; one that has had no turn waits before its answer."""
-
-    async def serve(request: web.BaseRequest) -> web.StreamResponse:
-        visit = Visit(pace, peer_of(request))
-        VISIT.set(visit)
-        try:
-            response = await measured(visit, handle(request))
-            if not response.prepared:
-                await visit.turn()
-            return response
-        finally:
-            visit.over()
-
-    return serve
 
 
 def console_url(settings: Settings, openai_url: str) -> str:

@@ -26,8 +26,7 @@ from api.console.calls import OfferedCall, offered_calls
 from api.console.files import HEADERS, read_files
 from api.errors import FieldViolation, InvalidRequest, MessageUnreadable
 from api.observability.observer import HTTP, Observer
-from api.openai.http_requests import peer_of, read_body, secret_of
-from api.openai.listener import Handle
+from api.openai.http_requests import Handle, peer_of, read_body, secret_of
 from api.openai.refusals import HTTP_STATUSES, HttpFault, refusal_of
 from api.server import Servicers
 from api.statuses import ERROR_DOMAIN, status_of

@@ -1,8 +1,10 @@
-"""What is read of an HTTP request whoever answers it: who sends it, with which key, and its body within bounds."""
+"""What every HTTP request has in common, whoever answers it: who sends it, its key, its body within bounds, and what it costs."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -10,6 +12,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from api.access.auth import BEARER
 from api.errors import Unauthenticated
 from api.openai.refusals import INVALID_HTTP, HttpFault, no_http
+from api.streams.pace import VISIT, FramePace, Visit, measured
+
+Handle = Callable[[web.BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
 
 BODY_WAIT_S = 30.0  # seconds: a body of 4 MiB comes through the slowest of lines; who sends it byte by byte is not waited for
 
@@ -57,3 +62,20 @@ async def read_body(request: web.BaseRequest, most: int) -> bytes:
     if len(content) > most:
         raise too_large
     return content
+
+
+def visited(handle: Handle, pace: FramePace) -> Handle:
+    """A handler whose HTTP requests are counted; one that has had no turn waits before its answer."""
+
+    async def serve(request: web.BaseRequest) -> web.StreamResponse:
+        visit = Visit(pace, peer_of(request))
+        VISIT.set(visit)
+        try:
+            response = await measured(visit, handle(request))
+            if not response.prepared:
+                await visit.turn()
+            return response
+        finally:
+            visit.over()
+
+    return serve

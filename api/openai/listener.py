@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import structlog
@@ -17,6 +16,7 @@ from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from api.access.tls import Tls
 from api.openai import answers
+from api.openai.http_requests import Handle
 from api.openai.refusals import INVALID_HTTP, Refusal, no_http
 from api.settings import Settings
 
@@ -28,8 +28,6 @@ BACKLOG = 1024  # connections that wait to be taken, as a burst of agents opens 
 SHUTDOWN_S = 1.0  # for connections whose answer is written
 
 log = structlog.get_logger(__name__)
-
-Handle = Callable[[web.BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
 
 
 class Connection(RequestHandler):
