@@ -30,7 +30,7 @@ MESSAGE_COST_S = 40e-6  # of the transport for each message, which nobody here c
 BYTE_COST_S = 1.5e-9  # of the transport for each byte of a message or body
 CALL_COST_S = 700e-6  # of a call that answers once, from its connection to its answer; counted before it is answered
 CALL_OVERHEAD_S = 400e-6  # of the part of it that the transport computes, which nobody here can measure
-CALL_WAIT_S_MAX = 2.0  # for the turn of such a call: one that would wait longer is refused
+CALL_WAIT_S_MAX = 2.0  # for the turn of such a call: one that would wait longer on an idle process is refused
 REFUSAL_WAIT_S_MAX = 5.0  # for a refusal: who floods has that many fewer calls to make
 REFUSALS_WAITING_MAX = 1500  # of one payer; one more is refused at once
 LOOKUP_COST_S = 500e-6  # of an attach to what does not run here: its way through the books, and perhaps to another process
@@ -134,7 +134,8 @@ class FramePace:
         """
         turns = self._turns.get(owner.api_key_id)
         waiting_count = 0 if turns is None else turns.waiting_count
-        ahead_s = self.wait_s(owner) + waiting_count * CALL_COST_S / (self._share * self._room)
+        # As if there were all room: who calls no more than that is not refused because others keep the event loop busy.
+        ahead_s = self.wait_s(owner) * self._room + waiting_count * CALL_COST_S / self._share
         if ahead_s > CALL_WAIT_S_MAX:
             await self.refusal(owner)
             raise TooManyCalls(ahead_s)
