@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from api.embedding.embedding import EmbedCaller, LiveEmbedding
 from api.embedding.embedding_wire import ValidEmbed
-from api.interceptor import READ_S
+from api.interceptor import READ_BYTES, READ_S
 from api.observability.observer import Observer
 from api.queue.fair_queue import FairQueue
 from api.queue.places import QueueLimits
@@ -86,7 +86,7 @@ class Process:
         """
         with self.text_work.permit(owner, byte_count):
             await self.pace.turn(owner)
-            self.pace.held(owner, READ_S.get())
+            self.pace.read(owner, READ_S.get(), READ_BYTES.get())
 
     def find(self, key: Key) -> LiveRequest | None:
         """The request of this id that runs or waits here."""

@@ -27,7 +27,7 @@ from api.errors import (
     RequestUnderWay,
     UnknownRequest,
 )
-from api.interceptor import READ_S, ReceivedMessages
+from api.interceptor import READ_BYTES, READ_S, ReceivedMessages
 from api.observability.trace_context import NO_TRACE, TraceContext, trace_of
 from api.process import Process
 from api.requests.live import Caller, LiveRequest
@@ -35,7 +35,7 @@ from api.statuses import status_of
 from api.streams import frames
 from api.streams.mailbox import Key
 from api.streams.outbox import Delivery, Outbox
-from api.streams.pace import LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
+from api.streams.pace import BYTE_COST_S, LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from api.streams.receiver import Receiver, Source
 from api.wire import ValidStart, parse_request_id, parse_start
 from metering.errors import RequestInFlight
@@ -179,7 +179,8 @@ class ClientStream:
                     break
         finally:
             self._process.pace.held(self._key.principal, read_s + time.thread_time() - began_at - self._begun_s)
-            self._process.pace.spent(self._key.principal, self._lookup_s + (0.0 if index_before else MESSAGE_COST_S))
+            transport_s = 0.0 if index_before else MESSAGE_COST_S + READ_BYTES.get() * BYTE_COST_S
+            self._process.pace.spent(self._key.principal, self._lookup_s + transport_s)
         return index
 
     def _obey(self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:

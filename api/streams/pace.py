@@ -112,6 +112,13 @@ class FramePace:
         """The event loop was held for so long, in one piece, for this key."""
         self.spent(owner, cost_s * min(max(cost_s / STALL_S, 1.0), STALL_FACTOR_MAX))
 
+    def read(self, owner: Payer, cost_s: float, byte_count: int) -> None:
+        """A message of this size was parsed in so long."""
+        self.held(owner, cost_s)
+        self.spent(owner, BYTE_COST_S * byte_count)
+        if (visit := VISIT.get()) is not None:
+            visit.was_counted(cost_s)
+
     @contextlib.contextmanager
     def spending(self, owner: Payer, free_s: float = 0.0) -> Iterator[None]:
         """Count the processor time of a block that does not await, beyond `free_s`."""
@@ -121,6 +128,8 @@ class FramePace:
         finally:
             if (cost_s := time.thread_time() - began_at - free_s) > 0:
                 self.held(owner, cost_s)
+                if (visit := VISIT.get()) is not None:
+                    visit.was_counted(cost_s)
 
     def wait_s(self, owner: Payer) -> float:
         """For so long nothing more of this key is to be worked off."""
@@ -203,6 +212,10 @@ class Visit:
         self._had_turn = True
         await self._pace.turn_to_call(self._owner)
         self._counted_s += CALL_COST_S
+
+    def was_counted(self, work_s: float) -> None:
+        """So much of its work was counted elsewhere."""
+        self.work_s -= work_s
 
     def let_in(self) -> None:
         """What it asks for is done, and bounded by quotas: what was counted for it is given back."""
