@@ -48,6 +48,7 @@ def cold(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server:
     shutil.copytree(model, other)
     with new_database(postgres_server, template=template_database) as url:
         with running(on_demand(tmp_path_factory.mktemp("cold"), url, {MODEL: model, OTHER: other})) as service:
+            assert not children_of(service.pid), "nothing is loaded ahead"
             yield service
             assert service.stop() == 0, service.log[-4000:]
         check_invariants(url, all_ended=True)
@@ -78,7 +79,7 @@ async def check_finished(service: Service, tenant: Tenant, stream: Stream, reque
 async def test_from_nothing_to_tokens_to_nothing_and_again(cold: Service) -> None:
     assert cold.serving(), "a model that is cold by design is no reason to take the server out"
     assert cold.serving(f"engine/{MODEL}")
-    assert not children_of(cold.pid), "nothing is loaded ahead"
+    await engines_gone(cold)  # of tests that came before
     tenant = await new_tenant(cold)
     async with cold.stream(tenant.secret) as stream:
         request_ids = [await stream.begin() for _ in range(20)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -41,15 +42,28 @@ class Locked:
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str) -> Iterator[Locked]:
-    home = tmp_path_factory.mktemp("locked")
+    with served_by_tls(tmp_path_factory.mktemp("locked"), model, postgres_server, template_database) as locked:
+        yield locked
+
+
+@pytest.fixture
+def throttling(tmp_path: Path, model: Path, postgres_server: str, template_database: str) -> Iterator[Locked]:
+    """One of its own, since new keys of this address are not looked at for a while after many wrong ones."""
+    few = {"auth_failures_per_minute": FAILURES_MAX}
+    with served_by_tls(tmp_path, model, postgres_server, template_database, **few) as locked:
+        yield locked
+
+
+@contextlib.contextmanager
+def served_by_tls(home: Path, model: Path, postgres_server: str, template_database: str, **bounds: Any) -> Iterator[Locked]:
+    """A service that wants a certificate of its clients, until the block is left; then it ends in order."""
     authority = new_certificate("authority", authority=True)
     ca, _ = authority.write(home, "authority")
     certificate, key = new_certificate("server", authority).write(home, "server")
     client = new_certificate("client", authority)
     files = {"tls_certificate": str(certificate), "tls_key": str(key), "tls_client_ca": str(ca)}
-    bounds = {"auth_failures_per_minute": FAILURES_MAX, "stream_key_check_s": KEY_CHECK_S}
     with new_database(postgres_server, template=template_database) as url:
-        service = Service(home, url, model, **files, **bounds)
+        service = Service(home, url, model, **files, stream_key_check_s=KEY_CHECK_S, **bounds)
         service.credentials = grpc.ssl_channel_credentials(authority.pem, client.key_pem, client.pem)
         with running(service):
             yield Locked(service, authority, ca, *client.write(home, "client"))
@@ -131,9 +145,8 @@ async def test_what_a_key_may_do_is_looked_at_again_on_open_streams(locked: Lock
     assert (narrowed.code, narrowed.reason) == (StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
 
 
-async def test_wrong_keys_are_throttled_and_a_good_one_passes_from_the_same_address(locked: Locked) -> None:
-    """Last of all: new keys of this address are not looked at for a while from here on."""
-    service, tenant = locked.service, await locked.service.tenant()
+async def test_wrong_keys_are_throttled_and_a_good_one_passes_from_the_same_address(throttling: Locked) -> None:
+    service, tenant = throttling.service, await throttling.service.tenant()
     async with service.channel() as channel:
         stub = pb_grpc.InferenceServiceStub(channel)
 

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,16 +69,24 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def server_process(directory: Path, certificates: Certificates, *, port: int = 0) -> Iterator[ServerProcess]:
-    """Start one and wait until it serves; killed on leaving."""
+    """Start one and wait until it serves; killed on leaving.
+
+    port: one that another had before, and that anybody's outgoing connection may have taken for a moment since; 0: any.
+    """
     command = [sys.executable, "-m", "tests.remote_servers", str(directory), str(certificates.directory), str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline().split()
-            assert line[:1] == ["serving"], f"the server did not start: {line}"
-            yield ServerProcess(line[1], line[2], certificates, process)
-        finally:
-            process.kill()
+    give_up_at = time.monotonic() + PATIENCE_S
+    while True:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            try:
+                line = process.stdout.readline().split()
+                if line[:1] == ["serving"]:
+                    yield ServerProcess(line[1], line[2], certificates, process)
+                    return
+            finally:
+                process.kill()
+        assert port, f"the server did not start: {line}"
+        assert time.monotonic() < give_up_at, f"nobody lets go of port {port}"
 
 
 async def serve(directory: str, certificates: str, port: str) -> None:
