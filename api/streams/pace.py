@@ -25,7 +25,7 @@ from api.access.throttle import address_of
 from api.errors import TooManyCalls
 from metering.operations import Owner
 
-BURST_S = 0.25  # of work at any speed: a client that comes back attaches to some hundred requests at once
+BURST_S = 0.1  # of work at any speed: a client that comes back attaches to some hundred requests at once
 MESSAGE_COST_S = 40e-6  # of the transport for each message, which nobody here can measure
 BYTE_COST_S = 1.5e-9  # of the transport for each byte of a message or body
 CALL_COST_S = 700e-6  # of a call that answers once, from its connection to its answer; counted before it is answered
@@ -39,8 +39,8 @@ START_FREE_S = 300e-6  # of reading a request that is let in: an ordinary one ta
 WAIT_S_MIN = 0.005  # less is saved up: timers are no finer than a millisecond, and small messages would wait for that each
 # All streams wait through what holds the event loop in one piece: beyond a slice's time it costs its key more than the same time in
 # small pieces, up to a factor.
-STALL_S = 0.002
-STALL_FACTOR_MAX = 32.0
+STALL_S = 0.001
+STALL_FACTOR_MAX = 64.0
 KEYS_MAX = 20_000  # keys and organizations; beyond it those that owe nothing are forgotten
 ORGANIZATION_SHARES = 2.0  # of a key, for all keys of an organization: one that floods leaves the other half to the rest
 ADDRESS_SHARES = 0.4  # of a key, for what comes from one address without a good key

@@ -36,6 +36,7 @@ SOCKET_NAME = ".s.PGSQL.5432"
 SOCKET_PATH_MAX_BYTES = 103  # sun_path less its NUL: 107 on Linux, 103 on macOS
 START_TIMEOUT_S = 120.0  # replaying 1 GiB of WAL, the default max_wal_size, takes well under a minute on a laptop's disk
 STOP_TIMEOUT_S = 30.0
+SILENT_STARTS_MAX = 3
 LOG_TAIL_CHARS = 2_000
 
 # The socket's directory is closed to other users, so whoever can reach the socket may be trusted.
@@ -142,18 +143,25 @@ def _start_postmaster(data_dir: Path, settings: Mapping[str, str]) -> None:
     """Start it and wait until it accepts connections.
 
     After a kill -9 of the postmaster alone its children need a moment to notice and to leave the shared memory, and until then a
-    new one refuses to start: hence the attempts.
+    new one refuses to start. Where the server did not even open its log, the machine could not start it just then: a few more
+    attempts follow. Everything else is final.
     """
     log = data_dir / "server.log"
     options = shlex.join(f"--{name}={value}" for name, value in settings.items())
     deadline = time.monotonic() + START_TIMEOUT_S
-    while _run(
-        "pg_ctl", "start", f"--pgdata={data_dir}", f"--log={log}", f"--timeout={START_TIMEOUT_S:.0f}", f"--options={options}"
-    ).returncode:
-        said = log.read_text(errors="replace")[-LOG_TAIL_CHARS:] if log.exists() else "nothing"
-        if "shared memory block" not in said or time.monotonic() > deadline:
-            raise PostgresNotStarted(f"PostgreSQL did not start in {data_dir}; its log ends with:\n{said}")
-        time.sleep(0.1)
+    silent = 0
+    while True:
+        arguments = (f"--pgdata={data_dir}", f"--log={log}", f"--timeout={START_TIMEOUT_S:.0f}", f"--options={options}")
+        result = _run("pg_ctl", "start", *arguments)
+        if result.returncode == 0:
+            return
+        said = log.read_text(errors="replace")[-LOG_TAIL_CHARS:] if log.exists() else ""
+        silent += not said
+        again = silent <= SILENT_STARTS_MAX if not said else "shared memory block" in said
+        if not again or time.monotonic() > deadline:
+            told = f"pg_ctl ended with {result.returncode} and said: {result.stdout.strip() or 'nothing'}"
+            raise PostgresNotStarted(f"PostgreSQL did not start in {data_dir}; {told}; its log ends with:\n{said or 'nothing'}")
+        time.sleep(0.5 if not said else 0.1)
 
 
 def _create_database(server: EmbeddedPostgres, deadline: float) -> None:
