@@ -65,10 +65,10 @@ from inference.router import Router
 from inference.safety.classifier_process import ClassifierProcess
 from metering.control.control_channel import ControlChannel
 from metering.errors import StoreAway
+from metering.holds.holds import UsageNotices
 from metering.holds.journal import UsageJournal, check_locks
 from metering.holds.lease_clock import boot_time_s
 from metering.holds.recovery import recover_journals
-from metering.holds.usage_notices import UsageNotices
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions, create_engine, create_lookups, create_sessions, undurable_settings
 from metering.store.store_gate import StoreGate

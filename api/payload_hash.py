@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from metering.operations import PAYLOAD_KEY_NAME_BYTES
+from metering.holds.operations import PAYLOAD_KEY_NAME_BYTES
 from metering.receipts.signing import Signer
 
 PURPOSE = b"weir.payload.hash.v1"  # so that the key of the receipts is used for nothing else directly

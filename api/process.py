@@ -24,7 +24,8 @@ from common.incidents import Retries
 from inference.router import Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer
-from metering.operations import Outcome, Owner
+from metering.models import Outcome
+from metering.quotas.quota_rules import Owner
 
 PROGRESS_FRAMES_MAX = 500  # at one tick: a few ms of work; where more wait, they are told in turns
 

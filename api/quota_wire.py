@@ -12,8 +12,7 @@ from weir.v1 import types_pb2
 
 from api.wire import DIMENSIONS, SUBJECTS, known_duration, known_time
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import QuotaState
-from metering.quotas.quota_rules import QuotaRule, Weights
+from metering.quotas.quota_rules import QuotaRule, QuotaState, Weights
 from metering.quotas.quota_states import effective
 
 NO_WEIGHTS = Weights(0, 0, 0)  # what is told of a quota that counts no tokens

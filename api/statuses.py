@@ -58,7 +58,8 @@ from common.incidents import log_incident
 from inference import errors as engine_errors
 from inference.router import ModelMismatch, ModelUnknown
 from metering import errors as metering_errors
-from metering.operations import Settled
+from metering.holds.operations import RequestSettled, Settled
+from metering.quotas.quotas import InsufficientCredit, QuotaExceeded
 
 ERROR_DOMAIN = "weir.dev"
 LONG_INPUTS_SHOWN_MAX = 20  # more would not fit the metadata that a status travels in
@@ -114,7 +115,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (RequestUnderWay, code_pb2.ALREADY_EXISTS),
     (RequestOver, code_pb2.ALREADY_EXISTS),
     (metering_errors.RequestIdReused, code_pb2.ALREADY_EXISTS),
-    (metering_errors.RequestSettled, code_pb2.ALREADY_EXISTS),
+    (RequestSettled, code_pb2.ALREADY_EXISTS),
     (metering_errors.AlreadyExists, code_pb2.ALREADY_EXISTS),
     (NotAdmittedYet, code_pb2.FAILED_PRECONDITION),
     (metering_errors.PriceMissing, code_pb2.FAILED_PRECONDITION),
@@ -123,8 +124,8 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.MonthNotClosable, code_pb2.FAILED_PRECONDITION),
     (metering_errors.MonthOpen, code_pb2.FAILED_PRECONDITION),
     (metering_errors.ApprovalRefused, code_pb2.FAILED_PRECONDITION),
-    (metering_errors.InsufficientCredit, code_pb2.FAILED_PRECONDITION),
-    (metering_errors.QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
+    (InsufficientCredit, code_pb2.FAILED_PRECONDITION),
+    (QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
     (AuthenticationThrottled, code_pb2.RESOURCE_EXHAUSTED),
     (TooManyReports, code_pb2.RESOURCE_EXHAUSTED),
     (TooManyCalls, code_pb2.RESOURCE_EXHAUSTED),
@@ -192,7 +193,7 @@ def pack(code: int, message: str, details: Sequence[Message]) -> status_pb2.Stat
 def metadata_of(error: BaseException) -> dict[str, str]:
     """Machine-readable facts of an error."""
     match error:
-        case metering_errors.QuotaExceeded():
+        case QuotaExceeded():
             return quota_metadata(error)
         case AddressNotAllowed():
             return {"address": error.address}
@@ -239,7 +240,7 @@ def metadata_of(error: BaseException) -> dict[str, str]:
             return {"organization_id": str(error.organization_id), "month": f"{error.month:%Y-%m}"}
         case metering_errors.NotFound() | metering_errors.AlreadyExists():
             return {"kind": error.kind, "ref": error.ref}
-        case metering_errors.RequestSettled():
+        case RequestSettled():
             return settled_metadata(error.settled)
         case _:
             return {}
@@ -260,7 +261,7 @@ def settled_metadata(settled: Settled) -> dict[str, str]:
     }
 
 
-def quota_metadata(error: metering_errors.QuotaExceeded) -> dict[str, str]:
+def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
     """Which limit, how much of it is left, when it resets, and whether waiting helps."""
     first = error.failing[0]
     facts = {
@@ -294,7 +295,7 @@ def details_of(error: BaseException) -> list[Message]:
         for each in error.obstacles:
             precondition.violations.add(type=each.kind, subject="month", description=each.description)
         details.append(precondition)
-    if isinstance(error, metering_errors.QuotaExceeded):
+    if isinstance(error, QuotaExceeded):
         failure = error_details_pb2.QuotaFailure()
         for state in error.failing:
             failure.violations.add(

@@ -38,8 +38,7 @@ from inference.router import ReplicaCounts
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool
 from metering.billing.prices import CustomerPrice
-from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Outcome
+from metering.models import Outcome, QuotaDimension, QuotaSubject
 
 PICOS_PER_UNIT = 10**12
 LABEL_COUNT_MAX = 16

@@ -40,13 +40,14 @@ import uvloop
 from bench.admission_peers import INPUT_TOKENS, MODEL, OUTPUT_TOKENS, Pair, pgbench_binary, plain_pair, run_pgbench
 from bench.processes import children_of, cpu_s, postgres_pid
 from metering.billing.pricing import TokenPrices
-from metering.holds.exchange import Connection
-from metering.holds.hold_ids import new_hold_id
 from metering.holds.holds import HoldStore
-from metering.operations import Admit, Admitted, Outcome, Payer, Settle, Settled
+from metering.holds.operations import Admit, Admitted, Settle, Settled, new_hold_id
+from metering.models import Outcome
+from metering.quotas.quota_rules import Payer
 from metering.receipts.signing import ensure_key, read_key
 from metering.store import embedded_postgres
 from metering.store.db import psycopg_conninfo
+from metering.store.exchange import Connection
 from metering.store.migrations_runner import migrate
 
 CONNECTION_COUNT_MAX = 64

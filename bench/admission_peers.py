@@ -19,10 +19,10 @@ from pathlib import Path
 
 import psycopg
 
-from metering.holds.exchange import Connection
-from metering.operations import Payer
+from metering.quotas.quota_rules import Payer
 from metering.store import embedded_postgres
 from metering.store.db import psycopg_conninfo
+from metering.store.exchange import Connection
 
 MODEL = "bench"
 INPUT_TOKENS, OUTPUT_TOKENS = 100, 20

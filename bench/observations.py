@@ -28,7 +28,9 @@ from api.observability.trace_context import TraceContext
 from api.requests.live import Caller
 from api.requests.stopwatch import STAGES
 from api.wire import parse_start
-from metering.operations import Outcome, Payer, Settled
+from metering.holds.operations import Settled
+from metering.models import Outcome
+from metering.quotas.quota_rules import Payer
 
 RUNS, CALLS = 9, 2000
 MODEL, TIER = "demo", "interactive"

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Sequence
 from datetime import date
-from decimal import Decimal
 from typing import Protocol
-
-from metering.operations import QuotaState, Settled
-from metering.quotas.quota_rules import Claim
 
 
 class ObstacleFacts(Protocol):
@@ -108,63 +103,6 @@ class ChangesUnderWay(MeteringError):
         super().__init__("another configuration is being applied, or other changes are under way: nothing was changed, try again")
 
 
-class QuotaExceeded(MeteringError):
-    """The request does not fit. `failing` are the limits it does not fit, the one that resets first in front.
-
-    requested: what it asked of each of them. claim: what an admission would have claimed with all of its first slice; met: every
-    enforced limit it met, and what it asked of each. hint_s: seconds after which it will fit, where that was worked out
-    (`retry_hints.py`); infinite if it never will.
-    """
-
-    reason = "QUOTA_EXCEEDED"
-
-    def __init__(self, failing: Sequence[QuotaState], requested: Sequence[int]) -> None:
-        first = failing[0]
-        super().__init__(
-            f"quota {first.dimension} of {first.subject} is used up: requested {requested[0]}, remaining "
-            f"{max(first.remaining, 0)} of {first.limit_value} ({first.used} used, {first.held} held)"
-        )
-        self.failing = tuple(failing)
-        self.requested = tuple(requested)
-        self.claim: Claim | None = None
-        self.met: tuple[tuple[QuotaState, int], ...] = ()
-        self.hint_s: float | None = None
-
-    @property
-    def retry_helps(self) -> bool:
-        """Whether waiting alone can make the request fit: not if it is more than a limit allows even when nothing is used of it."""
-        if self.hint_s == math.inf:
-            return False
-        return all(amount <= state.limit_value for amount, state in zip(self.requested, self.failing, strict=True))
-
-    @property
-    def retry_after_s(self) -> float:
-        """How long to wait: the hint, or until the last failing limit has reset; a moment where there is neither."""
-        return max(state.resets_in_s or 1.0 for state in self.failing) if self.hint_s is None else self.hint_s
-
-
-class InsufficientCredit(QuotaExceeded):
-    """A prepaid organization has not the credit that the request asks for at least. Waiting does not help.
-
-    failing: the credit in front, as a quota, and whatever else does not fit.
-    """
-
-    reason = "INSUFFICIENT_CREDIT"
-
-    def __init__(self, failing: Sequence[QuotaState], requested: Sequence[int], currency_code: str) -> None:
-        super().__init__(failing, requested)
-        units, left = (Decimal(picos).scaleb(-12).normalize() for picos in (requested[0], max(failing[0].remaining, 0)))
-        self.args = (
-            f"the prepaid credit does not cover this request: it needs {units:f} {currency_code} at least, and {left:f} "
-            "is left that no running request holds: add credit",
-        )
-
-    @property
-    def retry_helps(self) -> bool:
-        """Never by waiting: credit has to be added."""
-        return False
-
-
 class RequestIdReused(MeteringError):
     """The request id was used before in this project, with another payload."""
 
@@ -175,16 +113,6 @@ class RequestInFlight(MeteringError):
     """A request with this id and payload is running."""
 
     reason = "REQUEST_IN_FLIGHT"
-
-
-class RequestSettled(MeteringError):
-    """A request with this id and payload has ended; `settled` is what stands. It is never billed again."""
-
-    reason = "REQUEST_SETTLED"
-
-    def __init__(self, settled: Settled) -> None:
-        super().__init__("this request has already ended: its usage stands beside this; use a new request_id to run again")
-        self.settled = settled
 
 
 class HoldEnded(MeteringError):

@@ -20,7 +20,7 @@ from metering.billing.rating import rate_all_pending
 from metering.celery_app import TIME_LIMIT_S, rating_hurry, task
 from metering.errors import InvalidValue, InvariantViolated, StoreAway
 from metering.export.exporters import export_usage
-from metering.holds.sweeping import sweep_expired_holds
+from metering.holds.recovery import sweep_expired_holds
 from metering.quotas import quota_admin
 from metering.receipts.signing import load_signer
 from metering.store.db import Sessions, create_engine, create_sessions

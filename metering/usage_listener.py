@@ -13,7 +13,7 @@ from collections.abc import Callable
 import psycopg
 
 from common.incidents import Retries
-from metering.holds.usage_notices import CHANNEL
+from metering.holds.holds import CHANNEL
 from metering.store.bounded_connection import KEEPALIVES
 from metering.store.db import psycopg_conninfo
 

@@ -19,7 +19,7 @@ from api.interceptor import METHOD, Context
 from api.streams.pace import VISIT, FramePace
 from metering.errors import KeyInvalid, StoreAway
 from metering.holds.lease_clock import boot_time_s
-from metering.operations import Payer
+from metering.quotas.quota_rules import Payer
 from metering.store.bounded_connection import patience
 from metering.store.db import Sessions
 from metering.tenants.networks import Network, allows

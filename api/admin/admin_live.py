@@ -20,7 +20,7 @@ from api.interceptor import Context
 from metering.control import live
 from metering.control.stop_orders import order_end_of_request
 from metering.errors import InvalidValue, NotFound
-from metering.holds.sweeping import sweep_expired_holds
+from metering.holds.recovery import sweep_expired_holds
 from metering.models import Hold, HoldState, Organization, Project
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions

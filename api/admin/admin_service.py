@@ -27,8 +27,8 @@ from api.quota_wire import effective_quota_statuses, quota_status
 from inference.router import Router
 from metering.errors import InvalidValue, NotFound
 from metering.models import ApiKey, AuditEntry, Organization, Project
-from metering.operations import QuotaState
 from metering.quotas import quota_admin, quota_states
+from metering.quotas.quota_rules import QuotaState
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from metering.tenants import audit

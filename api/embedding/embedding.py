@@ -38,7 +38,9 @@ from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
 from inference.errors import EngineFailed
 from inference.text.tokenizer import TokenLimitExceeded
 from metering.holds.journal import Delivered
-from metering.operations import Outcome, Payer, Settled
+from metering.holds.operations import Settled
+from metering.models import Outcome
+from metering.quotas.quota_rules import Payer
 from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
 from metering.tenants.networks import Address
 

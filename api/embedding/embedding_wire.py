@@ -17,7 +17,7 @@ from api.receipt_wire import receipt_messages
 from api.streams.frames import settled_usage
 from api.violations import Violations
 from inference.engine import ModelInfo, Vector
-from metering.operations import Admitted, Settled
+from metering.holds.operations import Admitted, Settled
 
 VECTOR_TAG = b"\x0a"  # of `Embedding.vector`: field 1, packed
 

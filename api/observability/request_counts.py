@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from api.observability.histogram import Histogram
 from api.requests.stopwatch import STAGES
 from api.statuses import reason_of
-from metering.errors import QuotaExceeded
+from metering.holds.operations import Settled
 from metering.models import ServiceTier
-from metering.operations import Settled
+from metering.quotas.quotas import QuotaExceeded
 
 # In ms: from what a lookup in memory takes to what nobody waits for. Two or three to a decade: a quantile is then right to a third.
 STAGE_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 120_000)

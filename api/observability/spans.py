@@ -22,7 +22,7 @@ from prometheus_client.core import Metric
 from api.observability.families import counter, gauge
 from api.observability.trace_context import TraceContext
 from api.setting_values import SettingInvalid
-from metering.operations import Settled
+from metering.holds.operations import Settled
 
 RECORDS_MAX = 4096  # requests that wait to be sent, of less than a kilobyte each: some ten seconds of a busy process
 BATCH_MAX = 64  # requests sent in one message, of up to eleven spans each

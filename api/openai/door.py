@@ -40,7 +40,7 @@ from api.openai.token_texts import TokenTexts
 from api.process import Process
 from api.statuses import status_of
 from api.streams.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
-from metering.operations import Owner
+from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 

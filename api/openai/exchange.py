@@ -37,7 +37,8 @@ from api.streams.receiver import Receiver
 from api.streams.whole_outbox import WholeOutbox
 from api.wire import ValidStart, finish_reason, parse_start
 from metering.errors import RequestInFlight
-from metering.operations import Outcome, Payer
+from metering.models import Outcome
+from metering.quotas.quota_rules import Payer
 from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
 from metering.tenants.networks import Address
 

@@ -22,12 +22,13 @@ from api.errors import Draining, Overloaded
 from api.requests.endings import OUTCOMES, Action, Cause, cause_of, charge_of, phase_of
 from api.settings import Settings
 from api.streams.outbox import UsageSoFar
-from metering.errors import MeteringError, QuotaExceeded
-from metering.holds.hold_ids import new_hold_id
+from metering.errors import MeteringError
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal
-from metering.models import ServiceTier
-from metering.operations import Admit, Admitted, Extend, Outcome, Payer, Settle, Settled
+from metering.holds.operations import Admit, Admitted, Extend, Settle, Settled, new_hold_id
+from metering.models import Outcome, ServiceTier
+from metering.quotas.quota_rules import Payer
+from metering.quotas.quotas import QuotaExceeded
 
 REFUSED_S = 5.0  # after a refusal by a quota: so long the key's short prompts are not tokenized before the quotas are asked
 REFUSED_KEYS_MAX = 10_000

@@ -14,7 +14,9 @@ from api import errors
 from inference import errors as engine_errors
 from inference import router
 from metering import errors as metering_errors
-from metering.operations import Outcome
+from metering.holds.operations import RequestSettled
+from metering.models import Outcome
+from metering.quotas.quotas import QuotaExceeded
 
 
 class EndPhase(StrEnum):
@@ -191,14 +193,14 @@ WAYS: tuple[Way, ...] = (
         "Request id that is in use or was used",
         C.CLIENT,
         "REQUEST_IN_FLIGHT, REQUEST_SETTLED, REQUEST_ID_REUSED",
-        errors=(metering_errors.RequestInFlight, metering_errors.RequestSettled, metering_errors.RequestIdReused),
+        errors=(metering_errors.RequestInFlight, RequestSettled, metering_errors.RequestIdReused),
     ),
     Way(
         "Quota or credit used up, at admission or while it runs",
         C.LIMIT,
         "QUOTA_EXCEEDED, INSUFFICIENT_CREDIT; finished QUOTA_EXHAUSTED",
         (Outcome.QUOTA_EXHAUSTED,),
-        (metering_errors.QuotaExceeded,),
+        (QuotaExceeded,),
     ),
     Way("Prompts of the key being prepared are too many", C.LIMIT, "PREPARATION_LIMIT", errors=(errors.PreparationLimit,)),
     Way("max_cost reached", C.LIMIT, "finished COST_LIMIT", (Outcome.COST_LIMIT,)),

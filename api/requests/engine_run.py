@@ -27,7 +27,7 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineFailed
-from metering.operations import Outcome
+from metering.models import Outcome
 
 log = structlog.get_logger(__name__)
 

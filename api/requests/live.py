@@ -46,8 +46,10 @@ from inference.engine import (
 )
 from inference.errors import EngineFailed
 from inference.router import Route
-from metering.errors import RequestInFlight, RequestSettled
-from metering.operations import Outcome, Payer, Settled
+from metering.errors import RequestInFlight
+from metering.holds.operations import RequestSettled, Settled
+from metering.models import Outcome
+from metering.quotas.quota_rules import Payer
 from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
 from metering.tenants.networks import Address
 

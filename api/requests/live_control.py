@@ -14,7 +14,7 @@ from api.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
 from api.process import Process, Running
 from api.requests.live import Phase
 from metering.control.stop_orders import DrainOrder, StopOrder
-from metering.operations import Outcome
+from metering.models import Outcome
 from metering.tenants.networks import allows, networks_of
 
 

@@ -14,8 +14,8 @@ from weir.v1 import types_pb2
 from api.errors import FieldViolation, InvalidRequest
 from api.violations import Violations
 from metering.billing.pricing import TokenPrices
+from metering.models import Outcome
 from metering.money import PICOS_PER_UNIT, exact_text
-from metering.operations import Outcome
 
 UNBOUNDED = sys.maxsize
 

@@ -20,7 +20,7 @@ from inference.engine import GenerationRequest, SequenceId
 from inference.router import Route, Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer, TokenLimitExceeded
-from metering.operations import Payer
+from metering.quotas.quota_rules import Payer
 from metering.tenants.key_rules import TokenBounds
 
 

@@ -19,8 +19,9 @@ from inference.engine import GrammarKind, TokensGenerated
 from inference.safety.safety import SafetyChecker
 from inference.text.found_calls import Parsed
 from inference.text.tool_calls import ToolCallParser
-from metering.errors import QuotaExceeded
-from metering.operations import Outcome, QuotaState
+from metering.models import Outcome
+from metering.quotas.quota_rules import QuotaState
+from metering.quotas.quotas import QuotaExceeded
 
 UNDELIVERED_OUTCOMES = frozenset({Outcome.CANCELLED, Outcome.DEADLINE, Outcome.SLOW_CONSUMER})
 

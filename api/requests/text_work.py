@@ -22,7 +22,7 @@ from api.errors import Overloaded, PreparationLimit
 from api.queue.virtual_tokens import Line
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool
-from metering.operations import Owner
+from metering.quotas.quota_rules import Owner
 
 MESSAGE_COST_CHARS = 30  # of each message and each text, beside its characters: what a template takes for an empty one
 INLINE_COST_MAX = 2000  # characters: less than a millisecond, of which handing it to a thread and back would be a tenth

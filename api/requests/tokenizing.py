@@ -17,7 +17,7 @@ from api.requests.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS, TextWork
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool
-from metering.operations import Payer
+from metering.quotas.quota_rules import Payer
 
 NO_SWITCH = "cannot be set: this model's chat template has no switch for thinking; leave it out"
 INLINE_S_PER_CHAR = 0.3e-6  # of processor time, where it is too short to be measured

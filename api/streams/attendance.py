@@ -11,7 +11,7 @@ from api.errors import FieldViolation, InvalidRequest
 from api.streams.feed import Feed
 from api.streams.receiver import Receiver
 from metering.errors import RequestInFlight
-from metering.operations import Outcome
+from metering.models import Outcome
 
 
 class Attendance:

@@ -17,7 +17,9 @@ from api.streams.outbox import UsageSoFar
 from inference.engine import EngineCondition, GenerationRequest, TokenLogprobs
 from inference.text.found_calls import CallPiece
 from metering.billing.pricing import TokenPrices
-from metering.operations import Admitted, Outcome, QuotaState, Settled
+from metering.holds.operations import Admitted, Settled
+from metering.models import Outcome
+from metering.quotas.quota_rules import QuotaState
 
 
 def admitted(

@@ -39,7 +39,7 @@ from api.streams.pace import BYTE_COST_S, LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL
 from api.streams.receiver import Receiver, Source
 from api.wire import ValidStart, parse_request_id, parse_start
 from metering.errors import RequestInFlight
-from metering.operations import Outcome
+from metering.models import Outcome
 from metering.tenants.tenants import as_uuid
 
 DEADLINE_SLACK_S = 0.1  # by so much the ways of the start and of the hang-up may differ

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from api.access.throttle import address_of
 from api.errors import TooManyCalls
-from metering.operations import Owner
+from metering.quotas.quota_rules import Owner
 
 BURST_S = 0.1  # of work at any speed: a client that comes back attaches to some hundred requests at once
 MESSAGE_COST_S = 40e-6  # of the transport for each message, which nobody here can measure

@@ -27,7 +27,7 @@ from api.streams.peers import VOUCHER, Identity, Peer
 from api.streams.receiver import Receiver
 from metering.control.owners import Owner, find_owner
 from metering.errors import MeteringError, RequestInFlight
-from metering.operations import Outcome
+from metering.models import Outcome
 from metering.store.db import Sessions
 from metering.tenants.networks import Address
 

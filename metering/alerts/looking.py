@@ -16,8 +16,7 @@ from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.models import QuotaDimension
-from metering.quotas.alert_thresholds import ALERTING
-from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Unit, window_end, window_start
+from metering.quotas.quota_rules import ALERTING, DIMENSIONS, NO_WINDOW, Unit, window_end, window_start
 from metering.store.db import Sessions
 
 ALERTS_MAX = 5_000  # of one statement: somebody may give a threshold to very many limits at once

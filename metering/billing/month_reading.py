@@ -21,8 +21,7 @@ from metering.billing.months import month_text
 from metering.billing.pricing import COUNTS_OF_EVENT
 from metering.billing.reports import ChargeKind, Closed, MonthReport, Reconciliation, ReportLine, RequestCounts, month_bounds
 from metering.errors import InvariantViolated
-from metering.models import Organization, ServiceTier, TokenKind
-from metering.operations import Outcome
+from metering.models import Organization, Outcome, ServiceTier, TokenKind
 from metering.tenants.billing_profiles import BillingProfile, billing_profile
 from metering.tenants.tenants import find_organization
 

@@ -34,9 +34,8 @@ from metering.billing.plans import UsableGrant, apply_credit
 from metering.errors import InvalidValue, StoreAway
 from metering.models import Organization, Quota, QuotaDimension, QuotaSubject
 from metering.money import to_decimal
-from metering.quotas.alert_thresholds import checked_lefts
 from metering.quotas.quota_recount import recount
-from metering.quotas.quota_rules import window_end
+from metering.quotas.quota_rules import checked_lefts, window_end
 from metering.store.db import Sessions
 from metering.tenants.audit import record_change, snapshot
 from metering.tenants.tenants import find_organization

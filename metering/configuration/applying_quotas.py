@@ -12,9 +12,8 @@ from sqlalchemy import select
 from metering.configuration.attempts import Attempts
 from metering.configuration.configuration import Action, Change, QuotaPlace, QuotaSpec, differences, named_twice
 from metering.models import Quota, QuotaDimension, QuotaSubject
-from metering.quotas.alert_thresholds import usual_thresholds
 from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
-from metering.quotas.quota_rules import Weights
+from metering.quotas.quota_rules import Weights, usual_thresholds
 
 PLAIN = QuotaSpec(limit_value=-1)  # what a new limit is compared with, so that only what it says otherwise is told
 RAISE = ("raised_limit_value", "raised_until", "raise_reason")

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 from metering.models import Quota, QuotaDimension
-from metering.quotas.alert_thresholds import usual_thresholds
+from metering.quotas.quota_rules import usual_thresholds
 from metering.tenants.billing_profiles import BillingProfile
 
 Value = str | int | bool | None | list[str] | list[int]

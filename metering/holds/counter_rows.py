@@ -12,7 +12,9 @@ from datetime import datetime
 
 import psycopg
 
-from metering.holds.exchange import (
+from metering.quotas.quota_rules import CounterKey
+from metering.quotas.quotas import USED_MAX, Counter, Counters
+from metering.store.exchange import (
     TIMESTAMPTZ_OID,
     UUID_OID,
     Connection,
@@ -27,8 +29,6 @@ from metering.holds.exchange import (
     packed_time,
     time_array,
 )
-from metering.quotas.quota_rules import CounterKey
-from metering.quotas.quotas import USED_MAX, Counter, Counters
 
 LOCK_COUNTERS = """
 SELECT c.quota_id, c.window_start, c.used, c.held

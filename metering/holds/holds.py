@@ -15,27 +15,37 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
+from sqlalchemy import text
 
 from common.incidents import Retries
-from metering.errors import HoldEnded, QuotaExceeded, StoreAway
-from metering.holds.hold_connection import BATCH_SIZE_MAX, EXPIRY_S
+from metering.errors import HoldEnded, StoreAway
+from metering.holds.connections import BATCH_SIZE_MAX, EXPIRY_S, PairedConnections, Probe
 from metering.holds.lease_clock import LeaseClock
-from metering.holds.paired_connections import PairedConnections, Probe
+from metering.holds.operations import Admit, Admitted, Extend, Extended, HoldAnswer, HoldOperation, Renew, Settle, Settled, Void
 from metering.holds.standing_holds import Bindings, GraceTerms, StandingHolds
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Admit, Admitted, Extend, Extended, HoldAnswer, HoldOperation, Renew, Settle, Settled, Void
+from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.chaining import BatchSigner
+from metering.store.db import Sessions
 from metering.store.group_commit import GroupCommit, GroupCommitStatistics, Patience
 from metering.store.store_gate import StoreGate
 
 RENEW_INTERVAL_S = 15.0  # a quarter of the expiry: three renewals may fail before anything is lost
+
 WAITING_COUNT_MAX = 10_000  # admissions beyond this wait longer than a client would
+
 SPLIT_COUNT_MIN = 32  # operations; in smaller batches the statements themselves cost more than the wait that is saved
+
 SETTLE_RETRY_MAX_S = 5.0
+
 ANSWER_WAIT_S = 5.0  # a client that waits longer for its admission has lost the good of an exact answer
+
 PROBE_INTERVAL_S = 1.0  # so soon an idle process finds out that the database is away
+
 LOOP_RETRY_S_MIN, LOOP_RETRY_S_MAX = 0.1, 5.0  # a hold lapses after a minute: its loops are never left alone for long
+
 TEND_INTERVAL_S = 1.0  # so soon something stands for a key that has begun to ask
+
 
 log = structlog.get_logger(__name__)
 
@@ -335,3 +345,36 @@ class HoldStore:
             self._owed[op.hold_id] = op
         elif isinstance(op, Settle) and isinstance(answer, Exception):
             log.error("hold_end_refused", hold_id=str(op.hold_id), cause=str(answer))
+
+
+CHANNEL = "weir_usage"
+
+NOTICE_INTERVAL_S = 0.1  # so a busy process costs the database ten tiny transactions a second, whatever it settles
+
+NOTICE_TIMEOUT_S = 2.0  # a notice that takes longer is late for what it is for
+
+NOTIFY = text(f"NOTIFY {CHANNEL}")
+
+
+class UsageNotices:
+    """One process's notices. `run` must be running for any to go out."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._due = asyncio.Event()
+
+    def used(self) -> None:
+        """Something was settled and is committed. Never blocks."""
+        self._due.set()
+
+    async def run(self) -> None:
+        """Send what is due until cancelled."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            try:
+                async with asyncio.timeout(NOTICE_TIMEOUT_S), self._sessions.begin() as session:
+                    await session.execute(NOTIFY)
+            except (StoreAway, TimeoutError) as away:
+                log.debug("usage_notice_lost", cause=str(away))
+            await asyncio.sleep(NOTICE_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""Admissions that fit by all that is known, in one round trip; whatever else there is to them goes the long way (`hold_batch.py`).
+"""Admissions that fit by all that is known, in one round trip; whatever else there is to them goes the long way (`batch.py`).
 
 Nothing is decided here that the database does not see for itself, in the same transaction: that no rule, price or key has changed
 since it was read, that it is the minute that was reckoned with, that every counter has room for all that the batch adds to it, and
@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from metering.holds.batch_reads import BEGIN_ADMITTING
 from metering.holds.counter_rows import packed_columns
-from metering.holds.exchange import Connection, Statement, bigint_array, exchange, id_array, id_bytes_array
-from metering.holds.hold_writes import NewHold, insertion
 from metering.holds.known import Known, Meter, Metering, Terms
-from metering.operations import Admit, Admitted, QuotaState
+from metering.holds.operations import Admit, Admitted
+from metering.holds.read import BEGIN_ADMITTING
+from metering.holds.write import NewHold, insertion
+from metering.quotas.quota_rules import QuotaState
+from metering.store.exchange import Connection, Statement, bigint_array, exchange, id_array, id_bytes_array
 
 MINUTE = timedelta(minutes=1)
 NOT_LOOKED_UP = tuple(QuotaState._field_defaults.values())  # what of a limit's state only its owner asks for

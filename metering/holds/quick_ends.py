@@ -1,4 +1,4 @@
-"""Settlements of holds that this process has taken itself, without reading them; any other end goes the long way (`hold_batch.py`).
+"""Settlements of holds that this process has taken itself, without reading them; any other end goes the long way (`batch.py`).
 
 The statement that ends the holds, and locks them by that, compares all of their rows that can have changed since: that they live,
 what they have leased and posted, and how many quotas they are charged to. Where it finds one otherwise, nothing is done. From there
@@ -15,9 +15,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
-from metering.holds.batch_reads import SELECT_RULES_BY_ID
 from metering.holds.counter_rows import move_statement
-from metering.holds.exchange import (
+from metering.holds.known import SELECT_CHANGES, HoldTerms, Known, OwnHold, OwnHolds, Return
+from metering.holds.operations import HoldOperation, Renew, Settle, Settled, Void
+from metering.holds.read import SELECT_RULES_BY_ID, rules_of_rows
+from metering.holds.write import UsageRow, usage_writes
+from metering.quotas.quota_rules import window_starts
+from metering.receipts.chaining import BatchSigner, Chains
+from metering.store.exchange import (
     Connection,
     Statement,
     Value,
@@ -28,13 +33,6 @@ from metering.holds.exchange import (
     id_number_array,
     packed_time,
 )
-from metering.holds.hold_writes import UsageRow, usage_writes
-from metering.holds.known import SELECT_CHANGES, Known
-from metering.holds.own_holds import HoldTerms, OwnHold, OwnHolds, Return
-from metering.holds.rule_cache import rules_of_rows
-from metering.operations import HoldOperation, Renew, Settle, Settled, Void
-from metering.quotas.quota_rules import window_starts
-from metering.receipts.chaining import BatchSigner, Chains
 
 # In the order of their ids, like all who lock holds. Asked for their state, the server would go through all that live.
 END_UNREAD = """

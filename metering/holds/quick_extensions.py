@@ -1,4 +1,4 @@
-"""Extensions that fit by all that is known, in one round trip; any other goes the long way (`hold_batch.py`).
+"""Extensions that fit by all that is known, in one round trip; any other goes the long way (`batch.py`).
 
 Like admissions (`quick_admissions.py`) and ends (`quick_ends.py`): the statement that extends the holds, and locks them by that,
 compares what can have changed of them; with them under lock the next one sees that no rule has changed and that it is the minute
@@ -14,14 +14,13 @@ from datetime import datetime
 from typing import NamedTuple
 
 from metering.holds.counter_rows import packed_columns
-from metering.holds.exchange import Connection, Statement, Value, array, bigint_array, exchange, id_number_array
-from metering.holds.known import Known, Meter
-from metering.holds.own_holds import NO_LIMIT, OwnHold, OwnHolds, Return
+from metering.holds.known import NO_LIMIT, Known, Meter, OwnHold, OwnHolds, Return
+from metering.holds.operations import Extend, HoldOperation, Renew
 from metering.holds.quick_admissions import MINUTE, time_text
 from metering.holds.quick_ends import packed_starts
-from metering.operations import Extend, HoldOperation, Renew
 from metering.quotas.quota_rules import window_starts
 from metering.quotas.quotas import USED_MAX
+from metering.store.exchange import Connection, Statement, Value, array, bigint_array, exchange, id_number_array
 
 # In the order of their ids, like all who lock holds. Each extension makes the lease larger: that tells whether there was another.
 # `left_minute` is negative where the charge stays in its minute.

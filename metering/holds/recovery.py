@@ -1,4 +1,4 @@
-"""Settles what dead processes of this machine left behind, from their journals.
+"""Ends holds in the name of owners that are gone: from the journals of dead processes of this machine, and by expiry.
 
 Idempotent and safe to run in several processes at once: a journal is locked while it is worked on, and a hold ends once whoever
 ends it.
@@ -6,22 +6,26 @@ ends it.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psycopg
 import structlog
 
 from common.incidents import Retries
 from metering.errors import StoreAway
-from metering.holds.bindings import Bind
-from metering.holds.hold_connection import BATCH_SIZE_MAX, HoldConnection
-from metering.holds.journal import AbandonedJournal, Delivered, abandoned_journals
-from metering.operations import Ended, HoldOperation, Outcome, Renew, Settle, Settled
+from metering.holds.connections import BATCH_SIZE_MAX, HoldConnection
+from metering.holds.journal import AbandonedJournal, Bind, Delivered, abandoned_journals
+from metering.holds.operations import Ended, Expire, HoldAnswer, HoldOperation, Renew, Settle, Settled
+from metering.models import Outcome
 from metering.receipts.chaining import BatchSigner
-from metering.store.store_gate import StoreGate
+from metering.store.db import connection_options, psycopg_conninfo
+from metering.store.store_gate import CONNECT_TIMEOUT_S, StoreGate
 
 log = structlog.get_logger(__name__)
+
 retries = Retries("journal_recovery", passing=(StoreAway, OSError))  # by the journal's owner
 
 
@@ -109,3 +113,31 @@ def settlement(entry: Delivered) -> Settle:
         outcome=Outcome.FAILED,
         recovered=True,
     )
+
+
+sweep_retries = Retries("hold_sweep")  # by hold
+
+
+async def sweep_expired_holds(database_url: str, *, limit: int = 1000, signer: BatchSigner | None = None) -> int:
+    """Expire what is overdue; tells how many. Safe anywhere, anytime. signer: of the receipts, if they are signed.
+
+    Raises: psycopg.OperationalError or StoreAway if the database is away.
+    """
+    async with await psycopg.AsyncConnection.connect(
+        psycopg_conninfo(database_url), autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options()
+    ) as connection:
+        cursor = await connection.execute(
+            "SELECT id FROM holds WHERE state = 'held' AND expires_at <= now() AND id <> ALL(%s) ORDER BY expires_at LIMIT %s",
+            (sweep_retries.resting(), limit),
+        )
+        overdue = [Expire(row[0]) for row in await cursor.fetchall()]
+    answers: list[HoldAnswer | Exception] = []
+    async with HoldConnection(database_url, uuid.uuid4(), signer=signer) as holds:
+        for start in range(0, len(overdue), BATCH_SIZE_MAX):
+            answers += await holds.execute(overdue[start : start + BATCH_SIZE_MAX])
+    for hold, answer in zip(overdue, answers, strict=True):
+        if isinstance(answer, StoreAway):
+            raise answer
+        if isinstance(answer, Exception):
+            sweep_retries.failed(answer, hold.hold_id)
+    return sum(1 for answer in answers if isinstance(answer, Ended) and answer.done)

@@ -14,7 +14,7 @@ from metering.models.holds import Hold, HoldState
 from metering.models.prices import PriceVersion, ServiceTier, TokenKind
 from metering.models.quotas import Quota, QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
 from metering.models.tenants import ApiKey, ApiKeyUse, AuditEntry, BillingProfileRow, Organization, Project
-from metering.models.usage import UsageEvent, unrated_usage
+from metering.models.usage import Outcome, UsageEvent, unrated_usage
 
 __all__ = [
     "ApiKey",
@@ -25,6 +25,7 @@ __all__ = [
     "Hold",
     "HoldState",
     "Organization",
+    "Outcome",
     "PriceVersion",
     "Project",
     "Quota",

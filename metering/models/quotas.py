@@ -41,7 +41,7 @@ class Quota(Base):
     Weights are thousandths per token of a kind, for quotas on tokens. A raise holds instead of the limit until `raised_until`. One
     that is not enforced counts and refuses nobody. One for new keys limits nothing itself: each key that is created under its
     subject gets a copy of it. `alert_at`: percent of the limit that are used, of prepaid credit picos that are left
-    (`quotas/alert_thresholds.py`).
+    (`quotas/quota_rules.py`).
     """
 
     __tablename__ = "quotas"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import datetime
+from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import (
@@ -102,3 +103,20 @@ unrated_usage = Table(
     Column("settled_at", DateTime(timezone=True), nullable=False),
     Column("organization_id", Uuid(), nullable=False),
 )
+
+
+class Outcome(StrEnum):
+    """How a request that cost something ended, as stored in `usage_events.outcome`."""
+
+    __hash__ = str.__hash__  # an Enum's own is Python, at ten times the cost
+
+    STOP = "stop"
+    STOP_SEQUENCE = "stop_sequence"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    QUOTA_EXHAUSTED = "quota_exhausted"
+    COST_LIMIT = "cost_limit"
+    SLOW_CONSUMER = "slow_consumer"
+    FILTERED = "filtered"
+    FAILED = "failed"

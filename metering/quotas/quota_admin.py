@@ -18,10 +18,18 @@ from metering.billing.prices import checked_model
 from metering.errors import InvalidValue, NotFound
 from metering.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
 from metering.money import to_decimal
-from metering.operations import QuotaState
-from metering.quotas.alert_thresholds import checked_percents, usual_thresholds
 from metering.quotas.quota_recount import Uncounted, recount
-from metering.quotas.quota_rules import DIMENSIONS, PLAIN, Kind, Unit, Weights, token_scale
+from metering.quotas.quota_rules import (
+    DIMENSIONS,
+    PLAIN,
+    Kind,
+    QuotaState,
+    Unit,
+    Weights,
+    checked_percents,
+    token_scale,
+    usual_thresholds,
+)
 from metering.quotas.quota_states import rule_now, states
 from metering.store.db import Sessions
 from metering.tenants.audit import record_change, snapshot

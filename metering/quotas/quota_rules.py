@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from metering.billing.pricing import TokenPrices
+from metering.errors import InvalidValue
 from metering.models import QuotaDimension, QuotaSubject
 
 NO_WINDOW = datetime(1970, 1, 1, tzinfo=UTC)  # the one "window" of a dimension that never resets
+
 WEIGHT_SCALE = 1000  # weights are thousandths
+
 
 # A quota's id as a number, and the start of a window. UUIDs hash and compare in Python, at ten times the cost of a number, and a
 # batch looks counters up hundreds of times.
@@ -52,6 +55,7 @@ class Weights(NamedTuple):
 
 
 PLAIN = Weights()
+
 # What each dimension is charged in, over which window, and which tokens it counts: input, output.
 DIMENSIONS: dict[QuotaDimension, tuple[Kind, Unit | None, bool, bool]] = {
     QuotaDimension.CONCURRENT_REQUESTS: (Kind.CONCURRENCY, None, False, False),
@@ -291,3 +295,143 @@ class Claim(NamedTuple):
         if left != int(now.timestamp()) // 60:
             minutes = (*minutes, left, posted)
         return self._replace(posted_token_count=posted, charged_at=now, posted_minutes=minutes)
+
+
+USUAL_PERCENTS = (50, 80, 100)
+
+PERCENT_MAX = 1000  # a limit that only watches may be passed; tenfold is a unit mixed up
+
+LEFT_MAX_PICOS = 10**18  # a million units, as much as one grant may be
+
+THRESHOLDS_MAX = 10  # of one limit: nobody acts on more
+
+ALERTING = frozenset(dimension for dimension, (_, unit, *_) in DIMENSIONS.items() if unit in (Unit.DAY, Unit.MONTH))
+
+
+def usual_thresholds(dimension: QuotaDimension) -> tuple[int, ...]:
+    """Of a new limit of which nothing else is said."""
+    return USUAL_PERCENTS if dimension in ALERTING else ()
+
+
+def checked_percents(dimension: QuotaDimension, asked: Sequence[int]) -> tuple[int, ...]:
+    """Thresholds of a limit in their order; none for no alerts. Raises: InvalidValue."""
+    if asked and dimension not in ALERTING:
+        alerting = ", ".join(str(each) for each in QuotaDimension if each in ALERTING)
+        raise InvalidValue("alert_at", f"a limit on {dimension} does not alert: leave it out; those on {alerting} do")
+    return _checked(asked, PERCENT_MAX, "percent of the limit")
+
+
+def checked_lefts(asked: Sequence[int]) -> tuple[int, ...]:
+    """Thresholds of prepaid credit in their order; none for no alerts. Raises: InvalidValue."""
+    return _checked(asked, LEFT_MAX_PICOS, "picos of credit that are left")
+
+
+def _checked(asked: Sequence[int], most: int, unit: str) -> tuple[int, ...]:
+    if len(asked) > THRESHOLDS_MAX:
+        raise InvalidValue("alert_at", f"give at most {THRESHOLDS_MAX} thresholds")
+    for value in asked:
+        if not 1 <= value <= most:
+            raise InvalidValue("alert_at", f"{value} is none: give 1 to {most}, in {unit}")
+    if len(set(asked)) != len(asked):
+        raise InvalidValue("alert_at", "give each threshold once")
+    return tuple(sorted(asked))
+
+
+class QuotaState(NamedTuple):
+    """One limit at a moment. Values in requests, tokens or picos by dimension.
+
+    subject_name: the subject for people. It, raise_reason and would_refuse_count are empty where nobody looked them up.
+    would_refuse_count: admissions of this window that the quota would have refused if it were enforced.
+    for_new_keys: it limits nothing itself, but is copied to each key that is created under its subject. alert_at: percent of the
+    limit, of prepaid credit picos that are left; empty where nobody looked it up.
+    """
+
+    rule: QuotaRule
+    used: int
+    held: int
+    now: datetime
+    subject_name: str = ""
+    raise_reason: str = ""
+    would_refuse_count: int = 0
+    for_new_keys: bool = False
+    alert_at: tuple[int, ...] = ()
+
+    @property
+    def quota_id(self) -> uuid.UUID:
+        """Which quota."""
+        return self.rule.id
+
+    @property
+    def subject(self) -> QuotaSubject:
+        """What it hangs on."""
+        return self.rule.subject
+
+    @property
+    def subject_id(self) -> uuid.UUID:
+        """On which one."""
+        return self.rule.subject_id
+
+    @property
+    def model(self) -> str:
+        """The model that it limits; empty for all together."""
+        return self.rule.model
+
+    @property
+    def dimension(self) -> QuotaDimension:
+        """What it counts."""
+        return self.rule.dimension
+
+    @property
+    def limit_value(self) -> int:
+        """The limit in force, so with a raise."""
+        return self.rule.limit_value or 0
+
+    @property
+    def remaining(self) -> int:
+        """What may still be held; negative where it is not enforced, or has become less than what was used. At least -2**63."""
+        return max(self.limit_value - self.used - self.held, -(2**63))
+
+    @property
+    def resets_at(self) -> datetime | None:
+        """When `used` starts again at zero; None for concurrency."""
+        return window_ends(self.now)[self.rule.window]
+
+    @property
+    def resets_in_s(self) -> float | None:
+        """Seconds from `now` to `resets_at`."""
+        resets_at = self.resets_at
+        return None if resets_at is None else (resets_at - self.now).total_seconds()
+
+
+@dataclass(frozen=True, slots=True)
+class Payer:
+    """Whom a request is charged to."""
+
+    organization_id: uuid.UUID
+    project_id: uuid.UUID
+    api_key_id: uuid.UUID
+    currency_code: str
+
+    def __hash__(self) -> int:
+        """A key has one project, organization and currency. Of its number, since UUIDs hash in Python."""
+        return hash(self.api_key_id.int)
+
+    @property
+    def subject_ids(self) -> frozenset[uuid.UUID]:
+        """Everything that quotas of this payer can hang on."""
+        return frozenset((self.organization_id, self.project_id, self.api_key_id))
+
+    @property
+    def receipt_ids(self) -> bytes:
+        """Organization, project and key as a receipt begins with them, 48 bytes."""
+        return self.organization_id.bytes + self.project_id.bytes + self.api_key_id.bytes
+
+
+class Owner(Protocol):
+    """Whose work something is: a payer, or the principal of a call."""
+
+    @property
+    def organization_id(self) -> uuid.UUID: ...
+
+    @property
+    def api_key_id(self) -> uuid.UUID: ...

@@ -14,8 +14,7 @@ from sqlalchemy import Select, and_, case, func, literal, or_, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject
-from metering.operations import QuotaState
-from metering.quotas.quota_rules import QuotaRule, Weights, window_start
+from metering.quotas.quota_rules import QuotaRule, QuotaState, Weights, window_start
 from metering.tenants.tenants import find_organization
 
 SUBJECT_ORDER = list(QuotaSubject)

@@ -7,19 +7,88 @@ settled or posted holds left there; a claim lives in exactly one window at a tim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from decimal import Decimal
 
-from metering.errors import InsufficientCredit, QuotaExceeded
+from metering.errors import MeteringError
 from metering.models import QuotaDimension
-from metering.operations import QuotaState
-from metering.quotas.quota_rules import NO_WINDOW, Claim, CounterKey, Kind, QuotaRule, money_scale, window_end, window_starts
+from metering.quotas.quota_rules import (
+    NO_WINDOW,
+    Claim,
+    CounterKey,
+    Kind,
+    QuotaRule,
+    QuotaState,
+    money_scale,
+    window_end,
+    window_starts,
+)
 
 Tokens = tuple[int, int]  # input and output
+
 # A counter that has come so far stays there, for the rest of its window: "so much or more". Limits end there, too, so that none is
 # passed; but where a limit only watches, or was set after the use, a request that was served has to be settled whatever it adds.
 USED_MAX = 2**63 - 1  # what the column holds: some nine million units of money
+
+
+class QuotaExceeded(MeteringError):
+    """The request does not fit. `failing` are the limits it does not fit, the one that resets first in front.
+
+    requested: what it asked of each of them. claim: what an admission would have claimed with all of its first slice; met: every
+    enforced limit it met, and what it asked of each. hint_s: seconds after which it will fit, where that was worked out
+    (`retry_hints.py`); infinite if it never will.
+    """
+
+    reason = "QUOTA_EXCEEDED"
+
+    def __init__(self, failing: Sequence[QuotaState], requested: Sequence[int]) -> None:
+        first = failing[0]
+        super().__init__(
+            f"quota {first.dimension} of {first.subject} is used up: requested {requested[0]}, remaining "
+            f"{max(first.remaining, 0)} of {first.limit_value} ({first.used} used, {first.held} held)"
+        )
+        self.failing = tuple(failing)
+        self.requested = tuple(requested)
+        self.claim: Claim | None = None
+        self.met: tuple[tuple[QuotaState, int], ...] = ()
+        self.hint_s: float | None = None
+
+    @property
+    def retry_helps(self) -> bool:
+        """Whether waiting alone can make the request fit: not if it is more than a limit allows even when nothing is used of it."""
+        if self.hint_s == math.inf:
+            return False
+        return all(amount <= state.limit_value for amount, state in zip(self.requested, self.failing, strict=True))
+
+    @property
+    def retry_after_s(self) -> float:
+        """How long to wait: the hint, or until the last failing limit has reset; a moment where there is neither."""
+        return max(state.resets_in_s or 1.0 for state in self.failing) if self.hint_s is None else self.hint_s
+
+
+class InsufficientCredit(QuotaExceeded):
+    """A prepaid organization has not the credit that the request asks for at least. Waiting does not help.
+
+    failing: the credit in front, as a quota, and whatever else does not fit.
+    """
+
+    reason = "INSUFFICIENT_CREDIT"
+
+    def __init__(self, failing: Sequence[QuotaState], requested: Sequence[int], currency_code: str) -> None:
+        super().__init__(failing, requested)
+        units, left = (Decimal(picos).scaleb(-12).normalize() for picos in (requested[0], max(failing[0].remaining, 0)))
+        self.args = (
+            f"the prepaid credit does not cover this request: it needs {units:f} {currency_code} at least, and {left:f} "
+            "is left that no running request holds: add credit",
+        )
+
+    @property
+    def retry_helps(self) -> bool:
+        """Never by waiting: credit has to be added."""
+        return False
 
 
 @dataclass(slots=True)

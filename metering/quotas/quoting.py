@@ -14,13 +14,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.prices import price_in_force
 from metering.billing.pricing import TokenPrices, embedding_terms
-from metering.errors import QuotaExceeded
 from metering.models import ServiceTier, UsageEvent
-from metering.operations import Payer, QuotaState
 from metering.quotas import quotas
-from metering.quotas.quota_rules import Claim
+from metering.quotas.quota_rules import Claim, Payer, QuotaState
 from metering.quotas.quota_states import quotas_for
-from metering.quotas.quotas import Counter, Counters
+from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 from metering.quotas.refusals import Refusals, Refused
 
 RECENT_EVENT_COUNT = 1000  # of the organization: among so many the project's latest are looked for

@@ -15,18 +15,30 @@ from typing import NamedTuple
 import psycopg
 import structlog
 
-from metering.errors import QuotaExceeded
-from metering.holds.exchange import Connection
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Admit, HoldAnswer, HoldOperation
-from metering.quotas.promise_keeping import Asker, PromiseKeeping, RequestKey
 from metering.quotas.quota_rules import Claim, QuotaRule
-from metering.quotas.retry_hints import NOBODY, PROMISE_COUNT_MAX, Forecast, History, RunningRequest, promise
+from metering.quotas.quotas import QuotaExceeded
+from metering.quotas.retry_hints import (
+    NOBODY,
+    PROMISE_COUNT_MAX,
+    Asker,
+    Forecast,
+    History,
+    PromiseKeeping,
+    RequestKey,
+    RunningRequest,
+    promise,
+)
+from metering.store.exchange import Connection
 
 REFRESH_S = 0.25  # how old what is known of running requests may be: refusals come in floods, and each look costs a query
+
 FORECAST_COUNT_MAX = 10_000  # quotas that refuse at the same time; beyond it the promises of all are forgotten
+
 RUNNING_COUNT_MAX = 20_000
+
 HISTORY_COUNT = 64  # requests: enough for a share of 95 %
+
 
 # What holds of these quotas run, the oldest first.
 SELECT_RUNNING = """
@@ -35,12 +47,14 @@ SELECT q.quota_id, h.owner_id, extract(epoch FROM now() - h.admitted_at)::float8
 FROM unnest(%s::uuid[]) AS q(quota_id) JOIN holds h ON h.state = 'held' AND q.quota_id = ANY(h.quota_ids)
 ORDER BY h.admitted_at LIMIT %s
 """
+
 SELECT_HISTORY = """
 SELECT o.id, extract(epoch FROM e.settled_at - e.admitted_at)::float8, e.delivered_token_count
 FROM unnest(%s::uuid[]) AS o(id), LATERAL (
     SELECT settled_at, admitted_at, delivered_token_count FROM usage_events
     WHERE organization_id = o.id AND part = 0 AND NOT recovered ORDER BY settled_at DESC LIMIT %s) e
 """
+
 
 log = structlog.get_logger(__name__)
 
@@ -59,15 +73,6 @@ class Told(NamedTuple):
 
     at_s: float
     quota_ids: frozenset[uuid.UUID]
-
-
-def refused_of(operations: Sequence[HoldOperation], answers: Mapping[int, HoldAnswer | Exception]) -> list[Refused]:
-    """The admissions of a batch that do not fit a quota."""
-    found: list[Refused] = []
-    for index, op in enumerate(operations):
-        if isinstance(op, Admit) and isinstance(answer := answers[index], QuotaExceeded):
-            found.append(Refused(op.payer.organization_id, answer, (op.payer.project_id, op.request_id), op.payer.api_key_id))
-    return found
 
 
 class Refusals:

@@ -15,10 +15,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.errors import InvalidValue
-from metering.receipts.chaining import IssuedReceipt
+from metering.receipts.chaining import BATCHES, ISSUED, IssuedReceipt, issued_of_rows, split
 from metering.receipts.encoding import NO_HASH
 from metering.receipts.merkle import RunningRoot
-from metering.receipts.stored import BATCHES, ISSUED, issued_of_rows, split
 
 PAGE_SIZE_MAX = 1000
 OF_MONTH = "organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends"

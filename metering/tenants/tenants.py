@@ -22,7 +22,6 @@ from metering.control.stop_orders import order_end_of_key
 from metering.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
 from metering.models import ApiKey, ApiKeyUse, Organization, Project
 from metering.money import checked_currency
-from metering.quotas.quota_defaults import limit_new_key
 from metering.tenants.audit import record_change, snapshot
 from metering.tenants.key_rules import (
     NO_BOUNDS,
@@ -35,6 +34,7 @@ from metering.tenants.key_rules import (
 )
 from metering.tenants.key_secrets import PREFIX_FORM, PREFIX_LENGTH, SECRET_FORM, hash_of, new_secret, prefix_of
 from metering.tenants.networks import Address, Network, checked_networks, networks_of
+from metering.tenants.quota_defaults import limit_new_key
 
 NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
 LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum inside what a timestamp can hold

@@ -14,7 +14,8 @@ from api.observability.trace_context import NO_TRACE, TraceContext
 from api.requests.live import Caller
 from api.requests.stopwatch import STAGES
 from api.wire import parse_start
-from metering.operations import Outcome, Payer
+from metering.models import Outcome
+from metering.quotas.quota_rules import Payer
 
 TIMINGS = {f"{stage}_ms": 1.0 for stage in STAGES} | {"total_ms": 10.0}
 

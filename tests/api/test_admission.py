@@ -16,12 +16,13 @@ from api.errors import Draining, Overloaded
 from api.requests.admission import Admission, AdmissionRequest, Capacity, Lease
 from api.settings import Settings
 from api.streams.outbox import UsageSoFar
-from metering.errors import HoldEnded, QuotaExceeded, RequestInFlight
+from metering.errors import HoldEnded, RequestInFlight
 from metering.holds.holds import HoldStore
 from metering.holds.journal import Delivered, UsageJournal
-from metering.holds.sweeping import sweep_expired_holds
-from metering.models import QuotaDimension
-from metering.operations import Outcome, Payer
+from metering.holds.recovery import sweep_expired_holds
+from metering.models import Outcome, QuotaDimension
+from metering.quotas.quota_rules import Payer
+from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import HoldWorld, hold_world, until_idle
 from tests.metering.invariants import check_invariants
 

@@ -15,7 +15,7 @@ from api.streams.outbox import Outbox
 from api.streams.receiver import Receiver
 from metering.errors import RequestInFlight
 from metering.holds.journal import UsageJournal
-from metering.operations import Outcome
+from metering.models import Outcome
 
 
 @pytest.fixture

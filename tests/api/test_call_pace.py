@@ -19,7 +19,7 @@ from api.server import SERVICES
 from api.streams import pace
 from api.streams.pace import FramePace, Visit, measured
 from api.wire import parse_start
-from metering.operations import Payer
+from metering.quotas.quota_rules import Payer
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import Principal
 

@@ -39,10 +39,12 @@ from api.requests.endings import (
 from api.statuses import CODES
 from api.streams.outbox import UsageSoFar
 from inference.errors import EngineError, EngineFailed, EngineUnavailable, RequestImpossible, SafetyUnavailable
-from metering.errors import HoldEnded, KeyInvalid, QuotaExceeded, RequestIdReused, StoreAway
-from metering.holds.sweeping import sweep_expired_holds
-from metering.models import QuotaDimension
-from metering.operations import Expire, Outcome, Payer, Settle, Void
+from metering.errors import HoldEnded, KeyInvalid, RequestIdReused, StoreAway
+from metering.holds.operations import Expire, Settle, Void
+from metering.holds.recovery import sweep_expired_holds
+from metering.models import Outcome, QuotaDimension
+from metering.quotas.quota_rules import Payer
+from metering.quotas.quotas import QuotaExceeded
 from tests.api.test_admission import Rig, request, running
 from tests.metering.hold_world import HoldWorld, hold_world
 from tests.metering.invariants import check_invariants

@@ -19,10 +19,11 @@ from api import errors
 from api.errors import ApiError, FieldViolation
 from api.statuses import CODES, status_of
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
-from metering.errors import InvalidValue, MeteringError, NotFound, QuotaExceeded, RequestSettled, StoreAway
+from metering.errors import InvalidValue, MeteringError, NotFound, StoreAway
+from metering.holds.operations import RequestSettled, Settled
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import QuotaState, Settled
-from metering.quotas.quota_rules import QuotaRule, window_end
+from metering.quotas.quota_rules import QuotaRule, QuotaState, window_end
+from metering.quotas.quotas import QuotaExceeded
 from tests.service import Refusal
 
 BASES = (ApiError, EngineError, MeteringError)

@@ -29,8 +29,8 @@ from api.openai.listener import Listener
 from api.server import build_peer_server
 from api.settings import Settings
 from api.streams.peers import PeerCertificates, make_identity
-from metering.models import QuotaDimension
-from metering.operations import Outcome, Payer
+from metering.models import Outcome, QuotaDimension
+from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal, authenticate, create_api_key
 from tests.api.small_process import ENCODER, Call, SmallProcess

@@ -21,7 +21,8 @@ from api.streams.pace import FramePace
 from api.streams.receiver import Receiver
 from api.wire import parse_start
 from inference.router import ModelUnknown, Router
-from metering.operations import Outcome, Payer
+from metering.models import Outcome
+from metering.quotas.quota_rules import Payer
 
 
 @pytest.mark.parametrize(

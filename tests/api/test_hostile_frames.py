@@ -25,7 +25,7 @@ from api.streams import generation, pace
 from api.streams.generation import ClientStream
 from api.streams.pace import FramePace
 from metering.errors import KeyInvalid
-from metering.operations import Owner, Payer
+from metering.quotas.quota_rules import Owner, Payer
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal, create_api_key
 from tests.api.small_process import Call, SmallProcess

@@ -9,8 +9,7 @@ from weir.v1 import types_pb2
 
 from api.quota_wire import effective_quota_statuses, quota_status, quota_statuses
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import QuotaState
-from metering.quotas.quota_rules import QuotaRule, Weights
+from metering.quotas.quota_rules import QuotaRule, QuotaState, Weights
 
 NOW = datetime(2026, 11, 20, 23, 59, 54, 750_000, tzinfo=UTC)
 

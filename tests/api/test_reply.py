@@ -28,7 +28,7 @@ from inference.safety.safety_rules import Rule, RuleChecker
 from inference.text.tools import CallFormat
 from metering.billing.pricing import TokenPrices
 from metering.holds.journal import UsageJournal
-from metering.operations import Outcome
+from metering.models import Outcome
 from tests.service import conversation
 
 OUTBOX_TOKENS = 50

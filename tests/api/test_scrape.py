@@ -26,8 +26,8 @@ from api.observability.scrape import MetricsListener
 from api.settings import Settings
 from metering.errors import StoreAway
 from metering.holds.journal import Delivered, UsageJournal, journal_backlog
+from metering.holds.operations import Settled
 from metering.models import ServiceTier
-from metering.operations import Settled
 from tests.api.endings import TIMINGS, ending
 from tests.service import until
 

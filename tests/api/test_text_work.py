@@ -15,7 +15,7 @@ from api.errors import Overloaded, PreparationLimit
 from api.requests.text_work import TextWork, conversation_size
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool, ToolCall
-from metering.operations import Payer
+from metering.quotas.quota_rules import Payer
 from tests.service import PATIENCE_S
 
 A, B = uuid.UUID(int=1), uuid.UUID(int=2)

@@ -18,7 +18,7 @@ from api.requests.tokenizing import TextJob, check_prompt, tokenize
 from inference.safety.safety_rules import Rule, RuleChecker
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool, ToolCall
-from metering.operations import Payer
+from metering.quotas.quota_rules import Payer
 from tests.inference.checkpoints import make_checkpoint
 
 NO_TOKENIZER = cast("Tokenizer", None)  # a conversation is checked as text

@@ -23,9 +23,8 @@ from api.requests.tools import SCHEMA_BYTES_MAX, SCHEMAS_BYTES_MAX
 from api.violations import VIOLATION_COUNT_MAX
 from inference.engine import EngineFinishReason
 from inference.text.tokenizer import ChatMessage
-from metering.models import QuotaDimension, QuotaSubject
+from metering.models import Outcome, QuotaDimension, QuotaSubject
 from metering.money import split_units
-from metering.operations import Outcome
 
 Parsed = TypeVar("Parsed")
 

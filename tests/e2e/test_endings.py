@@ -21,8 +21,7 @@ from inference.errors import EngineFailed
 from metering.billing.credits import current_month, grant_credit
 from metering.billing.prepaid import credit_balance, refresh, set_prepaid
 from metering.billing.rating import rate_all_pending
-from metering.models import QuotaDimension
-from metering.operations import Outcome
+from metering.models import Outcome, QuotaDimension
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, connect_async

@@ -18,7 +18,7 @@ from weir_client import Unavailable
 
 from api.chaos.processes import crash_postgres
 from metering.errors import StoreAway
-from metering.holds.sweeping import sweep_expired_holds
+from metering.holds.recovery import sweep_expired_holds
 from metering.models import QuotaDimension
 from metering.store.embedded_postgres import EmbeddedPostgres
 from tests.faults.conftest import Start

@@ -16,7 +16,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.chaos.processes import crash_postgres
 from metering.errors import StoreAway
-from metering.holds.sweeping import sweep_expired_holds
+from metering.holds.recovery import sweep_expired_holds
 from metering.models import QuotaDimension
 from metering.store.embedded_postgres import EmbeddedPostgres
 from tests.faults.conftest import Start

@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import assert_never
 
-from metering.errors import MeteringError, QuotaExceeded, RequestSettled
-from metering.holds.hold_connection import HoldConnection
-from metering.models import QuotaDimension
-from metering.operations import (
+from metering.errors import MeteringError
+from metering.holds.connections import HoldConnection
+from metering.holds.operations import (
     Admit,
     Admitted,
     Ended,
@@ -36,14 +35,16 @@ from metering.operations import (
     Fits,
     HoldAnswer,
     HoldOperation,
-    Outcome,
-    Payer,
     Renew,
     Renewed,
+    RequestSettled,
     Settle,
     Settled,
     Void,
 )
+from metering.models import Outcome, QuotaDimension
+from metering.quotas.quota_rules import Payer
+from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import MODEL, HoldWorld
 from tests.metering.invariants import check_invariants
 

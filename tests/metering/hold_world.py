@@ -17,10 +17,11 @@ import psycopg
 from psycopg import sql
 
 from metering.billing.pricing import TokenPrices
-from metering.holds.hold_connection import HoldConnection
+from metering.holds.connections import HoldConnection
 from metering.holds.holds import HoldStore
-from metering.models import QuotaDimension, QuotaSubject, ServiceTier
-from metering.operations import Admit, HoldAnswer, HoldOperation, Outcome, Payer, Settle
+from metering.holds.operations import Admit, HoldAnswer, HoldOperation, Settle
+from metering.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
+from metering.quotas.quota_rules import Payer
 from metering.receipts.signing import Signer
 from metering.store.db import psycopg_conninfo
 

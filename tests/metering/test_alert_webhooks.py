@@ -26,8 +26,8 @@ from metering.alerts.sending import send, signed_headers
 from metering.alerts.webhook_urls import AddressRefused, checked_places, checked_url, is_public
 from metering.errors import InvalidValue, NotFound
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Payer
 from metering.quotas.quota_admin import set_quota
+from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.webhook_double import BROKEN, HANG, Receiver, receiver

@@ -22,8 +22,8 @@ from metering.billing.credits import grant_credit
 from metering.billing.prepaid import refresh, refresh_for_the_month, set_prepaid
 from metering.errors import InvalidValue
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Payer
 from metering.quotas.quota_admin import raise_quota, set_quota
+from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo
 from metering.tenants.tenants import create_api_key
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, settle

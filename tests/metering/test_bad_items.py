@@ -6,7 +6,6 @@ import asyncio
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import psycopg
 import pytest
@@ -24,12 +23,11 @@ from metering.export.deliveries import deliver_pending
 from metering.export.exporting import DELIVERED, Answer, Quantity
 from metering.export.file_exporter import FileExporter
 from metering.export.stripe_gateway import StripeGateway
-from metering.holds import recovery, sweeping
-from metering.holds.hold_connection import HoldConnection
+from metering.holds import recovery
+from metering.holds.connections import HoldConnection
 from metering.holds.journal import AbandonedJournal
-from metering.holds.recovery import Recovered, recover_journals
-from metering.holds.sweeping import sweep_expired_holds
-from metering.operations import Expire, HoldOperation
+from metering.holds.operations import Expire, HoldOperation
+from metering.holds.recovery import Recovered, recover_journals, sweep_expired_holds
 from metering.store.db import Sessions, psycopg_conninfo
 from metering.worker_incidents import record_worker_incidents
 from tests.common.test_incidents import Clock
@@ -39,11 +37,11 @@ from tests.metering.hold_world import HoldWorld, admit, hold_world
 from tests.metering.test_recovery import dead_process
 
 
-def with_clock(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Clock:
+def with_clock(monkeypatch: pytest.MonkeyPatch, retries: Retries) -> Clock:
     """Let failures of a module's loop rest by a clock that only the test moves."""
     clock = Clock()
-    monkeypatch.setattr(module.retries, "_clock", clock)
-    monkeypatch.setattr(module.retries, "_failures", type(module.retries._failures)())
+    monkeypatch.setattr(retries, "_clock", clock)
+    monkeypatch.setattr(retries, "_failures", type(retries._failures)())
     return clock
 
 
@@ -60,7 +58,7 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 async def test_an_event_that_no_statement_can_rate_leaves_the_others_rated(
     sessions: Sessions, customer: Customer, price: ModelPrice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = with_clock(monkeypatch, rating)
+    clock = with_clock(monkeypatch, rating.retries)
     before = incident_count(rating.retries)
     async with sessions.begin() as session:
         ids = await add_usage(session, customer, price, [Consumed(1, 0, 1)] * 25)
@@ -106,7 +104,7 @@ class RaisingExporter(FileExporter):
 async def test_a_batch_that_breaks_its_exporter_holds_up_no_other(
     sessions: Sessions, customer: Customer, price: ModelPrice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_clock(monkeypatch, deliveries)
+    with_clock(monkeypatch, deliveries.retries)
     await use_and_rate(sessions, customer, price, *(Consumed(9, 3, 5, settled_at=hours_ago(each)) for each in (3, 4, 5)))
     await form_batches(sessions)
     async with sessions() as session:
@@ -132,7 +130,7 @@ async def test_a_batch_that_breaks_its_exporter_holds_up_no_other(
 async def test_a_stage_of_the_export_that_fails_holds_up_no_other(
     sessions: Sessions, customer: Customer, price: ModelPrice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = with_clock(monkeypatch, exporters)
+    clock = with_clock(monkeypatch, exporters.retries)
     await use_and_rate(sessions, customer, price, Consumed(9, 3, 5, settled_at=hours_ago(3)))
     await form_batches(sessions)
     attempts = 0
@@ -157,7 +155,7 @@ async def test_a_stage_of_the_export_that_fails_holds_up_no_other(
 async def test_an_event_of_stripe_that_breaks_its_handler_holds_up_no_other(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = with_clock(monkeypatch, stripe_inbox)
+    clock = with_clock(monkeypatch, stripe_inbox.retries)
     async with sessions.begin() as session:
         for name in ("evt_bad", "evt_good"):
             values = {"id": name, "payload": '{"id": "x"}'}
@@ -184,7 +182,7 @@ async def test_an_event_of_stripe_that_breaks_its_handler_holds_up_no_other(
 async def test_a_prepaid_organization_that_cannot_be_refreshed_holds_up_no_other(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = with_clock(monkeypatch, prepaid)
+    clock = with_clock(monkeypatch, prepaid.retries)
     async with sessions.begin() as session:
         customers = [await new_customer(session, name) for name in ("first", "second", "third")]
         for each in customers:
@@ -209,7 +207,7 @@ async def test_a_prepaid_organization_that_cannot_be_refreshed_holds_up_no_other
 
 
 async def test_a_hold_that_cannot_be_swept_holds_up_no_other(world: HoldWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = with_clock(monkeypatch, sweeping)
+    clock = with_clock(monkeypatch, recovery.sweep_retries)
     payer = world.tenant("acme")
     requests = [admit(payer) for _ in range(3)]
     await world.run(*requests)
@@ -224,20 +222,20 @@ async def test_a_hold_that_cannot_be_swept_holds_up_no_other(world: HoldWorld, m
         return answers  # type: ignore[return-value]
 
     monkeypatch.setattr(HoldConnection, "execute", fails)
-    before = incident_count(sweeping.retries)
+    before = incident_count(recovery.sweep_retries)
     swept = [await sweep_expired_holds(world.url, limit=2) for _ in range(3)]
     monkeypatch.undo()
-    with_clock(monkeypatch, sweeping)
+    with_clock(monkeypatch, recovery.sweep_retries)
     swept.append(await sweep_expired_holds(world.url))
 
     assert (swept, clock.now_s) == ([1, 1, 0, 1], 0.0)
-    assert incident_count(sweeping.retries) == before + 1
+    assert incident_count(recovery.sweep_retries) == before + 1
 
 
 async def test_a_journal_that_cannot_be_recovered_holds_up_no_other(
     world: HoldWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = with_clock(monkeypatch, recovery)
+    clock = with_clock(monkeypatch, recovery.retries)
     for _ in range(2):
         await dead_process(world, tmp_path, delivered=(3,))
     recover, tried = recovery.recover, []

@@ -24,19 +24,20 @@ from metering.billing.report_formats import to_csv, to_json
 from metering.billing.simulation import simulate
 from metering.billing.usage_reports import usage_page
 from metering.billing.usage_statements import Grouping, UsageFilter
-from metering.errors import InvariantViolated, QuotaExceeded
+from metering.errors import InvariantViolated
 from metering.export.batches import form_batches
 from metering.export.deliveries import deliver_pending
 from metering.export.export_settings import StripeSettings
 from metering.export.reconciliation import reconcile
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_sync import Sync
-from metering.holds.hold_connection import HoldConnection
+from metering.holds.connections import HoldConnection
 from metering.holds.journal import Delivered, UsageJournal
+from metering.holds.operations import Admitted, Expire, Extend, Settled
 from metering.holds.recovery import Recovered, recover_journals
 from metering.models import QuotaDimension, TokenKind
-from metering.operations import Admitted, Expire, Extend, Settled
 from metering.proof.checks import Moment
+from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, Rates

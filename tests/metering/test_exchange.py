@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from metering.holds.exchange import Connection, array, bytes_array, exchange, id_array, text_array
 from metering.store.db import psycopg_conninfo
+from metering.store.exchange import Connection, array, bytes_array, exchange, id_array, text_array
 
 texts = st.lists(st.none() | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), max_size=5)
 

@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from metering.billing.prepaid import set_prepaid
 from metering.billing.rating import rate_all_pending
 from metering.export.batches import form_batches
+from metering.holds.operations import Expire, Extend, Void
 from metering.models import QuotaDimension
-from metering.operations import Expire, Extend, Void
 from metering.proof.checks import Moment
 from metering.proof.fsck import CHECKS, chosen_checks, fsck, judge
 from metering.proof.schema_checks import GUARDS

@@ -14,10 +14,11 @@ from dataclasses import replace
 import psycopg
 import pytest
 
-from metering.errors import HoldEnded, MeteringError, QuotaExceeded, RequestIdReused, RequestInFlight, RequestSettled
+from metering.errors import HoldEnded, MeteringError, RequestIdReused, RequestInFlight
 from metering.holds.holds import HoldStore
-from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Admit, Admitted, Expire, Extend, Outcome, Renew, Settle, Settled
+from metering.holds.operations import Admit, Admitted, Expire, Extend, Renew, RequestSettled, Settle, Settled
+from metering.models import Outcome, QuotaDimension, QuotaSubject
+from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import psycopg_conninfo
 from tests.metering.hold_world import INPUT_PICOS, OUTPUT_PICOS, HoldWorld, admit, hold_world, of_type, settle, until_idle
 from tests.metering.invariants import check_invariants

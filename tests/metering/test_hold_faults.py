@@ -15,15 +15,16 @@ from typing import Any
 import psycopg
 import pytest
 
-from metering.errors import MeteringError, QuotaExceeded, StoreAway
-from metering.holds import hold_connection
-from metering.holds.exchange import Connection
-from metering.holds.hold_connection import HoldConnection
+from metering.errors import MeteringError, StoreAway
+from metering.holds import connections
+from metering.holds.connections import HoldConnection
 from metering.holds.holds import HoldStore
-from metering.holds.sweeping import sweep_expired_holds
+from metering.holds.operations import Extend, HoldAnswer, HoldOperation, Settled
+from metering.holds.recovery import sweep_expired_holds
 from metering.models import QuotaDimension
-from metering.operations import Extend, HoldAnswer, HoldOperation, Settled
+from metering.quotas.quotas import QuotaExceeded
 from metering.store import embedded_postgres
+from metering.store.exchange import Connection
 from metering.store.migrations_runner import migrate
 from tests.metering.cutting_proxy import CuttingProxy, Side
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle, until_idle
@@ -182,7 +183,7 @@ async def test_a_settlement_whose_caller_leaves_while_the_database_is_away_is_wr
 async def test_a_network_that_swallows_everything_is_told_from_a_slow_database(
     world: HoldWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hold_connection, "BATCH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connections, "BATCH_TIMEOUT_S", 0.2)
     op = admit(world.tenant())
     async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url) as [store]:
         await store.admit(op)
@@ -271,7 +272,7 @@ async def test_a_batch_that_conflicts_again_and_again_is_refused_not_repeated_fo
     async def conflicting(*_: object, **__: object) -> list[object]:
         raise psycopg.errors.DeadlockDetected("again")
 
-    monkeypatch.setattr(hold_connection, "execute_batch", conflicting)
+    monkeypatch.setattr(connections, "execute_batch", conflicting)
 
     (answer,) = await world.run(admit(world.tenant(), hold_id=uuid.uuid4()))
 

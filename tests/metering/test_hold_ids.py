@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 
-from metering.holds.hold_ids import new_hold_id
+from metering.holds.operations import new_hold_id
 
 
 def test_an_id_says_when_it_was_made_and_no_two_are_the_same() -> None:

@@ -8,10 +8,10 @@ from types import ModuleType
 import psycopg
 import pytest
 
-from metering.holds import batch_reads, bind_batch, counter_rows, hold_writes, known, quick_admissions, quick_ends, quick_extensions
-from metering.holds.exchange import _query
-from metering.holds.hold_connection import PLANS
+from metering.holds import counter_rows, known, quick_admissions, quick_ends, quick_extensions, read, standing_holds, write
+from metering.holds.connections import PLANS
 from metering.store.db import connection_options, psycopg_conninfo
+from metering.store.exchange import _query
 
 STATEMENT = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b[^;]*\bFROM\b", re.DOTALL)
 
@@ -22,7 +22,7 @@ def statements(module: ModuleType) -> list[tuple[str, str]]:
     return [(name, value) for name, value in constants if STATEMENT.match(value)]
 
 
-MODULES = (batch_reads, hold_writes, bind_batch, counter_rows, known, quick_admissions, quick_ends, quick_extensions)
+MODULES = (read, write, standing_holds, counter_rows, known, quick_admissions, quick_ends, quick_extensions)
 ALL = [case for module in MODULES for case in statements(module)]
 
 

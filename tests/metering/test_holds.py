@@ -12,11 +12,12 @@ from dataclasses import replace
 import psycopg
 import pytest
 
-from metering.errors import InvariantViolated, KeyInvalid, PriceMissing, QuotaExceeded, RequestSettled
-from metering.holds.sweeping import sweep_expired_holds
-from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Ended, Extend, Outcome, Renew, Renewed, Settled, Void
+from metering.errors import InvariantViolated, KeyInvalid, PriceMissing
+from metering.holds.operations import Ended, Extend, Renew, Renewed, RequestSettled, Settled, Void
+from metering.holds.recovery import sweep_expired_holds
+from metering.models import Outcome, QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import SETTABLE
+from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import psycopg_conninfo
 from tests.metering.hold_scenarios import Scenario, run
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle

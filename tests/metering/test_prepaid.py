@@ -22,12 +22,14 @@ from metering.billing.plan_admin import assign_plan, create_plan
 from metering.billing.plan_rules import Allowance, PlanRules, Selector
 from metering.billing.prepaid import Owed, credit_balance, left_for, refresh, refresh_for_the_month, set_prepaid
 from metering.billing.rating import rate_all_pending
-from metering.errors import InsufficientCredit, InvalidValue, QuotaExceeded
-from metering.holds.sweeping import sweep_expired_holds
+from metering.errors import InvalidValue
+from metering.holds.operations import Admitted, Extend, Extended, Settled, Void
+from metering.holds.recovery import sweep_expired_holds
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Admitted, Extend, Extended, Payer, Settled, Void
 from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
+from metering.quotas.quota_rules import Payer
 from metering.quotas.quota_states import quotas_for
+from metering.quotas.quotas import InsufficientCredit, QuotaExceeded
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.migrations_runner import config, migrate
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle

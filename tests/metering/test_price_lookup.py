@@ -24,8 +24,9 @@ from metering.billing.prices import (
     withdraw_price,
 )
 from metering.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
+from metering.holds.operations import Admitted
 from metering.models import ServiceTier
-from metering.operations import Admitted, Payer
+from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.tenants.audit import list_audit_entries
 from tests.metering.books import Customer, Rates, new_customer

@@ -14,15 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metering.billing.pricing import TokenPrices
-from metering.errors import InvariantViolated, KeyInvalid, QuotaExceeded, RequestIdReused, RequestInFlight
-from metering.holds import batch_reads, hold_batch, hold_connection, quick_ends
-from metering.holds.hold_connection import HoldConnection
+from metering.errors import InvariantViolated, KeyInvalid, RequestIdReused, RequestInFlight
+from metering.holds import batch, connections, quick_ends
+from metering.holds import read as reading
+from metering.holds.connections import HoldConnection
 from metering.holds.known import Weighing, known_of
+from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, Renew, Settled, Void
 from metering.holds.quick_admissions import admit_planned
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Admit, Admitted, Ended, HoldAnswer, Payer, Renew, Settled, Void
 from metering.quotas import quotas
-from metering.quotas.quota_rules import NO_WINDOW, Claim, QuotaRule, Weights
+from metering.quotas.quota_rules import NO_WINDOW, Claim, Payer, QuotaRule, Weights
+from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import psycopg_conninfo
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
@@ -46,13 +48,13 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of batches that went the long way."""
     sizes: list[int] = []
-    read_and_lock = batch_reads.read_and_lock
+    read_and_lock = reading.read_and_lock
 
     async def counted(connection: object, hold_ids: object, admits: Sequence[Admit] = (), billed_ids: object = ()) -> object:
         sizes.append(len(admits))
         return await read_and_lock(connection, hold_ids, admits, billed_ids)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(hold_batch, "read_and_lock", counted)
+    monkeypatch.setattr(batch, "read_and_lock", counted)
     return sizes
 
 
@@ -355,7 +357,7 @@ async def test_an_error_that_nobody_foresaw_gives_each_admission_its_own_hold(
             raise failures.pop()
         return await admit_planned(*arguments)
 
-    monkeypatch.setattr(hold_connection, "admit_planned", failing)
+    monkeypatch.setattr(connections, "admit_planned", failing)
     ops = [admit(first), admit(second), admit(first)]
     answers = await holds.execute(ops)
 

@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.billing.pricing import TokenPrices, embedding_terms
-from metering.holds import batch_reads, hold_batch, hold_writes
+from metering.holds import batch, write
+from metering.holds import read as reading
+from metering.holds.connections import HoldConnection
 from metering.holds.counter_rows import packed_key
-from metering.holds.hold_connection import HoldConnection
-from metering.holds.own_holds import HoldTerms, OwnHold, Return
+from metering.holds.known import HoldTerms, OwnHold, Return
+from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, Settle, Settled, Void
 from metering.holds.quick_ends import End, moves_of
-from metering.models import Quota, QuotaDimension, QuotaSubject
-from metering.operations import Admit, Expire, Extend, HoldAnswer, Outcome, Payer, Settle, Settled, Void
+from metering.models import Outcome, Quota, QuotaDimension, QuotaSubject
 from metering.quotas import quotas
 from metering.quotas.quota_recount import recount
-from metering.quotas.quota_rules import Claim, QuotaRule, Weights
+from metering.quotas.quota_rules import Claim, Payer, QuotaRule, Weights
 from metering.quotas.quotas import Counters
 from metering.store.db import create_engine, create_sessions
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle, until_idle
@@ -50,13 +51,13 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many holds each batch read that went the long way."""
     counts: list[int] = []
-    read_and_lock = batch_reads.read_and_lock
+    read_and_lock = reading.read_and_lock
 
     async def counted(connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()) -> object:
         counts.append(len(hold_ids))
         return await read_and_lock(connection, hold_ids, admits, billed_ids)
 
-    monkeypatch.setattr(hold_batch, "read_and_lock", counted)
+    monkeypatch.setattr(batch, "read_and_lock", counted)
     return counts
 
 
@@ -300,7 +301,7 @@ async def test_a_quota_that_is_set_while_a_late_settlement_is_written_counts_wha
     await holds.execute([op])
     await expired(world, op, payer)
     decided = asyncio.Event()
-    write_and_commit = hold_writes.write_and_commit
+    write_and_commit = write.write_and_commit
 
     async def paused(*arguments: Any) -> Any:
         decided.set()
@@ -311,7 +312,7 @@ async def test_a_quota_that_is_set_while_a_late_settlement_is_written_counts_wha
         await decided.wait()
         await charged_to_one_more_quota(world, op, payer)
 
-    monkeypatch.setattr(hold_batch, "write_and_commit", paused)
+    monkeypatch.setattr(batch, "write_and_commit", paused)
     setting = asyncio.create_task(set_meanwhile())
     [answer] = await holds.execute([settle(op.hold_id, 15)])
     await setting

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from metering.errors import HoldEnded, InvariantViolated, QuotaExceeded
-from metering.holds import batch_reads, hold_batch
-from metering.holds.hold_connection import HoldConnection
+from metering.errors import HoldEnded, InvariantViolated
+from metering.holds import batch
+from metering.holds import read as reading
+from metering.holds.connections import HoldConnection
+from metering.holds.operations import Admit, Admitted, Extend, Extended, HoldAnswer, Settle, Settled
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Admit, Admitted, Extend, Extended, HoldAnswer, Payer, Settle, Settled
+from metering.quotas.quota_rules import Payer
+from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_quick_ends import Change, charged_to_one_more_quota, expired, extended, settled, weighed_anew
@@ -40,13 +43,13 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many holds each batch read that went the long way."""
     counts: list[int] = []
-    read_and_lock = batch_reads.read_and_lock
+    read_and_lock = reading.read_and_lock
 
     async def counted(connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()) -> object:
         counts.append(len(hold_ids))
         return await read_and_lock(connection, hold_ids, admits, billed_ids)
 
-    monkeypatch.setattr(hold_batch, "read_and_lock", counted)
+    monkeypatch.setattr(batch, "read_and_lock", counted)
     return counts
 
 

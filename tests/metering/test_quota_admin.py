@@ -11,9 +11,8 @@ from sqlalchemy import func, insert, select, update
 
 from metering.errors import InvalidValue, NotFound
 from metering.models import QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
-from metering.operations import QuotaState
 from metering.quotas.quota_admin import SETTABLE, delete_all_past_counters, delete_past_counters, delete_quota, set_quota
-from metering.quotas.quota_rules import window_start
+from metering.quotas.quota_rules import QuotaState, window_start
 from metering.quotas.quota_states import list_quotas, quotas_for
 from metering.store.db import Sessions
 from metering.tenants.audit import list_audit_entries

@@ -15,13 +15,13 @@ import pytest
 from sqlalchemy import event, select, update
 
 from metering.billing.prepaid import set_prepaid
-from metering.errors import QuotaExceeded
+from metering.holds.operations import Expire, Extend, Void
 from metering.models import Quota, QuotaDimension, QuotaSubject
-from metering.operations import Expire, Extend, Payer, QuotaState, Void
 from metering.quotas import quota_recount
 from metering.quotas.quota_admin import SETTABLE, delete_quota, set_quota
 from metering.quotas.quota_recount import recount
-from metering.quotas.quota_rules import Weights
+from metering.quotas.quota_rules import Payer, QuotaState, Weights
+from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import Sessions
 from tests.metering.hold_world import MODEL, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants

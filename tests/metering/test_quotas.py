@@ -18,12 +18,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import rule as act
 
 from metering.billing.pricing import TokenPrices
-from metering.errors import QuotaExceeded
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import QuotaState
 from metering.quotas import quotas
-from metering.quotas.quota_rules import PLAIN, Claim, CounterKey, QuotaRule, Weights, token_scale, window_end, window_start
-from metering.quotas.quotas import Counter, Counters
+from metering.quotas.quota_rules import (
+    PLAIN,
+    Claim,
+    CounterKey,
+    QuotaRule,
+    QuotaState,
+    Weights,
+    token_scale,
+    window_end,
+    window_start,
+)
+from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 
 PRICES = TokenPrices(1, "USD", input_picos_per_token=3, cached_input_picos_per_token=1, output_picos_per_token=7)
 DEARER_CACHED = TokenPrices(2, "USD", input_picos_per_token=1, cached_input_picos_per_token=2, output_picos_per_token=1)

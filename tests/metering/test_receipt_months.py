@@ -17,8 +17,9 @@ from metering.billing.closing import close_month
 from metering.billing.month_verification import verify_month
 from metering.billing.report_formats import to_json
 from metering.errors import InvalidValue
-from metering.holds.hold_connection import HoldConnection
-from metering.operations import Payer, Settled
+from metering.holds.connections import HoldConnection
+from metering.holds.operations import Settled
+from metering.quotas.quota_rules import Payer
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import micros
 from metering.receipts.merkle import EMPTY_ROOT

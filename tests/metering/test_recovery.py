@@ -14,10 +14,9 @@ import pytest
 from metering.errors import StoreAway
 from metering.holds import recovery
 from metering.holds.journal import Delivered, UsageJournal
-from metering.holds.recovery import Recovered, recover_journals
-from metering.holds.sweeping import sweep_expired_holds
+from metering.holds.operations import Admit, Expire, Extend
+from metering.holds.recovery import Recovered, recover_journals, sweep_expired_holds
 from metering.models import QuotaDimension
-from metering.operations import Admit, Expire, Extend
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
@@ -173,16 +172,16 @@ async def test_a_recovery_killed_anywhere_is_finished_by_the_next(world: HoldWor
     await dead_process(world, tmp_path, delivered=(3, 5, 0, 7))
     program = (
         "import asyncio, os, sys, pathlib\n"
-        "from metering.holds import hold_connection\n"
+        "from metering.holds import connections\n"
         "from metering.holds.recovery import recover_journals\n"
-        "real, left = hold_connection.execute_batch, int(sys.argv[3])\n"
+        "real, left = connections.execute_batch, int(sys.argv[3])\n"
         "async def killed(*a, **n):\n"
         "    global left\n"
         "    answer = await real(*a, **n)\n"
         "    left -= 1\n"
         "    if left == 0: os.kill(os.getpid(), 9)\n"
         "    return answer\n"
-        "hold_connection.execute_batch = killed\n"
+        "connections.execute_batch = killed\n"
         "asyncio.run(recover_journals(pathlib.Path(sys.argv[1]), sys.argv[2]))\n"
     )
     for batches in ("1", "2"):

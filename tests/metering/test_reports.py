@@ -12,8 +12,7 @@ from metering.billing.prices import ModelPrice, set_price
 from metering.billing.rating import rate_all_pending
 from metering.billing.reports import MonthReport, Reconciliation, ReportLine, RequestCounts, month_bounds
 from metering.errors import InvalidValue, NotFound
-from metering.models import TokenKind
-from metering.operations import Outcome
+from metering.models import Outcome, TokenKind
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer
 

@@ -15,22 +15,26 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from metering.billing.pricing import TokenPrices
-from metering.errors import QuotaExceeded
-from metering.holds.hold_connection import HoldConnection
+from metering.holds.connections import HoldConnection
+from metering.holds.operations import Admitted, Extend
 from metering.models import QuotaDimension, QuotaSubject
-from metering.operations import Admitted, Extend, QuotaState
 from metering.quotas import quotas, refusals
-from metering.quotas.promise_keeping import (
+from metering.quotas.quota_rules import Claim, CounterKey, QuotaRule, QuotaState
+from metering.quotas.quotas import Counter, Counters, QuotaExceeded
+from metering.quotas.refusals import REFRESH_S, Refusals, Refused
+from metering.quotas.retry_hints import (
     DOUBTED_PROMISES_MAX,
+    DURATION_UNKNOWN_S,
+    HINT_S_MIN,
     KEY_PROMISES_MAX,
     ORGANIZATION_PROMISES_MAX,
     Asker,
+    Forecast,
+    History,
     PromiseKeeping,
+    RunningRequest,
+    promise,
 )
-from metering.quotas.quota_rules import Claim, CounterKey, QuotaRule
-from metering.quotas.quotas import Counter, Counters
-from metering.quotas.refusals import REFRESH_S, Refusals, Refused
-from metering.quotas.retry_hints import DURATION_UNKNOWN_S, HINT_S_MIN, Forecast, History, RunningRequest, promise
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 import psycopg
 import pytest
 
-from metering.holds.exchange import Connection, exchange
-from metering.holds.rule_cache import RULE_COLUMNS, RuleCache, rules_of_rows
+from metering.holds.read import RULE_COLUMNS, RuleCache, rules_of_rows
 from metering.quotas.quota_rules import QuotaRule
 from metering.store.db import psycopg_conninfo
+from metering.store.exchange import Connection, exchange
 
 
 @pytest.fixture

@@ -12,17 +12,19 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from metering.errors import QuotaExceeded, RequestIdReused, RequestInFlight, StoreAway
-from metering.holds import bind_batch, hold_connection
-from metering.holds.batch_reads import QUOTA_LOCK
-from metering.holds.bindings import Bind, BindingLog, read_bindings
-from metering.holds.exchange import Connection
-from metering.holds.hold_connection import HoldConnection
+from metering.errors import RequestIdReused, RequestInFlight, StoreAway
+from metering.holds import connections, standing_holds
+from metering.holds.connections import HoldConnection
 from metering.holds.holds import HoldStore
+from metering.holds.journal import Bind, BindingLog, read_bindings
+from metering.holds.operations import Admit, Admitted, Ended, Expire, HoldAnswer, Renew, Settled
 from metering.holds.standing_holds import GraceTerms
 from metering.models import QuotaDimension
-from metering.operations import Admit, Admitted, Ended, Expire, HoldAnswer, Payer, Renew, Settled
+from metering.quotas.quota_recount import QUOTA_LOCK
+from metering.quotas.quota_rules import Payer
+from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import psycopg_conninfo
+from metering.store.exchange import Connection
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.hold_world import HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
@@ -226,7 +228,7 @@ async def test_an_admission_that_a_frozen_server_commits_as_it_wakes_up_does_not
     """Between the renewal that would have voided it and the binding: what was delivered would be recorded and not billed."""
     payer = world.tenant()
     late: list[Admit] = []
-    execute_binds = bind_batch.execute_binds
+    execute_binds = standing_holds.execute_binds
 
     async def woken(connection: Connection, binds: Sequence[Bind]) -> list[HoldAnswer | Exception]:
         if not late:
@@ -234,7 +236,7 @@ async def test_an_admission_that_a_frozen_server_commits_as_it_wakes_up_does_not
             assert of_type(Admitted, await world.run(*late, owner_id=store.owner_id))
         return await execute_binds(connection, binds)
 
-    monkeypatch.setattr(hold_connection, "execute_binds", woken)
+    monkeypatch.setattr(connections, "execute_binds", woken)
     async with CuttingProxy(world.url).listening() as proxy, store_with_grace(proxy.url, tmp_path) as store:
         await in_use(store, payer)
         proxy.refusing = True

@@ -10,8 +10,8 @@ import psycopg
 import pytest
 
 from metering.billing.prices import ModelPrice
-from metering.holds import usage_notices
-from metering.holds.usage_notices import CHANNEL, UsageNotices
+from metering.holds import holds
+from metering.holds.holds import CHANNEL, UsageNotices
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.usage_listener import APPLICATION, Hurry, UsageListener
 from tests.metering.books import Consumed, Customer, add_usage
@@ -31,7 +31,7 @@ def count(connection: psycopg.Connection[tuple[int]], query: str, *parameters: s
 
 
 async def test_many_settlements_are_one_notice(sessions: Sessions, database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage_notices, "NOTICE_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(holds, "NOTICE_INTERVAL_S", 3600.0)
     async with await psycopg.AsyncConnection.connect(database_url, autocommit=True) as listening, asyncio.TaskGroup() as tasks:
         await listening.execute(f"LISTEN {CHANNEL}")
         notices = UsageNotices(sessions)

@@ -24,6 +24,7 @@ from psycopg.errors import error_from_result
 from psycopg.waiting import Ready, Wait
 
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]
+
 Row = tuple[Any, ...]
 
 
@@ -32,17 +33,28 @@ class Packed(bytes):
 
 
 Value = str | int | float | Packed | None
+
 Statement = tuple[str, Sequence[Value]]  # SQL with %s for each value, and the values
 
+
 UUID_OID, BYTEA_OID, TIMESTAMPTZ_OID, BIGINT_OID = 2950, 17, 1184, 20  # of the server's types: the same in all versions
+
 _HEAD = struct.Struct(">iiiii")  # dimensions, whether there is a NULL, type, length, lower bound
+
 _TIME = struct.Struct(">iq")
+
 _LENGTH_16 = 16 << 128  # before an id's number
+
 _SIZE_16 = (16).to_bytes(4, "big")
+
 _POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
+
 _MICROSECOND = timedelta(microseconds=1)
+
 _PLACEHOLDER = re.compile(r"%[s%]")
+
 _numbers = itertools.count(1)
+
 # By statement the name that it was prepared under, per connection.
 _prepared: weakref.WeakKeyDictionary[Connection, dict[bytes, bytes]] = weakref.WeakKeyDictionary()
 

@@ -14,6 +14,7 @@ from metering.models import Quota, QuotaSubject
 from metering.tenants.audit import record_change, snapshot
 
 WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
+
 COPIED = ("model", "dimension", "limit_value", *WEIGHTS, "enforced", "alert_at")
 
 

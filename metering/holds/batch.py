@@ -1,6 +1,6 @@
 """One batch of hold operations as one transaction: lock, decide in memory, write back.
 
-The decisions are in `decisions.py`; what is read and locked in `batch_reads.py`, what is written in `hold_writes.py`. Lock order
+The decisions are in `decide.py`; what is read and locked in `read.py`, what is written in `write.py`. Lock order
 is hold rows by id, then counter rows by (quota, window), in every process alike. Within a batch what ends goes first, so that its
 room serves what is admitted.
 """
@@ -8,24 +8,22 @@ room serves what is admitted.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from metering.errors import MeteringError
-from metering.holds.batch_reads import SELECT_ORPHANS, read_and_lock
 from metering.holds.counter_rows import GuardFailed, lock_counters
-from metering.holds.decisions import Decisions
-from metering.holds.exchange import Connection, exchange, id_array
-from metering.holds.hold_rows import BatchReads
-from metering.holds.hold_writes import BatchWrites, write_and_commit
-from metering.holds.known import known_of
-from metering.holds.own_holds import OwnHolds
+from metering.holds.decide import Decisions
+from metering.holds.known import OwnHolds, known_of
+from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, HoldOperation, Renew, Renewed, Settle, Void
+from metering.holds.read import SELECT_ORPHANS, BatchReads, read_and_lock
+from metering.holds.write import BatchWrites, write_and_commit
 from metering.models import HoldState
-from metering.operations import Admit, Expire, Extend, HoldAnswer, HoldOperation, Renew, Renewed, Settle, Void
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey
-from metering.quotas.quotas import Counters
-from metering.quotas.refusals import Refusals, refused_of
+from metering.quotas.quotas import Counters, QuotaExceeded
+from metering.quotas.refusals import Refusals, Refused
 from metering.receipts.chaining import BatchSigner
+from metering.store.exchange import Connection, exchange, id_array
 
 # Ends first, so that their room is there for what comes in; renewals touch no counter.
 ORDER: dict[type[HoldOperation], int] = {Settle: 0, Void: 0, Expire: 0, Renew: 0, Extend: 1, Admit: 2}
@@ -139,3 +137,12 @@ def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[Count
     charged = {(op.payer, op.model) for op in admits}
     keys |= {rule.key(reads.now) for payer, model in charged for rule in reads.rules_for(payer, model).rules}
     return keys
+
+
+def refused_of(operations: Sequence[HoldOperation], answers: Mapping[int, HoldAnswer | Exception]) -> list[Refused]:
+    """The admissions of a batch that do not fit a quota."""
+    found: list[Refused] = []
+    for index, op in enumerate(operations):
+        if isinstance(op, Admit) and isinstance(answer := answers[index], QuotaExceeded):
+            found.append(Refused(op.payer.organization_id, answer, (op.payer.project_id, op.request_id), op.payer.api_key_id))
+    return found

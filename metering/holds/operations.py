@@ -1,101 +1,18 @@
-"""The acts on a hold, and what each answers. One batch of `hold_batch.py` carries any mix of them."""
+"""The acts on a hold, and what each answers. One batch (`batch.py`) carries any mix of them."""
 
 from __future__ import annotations
 
+import os
+import time
 import uuid
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import StrEnum
-from typing import NamedTuple, Protocol
 
 from metering.billing.pricing import TokenPrices
-from metering.models import QuotaDimension, QuotaSubject, ServiceTier
-from metering.quotas.quota_rules import QuotaRule, window_ends
+from metering.errors import MeteringError
+from metering.models import Outcome, ServiceTier
+from metering.quotas.quota_rules import Payer, QuotaState
 from metering.receipts.chaining import IssuedReceipt
-
-
-class Outcome(StrEnum):
-    """How a request that cost something ended, as stored in `usage_events.outcome`."""
-
-    __hash__ = str.__hash__  # an Enum's own is Python, at ten times the cost
-
-    STOP = "stop"
-    STOP_SEQUENCE = "stop_sequence"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    QUOTA_EXHAUSTED = "quota_exhausted"
-    COST_LIMIT = "cost_limit"
-    SLOW_CONSUMER = "slow_consumer"
-    FILTERED = "filtered"
-    FAILED = "failed"
-
-
-class QuotaState(NamedTuple):
-    """One limit at a moment. Values in requests, tokens or picos by dimension.
-
-    subject_name: the subject for people. It, raise_reason and would_refuse_count are empty where nobody looked them up.
-    would_refuse_count: admissions of this window that the quota would have refused if it were enforced.
-    for_new_keys: it limits nothing itself, but is copied to each key that is created under its subject. alert_at: percent of the
-    limit, of prepaid credit picos that are left; empty where nobody looked it up.
-    """
-
-    rule: QuotaRule
-    used: int
-    held: int
-    now: datetime
-    subject_name: str = ""
-    raise_reason: str = ""
-    would_refuse_count: int = 0
-    for_new_keys: bool = False
-    alert_at: tuple[int, ...] = ()
-
-    @property
-    def quota_id(self) -> uuid.UUID:
-        """Which quota."""
-        return self.rule.id
-
-    @property
-    def subject(self) -> QuotaSubject:
-        """What it hangs on."""
-        return self.rule.subject
-
-    @property
-    def subject_id(self) -> uuid.UUID:
-        """On which one."""
-        return self.rule.subject_id
-
-    @property
-    def model(self) -> str:
-        """The model that it limits; empty for all together."""
-        return self.rule.model
-
-    @property
-    def dimension(self) -> QuotaDimension:
-        """What it counts."""
-        return self.rule.dimension
-
-    @property
-    def limit_value(self) -> int:
-        """The limit in force, so with a raise."""
-        return self.rule.limit_value or 0
-
-    @property
-    def remaining(self) -> int:
-        """What may still be held; negative where it is not enforced, or has become less than what was used. At least -2**63."""
-        return max(self.limit_value - self.used - self.held, -(2**63))
-
-    @property
-    def resets_at(self) -> datetime | None:
-        """When `used` starts again at zero; None for concurrency."""
-        return window_ends(self.now)[self.rule.window]
-
-    @property
-    def resets_in_s(self) -> float | None:
-        """Seconds from `now` to `resets_at`."""
-        resets_at = self.resets_at
-        return None if resets_at is None else (resets_at - self.now).total_seconds()
-
 
 PAYLOAD_KEY_NAME_BYTES = 4  # at the beginning of a payload hash
 
@@ -108,40 +25,6 @@ def is_other_payload(known: bytes, asked: bytes) -> bool:
     """
     n = PAYLOAD_KEY_NAME_BYTES
     return known[:n] == asked[:n] and known != asked
-
-
-class Owner(Protocol):
-    """Whose work something is: a payer, or the principal of a call."""
-
-    @property
-    def organization_id(self) -> uuid.UUID: ...
-
-    @property
-    def api_key_id(self) -> uuid.UUID: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Payer:
-    """Whom a request is charged to."""
-
-    organization_id: uuid.UUID
-    project_id: uuid.UUID
-    api_key_id: uuid.UUID
-    currency_code: str
-
-    def __hash__(self) -> int:
-        """A key has one project, organization and currency. Of its number, since UUIDs hash in Python."""
-        return hash(self.api_key_id.int)
-
-    @property
-    def subject_ids(self) -> frozenset[uuid.UUID]:
-        """Everything that quotas of this payer can hang on."""
-        return frozenset((self.organization_id, self.project_id, self.api_key_id))
-
-    @property
-    def receipt_ids(self) -> bytes:
-        """Organization, project and key as a receipt begins with them, 48 bytes."""
-        return self.organization_id.bytes + self.project_id.bytes + self.api_key_id.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +174,16 @@ class Settled:
         )
 
 
+class RequestSettled(MeteringError):
+    """A request with this id and payload has ended; `settled` is what stands. It is never billed again."""
+
+    reason = "REQUEST_SETTLED"
+
+    def __init__(self, settled: Settled) -> None:
+        super().__init__("this request has already ended: its usage stands beside this; use a new request_id to run again")
+        self.settled = settled
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """Nothing to tell but whether anything was done."""
@@ -306,3 +199,15 @@ class Renewed:
 
 
 HoldAnswer = Admitted | Fits | Extended | Settled | Ended | Renewed
+
+
+NANOSECONDS = 1_000_000  # in a millisecond
+
+VERSION_AND_VARIANT = 7 << 76 | 2 << 62
+
+
+def new_hold_id() -> uuid.UUID:
+    """Milliseconds since 1970, what is over of them in 4096ths, and 62 random bits."""
+    milliseconds, rest = divmod(time.time_ns(), NANOSECONDS)
+    random = int.from_bytes(os.urandom(8), "big") >> 2
+    return uuid.UUID(int=milliseconds << 80 | VERSION_AND_VARIANT | (rest << 12) // NANOSECONDS << 64 | random)

@@ -11,7 +11,12 @@ from datetime import datetime
 from typing import NamedTuple
 
 from metering.holds.counter_rows import counter_writes
-from metering.holds.exchange import (
+from metering.holds.known import HoldTerms
+from metering.holds.operations import Admit, Settle, Settled
+from metering.models import HoldState
+from metering.quotas.quotas import Counters
+from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, SignedBatch
+from metering.store.exchange import (
     UUID_OID,
     Connection,
     Statement,
@@ -27,11 +32,6 @@ from metering.holds.exchange import (
     text_array,
     time_array,
 )
-from metering.holds.own_holds import HoldTerms
-from metering.models import HoldState
-from metering.operations import Admit, Settle, Settled
-from metering.quotas.quotas import Counters
-from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, SignedBatch
 
 # What holds have in common comes once for all that have it: `terms` is their place in those arrays.
 INSERT_HOLDS = """
@@ -43,6 +43,7 @@ SELECT id, (%s::uuid[])[terms], (%s::uuid[])[terms], (%s::uuid[])[terms], reques
 FROM unnest(%s::uuid[], %s::int[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::bigint[])
     AS v(id, terms, request_id, payload_hash, labels, input_token_count, leased_token_count)
 """
+
 EXTEND_HOLDS = """
 UPDATE holds h SET cached_input_token_count = v.cached, leased_token_count = v.leased, delivered_token_count = v.delivered,
     posted_token_count = v.posted, posted_cost_picos = v.posted_cost, posted_minutes = v.posted_minutes::bigint[],
@@ -51,22 +52,26 @@ FROM unnest(%s::uuid[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], 
     AS v(id, cached, leased, delivered, posted, posted_cost, posted_minutes, charged_at)
 WHERE h.id = v.id
 """
+
 END_HOLDS = """
 UPDATE holds h SET state = v.state, cached_input_token_count = v.cached, delivered_token_count = v.delivered, ended_at = now()
 FROM unnest(%s::uuid[], %s::text[], %s::bigint[], %s::bigint[]) AS v(id, state, cached, delivered)
 WHERE h.id = v.id
 """
+
 # Whoever else has a hold under lock is ending it: renewing it would be in vain, and waiting could deadlock.
 RENEW_HOLDS = """
 UPDATE holds SET expires_at = now() + make_interval(secs => %s)
 WHERE id IN (SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id = ANY(%s::uuid[]) FOR NO KEY UPDATE SKIP LOCKED)
 RETURNING id
 """
+
 UPDATE_CHAINS = """
 UPDATE receipt_chains c SET last_sequence = v.sequence, last_hash = v.hash, last_settled_at = v.settled_at
 FROM unnest(%s::uuid[], %s::bigint[], %s::bytea[], %s::timestamptz[]) AS v(project_id, sequence, hash, settled_at)
 WHERE c.project_id = v.project_id
 """
+
 # The first three values are empty where no key signs.
 INSERT_USAGE_EVENTS = """
 WITH signed AS (

@@ -18,12 +18,8 @@ from metering.errors import (
     PriceMissing,
     RequestIdReused,
     RequestInFlight,
-    RequestSettled,
 )
-from metering.holds.hold_rows import BatchReads, EventSums, HoldRow, SameRequest
-from metering.holds.hold_writes import BatchWrites, End, Extension, NewHold, usage_row
-from metering.models import HoldState
-from metering.operations import (
+from metering.holds.operations import (
     Admit,
     Admitted,
     Ended,
@@ -33,14 +29,17 @@ from metering.operations import (
     Fits,
     HoldAnswer,
     HoldOperation,
-    Outcome,
     Renew,
     Renewed,
+    RequestSettled,
     Settle,
     Settled,
     Void,
     is_other_payload,
 )
+from metering.holds.read import BatchReads, EventSums, HoldRow, SameRequest
+from metering.holds.write import BatchWrites, End, Extension, NewHold, usage_row
+from metering.models import HoldState, Outcome
 from metering.quotas import quotas
 from metering.quotas.quota_rules import Claim, money_scale
 from metering.quotas.quotas import Counters
