@@ -151,6 +151,7 @@ BORDERS = (
             *("api/", "sdk/", "bench/observations.py", "bench/front_load.py", "bench/streams_load.py", "bench/cluster_load.py"),
             "bench/door_load.py",
             "bench/flood_load.py",
+            "infra/walk.py",
             *("bench/adversary_attacks.py", "bench/adversary_load.py"),
         ),
         why="generated messages stay at the edge",

@@ -1,0 +1,266 @@
+"""Count the functions and files of ours that one generate request passes: `python -m infra.walk [--ceiling STEPS FILES]`.
+
+An api process and its engine serve the bundled model for one request at a time, on a stream of its own, with receipts and five
+quotas. A function is on the walk if each of several requests calls it between the arrival of the stream and the last frame, and
+an idle process does not. It counts once in each process, however often it is called; lambdas, comprehensions and functions of
+other packages do not count. A step is a function that calls another one of ours; the others are leaves. Ceilings are for steps.
+
+Calls are counted apart, on 64 open streams with one request each and a simulated engine: calls of all Python functions in the
+api process, and wake-ups of its tasks beyond those by grpc.aio, which wakes one for each message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import inference_service_pb2_grpc as pb_grpc
+
+from api.cli.bootstrap import ensure_receipt_key
+from api.cli.stack import Child, child_environment, wait_until_serving
+from api.endpoint import make_private
+from api.settings import Settings, bundled_models
+from bench.admission import server
+from bench.admission_peers import MODEL
+from bench.front import create_keys
+from bench.processes import children_of
+from infra.walk_notes import ROOT
+from metering.store.migrations_runner import migrate
+
+# Ceilings of today, to be lowered and never raised; tests/e2e/test_request_path.py holds them.
+STEPS_MAX, STEP_FILES_MAX = 290, 91
+FUNCTIONS_MAX, FILES_MAX = 585, 121  # with leaves
+CALLS_MAX, WAKE_UPS_MAX = 1240.0, 10.8  # per request; they vary by 2 % with the size of batches
+
+PROMPT = " ".join(["hotel"] * 25)
+WARM_UP_REQUESTS, WALKED_REQUESTS, WALKED_TOKENS = 3, 3, 4
+IDLE_S = 2.0  # longer than the intervals of most background loops
+SETTLED_S = 0.3  # for work that follows the last frame
+STREAM_COUNT, WARM_UP_ROUNDS, ROUNDS = 64, 3, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of ours that a request calls."""
+
+    path: str
+    name: str
+    is_step: bool
+
+    def __str__(self) -> str:
+        return self.name if self.is_step else f"({self.name})"
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Functions of one process, in the order of their first call."""
+
+    process: str
+    functions: tuple[Function, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """All legs of a request."""
+
+    legs: tuple[Leg, ...]
+
+    @property
+    def functions(self) -> list[Function]:
+        """Of all legs."""
+        return [function for leg in self.legs for function in leg.functions]
+
+    @property
+    def steps(self) -> list[Function]:
+        """Functions that call others of ours."""
+        return [function for function in self.functions if function.is_step]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Python calls, and wake-ups of tasks beyond grpc.aio's own, per request."""
+
+    call_count: float
+    wake_up_count: float
+
+
+class Server:
+    """An api process with the profile hook, and its children."""
+
+    def __init__(self, address: str, keys: Sequence[str], pids: Sequence[int], notes: Path) -> None:
+        self.keys = keys
+        self._address = address
+        self._pids = pids
+        self._notes = notes
+
+    @contextlib.asynccontextmanager
+    async def stream(self, key: str) -> AsyncIterator[Any]:
+        """An open `Generate` call on a connection of its own."""
+        async with grpc.aio.insecure_channel(self._address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
+            call: Any = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(("authorization", f"Bearer {key}"),))
+            yield call
+            call.cancel()
+
+    async def noted(self, work: Awaitable[object]) -> dict[int, dict[str, Any]]:
+        """Do the work; counts of each process during it, by process id."""
+        for each in self._notes.iterdir():
+            each.unlink()
+        await self._toggle("counting")
+        await work
+        await self._toggle("counted")
+        return {pid: json.loads((self._notes / f"{pid}.counted").read_text()) for pid in self._pids}
+
+    async def _toggle(self, suffix: str) -> None:
+        """Send the signal to all processes and wait until each has written its file."""
+        for pid in self._pids:
+            os.kill(pid, signal.SIGUSR2)
+        while not all((self._notes / f"{pid}.{suffix}").exists() for pid in self._pids):  # noqa: ASYNC110  # other processes write them
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def serving(database_url: str, **settings: Any) -> AsyncIterator[Server]:
+    """A server on a migrated database, for the time of the block."""
+    with tempfile.TemporaryDirectory(prefix="weir-walk-") as directory:
+        home, notes, hook = (Path(directory) / name for name in ("home", "notes", "hook"))
+        for each in (home, home / "logs", notes, hook):
+            make_private(each)
+        (hook / "sitecustomize.py").write_text(
+            f"import pathlib\n\nfrom infra.walk_notes import take_notes\n\ntake_notes(pathlib.Path({str(notes)!r}))\n"
+        )
+        models = {MODEL: next(iter(bundled_models().values()))}
+        chosen = Settings(database_url=database_url, home=home, listen_address="127.0.0.1:0", models=models, **settings)
+        ensure_receipt_key(chosen)
+        api = Child("api server", [sys.executable, "-m", "api"], home / "logs" / "api.log")
+        await api.start(child_environment(chosen) | {"PYTHONPATH": f"{hook}:{ROOT}"})
+        try:
+            address = await wait_until_serving(home, api)
+            keys = await asyncio.to_thread(create_keys, database_url, STREAM_COUNT)
+            assert api.process is not None
+            yield Server(address, keys, [api.process.pid, *children_of(api.process.pid)], notes)
+        finally:
+            await api.stop()
+
+
+async def ask(call: Any, token_count: int) -> int:
+    """Send one request and read its frames; the number of messages both ways."""
+    start = pb.StartFrame(model=MODEL, text=PROMPT, max_output_tokens=token_count, ignore_eos=True)
+    await call.write(pb.GenerateRequest(frames=[pb.ClientFrame(request_id=str(uuid.uuid4()), start=start)]))
+    message_count, kinds = 1, set[str | None]()
+    while "finished" not in kinds:
+        answer = await call.read()
+        if answer is grpc.aio.EOF:
+            raise ConnectionError(f"the stream ended: {await call.details()}")
+        kinds = {frame.WhichOneof("kind") for frame in answer.frames}
+        if "failed" in kinds:
+            raise ConnectionError(f"the request failed: {answer}")
+        message_count += 1
+    return message_count
+
+
+async def walk(database_url: str) -> Walk:
+    """The walk of a request through a server of its own."""
+    async with serving(database_url) as stack, contextlib.AsyncExitStack() as streams:
+
+        async def request() -> None:
+            call = await streams.enter_async_context(stack.stream(stack.keys[0]))
+            await ask(call, WALKED_TOKENS)
+            await asyncio.sleep(SETTLED_S)
+
+        for _ in range(WARM_UP_REQUESTS):
+            await request()
+        idle = await stack.noted(asyncio.sleep(IDLE_S))
+        runs = [await stack.noted(request()) for _ in range(WALKED_REQUESTS)]
+
+    def leg(pid: int) -> Leg:
+        first, *others = (run[pid]["functions"] for run in runs)
+        common = [name for name in first if name not in idle[pid]["functions"] and all(name in other for other in others)]
+        split = (name.partition(" ") for name in common)
+        return Leg(runs[0][pid]["process"], tuple(Function(path, name, first[f"{path} {name}"]) for path, _, name in split))
+
+    return Walk(tuple(map(leg, idle)))
+
+
+async def cost(database_url: str) -> Cost:
+    """The cost of a request, of many on many streams."""
+    async with (
+        serving(database_url, engine_device="simulated", simulated_time_scale=0.0) as stack,
+        contextlib.AsyncExitStack() as streams,
+    ):
+        calls = [await streams.enter_async_context(stack.stream(key)) for key in stack.keys]
+        message_count = 0
+
+        async def rounds(call: Any, count: int) -> None:
+            nonlocal message_count
+            for _ in range(count):
+                exchanged = await ask(call, 1)
+                message_count += exchanged
+
+        await asyncio.gather(*(rounds(call, WARM_UP_ROUNDS) for call in calls))
+        message_count = 0
+        noted = await stack.noted(asyncio.gather(*(rounds(call, ROUNDS) for call in calls)))
+    counts = next(iter(noted.values()))
+    request_count = len(calls) * ROUNDS
+    return Cost(counts["call_count"] / request_count, (counts["wake_up_count"] - message_count) / request_count)
+
+
+def files_of(functions: Iterable[Function]) -> set[str]:
+    """Paths of their files."""
+    return {function.path for function in functions}
+
+
+def printed(walked: Walk, *, markdown: bool = False) -> str:
+    """The walk, process by process, with a line for each change of file; leaves stand in brackets, or are left out in Markdown."""
+    lines: list[str] = []
+    for leg in walked.legs:
+        shown = [function for function in leg.functions if function.is_step or not markdown]
+        count = f"{len(shown)} functions in {len(files_of(shown))} files"
+        lines += [f"### `{leg.process}`: {count}", ""] if markdown else [f"{leg.process}: {count}"]
+        for path, functions in itertools.groupby(shown, lambda function: function.path):
+            names = ", ".join(f"`{each}`" if markdown else str(each) for each in functions)
+            lines.append(f"- `{path}`: {names}" if markdown else f"  {path}: {names}")
+        lines.append("")
+    lines.append(
+        f"{len(walked.steps)} steps in {len(files_of(walked.steps))} files; "
+        f"{len(walked.functions)} functions in {len(files_of(walked.functions))} files with leaves"
+    )
+    return "\n".join(lines)
+
+
+async def measured(database_url: str) -> tuple[Walk, Cost]:
+    return await walk(database_url), await cost(database_url)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the walk. Returns 1 if it is longer than the ceiling."""
+    parser = argparse.ArgumentParser(prog="python -m infra.walk", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ceiling", nargs=2, type=int, metavar=("STEPS", "FILES"), help="exit with 1 above these")
+    parser.add_argument("--markdown", action="store_true", help="print for docs/architecture.md")
+    options = parser.parse_args(arguments)
+    with server(None, None) as url:
+        migrate(url)
+        walked, each = asyncio.run(measured(url))
+    print(printed(walked, markdown=options.markdown))
+    print(f"{each.call_count:.0f} Python calls and {each.wake_up_count:.1f} wake-ups of tasks per request")
+    if options.ceiling is None:
+        return 0
+    steps_max, files_max = options.ceiling
+    return int(len(walked.steps) > steps_max or len(files_of(walked.steps)) > files_max)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

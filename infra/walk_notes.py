@@ -1,0 +1,78 @@
+"""Profile hook for `infra.walk`: a process of Weir counts the Python functions that it calls between two SIGUSR2.
+
+Every Python process that `infra.walk` starts imports this module first. It imports nothing of the product.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("api/", "common/", "inference/", "metering/")
+COROUTINE = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+EVENT_LOOP = asyncio.Runner.run.__code__
+
+
+class Notes:
+    """Calls in all threads of one process, by caller and called function, in the order of the first call."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._calls: dict[tuple[CodeType | None, CodeType], int] | None = None
+
+    def toggle(self, *_: object) -> None:
+        """Begin to count; the second time, write the counts into the directory."""
+        if self._calls is None:
+            self._calls = {}
+            sys.setprofile(self.note)
+            self._path("counting").touch()
+        else:
+            sys.setprofile(None)
+            calls, self._calls = self._calls, None
+            self._path("part").write_text(json.dumps(counts_of(calls)))
+            self._path("part").rename(self._path("counted"))
+
+    def note(self, frame: FrameType, event: str, _: object) -> None:
+        """Count a call. A coroutine that goes on after an `await` counts as called again, by the event loop if a task was woken."""
+        if event == "call" and (calls := self._calls) is not None:
+            call = (frame.f_back.f_code if frame.f_back else None, frame.f_code)
+            calls[call] = calls.get(call, 0) + 1
+
+    def _path(self, suffix: str) -> Path:
+        return self._directory / f"{os.getpid()}.{suffix}"
+
+
+def counts_of(calls: dict[tuple[CodeType | None, CodeType], int]) -> dict[str, object]:
+    """Counts for `infra.walk`. functions: those of ours, and whether each has called another of ours."""
+    callers = {caller for caller, called in calls if caller and name_of(called)}
+    return {
+        "process": os.path.relpath(sys.argv[0], ROOT),
+        "functions": {name: code in callers for _, code in calls if (name := name_of(code))},
+        "call_count": sum(calls.values()),
+        "wake_up_count": sum(n for (caller, code), n in calls.items() if caller is EVENT_LOOP and code.co_flags & COROUTINE),
+    }
+
+
+@cache
+def name_of(code: CodeType) -> str | None:
+    """`path function` of code of ours; None for other code and for lambdas and comprehensions."""
+    path = os.path.relpath(code.co_filename, ROOT)
+    if not path.startswith(OURS) or code.co_name.startswith("<"):
+        return None
+    return f"{path} {code.co_qualname.replace('.<locals>', '')}"
+
+
+def take_notes(directory: Path) -> None:
+    """Let this process write counts into the directory."""
+    notes = Notes(directory)
+    signal.signal(signal.SIGUSR2, notes.toggle)
+    threading.setprofile(notes.note)

@@ -1,0 +1,24 @@
+"""The path of a request through the code grows no longer: ceilings of `infra.walk`, which are only ever lowered."""
+
+from __future__ import annotations
+
+from infra import walk
+
+
+async def test_a_request_passes_no_more_functions_than_before(database_url: str) -> None:
+    walked = await walk.walk(database_url)
+
+    shown = walk.printed(walked)
+    assert len(walked.legs) == 2, "an api process and its engine"
+    assert all(any(function.is_step for function in leg.functions) for leg in walked.legs)
+    assert len(walked.steps) <= walk.STEPS_MAX, shown
+    assert len(walk.files_of(walked.steps)) <= walk.STEP_FILES_MAX, shown
+    assert len(walked.functions) <= walk.FUNCTIONS_MAX, shown
+    assert len(walk.files_of(walked.functions)) <= walk.FILES_MAX, shown
+
+
+async def test_a_request_costs_no_more_calls_than_before(database_url: str) -> None:
+    cost = await walk.cost(database_url)
+
+    assert 0 < cost.call_count <= walk.CALLS_MAX
+    assert 0 < cost.wake_up_count <= walk.WAKE_UPS_MAX
