@@ -35,10 +35,14 @@ from api.composition import (
     open_signer,
     openai_url,
 )
+from api.core.endpoint import Endpoint, make_private
+from api.core.health import Health, keep_health
+from api.core.pace import FramePace
+from api.core.payload_hash import use_signer
+from api.core.setting_values import SettingInvalid
+from api.core.settings import Settings
 from api.draining import drain, stop_signals
-from api.endpoint import Endpoint, make_private
 from api.fleet.fleet import build_serving
-from api.health import keep_health
 from api.inference_service import InferenceServicer
 from api.logs import configure_logs
 from api.observability.observer import Observer
@@ -48,13 +52,10 @@ from api.observability.scrape import MetricsListener, Scrapes
 from api.observability.spans import open_spans
 from api.openai.listener import Listener
 from api.operating_system import allow_open_files, return_freed_memory
-from api.payload_hash import use_signer
 from api.process import Process
 from api.requests.admission import Admission, Capacity
-from api.server import Health, Servicers, build_peer_server, build_server
-from api.settings import SettingInvalid, Settings
+from api.server import Servicers, build_peer_server, build_server
 from api.statistics_log import log_statistics_regularly
-from api.streams.pace import FramePace
 from api.streams.peers import PeerCertificates, make_identity
 from api.streams.relay import Relays
 from common.incidents import IncidentTaskGroup, Retries

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import structlog
 
-from api.access.addresses import Proxies
 from api.access.auth import Authenticator
 from api.access.shared_failures import SharedFailures
 from api.access.tls import Tls
 from api.console.console import ROOT, Console
-from api.endpoint import base_url
+from api.core.addresses import Proxies
+from api.core.endpoint import base_url
+from api.core.pace import FramePace
+from api.core.setting_values import SettingInvalid
+from api.core.settings import Settings
 from api.observability.observer import Observer
 from api.observability.probes import Probes
 from api.openai.door import Door
@@ -21,8 +24,6 @@ from api.openai.listener import Listener
 from api.process import Process
 from api.requests.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.server import Servicers
-from api.settings import SettingInvalid, Settings
-from api.streams.pace import FramePace
 from api.streams.peers import Peer, PeerCertificates
 from inference.router import Router
 from inference.safety.safety import SafetyRulesInvalid

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import grpc.aio
 import structlog
 
-from api.errors import Draining
+from api.core.errors import Draining
+from api.core.settings import Settings
 from api.openai.listener import Listener
 from api.process import Process
 from api.requests.admission import Capacity
-from api.settings import Settings
 
 SETTLE_GRACE_S = 10.0  # after the drain time, for the settlement of what was still running
 

@@ -12,26 +12,27 @@ from google.protobuf.message import Message
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api import wire
-from api.access.addresses import Origin
 from api.access.auth import Authenticator, bearer_token, check_model, metadata_values, payer
 from api.access.standing_key import StandingKey
-from api.accounts import find_generation, models_for, restrictions
+from api.core import wire
+from api.core.accounts import find_generation, models_for, restrictions
+from api.core.addresses import Origin
+from api.core.errors import AddressNotAllowed, FieldViolation, InvalidRequest, Overloaded
+from api.core.interceptor import METHOD, Context
+from api.core.messages import effective_quota_statuses
+from api.core.pace import VISIT
 from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_quote import quote_embed
 from api.embedding.embedding_wire import parse_embed
-from api.errors import AddressNotAllowed, FieldViolation, InvalidRequest, Overloaded
-from api.interceptor import METHOD, Context
 from api.observability.trace_context import trace_of_metadata
 from api.process import Process
-from api.quota_wire import effective_quota_statuses
 from api.requests.conversation import thinking_of
 from api.requests.quoting import quote
+from api.requests.start_frame import parse_count_tokens
 from api.requests.tokenizing import TextJob, tokenize
 from api.requests.tools import ToolUse, call_reading
 from api.streams.generation import ClientStream, remaining_s
 from api.streams.open_streams import OpenStreams
-from api.streams.pace import VISIT
 from api.streams.peers import VOUCHER, vouched_address, voucher_of
 from metering.control.owners import certificate_of
 from metering.quotas.quota_states import quotas_for
@@ -120,7 +121,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Counts a prompt's tokens."""
         principal = await self._principal(context)
-        prompt, tools = await self._read(principal, request, wire.parse_count_tokens)
+        prompt, tools = await self._read(principal, request, parse_count_tokens)
         check_model(principal, self._process.router.own_name(request.model))
         model = self._process.router.find(request.model).model
         tokenizer = self._process.tokenizers[model.name]

@@ -11,7 +11,7 @@ import resource
 
 import structlog
 
-from api.settings import Settings
+from api.core.settings import Settings
 
 OTHERS = 1000  # files that are no client's connection: journals, libraries, pipes to engines, the database, other processes
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from api.core.interceptor import READ_BYTES, READ_S
+from api.core.pace import FramePace
+from api.core.settings import Settings
 from api.embedding.embedding import EmbedCaller, LiveEmbedding
 from api.embedding.embedding_wire import ValidEmbed
-from api.interceptor import READ_BYTES, READ_S
 from api.observability.observer import Observer
 from api.queue.fair_queue import FairQueue
 from api.queue.places import QueueLimits
 from api.requests.admission import Admission
 from api.requests.live import Caller, LiveRequest, Phase
+from api.requests.start_frame import ValidStart
 from api.requests.text_work import TextWork
-from api.settings import Settings
 from api.streams.mailbox import Key, Mailboxes
-from api.streams.pace import FramePace
 from api.streams.receiver import Receiver
 from api.streams.relay import Relays
-from api.wire import ValidStart
 from common.incidents import Retries
 from inference.router import Router
 from inference.safety.safety import SafetyChecker

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from grpc_reflection.v1alpha._async import ReflectionServicer
 from weir.v1 import (
-    admin_service_pb2,
     admin_service_pb2_grpc,
-    billing_service_pb2,
     billing_service_pb2_grpc,
     inference_service_pb2,
     inference_service_pb2_grpc,
-    receipt_service_pb2,
     receipt_service_pb2_grpc,
 )
 
@@ -26,23 +22,14 @@ from api.access.tls import Tls
 from api.admin.admin_service import AdminServicer
 from api.billing.billing_service import BillingServicer
 from api.billing.receipt_service import ReceiptServicer
+from api.core.health import INFERENCE_SERVICE, SERVICES, Health
+from api.core.interceptor import Context, Failed, Guard, GuardedServices, tell_nobody
+from api.core.pace import FramePace
+from api.core.settings import Settings
 from api.inference_service import InferenceServicer
-from api.interceptor import Context, Failed, Guard, GuardedServices, tell_nobody
-from api.settings import Settings
 from api.streams.open_streams import BoundedCalls
-from api.streams.pace import FramePace
 from api.streams.peers import PEER_KEEPALIVE_MS, Identity, Peer, PeerCertificates, advertised, peer_listen_address
 
-SERVICES = tuple(
-    module.DESCRIPTOR.services_by_name[name].full_name
-    for module, name in (
-        (inference_service_pb2, "InferenceService"),
-        (admin_service_pb2, "AdminService"),
-        (billing_service_pb2, "BillingService"),
-        (receipt_service_pb2, "ReceiptService"),
-    )
-)
-INFERENCE_SERVICE = SERVICES[0]
 # Beyond its own limit the transport resets streams without a word, if they come before the client knows it, and lets later ones
 # wait for others to end. So it takes more than the service does, which refuses them with a reason and a wait; and not many times
 # more, so that refusals which wait for their turn hold the next ones back.
@@ -69,23 +56,6 @@ TurnToRead = Callable[[Context], Awaitable[Hashable]]
 async def peer_of(context: Context) -> str:
     """For servers whose calls have no turns."""
     return context.peer()
-
-
-class Health:
-    """What health checks are told, by name: the whole server (the empty name), each service, and the parts that they depend on."""
-
-    def __init__(self) -> None:
-        self.servicer = HealthServicer()
-        self._told: dict[str, bool] = {}
-        self.reasons: tuple[str, ...] = ("starting",)  # why no request can be admitted; none: it can
-
-    async def tell(self, serving: Mapping[str, bool]) -> None:
-        """Tell the watchers of each name if it changed."""
-        for name, well in serving.items():
-            if self._told.get(name) is not well:
-                self._told[name] = well
-                status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
-                await self.servicer.set(name, status)
 
 
 def build_server(

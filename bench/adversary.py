@@ -36,7 +36,7 @@ from typing import Any
 import psycopg
 import uvloop
 
-from api.settings import Settings, bundled_models
+from api.core.settings import Settings, bundled_models
 from bench.admission import server
 from bench.admission_peers import MODEL
 from bench.adversary_attacks import ATTACKS, BROKEN, Target

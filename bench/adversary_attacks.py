@@ -27,7 +27,7 @@ from google.protobuf.message_factory import GetMessageClass
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.server import SERVICES
+from api.core.health import SERVICES
 
 SERVICE = "/weir.v1.InferenceService"
 GENERATE = f"{SERVICE}/Generate"

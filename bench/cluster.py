@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from api.settings import Settings, bundled_models
+from api.core.settings import Settings, bundled_models
 from bench.admission import server
 from bench.admission_peers import MODEL
 from bench.cluster_load import await_replicas

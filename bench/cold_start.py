@@ -25,7 +25,7 @@ from pathlib import Path
 from weir_client import AsyncClient, Delta, Progress
 
 from api.cli.stack import run_stack
-from api.settings import DEMO_MODEL_NAME, Settings
+from api.core.settings import DEMO_MODEL_NAME, Settings
 from bench.processes import children_of
 from bench.shapes import SHAPES, Precision, write_checkpoint
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria, TokensGenerated

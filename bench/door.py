@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from api.endpoint import read_openai_url
-from api.settings import Settings, bundled_models
+from api.core.endpoint import read_openai_url
+from api.core.settings import Settings, bundled_models
 from bench import streams
 from bench.admission import server
 from bench.admission_peers import MODEL

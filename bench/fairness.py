@@ -25,7 +25,7 @@ from weir_client import AsyncClient
 from api.cli.bootstrap import create_key, ensure_tenant, open_sessions
 from api.cli.stack import run_stack
 from api.cli.workload import percentile
-from api.settings import DEMO_MODEL_NAME, Settings
+from api.core.settings import DEMO_MODEL_NAME, Settings
 from metering.store import embedded_postgres
 from metering.store.migrations_runner import migrate
 

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from api.settings import Settings, bundled_models
+from api.core.settings import Settings, bundled_models
 from bench.admission import server
 from bench.admission_peers import MODEL
 from bench.front import api_process, create_keys

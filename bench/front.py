@@ -29,8 +29,8 @@ from typing import Any
 import grpc
 import psycopg
 
-from api.endpoint import read_endpoint
-from api.settings import Settings, bundled_models
+from api.core.endpoint import read_endpoint
+from api.core.settings import Settings, bundled_models
 from bench.admission import create_tenants, quantile_ms, server
 from bench.admission_peers import MODEL
 from bench.processes import children_of, claim_cores, cpu_s, postgres_pid

@@ -26,8 +26,8 @@ from api.observability.request_metrics import request_metrics
 from api.observability.scrape import Families
 from api.observability.trace_context import TraceContext
 from api.requests.live import Caller
+from api.requests.start_frame import parse_start
 from api.requests.stopwatch import STAGES
-from api.wire import parse_start
 from metering.holds.operations import Settled
 from metering.models import Outcome
 from metering.quotas.quota_rules import Payer

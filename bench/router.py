@@ -25,7 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from api.cli.workload import percentile
-from api.settings import DEMO_MODEL_NAME, bundled_models
+from api.core.settings import DEMO_MODEL_NAME, bundled_models
 from bench.virtual_time import VirtualEngine, VirtualTimeLoop
 from inference.core.cost_model import CostModel
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria, TokensGenerated

@@ -197,6 +197,12 @@ BORDERS = (
         why="everything works the same without a page",
     ),
     Border(
+        ("api",),
+        inside=("api/core/",),
+        but=("api.core",),
+        why="what every package of the API imports imports none of them",
+    ),
+    Border(
         ("api.admin", "api.billing", "api.openai", "api.cli", "api.chaos"),
         inside=("api/access/", "api/queue/", "api/requests/", "api/streams/", "api/embedding/", "api/fleet/"),
         why="a request runs the same whoever administers, bills, or asked for it",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from api.requests.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action, Cause, Cell
+from api.core.errors import Cause
+from api.requests.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action, Cell
 
 INTRODUCTION = """\
 # How requests end, and what each end costs

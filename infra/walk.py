@@ -32,8 +32,8 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api.cli.bootstrap import ensure_receipt_key
 from api.cli.stack import Child, child_environment, wait_until_serving
-from api.endpoint import make_private
-from api.settings import Settings, bundled_models
+from api.core.endpoint import make_private
+from api.core.settings import Settings, bundled_models
 from bench.admission import server
 from bench.admission_peers import MODEL
 from bench.front import create_keys

@@ -36,11 +36,11 @@ from weir_client import AsyncClient
 
 import api.__main__ as api_main
 from api.chaos.processes import children_of
-from api.endpoint import forget_endpoint, read_endpoint, read_metrics_url, read_openai_url
+from api.core.endpoint import forget_endpoint, read_endpoint, read_metrics_url, read_openai_url
+from api.core.settings import Settings
 from api.process import Process
 from api.queue.places import QueueStatistics
 from api.requests.admission import Capacity
-from api.settings import Settings
 from inference.text.tokenizer import Tokenizer
 from metering.billing.prices import set_price
 from metering.models import QuotaDimension, QuotaSubject

@@ -8,15 +8,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from api.access.addresses import FORWARDED_FOR, Origin, Proxies
 from api.access.key_changes import KeyChanges
 from api.access.scopes import SCOPES, Scope
 from api.access.shared_lookups import SharedLookups
 from api.access.standing_key import StandingKeys
-from api.access.throttle import Throttle, address_of
-from api.errors import AddressNotAllowed, ModelNotAllowed, PermissionDenied, Unauthenticated
-from api.interceptor import METHOD, Context
-from api.streams.pace import VISIT, FramePace
+from api.access.throttle import Throttle
+from api.core.addresses import FORWARDED_FOR, Origin, Proxies, address_of
+from api.core.errors import AddressNotAllowed, ModelNotAllowed, PermissionDenied, Unauthenticated
+from api.core.interceptor import METHOD, Context
+from api.core.pace import VISIT, FramePace
 from metering.errors import KeyInvalid, StoreAway
 from metering.holds.lease_clock import boot_time_s
 from metering.quotas.quota_rules import Payer

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import ipaddress
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
-from urllib.parse import unquote
 
 import structlog
 
-from api.errors import AuthenticationThrottled
+from api.core.addresses import address_of
+from api.core.errors import AuthenticationThrottled
 from metering.errors import KeyInvalid
 
 ADDRESSES_MAX = 10_000  # some 500 bytes each; beyond it the address that came least recently is forgotten
-NETWORK_BITS = 64  # of an IPv6 address: one customer of a provider has all addresses behind them
 ROUNDING = 1e-6  # failures: who comes when it was told must not be early by the last digit of a float
 
 log = structlog.get_logger(__name__)
@@ -160,21 +157,3 @@ class Throttle:
                 self._buckets.popitem(last=False)
         self._buckets.move_to_end(address)
         return bucket
-
-
-@functools.lru_cache(maxsize=4096)
-def address_of(peer: str) -> str:
-    """The address of a peer as gRPC names it, without its port; of IPv6 the network. All sockets of this machine are one."""
-    kind, _, rest = peer.partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return kind
-    host = unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0]
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
-        return str(ipaddress.ip_network((address, NETWORK_BITS), strict=False))
-    return str(address)

@@ -15,8 +15,8 @@ import grpc
 import structlog
 from weir_client.connection import is_local
 
-from api.door_settings import DoorSettings
-from api.setting_values import SettingInvalid
+from api.core.setting_values import SettingInvalid
+from api.core.settings import DoorSettings
 
 log = structlog.get_logger(__name__)
 

@@ -7,8 +7,8 @@ import uuid
 from weir.v1 import alerts_pb2 as pb
 
 from api.admin.admin_calls import AdminCalls
-from api.alert_wire import alert_message, webhook_message
-from api.interceptor import Context
+from api.core.interceptor import Context
+from api.core.messages import alert_message, webhook_message
 from metering.alerts import webhooks
 from metering.alerts.listing import find_alert
 from metering.errors import NotFound

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from api import wire
 from api.access.auth import Authenticator
-from api.interceptor import Context
+from api.core import wire
+from api.core.interceptor import Context
 from metering.store.db import Sessions
 from metering.tenants import admin_requests
 from metering.tenants.changes_lock import take_changes_lock

@@ -12,11 +12,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import live_requests_pb2 as pb
 
-from api import wire
 from api.access.auth import Authenticator
-from api.accounts import find_generation
 from api.admin.admin_calls import AdminCalls
-from api.interceptor import Context
+from api.core import wire
+from api.core.accounts import find_generation
+from api.core.interceptor import Context
 from metering.control import live
 from metering.control.stop_orders import order_end_of_request
 from metering.errors import InvalidValue, NotFound

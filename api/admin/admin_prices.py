@@ -12,9 +12,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import prices_pb2 as pb
 
-from api import wire
 from api.admin.admin_calls import AdminCalls
-from api.interceptor import Context
+from api.core import wire
+from api.core.interceptor import Context
 from metering.billing import prices
 from metering.billing.prices import CustomerPrice, ModelPrice
 from metering.models import Organization

@@ -8,9 +8,9 @@ from google.protobuf.duration_pb2 import Duration
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import replicas_pb2 as pb
 
-from api import wire
 from api.admin.admin_calls import AdminCalls
-from api.interceptor import Context
+from api.core import wire
+from api.core.interceptor import Context
 from inference.router import Router
 from metering.control import replica_drains
 from metering.control.control_models import ReplicaDrain

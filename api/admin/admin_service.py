@@ -13,7 +13,6 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
 from weir.v1.types_pb2 import QuotaStatus
 
-from api import wire
 from api.access.auth import Authenticator
 from api.admin.admin_alerts import AlertWebhookCalls
 from api.admin.admin_configuration import ConfigurationCalls
@@ -22,8 +21,9 @@ from api.admin.admin_prices import PriceCalls
 from api.admin.admin_replicas import ReplicaCalls
 from api.admin.admin_tenants import TenantCalls
 from api.admin.admin_terms import TermCalls
-from api.interceptor import Context
-from api.quota_wire import effective_quota_statuses, quota_status
+from api.core import wire
+from api.core.interceptor import Context
+from api.core.messages import effective_quota_statuses, quota_status
 from inference.router import Router
 from metering.errors import InvalidValue, NotFound
 from metering.models import ApiKey, AuditEntry, Organization, Project

@@ -7,10 +7,10 @@ from typing import Any
 
 from weir.v1 import admin_service_pb2 as pb
 
-from api import wire
 from api.admin.admin_calls import AdminCalls
-from api.billing_profile_wire import billing_profile_message, parse_billing_profile
-from api.interceptor import Context
+from api.core import wire
+from api.core.interceptor import Context
+from api.core.messages import billing_profile_message, parse_billing_profile
 from inference.router import Router
 from metering.errors import InvalidValue
 from metering.models import Organization, Project

@@ -12,9 +12,9 @@ from weir.v1 import configuration_pb2, types_pb2
 from weir.v1 import plans_pb2 as pb
 from weir.v1.inference_service_pb2 import SERVICE_TIER_UNSPECIFIED
 
-from api import wire
 from api.admin.admin_calls import AdminCalls
-from api.interceptor import Context
+from api.core import wire
+from api.core.interceptor import Context
 from metering.billing import credits, plan_admin, prepaid, simulation
 from metering.billing.plan_rules import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.billing.reports import month_bounds

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from weir.v1 import configuration_pb2 as pb
 
-from api import wire
-from api.billing_profile_wire import billing_profile_message, parse_billing_profile
+from api.core import wire
+from api.core.messages import billing_profile_message, parse_billing_profile
 from metering.configuration.attempts import Attempts
 from metering.configuration.configuration import (
     Action,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from weir.v1 import alerts_pb2 as pb
 
 from api.access.scopes import Scope
-from api.alert_wire import alert_message
 from api.billing.billing_calls import BillingCalls, visible_or_own
-from api.interceptor import Context
+from api.core.interceptor import Context
+from api.core.messages import alert_message
 from metering.alerts.listing import list_alerts
 
 

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from api.access.auth import Authenticator
 from api.access.scopes import Scope
 from api.admin.admin_calls import AdminCalls
-from api.errors import TooManyReports
+from api.core.errors import TooManyReports
 from metering.errors import NotFound
 from metering.models import Organization
 from metering.store.bounded_connection import patience

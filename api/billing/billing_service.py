@@ -16,7 +16,7 @@ from api.billing.billing_calls import may_see, visible
 from api.billing.billing_wire import adjustment_message, invoice_message, month_message, picos_of, report_message
 from api.billing.reconciliation_calls import ReconciliationCalls
 from api.billing.usage_calls import UsageCalls
-from api.interceptor import Context
+from api.core.interceptor import Context
 from metering.billing import adjustments
 from metering.billing.closing import check_month, close_month
 from metering.billing.invoice_rows import find_invoice_row, invoice_of_month, read_invoice

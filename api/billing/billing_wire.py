@@ -8,8 +8,8 @@ from weir.v1 import billing_service_pb2 as pb
 from weir.v1 import months_pb2
 from weir.v1.types_pb2 import Money
 
-from api import wire
-from api.billing_profile_wire import billing_profile_message
+from api.core import wire
+from api.core.messages import billing_profile_message
 from metering.billing.adjustments import AdjustmentRecord, AdjustmentState
 from metering.billing.invoices import Invoice, InvoiceLine
 from metering.billing.models import MonthState

@@ -7,11 +7,11 @@ from weir.v1 import receipt_service_pb2 as pb
 from weir.v1 import receipt_service_pb2_grpc as pb_grpc
 from weir.v1 import receipts_pb2
 
-from api import wire
 from api.access.auth import Authenticator
 from api.billing.billing_calls import Reports, visible
-from api.interceptor import Context
-from api.receipt_wire import chain_message, receipt_messages
+from api.core import wire
+from api.core.interceptor import Context
+from api.core.messages import chain_message, receipt_messages
 from metering.billing.reports import month_bounds
 from metering.receipts.models import ReceiptKey
 from metering.receipts.months import BEGINNING, PageMark, receipt_month, receipts_page

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from weir.v1 import reconciliation_pb2 as pb
 
-from api import wire
 from api.billing.billing_calls import BillingCalls, visible_or_own
-from api.interceptor import Context
+from api.core import wire
+from api.core.interceptor import Context
 from metering.export.differences import Difference
 from metering.export.month_reconciliation import reconciled_here
 from metering.export.reconciliation import StageSum

@@ -13,11 +13,11 @@ from weir.v1 import billing_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 from weir.v1 import usage_reports_pb2 as pb
 
-from api import wire
 from api.access.auth import Authenticator
 from api.billing.billing_calls import BillingCalls, Reports, visible_or_own
 from api.billing.invoice_drawing import InvoiceDrawer
-from api.interceptor import Context
+from api.core import wire
+from api.core.interceptor import Context
 from metering.billing.focus import FOCUS_VERSION
 from metering.billing.focus_export import focus_csv
 from metering.billing.forecast import CONFIDENCE, Forecast, forecast

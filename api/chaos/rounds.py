@@ -13,7 +13,7 @@ from api.chaos.audit import Outcome, audit, settle
 from api.chaos.kills import Kill, Kind, draw, strike
 from api.chaos.load import Load
 from api.chaos.system import BOUNDS, ENGINES, System, running_system
-from api.settings import Settings
+from api.core.settings import Settings
 
 KILLS_PER_ROUND = 5
 BETWEEN_KILLS_S = (0.05, 0.8)  # from "still dying" to "just back"

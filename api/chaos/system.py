@@ -21,8 +21,8 @@ from typing import Any
 from api.chaos.processes import CRASH_SETTINGS, children_of, crash_postgres
 from api.cli.bootstrap import Connection, bootstrap, ensure_receipt_key
 from api.cli.stack import Child, StackFailed, child_environment, is_serving
+from api.core.settings import Settings
 from api.fleet.fleet_file import model_names
-from api.settings import Settings
 from metering.receipts.signing import KEY_FILE
 from metering.store import embedded_postgres
 from metering.store.embedded_postgres import EmbeddedPostgres

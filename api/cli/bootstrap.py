@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from api.settings import Settings
+from api.core.settings import Settings
 from metering.billing.prices import list_current_prices, set_price
 from metering.errors import AlreadyExists, KeyInvalid
 from metering.receipts.signing import ensure_key, key_path

@@ -9,7 +9,7 @@ import typer
 
 from api.cli.local import HomeOption, fail, read_settings
 from api.cli.output import note
-from api.endpoint import read_console_url, serving_endpoint
+from api.core.endpoint import read_console_url, serving_endpoint
 
 
 def console(

@@ -33,8 +33,8 @@ from api.cli.output import make_console
 from api.cli.render import month_report, result_line, table, waterfall
 from api.cli.stack import Stack, run_stack
 from api.cli.workload import OUTPUT_TOKENS, Conversation, WorkloadRun, percentile, reference_prompts, run_agents
-from api.endpoint import read_openai_url
-from api.settings import DEMO_MODEL_NAME, Settings
+from api.core.endpoint import read_openai_url
+from api.core.settings import DEMO_MODEL_NAME, Settings
 
 ORGANIZATION = "hotel-search"
 PROJECT = "copilot"

@@ -61,8 +61,8 @@ def remote(
     """
     import asyncio
 
+    from api.core.settings import Settings
     from api.fleet.remote_engines import remote_settings
-    from api.settings import Settings
     from inference.remote.doctor import examine
 
     with clear_failures():

@@ -11,8 +11,8 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from api.setting_values import listen_address
-from api.settings import SettingInvalid, Settings
+from api.core.setting_values import SettingInvalid, listen_address
+from api.core.settings import Settings
 from inference.errors import CheckpointInvalid
 from metering.store.embedded_postgres import PostgresNotStarted
 

@@ -21,9 +21,9 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from api.cli.bootstrap import Connection, bootstrap, ensure_receipt_key
-from api.endpoint import forget_endpoint, make_private, serving_endpoint, serving_pid
+from api.core.endpoint import forget_endpoint, make_private, serving_endpoint, serving_pid
+from api.core.settings import Settings
 from api.fleet.fleet_file import model_names
-from api.settings import Settings
 from metering.errors import InvalidValue
 from metering.export.export_settings import export_settings, webhook_settings
 from metering.store import embedded_postgres

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.panel import Panel
 
 from api.cli.local import HomeOption, ListenOption, clear_failures, read_settings, stderr
-from api.endpoint import read_console_url, read_metrics_url, read_openai_url
+from api.core.endpoint import read_console_url, read_metrics_url, read_openai_url
 
 
 def up(listen: ListenOption = "", home: HomeOption = None) -> None:

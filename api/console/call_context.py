@@ -10,9 +10,9 @@ from aiohttp import web
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
-from api.access.addresses import FORWARDED_FOR
+from api.core.addresses import FORWARDED_FOR
+from api.core.statuses import STATUS_DETAILS_KEY
 from api.openai.http_requests import peer_of
-from api.statuses import STATUS_DETAILS_KEY
 
 PASSED_ON = ("authorization", "traceparent", "tracestate", FORWARDED_FOR)  # headers that are metadata of the call
 Write = Callable[[Message], Awaitable[None]]

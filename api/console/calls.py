@@ -14,7 +14,7 @@ from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from api.interceptor import Failed, guarded, writing
+from api.core.interceptor import Failed, guarded, writing
 from api.server import Servicers
 
 OFFERED: Mapping[str, tuple[str, ...]] = {

@@ -18,18 +18,18 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from api.access.addresses import FORWARDED_FOR
 from api.access.auth import Authenticator
 from api.access.scopes import SCOPES
 from api.console.call_context import CallContext, Refused
 from api.console.calls import OfferedCall, offered_calls
 from api.console.files import HEADERS, read_files
-from api.errors import FieldViolation, InvalidRequest, MessageUnreadable
+from api.core.addresses import FORWARDED_FOR
+from api.core.errors import FieldViolation, InvalidRequest, MessageUnreadable
+from api.core.statuses import ERROR_DOMAIN, status_of
 from api.observability.observer import HTTP, Observer
 from api.openai.http_requests import Handle, peer_of, read_body, secret_of
 from api.openai.refusals import HTTP_STATUSES, HttpFault, refusal_of
 from api.server import Servicers
-from api.statuses import ERROR_DOMAIN, status_of
 
 ROOT = "/console"
 API = f"{ROOT}/api/"

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING
 import structlog
 from weir.v1 import inference_service_pb2 as pb
 
-from api.embedding.embedding_limits import input_count_max, parts_of
+from api.core.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
+from api.core.messages import input_count_max
+from api.core.pace import REFUSAL_COST_S
+from api.embedding.embedding_limits import parts_of
 from api.embedding.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
-from api.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
 from api.observability.observer import Ending
 from api.observability.trace_context import NO_TRACE, TraceContext
 from api.queue.places import Arrival, Outlook, Place
@@ -33,7 +35,6 @@ from api.requests.stopwatch import Stopwatch
 from api.requests.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
 from api.requests.tokenizing import TextJob, check_chars
 from api.streams.outbox import UsageSoFar
-from api.streams.pace import REFUSAL_COST_S
 from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
 from inference.errors import EngineFailed
 from inference.text.tokenizer import TokenLimitExceeded

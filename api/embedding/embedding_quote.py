@@ -9,8 +9,8 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import check_model
 from api.access.auth import payer as payer_of
+from api.core.messages import input_count_max
 from api.embedding.embedding import token_count_of, tokenize_inputs
-from api.embedding.embedding_limits import input_count_max
 from api.embedding.embedding_wire import check_against_model, parse_embed
 from api.process import Process
 from api.requests.key_bounds import check_input_bound

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api import wire
-from api.payload_hash import payload_hash
+from api.core import wire
+from api.core.messages import quota_statuses, receipt_messages
+from api.core.payload_hash import payload_hash
+from api.core.violations import Violations
 from api.queue.places import ServiceTier
-from api.quota_wire import quota_statuses
-from api.receipt_wire import receipt_messages
 from api.streams.frames import settled_usage
-from api.violations import Violations
 from inference.engine import ModelInfo, Vector
 from metering.holds.operations import Admitted, Settled
 

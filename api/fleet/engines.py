@@ -8,8 +8,9 @@ from typing import Literal
 
 import structlog
 
+from api.core.setting_values import SettingInvalid
+from api.core.settings import Settings
 from api.fleet.remote_engines import build_remote_encoder, build_remote_engines
-from api.settings import SettingInvalid, Settings
 from inference.core.cost_model import CostModel
 from inference.encoder.engine import TorchEncoder
 from inference.encoder.settings import EncoderSettings

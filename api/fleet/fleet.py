@@ -12,6 +12,8 @@ from functools import partial
 from itertools import starmap
 from pathlib import Path
 
+from api.core.setting_values import SettingInvalid
+from api.core.settings import Settings, bundled_models
 from api.fleet.engines import (
     build_encoders,
     build_engines,
@@ -23,7 +25,6 @@ from api.fleet.engines import (
 )
 from api.fleet.fleet_file import Fleet, FleetModel, FleetVersion, read_fleet
 from api.fleet.remote_engines import build_remote_encoder, build_remote_engine
-from api.settings import SettingInvalid, Settings, bundled_models
 from inference.capabilities import combined
 from inference.catalog import VERSION_MARK, Catalog, Share
 from inference.engine import Encoder, Engine

@@ -15,8 +15,9 @@ from typing import Literal, cast, get_args
 
 import yaml
 
+from api.core.setting_values import SettingInvalid
+from api.core.settings import Settings
 from api.fleet.strict_yaml import Keys, StrictReader, number, size, target, text, whole, word
-from api.settings import SettingInvalid, Settings
 
 EngineKind = Literal["torch", "tensorrt", "remote", "encoder", "remote-encoder", "simulated"]
 ENCODERS = ("encoder", "remote-encoder")

@@ -9,7 +9,8 @@ from urllib.parse import quote
 import grpc
 import structlog
 
-from api.settings import SettingInvalid, Settings, bundled_models
+from api.core.setting_values import SettingInvalid
+from api.core.settings import Settings, bundled_models
 from inference.engine import Encoder, Engine
 from inference.remote.settings import RemoteSettings, Target, TlsFiles, parse_target
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from api.core.statuses import reason_of
 from api.observability.hold_batches import HoldBatches
 from api.observability.loop_lag import LoopLag
 from api.observability.request_counts import UNKNOWN_MODEL, RequestCounts
 from api.observability.spans import Record, Spans
-from api.statuses import reason_of
 from metering.holds.operations import Settled
 from metering.models import Outcome, ServiceTier
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from api.embedding.embedding import EmbedCaller
     from api.embedding.embedding_wire import ValidEmbed
     from api.requests.live import Caller
-    from api.wire import ValidStart
+    from api.requests.start_frame import ValidStart
 
 log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from api.server import Health
+from api.core.health import Health
 
 LIVE, READY = "/livez", frozenset({"/readyz", "/healthz", "/health"})
 METHODS = ("GET", "HEAD")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 
 from api.access.auth import Authenticator
-from api.health import store_is_well
+from api.core.health import store_is_well
 from api.observability.families import counter, counters, gauge, gauges, histograms
 from api.process import Process
 from api.requests.live import Phase

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from api.core.statuses import reason_of
 from api.observability.histogram import Histogram
 from api.requests.stopwatch import STAGES
-from api.statuses import reason_of
 from metering.holds.operations import Settled
 from metering.models import ServiceTier
 from metering.quotas.quotas import QuotaExceeded

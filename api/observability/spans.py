@@ -19,9 +19,9 @@ from typing import Protocol
 import structlog
 from prometheus_client.core import Metric
 
+from api.core.setting_values import SettingInvalid
 from api.observability.families import counter, gauge
 from api.observability.trace_context import TraceContext
-from api.setting_values import SettingInvalid
 from metering.holds.operations import Settled
 
 RECORDS_MAX = 4096  # requests that wait to be sent, of less than a kilobyte each: some ten seconds of a busy process

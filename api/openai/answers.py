@@ -11,7 +11,7 @@ import msgspec
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api import wire
+from api.core import wire
 from api.openai.refusals import Refusal
 
 DONE = b"data: [DONE]\n\n"

@@ -12,13 +12,15 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from api.access.addresses import FORWARDED_FOR, Origin
 from api.access.auth import Authenticator, check_model, payer
 from api.access.standing_key import StandingKey
-from api.accounts import models_for
+from api.core.accounts import models_for
+from api.core.addresses import FORWARDED_FOR, Origin
+from api.core.errors import Draining
+from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
+from api.core.statuses import status_of
 from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_wire import parse_embed
-from api.errors import Draining
 from api.observability.observer import HTTP
 from api.observability.trace_context import trace_of
 from api.openai import answers
@@ -38,8 +40,6 @@ from api.openai.response_answer import ResponseAnswer
 from api.openai.response_parameters import ResponseParameters, response_asked
 from api.openai.token_texts import TokenTexts
 from api.process import Process
-from api.statuses import status_of
-from api.streams.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal

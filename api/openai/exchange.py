@@ -19,7 +19,10 @@ from google.rpc import status_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.errors import InvalidRequest, RequestUnderWay, SiblingEnded
+from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded
+from api.core.pace import REFUSAL_COST_S, START_FREE_S, VISIT
+from api.core.statuses import status_of
+from api.core.wire import finish_reason
 from api.observability.trace_context import NO_TRACE, TraceContext
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
@@ -28,14 +31,12 @@ from api.openai.parameters import Asked
 from api.openai.rate_limits import headers_of
 from api.openai.refusals import CLIENT_CLOSED, Refusal, refusal_of
 from api.process import Process
-from api.requests.endings import OUTCOMES, Cause
+from api.requests.endings import OUTCOMES
 from api.requests.live import Caller, LiveRequest
-from api.statuses import status_of
+from api.requests.start_frame import ValidStart, parse_start
 from api.streams.outbox import Outbox
-from api.streams.pace import REFUSAL_COST_S, START_FREE_S, VISIT
 from api.streams.receiver import Receiver
 from api.streams.whole_outbox import WholeOutbox
-from api.wire import ValidStart, finish_reason, parse_start
 from metering.errors import RequestInFlight
 from metering.models import Outcome
 from metering.quotas.quota_rules import Payer

@@ -10,9 +10,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from api.access.auth import BEARER
-from api.errors import Unauthenticated
+from api.core.errors import Unauthenticated
+from api.core.pace import VISIT, FramePace, Visit, measured
 from api.openai.refusals import INVALID_HTTP, HttpFault, no_http
-from api.streams.pace import VISIT, FramePace, Visit, measured
 
 Handle = Callable[[web.BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
 

@@ -15,10 +15,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from api.access.tls import Tls
+from api.core.settings import Settings
 from api.openai import answers
 from api.openai.http_requests import Handle
 from api.openai.refusals import INVALID_HTTP, Refusal, no_http
-from api.settings import Settings
 
 # What a stalled client may leave unread here and in the kernel, whose buffer is as large again: some thousand tokens as events.
 WRITE_BUFFER_BYTES = 16_384

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from weir.v1 import types_pb2
 
-from api.wire import DIMENSIONS
+from api.core.wire import DIMENSIONS
 from metering.models import QuotaDimension
 
 REQUESTS, TOKENS = "requests", "tokens"

@@ -1,4 +1,4 @@
-"""From the one table of errors (`api/statuses.py`) to what OpenAI's clients expect: an HTTP status, headers and an error body.
+"""From the one table of errors (`api/core/statuses.py`) to what OpenAI's clients expect: an HTTP status, headers and an error body.
 
 Nothing is decided twice: every refusal is a `google.rpc.Status` first, as over gRPC. Only what is wrong as HTTP begins here.
 """
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from api.errors import FieldViolation, InvalidRequest
+from api.core.errors import FieldViolation, InvalidRequest
 from api.openai.rate_limits import headers_of_refusal, kind_of
 
 CLIENT_CLOSED = 499  # no number of the standard, but the one that proxies log; no client sends such a request again by itself

@@ -6,7 +6,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping
 
-from api.errors import QueueFull, StartsTooLate
+from api.core.errors import QueueFull, StartsTooLate
 from api.queue.lookahead import Lookahead
 from api.queue.places import ALL_TENANTS, Arrival, Place, QueueLimits, ServiceTier
 from api.queue.promises import Promise, Promises

@@ -18,9 +18,9 @@ from typing import Self
 
 import structlog
 
-from api.errors import Draining, Overloaded
-from api.requests.endings import OUTCOMES, Action, Cause, cause_of, charge_of, phase_of
-from api.settings import Settings
+from api.core.errors import Cause, Draining, Overloaded
+from api.core.settings import Settings
+from api.requests.endings import OUTCOMES, Action, cause_of, charge_of, phase_of
 from api.streams.outbox import UsageSoFar
 from metering.errors import MeteringError
 from metering.holds.holds import HoldStore

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from api import errors
+from api.core import errors
+from api.core.errors import Cause
 from inference import errors as engine_errors
 from inference import router
 from metering import errors as metering_errors
@@ -38,16 +39,6 @@ PHASES: Mapping[EndPhase, str] = {
     EndPhase.DELIVERING: "At least one token has been delivered.",
     EndPhase.SETTLED: "Its usage event has been written.",
 }
-
-
-class Cause(StrEnum):
-    """The party that caused the end of a request."""
-
-    COMPLETION = "completion"
-    CLIENT = "client"
-    LIMIT = "customer limit"
-    OPERATOR = "operator"
-    SERVICE = "service"
 
 
 CAUSES: Mapping[Cause, str] = {

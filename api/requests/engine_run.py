@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import structlog
 
-from api.errors import FieldViolation, InvalidRequest
+from api.core.errors import FieldViolation, InvalidRequest
+from api.core.wire import OUTCOMES
 from api.queue.places import Place
 from api.requests.output_limits import OutputLimits
 from api.requests.reply import Reply
 from api.requests.stopwatch import Stopwatch
 from api.streams.outbox import UsageSoFar
-from api.wire import OUTCOMES
 from inference.engine import (
     ChoiceFinished,
     Engine,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from api.errors import FieldViolation, InvalidRequest, KeyBoundExceeded
+from api.core.errors import FieldViolation, InvalidRequest, KeyBoundExceeded
 from inference.engine import GenerationRequest
 from metering.tenants.key_rules import TokenBounds
 

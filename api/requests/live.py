@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 import structlog
 from weir.v1 import inference_service_pb2 as pb
 
-from api.errors import ApiError, CancelledEarly, DeadlineBeforeStart, EngineLost, EngineLostMidway, NotAdmittedYet
+from api.core.errors import ApiError, CancelledEarly, Cause, DeadlineBeforeStart, EngineLost, EngineLostMidway, NotAdmittedYet
+from api.core.statuses import status_of
 from api.observability.observer import Ending
 from api.observability.trace_context import NO_TRACE, TraceContext
 from api.queue.places import Outlook, Place
 from api.requests.admission import Lease
-from api.requests.endings import Cause, cause_of
+from api.requests.endings import cause_of
 from api.requests.engine_run import EngineRun, check_output_change
 from api.requests.interruption import Interruption
 from api.requests.key_bounds import check_output_bound, is_bounded
@@ -30,15 +31,14 @@ from api.requests.output_limits import LimitChange, OutputLimits, parse_update
 from api.requests.preparation import admission_request, arrival_of, prepare, routed, smallest_admission
 from api.requests.readiness import RETRY_S_MIN, wait_until_ready
 from api.requests.reply import UNDELIVERED_OUTCOMES, Reply
+from api.requests.start_frame import ValidStart
 from api.requests.stopwatch import Stopwatch
 from api.requests.tools import call_reading
-from api.statuses import status_of
 from api.streams import frames
 from api.streams.attendance import Attendance
 from api.streams.feed import Feed, FlowControl
 from api.streams.outbox import UsageSoFar
 from api.streams.receiver import Receiver
-from api.wire import ValidStart
 from inference.engine import (
     Engine,
     EngineState,

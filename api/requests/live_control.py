@@ -10,7 +10,7 @@ from typing import Any
 
 from api.access.auth import Authenticator
 from api.access.standing_key import SECRET_REPLACED
-from api.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
+from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
 from api.process import Process, Running
 from api.requests.live import Phase
 from metering.control.stop_orders import DrainOrder, StopOrder

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.errors import FieldViolation, InvalidRequest
-from api.violations import Violations
+from api.core.errors import FieldViolation, InvalidRequest
+from api.core.violations import Violations
 from metering.billing.pricing import TokenPrices
 from metering.models import Outcome
 from metering.money import PICOS_PER_UNIT, exact_text

@@ -7,15 +7,15 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
-from api.errors import FieldViolation, InvalidRequest, PromptTooLong
+from api.core.errors import FieldViolation, InvalidRequest, PromptTooLong
 from api.queue.places import Arrival
 from api.requests.admission import AdmissionRequest
 from api.requests.decoding import check_against_model
 from api.requests.key_bounds import check_input_bound, output_room
+from api.requests.start_frame import ValidStart
 from api.requests.text_work import TextWork
 from api.requests.tokenizing import TextJob, check_prompt, tokenize
 from api.requests.tools import call_reading, format_of_calls
-from api.wire import ValidStart
 from inference.engine import GenerationRequest, SequenceId
 from inference.router import Route, Router
 from inference.safety.safety import SafetyChecker

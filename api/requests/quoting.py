@@ -7,12 +7,13 @@ import uuid
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api import wire
 from api.access.auth import check_model
 from api.access.auth import payer as payer_of
+from api.core import wire
+from api.core.messages import effective_quota_statuses, quota_status
 from api.process import Process
-from api.quota_wire import effective_quota_statuses, quota_status
 from api.requests.preparation import prepare, routed
+from api.requests.start_frame import parse_start
 from metering.quotas import quoting
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
@@ -21,7 +22,7 @@ from metering.tenants.tenants import Principal
 async def quote(process: Process, sessions: Sessions, principal: Principal, message: pb.QuoteRequest) -> pb.QuoteResponse:
     """Answer one call. Raises what the same request would be refused with, but for quotas."""
     with process.pace.spending(principal):
-        start = wire.parse_start(str(uuid.uuid4()), message.start, process.window_tokens_max)
+        start = parse_start(str(uuid.uuid4()), message.start, process.window_tokens_max)
     check_model(principal, process.router.own_name(start.model))
     start, route = routed(start, process.router)
     payer = payer_of(principal)

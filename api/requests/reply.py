@@ -7,14 +7,14 @@ from collections.abc import Callable
 import structlog
 from weir.v1 import inference_service_pb2 as pb
 
+from api.core.settings import Settings
 from api.requests.admission import Lease
 from api.requests.output_filter import OutputFilter, open_filters
 from api.requests.output_limits import UNBOUNDED, OutputLimits
+from api.requests.start_frame import ValidStart
 from api.requests.tools import CallReading
-from api.settings import Settings
 from api.streams import frames
 from api.streams.feed import Feed, UsageTelling
-from api.wire import ValidStart
 from inference.engine import GrammarKind, TokensGenerated
 from inference.safety.safety import SafetyChecker
 from inference.text.found_calls import Parsed

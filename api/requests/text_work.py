@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from api.errors import Overloaded, PreparationLimit
+from api.core.errors import Overloaded, PreparationLimit
 from api.queue.virtual_tokens import Line
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool

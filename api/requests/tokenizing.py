@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from api.errors import FieldViolation, InvalidRequest, PromptFiltered, PromptTooLarge
+from api.core.errors import FieldViolation, InvalidRequest, PromptFiltered, PromptTooLarge
 from api.requests.conversation import Prompt
 from api.requests.json_text import shown_texts
 from api.requests.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS, TextWork, conversation_size

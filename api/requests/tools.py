@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.errors import FieldViolation, InvalidRequest
+from api.core.errors import FieldViolation, InvalidRequest
+from api.core.violations import Violations
 from api.requests.decoding import RESPONSE_FORMAT_BYTES_MAX
 from api.requests.json_text import LEVELS_MAX, json_object
-from api.violations import Violations
 from inference.engine import GrammarKind, ResponseFormat
 from inference.text.forced_calls import calls_schema
 from inference.text.strict_calls import strict_calls

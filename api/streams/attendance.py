@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.errors import FieldViolation, InvalidRequest
+from api.core.errors import FieldViolation, InvalidRequest
 from api.streams.feed import Feed
 from api.streams.receiver import Receiver
 from metering.errors import RequestInFlight

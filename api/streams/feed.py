@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.errors import AttachedElsewhere, OutputGone
-from api.statuses import status_of
+from api.core.errors import AttachedElsewhere, OutputGone
+from api.core.statuses import status_of
 from api.streams import frames
 from api.streams.mailbox import Mailbox
 from api.streams.outbox import Delivery, Tally, do_nothing, no_fence

@@ -8,9 +8,8 @@ from google.rpc import status_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api import wire
-from api.quota_wire import fill_quota_status, in_order, quota_statuses
-from api.receipt_wire import receipt_messages
+from api.core import wire
+from api.core.messages import fill_quota_status, in_order, quota_statuses, receipt_messages
 from api.requests.admission import Lease
 from api.requests.output_limits import OutputLimits
 from api.streams.outbox import UsageSoFar

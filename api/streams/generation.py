@@ -18,7 +18,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import check_model, payer
 from api.access.standing_key import StandingKey
-from api.errors import (
+from api.core.errors import (
     FieldViolation,
     InvalidRequest,
     KeepTooLong,
@@ -27,17 +27,18 @@ from api.errors import (
     RequestUnderWay,
     UnknownRequest,
 )
-from api.interceptor import READ_BYTES, READ_S, ReceivedMessages
+from api.core.interceptor import READ_BYTES, READ_S, ReceivedMessages
+from api.core.pace import BYTE_COST_S, LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
+from api.core.statuses import status_of
+from api.core.wire import parse_request_id
 from api.observability.trace_context import NO_TRACE, TraceContext, trace_of
 from api.process import Process
 from api.requests.live import Caller, LiveRequest
-from api.statuses import status_of
+from api.requests.start_frame import ValidStart, parse_start
 from api.streams import frames
 from api.streams.mailbox import Key
 from api.streams.outbox import Delivery, Outbox
-from api.streams.pace import BYTE_COST_S, LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from api.streams.receiver import Receiver, Source
-from api.wire import ValidStart, parse_request_id, parse_start
 from metering.errors import RequestInFlight
 from metering.models import Outcome
 from metering.tenants.tenants import as_uuid

@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 
-from api.errors import ApiError, MessageMissing, Overloaded, TooManyStreams
-from api.interceptor import LARGE_MESSAGES, Context, checked, writing
-from api.streams.pace import CALL_COST_S, VISIT
+from api.core.errors import ApiError, MessageMissing, Overloaded, TooManyStreams
+from api.core.interceptor import LARGE_MESSAGES, Context, checked, writing
+from api.core.pace import CALL_COST_S, VISIT
 
 # Streams that need no key: of health checks and of reflection. A client has one of each, some have one for each service.
 KEYLESS_METHODS = frozenset(

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from weir_client.connection import is_local
 
-from api.door_settings import DoorSettings
+from api.core.settings import DoorSettings
 from metering.tenants.networks import Address, parse_address
 
 NAME = "weir-peer"  # in every such certificate; which process it is, the certificate itself says

@@ -16,9 +16,9 @@ import structlog
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.accounts import find_generation
-from api.errors import Overloaded, OwnerAway, RequestOver, UnknownRequest
-from api.statuses import status_of
+from api.core.accounts import find_generation
+from api.core.errors import Overloaded, OwnerAway, RequestOver, UnknownRequest
+from api.core.statuses import status_of
 from api.streams import frames
 from api.streams.mailbox import Key
 from api.streams.outbox import Delivery

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from api.access.tls import Tls
+from api.core.settings import Settings
 from api.server import options
-from api.settings import Settings
 from tests.service import health_check
 
 TIMEOUT_S = 60.0

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from api.errors import QueueFull, StartsTooLate
+from api.core.errors import QueueFull, StartsTooLate
 from api.queue.fair_queue import FairQueue
 from api.queue.places import Arrival, Place, QueueLimits, ServiceTier
 from inference.core.kv_cache import BlockPool

@@ -17,15 +17,15 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator
 from api.access.standing_key import StandingKey
+from api.core.settings import Settings
 from api.process import Process
 from api.requests.admission import Admission, Capacity
 from api.requests.live import Caller, LiveRequest
-from api.settings import Settings
+from api.requests.start_frame import ValidStart
 from api.streams.generation import ClientStream
 from api.streams.peers import make_identity
 from api.streams.receiver import Receiver
 from api.streams.relay import Relays
-from api.wire import ValidStart
 from inference.core.cost_model import CostModel
 from inference.core.engine_core import EngineCore
 from inference.core.engine_options import EngineOptions

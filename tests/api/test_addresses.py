@@ -8,9 +8,9 @@ import uuid
 
 import pytest
 
-from api.access.addresses import Proxies
 from api.access.key_changes import KeyChanges
-from api.setting_values import networks
+from api.core.addresses import Proxies
+from api.core.setting_values import networks
 from api.streams.peers import make_identity, vouched_address, voucher_of
 from metering.errors import InvalidValue
 from metering.tenants.networks import allows, checked_networks, networks_of, parse_address

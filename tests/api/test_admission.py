@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from api.errors import Draining, Overloaded
+from api.core.errors import Draining, Overloaded
+from api.core.settings import Settings
 from api.requests.admission import Admission, AdmissionRequest, Capacity, Lease
-from api.settings import Settings
 from api.streams.outbox import UsageSoFar
 from metering.errors import HoldEnded, RequestInFlight
 from metering.holds.holds import HoldStore

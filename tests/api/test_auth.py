@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from api.access import auth, key_changes
-from api.access.addresses import Origin
 from api.access.auth import Authenticator
-from api.interceptor import METHOD
+from api.core.addresses import Origin
+from api.core.interceptor import METHOD
 from metering.errors import KeyInvalid, StoreAway
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import Principal

@@ -13,12 +13,12 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator
-from api.errors import MessageTooLarge, PromptTooLong, TooManyCalls
-from api.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX, READ_S, ReceivedMessages, readable, tolerant
-from api.server import SERVICES
-from api.streams import pace
-from api.streams.pace import FramePace, Visit, measured
-from api.wire import parse_start
+from api.core import pace
+from api.core.errors import MessageTooLarge, PromptTooLong, TooManyCalls
+from api.core.health import SERVICES
+from api.core.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX, READ_S, ReceivedMessages, readable, tolerant
+from api.core.pace import FramePace, Visit, measured
+from api.requests.start_frame import parse_start
 from metering.quotas.quota_rules import Payer
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import Principal

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.errors import InvalidRequest
+from api.core.errors import InvalidRequest
 from api.requests.decoding import check_against_model
-from api.wire import ValidStart, parse_start
+from api.requests.start_frame import ValidStart, parse_start
 from inference.engine import (
     BeamSearchParams,
     EarlyStopping,

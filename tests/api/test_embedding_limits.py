@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
-from api.embedding.embedding_limits import input_count_max, parts_of
+from api.core.messages import input_count_max
+from api.embedding.embedding_limits import parts_of
 from api.embedding.embedding_wire import TokenizedText, embedding_message
 from inference.engine import ModelInfo
 

@@ -11,32 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from api.errors import (
+from api.core.errors import (
     AddressNotAllowed,
     CancelledByAdmin,
     CancelledEarly,
+    Cause,
     Draining,
     FieldViolation,
     InvalidRequest,
     KeyRevokedMidway,
     SiblingEnded,
 )
+from api.core.statuses import CODES
 from api.requests.admission import AdmissionRequest
-from api.requests.endings import (
-    CAUSES,
-    OUTCOMES,
-    PHASES,
-    TABLE,
-    WAYS,
-    Action,
-    Cause,
-    Charge,
-    EndPhase,
-    cause_of,
-    charge_of,
-    phase_of,
-)
-from api.statuses import CODES
+from api.requests.endings import CAUSES, OUTCOMES, PHASES, TABLE, WAYS, Action, Charge, EndPhase, cause_of, charge_of, phase_of
 from api.streams.outbox import UsageSoFar
 from inference.errors import EngineError, EngineFailed, EngineUnavailable, RequestImpossible, SafetyUnavailable
 from metering.errors import HoldEnded, KeyInvalid, RequestIdReused, StoreAway

@@ -15,9 +15,9 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 import api
 import inference
 import metering
-from api import errors
-from api.errors import ApiError, FieldViolation
-from api.statuses import CODES, status_of
+from api.core import errors
+from api.core.errors import ApiError, FieldViolation
+from api.core.statuses import CODES, status_of
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
 from metering.errors import InvalidValue, MeteringError, NotFound, StoreAway
 from metering.holds.operations import RequestSettled, Settled

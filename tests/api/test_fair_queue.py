@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from api.errors import QueueFull, StartsTooLate
+from api.core.errors import QueueFull, StartsTooLate
 from api.queue.fair_queue import FairQueue
 from api.queue.lookahead import COMPILING_MAX, PENDING_MAX, WINDOW_FIRST, WINDOW_MAX, WINDOW_MIN, Lookahead
 from api.queue.places import Arrival, Place, QueueLimits, ServiceTier, State

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
-from api.errors import OutputGone
+from api.core.errors import OutputGone
 from api.streams.feed import FRAMES_IN_OUTBOX_MAX, TOKENS_PER_FRAME_MAX, Feed, FlowControl
 from api.streams.mailbox import Mailboxes
 from api.streams.outbox import Outbox

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from api.core.settings import Settings
 from api.fleet.fleet import build_serving
-from api.settings import Settings
 from inference.router import ModelMismatch, ReplicaCounts, Router
 from tests.inference.encoder_checkpoints import make_random_encoder
 

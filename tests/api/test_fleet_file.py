@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from api.core.setting_values import SettingInvalid
 from api.fleet.fleet_file import FleetTarget, FleetVersion, parse_fleet, read_fleet
-from api.settings import SettingInvalid
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "fleet.md"
 BASE = Path("/srv/weir")

@@ -11,15 +11,15 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.standing_key import StandingKey
-from api.errors import MessageUnreadable
-from api.interceptor import Context, ReceivedMessages, first_error, readable, tolerant
+from api.core.errors import MessageUnreadable
+from api.core.interceptor import Context, ReceivedMessages, first_error, readable, tolerant
+from api.core.pace import FramePace
+from api.core.settings import Settings
 from api.requests.live import Caller, LiveRequest, Phase
-from api.settings import Settings
+from api.requests.start_frame import parse_start
 from api.streams.generation import ClientStream, outcome_of_leaving
 from api.streams.outbox import Outbox
-from api.streams.pace import FramePace
 from api.streams.receiver import Receiver
-from api.wire import parse_start
 from inference.router import ModelUnknown, Router
 from metering.models import Outcome
 from metering.quotas.quota_rules import Payer

@@ -17,13 +17,14 @@ from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.standing_key import StandingKey
+from api.core import pace
+from api.core.pace import FramePace
+from api.core.settings import Settings
 from api.openai.door import Door
 from api.openai.listener import Listener
 from api.requests import text_work
-from api.settings import Settings
-from api.streams import generation, pace
+from api.streams import generation
 from api.streams.generation import ClientStream
-from api.streams.pace import FramePace
 from metering.errors import KeyInvalid
 from metering.quotas.quota_rules import Owner, Payer
 from metering.store.db import Sessions

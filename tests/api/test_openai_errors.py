@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import types_pb2
 
-from api.endpoint import base_url
-from api.errors import Draining, FieldViolation, InvalidRequest, PromptTooLong, StartsTooLate, Unauthenticated
+from api.core.endpoint import base_url
+from api.core.errors import Draining, FieldViolation, InvalidRequest, PromptTooLong, StartsTooLate, Unauthenticated
+from api.core.setting_values import SettingInvalid
+from api.core.settings import Settings
+from api.core.statuses import CODES, status_of
 from api.openai import answers
 from api.openai.chat_parameters import NAMES
 from api.openai.items import Item, conversation_of
@@ -25,8 +28,6 @@ from api.openai.refusals import HTTP_STATUSES, parameter, refusal_of
 from api.openai.response_parameters import NAMES as RESPONSE_NAMES
 from api.openai.response_parameters import ResponseParameters
 from api.requests.conversation import MESSAGE_COUNT_MAX
-from api.settings import SettingInvalid, Settings
-from api.statuses import CODES, status_of
 from inference.capabilities import RequestField
 from inference.errors import RequestImpossible
 

@@ -28,7 +28,7 @@ from openai.types.responses import (
 )
 from typing_extensions import get_type_hints, is_typeddict
 
-from api.errors import InvalidRequest
+from api.core.errors import InvalidRequest
 from api.openai.chat_parameters import ChatParameters, chat_asked
 from api.openai.completion_parameters import CompletionParameters, completion_asked
 from api.openai.embedding_parameters import EmbeddingParameters, check_dimensions, embed_request

@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 from aiohttp import web
 
-from api.health import STORE, reasons, services
+from api.core.health import STORE, Health, reasons, services
 from api.observability import scrape
 from api.observability.probes import Probes
 from api.observability.scrape import CONNECTIONS_MAX, MetricsServer
-from api.server import Health
 from tests.probing import probe
 from tests.service import until
 

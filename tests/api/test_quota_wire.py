@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 from weir.v1 import types_pb2
 
-from api.quota_wire import effective_quota_statuses, quota_status, quota_statuses
+from api.core.messages import effective_quota_statuses, quota_status, quota_statuses
 from metering.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_rules import QuotaRule, QuotaState, Weights
 

@@ -13,16 +13,16 @@ import pytest
 import regex
 from weir.v1 import inference_service_pb2 as pb
 
+from api.core.settings import Settings
 from api.requests.admission import Lease
 from api.requests.output_limits import OutputLimits
 from api.requests.reply import Reply
+from api.requests.start_frame import ValidStart, parse_start
 from api.requests.tools import CallReading
-from api.settings import Settings
 from api.streams import outbox as outbox_module
 from api.streams.feed import Feed, FlowControl
 from api.streams.outbox import Outbox
 from api.streams.receiver import Receiver
-from api.wire import ValidStart, parse_start
 from inference.engine import TokensGenerated
 from inference.safety.safety_rules import Rule, RuleChecker
 from inference.text.tools import CallFormat

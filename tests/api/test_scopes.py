@@ -9,7 +9,7 @@ from importlib import import_module
 import weir.v1
 
 from api.access.scopes import BY_SERVICE, SCOPES, Scope
-from api.server import SERVICES
+from api.core.health import SERVICES
 from metering.tenants.key_rules import SCOPES as SCOPES_OF_KEYS
 
 

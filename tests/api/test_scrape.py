@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from api.core.settings import Settings
 from api.observability import scrape
 from api.observability.histogram import Histogram
 from api.observability.loop_lag import LoopLag
 from api.observability.observer import Observer
 from api.observability.request_counts import COLD_START_MS_MIN, RequestCounts
 from api.observability.scrape import MetricsListener
-from api.settings import Settings
 from metering.errors import StoreAway
 from metering.holds.journal import Delivered, UsageJournal, journal_backlog
 from metering.holds.operations import Settled

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from api.core.setting_values import SettingInvalid
+from api.core.settings import Settings
 from api.fleet.engines import build_engines
 from api.fleet.fleet import build_serving
-from api.settings import SettingInvalid, Settings
 from inference.text.tools import CallFormat
 from metering.billing.invoice_document import Issuer
 

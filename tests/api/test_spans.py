@@ -8,10 +8,10 @@ import uuid
 import pytest
 from structlog.testing import capture_logs
 
+from api.core.setting_values import SettingInvalid
 from api.observability.observer import Observer, record_of
 from api.observability.spans import Record, Spans, open_spans
 from api.observability.trace_context import NO_TRACE, TraceContext, trace_of_metadata
-from api.setting_values import SettingInvalid
 from tests.api.endings import ending
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from api.core.settings import Settings
 from api.openai import listener as listener_module
 from api.openai.door import Door
 from api.openai.listener import Connection, Listener
 from api.requests.live import LiveRequest
-from api.settings import Settings
 from metering.store.db import Sessions
 from metering.tenants.tenants import create_api_key
 from tests.api.small_process import SmallProcess

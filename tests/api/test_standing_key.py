@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from api.access.standing_key import StandingKey
-from api.errors import AuthenticationThrottled, PermissionDenied, Unauthenticated
+from api.core.errors import AuthenticationThrottled, PermissionDenied, Unauthenticated
 from metering.errors import KeyInvalid, StoreAway
 from metering.tenants.tenants import Principal
 

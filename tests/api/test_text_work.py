@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from api.errors import Overloaded, PreparationLimit
+from api.core.errors import Overloaded, PreparationLimit
 from api.requests.text_work import TextWork, conversation_size
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool, ToolCall

@@ -12,11 +12,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from api.access import auth, throttle
-from api.access.addresses import Proxies
 from api.access.auth import Authenticator
 from api.access.shared_failures import ADDRESSES_AT_ONCE, SharedFailures
-from api.access.throttle import ADDRESSES_MAX, Throttle, address_of
-from api.errors import AuthenticationThrottled
+from api.access.throttle import ADDRESSES_MAX, Throttle
+from api.core.addresses import Proxies, address_of
+from api.core.errors import AuthenticationThrottled
 from metering.control.gossip import BYTES_MAX
 from metering.errors import KeyInvalid, StoreAway
 from metering.store.db import create_engine, create_sessions

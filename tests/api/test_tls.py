@@ -16,9 +16,9 @@ from weir_client.tls import TlsOptions
 
 from api.access.tls import Tls, open_tls
 from api.cli.failures import explain
+from api.core.setting_values import SettingInvalid
+from api.core.settings import Settings
 from api.openai.listener import Listener
-from api.setting_values import SettingInvalid
-from api.settings import Settings
 from tests.api.bare_server import TIMEOUT_S, bare_server, check, connection
 from tests.certificates import Certificate, new_certificate
 

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import regex
 
-from api.errors import InvalidRequest, PromptFiltered
+from api.core.errors import InvalidRequest, PromptFiltered
 from api.openai.chat_parameters import ChatParameters, chat_asked
 from api.openai.parameters import decode
 from api.requests.conversation import thinking_of

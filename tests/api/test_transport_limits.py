@@ -10,8 +10,8 @@ import grpc
 from grpc import StatusCode
 from structlog.testing import capture_logs
 
+from api.core.settings import Settings
 from api.operating_system import allow_open_files
-from api.settings import Settings
 from tests.api.bare_server import TIMEOUT_S, bare_server, check, connection
 
 METADATA_BYTES = 4096

@@ -28,7 +28,7 @@ from api.access.auth import Authenticator
 from api.billing.billing_calls import Reports
 from api.billing.billing_service import BillingServicer
 from api.billing.usage_calls import COUNT_FIELDS
-from api.interceptor import Guard, GuardedServices
+from api.core.interceptor import Guard, GuardedServices
 from metering.billing.invoice_document import Issuer
 from metering.billing.prices import ModelPrice
 from metering.billing.pricing import COUNTS_OF_EVENT

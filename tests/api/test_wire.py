@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api import wire
-from api.errors import InvalidRequest
+from api.core import wire
+from api.core.errors import InvalidRequest
+from api.core.violations import VIOLATION_COUNT_MAX
 from api.requests import tools
+from api.requests.start_frame import parse_count_tokens, parse_start
 from api.requests.tools import SCHEMA_BYTES_MAX, SCHEMAS_BYTES_MAX
-from api.violations import VIOLATION_COUNT_MAX
 from inference.engine import EngineFinishReason
 from inference.text.tokenizer import ChatMessage
 from metering.models import Outcome, QuotaDimension, QuotaSubject
@@ -57,7 +58,7 @@ def refused(parse: Callable[[], Parsed]) -> Parsed | InvalidRequest:
 
 @given(starts)
 def test_a_start_is_refused_with_reasons_or_right_in_everything(start: pb.StartFrame) -> None:
-    parsed = refused(lambda: wire.parse_start(ID, start))
+    parsed = refused(lambda: parse_start(ID, start))
     if isinstance(parsed, InvalidRequest):
         assert parsed.violations
         assert all(violation.field and violation.description for violation in parsed.violations)
@@ -85,7 +86,7 @@ def test_two_payloads_are_the_same_if_and_only_if_their_frames_are(one: pb.Start
         del frame.stop_sequences[:]
         for field in ("max_output_tokens", "usage_interval_tokens", "sampling", "labels"):
             frame.ClearField(field)
-        hashes.append(wire.parse_start(ID, frame).payload_hash)
+        hashes.append(parse_start(ID, frame).payload_hash)
 
     assert (hashes[0] == hashes[1]) == (one == other)
     assert all(len(each) == 32 for each in hashes)
@@ -95,7 +96,7 @@ def test_the_order_of_labels_does_not_make_another_payload() -> None:
     one = pb.StartFrame(model="m", text="t", labels={"a": "1", "b": "2", "c": "3"})
     other = pb.StartFrame(model="m", text="t", labels={"c": "3", "b": "2", "a": "1"})
 
-    assert wire.parse_start(ID, one).payload_hash == wire.parse_start(ID, other).payload_hash
+    assert parse_start(ID, one).payload_hash == parse_start(ID, other).payload_hash
 
 
 @pytest.mark.parametrize(
@@ -110,12 +111,12 @@ def test_the_order_of_labels_does_not_make_another_payload() -> None:
     ],
 )
 def test_a_prompt_comes_in_three_forms(field: dict[str, Any], prompt: object) -> None:
-    assert wire.parse_start(ID, pb.StartFrame(model="m", **field)).prompt == prompt
+    assert parse_start(ID, pb.StartFrame(model="m", **field)).prompt == prompt
 
 
 @pytest.mark.parametrize("spelling", [ID, ID.upper(), ID.replace("-", ""), "{" + ID + "}", f"urn:uuid:{ID}"])
 def test_an_id_is_known_in_every_spelling_and_answered_in_its_own(spelling: str) -> None:
-    parsed = wire.parse_start(spelling, pb.StartFrame(model="m", text="t"))
+    parsed = parse_start(spelling, pb.StartFrame(model="m", text="t"))
 
     assert parsed.request_id == uuid.UUID(ID)
     assert parsed.given_id == spelling
@@ -209,7 +210,7 @@ def test_a_message_of_many_wrong_elements_is_refused_without_a_look_at_all_of_th
         looks += event == "call"
 
     sys.setprofile(look)
-    refusal = refused(lambda: wire.parse_start(ID, FLOODS[field]))
+    refusal = refused(lambda: parse_start(ID, FLOODS[field]))
     sys.setprofile(None)
 
     assert isinstance(refusal, InvalidRequest)
@@ -226,11 +227,11 @@ def test_schemas_that_are_too_large_together_are_refused_unread(strict: bool, mo
     start = pb.StartFrame(model="demo", conversation=pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content="x")]))
     start.tools.extend(pb.Tool(name=f"t{index}", parameters_json_schema=schema, strict=strict) for index in range(within))
 
-    wire.parse_start(ID, start)
+    parse_start(ID, start)
     start.tools.extend(pb.Tool(name=f"u{index}", parameters_json_schema=schema) for index in range(beyond - within))
     monkeypatch.setattr(tools, "json_object", None)
     count = pb.CountTokensRequest(model="demo", conversation=start.conversation, tools=start.tools)
-    refusals = [refused(lambda: wire.parse_start(ID, start)), refused(lambda: wire.parse_count_tokens(count))]
+    refusals = [refused(lambda: parse_start(ID, start)), refused(lambda: parse_count_tokens(count))]
 
     for refusal in refusals:
         assert isinstance(refusal, InvalidRequest)

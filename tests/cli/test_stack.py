@@ -15,7 +15,7 @@ import pytest
 from api.cli import stack as stack_module
 from api.cli.bootstrap import Connection
 from api.cli.stack import Child, Stack, written_pid
-from api.endpoint import make_private
+from api.core.endpoint import make_private
 from tests.service import until
 
 NOWHERE = Connection("", "", "", "", "")

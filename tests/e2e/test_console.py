@@ -27,8 +27,8 @@ from yarl import URL
 from api.console.calls import OFFERED, names
 from api.console.console import BODY_BYTES_MAX
 from api.console.files import HEADERS, STATIC, read_files
-from api.endpoint import read_console_url
-from api.server import SERVICES
+from api.core.endpoint import read_console_url
+from api.core.health import SERVICES
 from metering.models import QuotaDimension
 from tests.conftest import new_database
 from tests.service import PATIENCE_S, Service, Tenant, bearer, log_events, running
@@ -114,7 +114,7 @@ async def test_the_address_without_its_slash_leads_to_the_page(service: Service,
     ("method", "path", "status"),
     [
         ("GET", "nothing", 404),
-        ("GET", "../api/settings.py", 404),
+        ("GET", "../api/core/settings.py", 404),
         ("GET", "%2e%2e/calls.py", 404),
         ("GET", "static/index.html", 404),
         ("POST", "", 405),

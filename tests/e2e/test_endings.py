@@ -15,7 +15,7 @@ import pytest_asyncio
 from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 
-from api.errors import CancelledByAdmin, FieldViolation, InvalidRequest
+from api.core.errors import CancelledByAdmin, FieldViolation, InvalidRequest
 from api.requests.live import LiveRequest
 from inference.errors import EngineFailed
 from metering.billing.credits import current_month, grant_credit

@@ -10,7 +10,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.settings import bundled_models
+from api.core.settings import bundled_models
 from metering.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import set_quota
 from tests.conftest import new_database

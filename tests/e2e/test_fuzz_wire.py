@@ -33,8 +33,8 @@ from weir.v1 import admin_service_pb2_grpc as admin_pb_grpc
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import live_requests_pb2 as live_pb
 
-from api.server import SERVICES
-from api.streams.pace import FramePace
+from api.core.health import SERVICES
+from api.core.pace import FramePace
 from metering.models import QuotaDimension
 from tests.e2e.test_fuzz import any_start, good
 from tests.service import MODEL, PATIENCE_S, Inside, Service, Tenant, bearer, cancel, run_inside, start, until

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 from structlog.testing import capture_logs
 
-from api.errors import Draining
+from api.core.errors import Draining
 from api.openai import http_requests
 from api.requests.live import LiveRequest
 from metering.models import Outcome, QuotaDimension

@@ -25,7 +25,7 @@ from weir.v1 import billing_service_pb2_grpc, months_pb2, types_pb2, usage_repor
 from weir.v1 import inference_service_pb2 as pb
 
 from api.console.calls import names as offered_names
-from api.server import SERVICES
+from api.core.health import SERVICES
 from metering.alerts.alert_models import Alert
 from metering.models import QuotaDimension
 from metering.tenants.key_secrets import new_secret

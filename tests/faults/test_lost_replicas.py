@@ -12,7 +12,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.chaos.processes import children_of
-from api.settings import bundled_models
+from api.core.settings import bundled_models
 from metering.models import QuotaDimension
 from tests.faults.billed import check_ledger, rate
 from tests.faults.conftest import Start

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from api.core.settings import Settings
 from api.fleet.fleet import build_serving
-from api.settings import Settings
 from inference.capabilities import used_fields
 from inference.engine import (
     BeamSearchParams,

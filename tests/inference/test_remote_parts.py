@@ -16,8 +16,9 @@ from smg_grpc_proto.generated import common_pb2
 from typer.testing import CliRunner
 
 from api.cli.doctor import doctor as commands
+from api.core.setting_values import SettingInvalid
+from api.core.settings import Settings
 from api.fleet.engines import build_engines
-from api.settings import SettingInvalid, Settings
 from inference.capabilities import Capabilities
 from inference.engine import EngineStatistics
 from inference.errors import CheckpointInvalid

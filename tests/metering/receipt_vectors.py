@@ -65,7 +65,7 @@ def json_lines() -> str:
     """As `weir receipt export` writes them."""
     from weir_client.wire_receipts import receipt
 
-    from api.receipt_wire import receipt_message
+    from api.core.messages import receipt_message
 
     return "".join(receipt(receipt_message(each)).to_json() + "\n" for each in vectors())
 

@@ -12,7 +12,7 @@ import pytest
 from weir_client import verify_receipts, wire_receipts
 
 from api.cli.receipt_files import read_report
-from api.receipt_wire import receipt_message
+from api.core.messages import receipt_message
 from metering.billing.closing import close_month
 from metering.billing.month_verification import verify_month
 from metering.billing.report_formats import to_json

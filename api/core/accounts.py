@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api import wire
-from api.receipt_wire import receipt_messages
+from api.core import wire
+from api.core.messages import model_message, receipt_messages
 from inference.router import Router
 from metering.billing.prices import customer_prices, versions_in_force
 from metering.errors import NotFound
@@ -37,7 +37,7 @@ async def models_for(router: Router, sessions: Sessions, principal: Principal) -
         found = await versions_in_force(session, currency_code=principal.currency_code, organization_id=owner)
     paid = customer_prices(found, owner)
     return [
-        wire.model_message(
+        model_message(
             model,
             [each for each in paid if each.price.model == model.name],
             router.aliases(model.name),

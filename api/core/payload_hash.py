@@ -3,7 +3,7 @@
 The key follows from the private key that signs receipts, which every api process has and the database
 does not, so that read access to the database is not enough to confirm a guessed prompt. Without such a key the hashes are
 plain. A hash begins with the name of its key, and hashes of different keys are not compared
-(`metering.operations.is_other_payload`).
+(`metering.holds.operations.is_other_payload`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from metering.receipts.signing import Signer
 
 PURPOSE = b"weir.payload.hash.v1"  # so that the key of the receipts is used for nothing else directly
 PLAIN = bytes(PAYLOAD_KEY_NAME_BYTES)
-
 _key = b""  # of this process; set once, before it listens
 
 

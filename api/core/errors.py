@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from enum import StrEnum
 
 from metering.tenants.networks import Address
 
-if TYPE_CHECKING:
-    from api.requests.endings import Cause
+
+class Cause(StrEnum):
+    """The party that caused the end of a request."""
+
+    COMPLETION = "completion"
+    CLIENT = "client"
+    LIMIT = "customer limit"
+    OPERATOR = "operator"
+    SERVICE = "service"
 
 
 class ApiError(Exception):

@@ -21,8 +21,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from api.access.throttle import address_of
-from api.errors import TooManyCalls
+from api.core.addresses import address_of
+from api.core.errors import TooManyCalls
 from metering.quotas.quota_rules import Owner
 
 BURST_S = 0.1  # of work at any speed: a client that comes back attaches to some hundred requests at once
@@ -48,7 +48,6 @@ ADDRESS_SHARES = 0.4  # of a key, for what comes from one address without a good
 LATE_S = 0.0025
 SHRINK, GROW = 0.7, 1.03
 ROOM_MIN = 0.1
-
 Value = TypeVar("Value")
 Payer = Owner | str  # an API key with its organization, or an address
 

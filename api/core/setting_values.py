@@ -1,4 +1,4 @@
-"""How a setting is declared, and the parsers of its values. `settings.py` and `door_settings.py` are made of these."""
+"""How a setting is declared, and the parsers of its values. `settings.py` is made of these."""
 
 from __future__ import annotations
 

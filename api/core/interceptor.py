@@ -13,13 +13,12 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
-from api.errors import CallMissing, MessageTooLarge, MessageUnreadable
-from api.statuses import STATUS_DETAILS_KEY, status_of
-from api.streams.pace import VISIT, FramePace, Visit, measured
-from api.violations import check_texts
+from api.core.errors import CallMissing, MessageTooLarge, MessageUnreadable
+from api.core.pace import VISIT, FramePace, Visit, measured
+from api.core.statuses import STATUS_DETAILS_KEY, status_of
+from api.core.violations import check_texts
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
-
 Context = grpc.aio.ServicerContext[Any, Any]
 
 # What is not a prompt, texts or a configuration needs some kilobytes. It is read on the event loop, before the key is known.

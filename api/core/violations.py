@@ -12,7 +12,7 @@ from functools import cache
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from api.errors import FieldViolation, InvalidRequest
+from api.core.errors import FieldViolation, InvalidRequest
 
 VIOLATION_COUNT_MAX = 100  # told at once
 TEXT_CHARS_MAX = 256  # of a name, an id, a label or a filter: the longest that the database takes has 200

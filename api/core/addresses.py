@@ -6,6 +6,8 @@ which are those at its right end.
 
 from __future__ import annotations
 
+import functools
+import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from urllib.parse import unquote
 from metering.tenants.networks import Address, Network, allows, parse_address
 
 FORWARDED_FOR = "x-forwarded-for"  # the header, and the metadata of gRPC, that proxies add to
+NETWORK_BITS = 64  # of an IPv6 address: one customer of a provider has all addresses behind them
 WITH_PORT = re.compile(r"\[(?P<six>[^\]]*)\](?::\d+)?|(?P<four>[^:]*):\d+")  # as some proxies write an address
 
 
@@ -70,3 +73,21 @@ def parse_entry(text: str) -> Address | None:
 def named(address: Address) -> str:
     """An address as gRPC names a peer, of no port."""
     return f"ipv4:{address}:0" if address.version == 4 else f"ipv6:[{address}]:0"
+
+
+@functools.lru_cache(maxsize=4096)
+def address_of(peer: str) -> str:
+    """The address of a peer as gRPC names it, without its port; of IPv6 the network. All sockets of this machine are one."""
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return kind
+    host = unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((address, NETWORK_BITS), strict=False))
+    return str(address)

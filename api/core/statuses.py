@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from api.errors import (
+from api.core.errors import (
     AddressNotAllowed,
     AttachedElsewhere,
     AuthenticationThrottled,

@@ -11,18 +11,53 @@ import contextlib
 from collections.abc import Mapping
 
 import structlog
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+from weir.v1 import (
+    admin_service_pb2,
+    billing_service_pb2,
+    inference_service_pb2,
+    receipt_service_pb2,
+)
 
-from api.endpoint import Endpoint
-from api.server import INFERENCE_SERVICE, SERVICES, Health
-from api.settings import Settings
+from api.core.endpoint import Endpoint
+from api.core.settings import Settings
 from inference.engine import Backend
 from inference.router import Router
 from metering.holds.holds import HoldStore
 
+SERVICES = tuple(
+    module.DESCRIPTOR.services_by_name[name].full_name
+    for module, name in (
+        (inference_service_pb2, "InferenceService"),
+        (admin_service_pb2, "AdminService"),
+        (billing_service_pb2, "BillingService"),
+        (receipt_service_pb2, "ReceiptService"),
+    )
+)
+
+INFERENCE_SERVICE = SERVICES[0]
 INTERVAL_S = 0.2
 STORE = "quota-store"
 
 log = structlog.get_logger(__name__)
+
+
+class Health:
+    """What health checks are told, by name: the whole server (the empty name), each service, and the parts that they depend on."""
+
+    def __init__(self) -> None:
+        self.servicer = HealthServicer()
+        self._told: dict[str, bool] = {}
+        self.reasons: tuple[str, ...] = ("starting",)  # why no request can be admitted; none: it can
+
+    async def tell(self, serving: Mapping[str, bool]) -> None:
+        """Tell the watchers of each name if it changed."""
+        for name, well in serving.items():
+            if self._told.get(name) is not well:
+                self._told[name] = well
+                status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
+                await self.servicer.set(name, status)
 
 
 async def keep_health(

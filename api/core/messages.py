@@ -1,0 +1,323 @@
+"""Messages of records that several services send: limits, models and prices, receipts, alerts, billing profiles. Pure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from types import MappingProxyType
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from weir.v1 import alerts_pb2, receipts_pb2, types_pb2
+from weir.v1 import inference_service_pb2 as pb
+
+from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, TIER_NUMBERS, known_duration, known_time, money, timestamp
+from inference.engine import ModelInfo
+from inference.router import ReplicaCounts
+from metering.alerts.invoice_alerts import facts_of
+from metering.alerts.listing import ListedAlert
+from metering.alerts.webhooks import WebhookState
+from metering.billing.prices import CustomerPrice
+from metering.models import QuotaDimension, QuotaSubject
+from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, Weights
+from metering.quotas.quota_states import effective
+from metering.receipts.chaining import IssuedReceipt
+from metering.receipts.encoding import VERSION
+from metering.receipts.months import ChainPiece
+from metering.tenants.billing_profiles import BillingProfile
+
+NO_WEIGHTS = Weights(0, 0, 0)  # what is told of a quota that counts no tokens
+SUBJECT_ORDER = {subject: index for index, subject in enumerate(QuotaSubject)}
+DIMENSION_ORDER = {dimension: index for index, dimension in enumerate(QuotaDimension)}
+INPUT_COUNT_MAX = 2048  # texts in one call: what others offer; more gain nothing, a batch is smaller
+ANSWER_BYTES_MAX = 4 * 2**20 - 2**16  # what gRPC clients take unless told otherwise, less what stands beside the vectors
+EMBEDDING_BYTES = 24  # of a message beside its vector
+DELIVERY_STATES = {
+    "pending": alerts_pb2.ALERT_DELIVERY_STATE_PENDING,
+    "delivered": alerts_pb2.ALERT_DELIVERY_STATE_DELIVERED,
+    "failed": alerts_pb2.ALERT_DELIVERY_STATE_FAILED,
+}
+
+ONE_REPLICA = ReplicaCounts(ready=1, total=1, drained=0)
+
+
+def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
+    """One limit and what is left of it."""
+    status = types_pb2.QuotaStatus()
+    fill_quota_status(status, state)
+    if state.alert_at:
+        status.alert_at.extend(state.alert_at)
+    return status
+
+
+def fill_quota_status(status: types_pb2.QuotaStatus, state: QuotaState) -> None:
+    """The same in a message that is there already, and empty."""
+    status.CopyFrom(quota_in_force(state.rule, state.subject_name, state.raise_reason))
+    status.used_value = state.used
+    status.held_value = state.held
+    status.remaining_value = status.limit_value - state.used - state.held
+    if state.would_refuse_count:
+        status.would_refuse_count = state.would_refuse_count
+    if state.for_new_keys:
+        status.for_new_keys = True
+    if (resets_at := state.resets_at) is not None:
+        status.reset_time.CopyFrom(reset_time(resets_at))
+        status.reset_delay.CopyFrom(reset_delay(resets_at, state.now))
+
+
+@functools.lru_cache(maxsize=32_768)  # told with every request, and rarely changed; some 20 MB at most
+def quota_in_force(rule: QuotaRule, subject_name: str, raise_reason: str) -> types_pb2.QuotaStatus:
+    """What of a limit's status is the same from request to request. To be copied, not changed."""
+    weights = rule.weights if rule.token_scale is not None else NO_WEIGHTS
+    limit_value = rule.limit_value or 0
+    status = types_pb2.QuotaStatus(
+        quota_id=str(rule.id),
+        subject=SUBJECTS[rule.subject],
+        subject_id=str(rule.subject_id),
+        model=rule.model,
+        dimension=DIMENSIONS[rule.dimension],
+        limit_value=limit_value,
+        subject_name=subject_name,
+        enforced=rule.enforced,
+        input_weight_milli=weights.input,
+        cached_input_weight_milli=weights.cached_input,
+        output_weight_milli=weights.output,
+        standing_limit_value=limit_value if rule.standing_limit_value is None else rule.standing_limit_value,
+        raise_reason=raise_reason,
+    )
+    if rule.raised_until is not None:
+        status.raised_until_time.CopyFrom(known_time(rule.raised_until))
+    return status
+
+
+@functools.lru_cache(maxsize=64)  # the ends of the windows of now
+def reset_time(at: datetime) -> Timestamp:
+    """The end of a window. To be copied, not changed."""
+    return known_time(at)
+
+
+@functools.lru_cache(maxsize=64)  # several limits of a batch's requests end together
+def reset_delay(at: datetime, now: datetime) -> Duration:
+    """Time until the end of a window. To be copied, not changed."""
+    return known_duration((at - now).total_seconds())
+
+
+def quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
+    """One message each, in order."""
+    return [quota_status(state) for state in in_order(states)]
+
+
+def in_order(states: Iterable[QuotaState]) -> list[QuotaState]:
+    """Limits in a fixed order: organization, project, key, then dimension."""
+    return sorted(states, key=order)
+
+
+def effective_quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
+    """All limits that the same requests meet, in that order, and which of them bind."""
+    statuses = []
+    for each in effective(sorted(states, key=order)):
+        status = quota_status(each.state)
+        status.binding = each.binding
+        status.narrowed_by_quota_id = "" if each.narrowed_by is None else str(each.narrowed_by)
+        statuses.append(status)
+    return statuses
+
+
+def order(state: QuotaState) -> tuple[int, int, str]:
+    """By subject, from the organization down, then dimension, then model."""
+    rule = state.rule
+    return SUBJECT_ORDER[rule.subject], DIMENSION_ORDER[rule.dimension], rule.model
+
+
+def input_count_max(model: ModelInfo) -> int:
+    """Most texts of one call: so many that their vectors fit a message of the size that clients take. 0 if the model generates."""
+    if not model.embedding_dimension:
+        return 0
+    return min(INPUT_COUNT_MAX, ANSWER_BYTES_MAX // (4 * model.embedding_dimension + EMBEDDING_BYTES))
+
+
+def model_message(
+    model: ModelInfo,
+    prices: Sequence[CustomerPrice],
+    aliases: Sequence[str] = (),
+    versions: Mapping[str, float] = MappingProxyType({}),
+    replicas: ReplicaCounts = ONE_REPLICA,
+) -> pb.Model:
+    """One model that can be asked for. prices: what the caller pays for it, by tier, the interactive one first.
+
+    versions: their shares.
+    """
+    tier_prices = [price_message(each) for each in prices]
+    return pb.Model(
+        name=model.name,
+        architecture=model.architecture,
+        context_window_tokens=model.context_window_tokens,
+        vocabulary_size=model.vocabulary_size,
+        engine=model.engine,
+        price=tier_prices[0] if tier_prices else None,
+        tier_prices=tier_prices,
+        task=pb.MODEL_TASK_EMBED if model.embedding_dimension else pb.MODEL_TASK_GENERATE,
+        embedding_dimension=model.embedding_dimension,
+        embedding_input_count_max=input_count_max(model),
+        aliases=aliases,
+        versions=[pb.ModelVersion(version=version, share=share) for version, share in versions.items()],
+        ready_replica_count=replicas.ready,
+        replica_count=replicas.total,
+        drained_replica_count=replicas.drained,
+    )
+
+
+def price_message(paid: CustomerPrice) -> pb.Price:
+    """What a model costs in one tier."""
+    prices = paid.price.prices
+    return pb.Price(
+        version=prices.version,
+        currency_code=prices.currency_code,
+        input_picos_per_token=prices.input_picos_per_token,
+        cached_input_picos_per_token=prices.cached_input_picos_per_token,
+        output_picos_per_token=prices.output_picos_per_token,
+        embedding_picos_per_token=prices.embedding_picos_per_token,
+        effective_time=timestamp(paid.price.effective_at),
+        tier=TIER_NUMBERS[paid.tier],
+        own=paid.price.organization_id is not None,
+    )
+
+
+def receipt_messages(receipts: Iterable[IssuedReceipt]) -> list[receipts_pb2.Receipt]:
+    """One message each."""
+    return [receipt_message(each) for each in receipts]
+
+
+def receipt_message(receipt: IssuedReceipt) -> receipts_pb2.Receipt:
+    """What it says, and what proves it."""
+    content = receipt.content
+    return receipts_pb2.Receipt(
+        version=VERSION,
+        organization_id=str(content.organization_id),
+        project_id=str(content.project_id),
+        api_key_id=str(content.api_key_id),
+        request_id=str(content.request_id),
+        part=content.part,
+        model=content.model,
+        outcome=content.outcome,
+        input_token_count=content.input_token_count,
+        cached_input_token_count=content.cached_input_token_count,
+        billed_token_count=content.billed_token_count,
+        embedding_token_count=content.embedding_token_count,
+        price_version=content.price_version,
+        currency_code=content.currency_code,
+        cost_picos=content.cost_picos,
+        admit_time=time_of(content.admitted_at_us),
+        settle_time=time_of(content.settled_at_us),
+        sequence=content.sequence,
+        previous_hash=content.previous_hash,
+        hash=receipt.hash,
+        key_id=receipt.key_id,
+        signature=receipt.signature,
+        path=[receipts_pb2.ReceiptStep(on_left=step.on_left, hash=step.hash) for step in receipt.path],
+    )
+
+
+def time_of(micros: int) -> Timestamp:
+    """Microseconds since 1970 as a point in time."""
+    seconds, rest = divmod(micros, MICROS_PER_SECOND)
+    return Timestamp(seconds=seconds, nanos=rest * 1000)
+
+
+def chain_message(piece: ChainPiece) -> receipts_pb2.ReceiptChain:
+    """A month's piece of a chain."""
+    return receipts_pb2.ReceiptChain(
+        project_id=str(piece.project_id),
+        first_sequence=piece.first_sequence,
+        last_sequence=piece.last_sequence,
+        previous_hash=piece.previous_hash,
+        last_hash=piece.last_hash,
+        receipt_count=piece.receipt_count,
+    )
+
+
+def alert_message(listed: ListedAlert) -> alerts_pb2.Alert:
+    """One alert."""
+    alert, quota = listed.alert, listed.quota
+    message = alerts_pb2.Alert(
+        alert_id=str(alert.id),
+        organization_id=str(listed.organization.id),
+        organization_name=listed.organization.name,
+        currency_code=listed.organization.currency_code,
+        fire_time=timestamp(alert.fired_at),
+        kind=listed.kind,
+    )
+    if quota is not None:
+        message.MergeFrom(
+            alerts_pb2.Alert(
+                quota_id=str(quota.id),
+                subject=SUBJECTS[QuotaSubject(quota.subject)],
+                subject_id=str(quota.subject_id),
+                subject_name=listed.subject_name,
+                model=quota.model,
+                dimension=DIMENSIONS[QuotaDimension(quota.dimension)],
+                threshold=alert.threshold or 0,
+                limit_value=alert.limit_value or 0,
+                used_value=alert.used or 0,
+                window_start_time=None if alert.window_start == NO_WINDOW else timestamp(alert.window_start),
+            )
+        )
+    if alert.invoice_event is not None:
+        facts = facts_of(alert)
+        message.invoice.MergeFrom(
+            alerts_pb2.AlertInvoice(
+                stripe_invoice_id=alert.stripe_invoice_id or "",
+                stripe_number=facts.stripe_number,
+                month=facts.month,
+                amount_due=money(facts.currency_code, facts.amount_due_picos),
+                amount_paid=money(facts.currency_code, facts.amount_paid_picos),
+                hosted_url=facts.hosted_url,
+            )
+        )
+    if (delivery := listed.delivery) is not None:
+        message.delivery.MergeFrom(
+            alerts_pb2.AlertDelivery(
+                state=DELIVERY_STATES[delivery.state],
+                attempt_count=delivery.attempt_count,
+                attempt_time=timestamp(delivery.attempted_at),
+                end_time=timestamp(delivery.ended_at),
+                last_error=delivery.last_error or "",
+            )
+        )
+    return message
+
+
+def webhook_message(state: WebhookState) -> alerts_pb2.AlertWebhook:
+    """A webhook without its secret."""
+    return alerts_pb2.AlertWebhook(
+        organization_id=str(state.organization.id),
+        organization_name=state.organization.name,
+        url=state.webhook.url,
+        create_time=timestamp(state.webhook.created_at),
+        pending_count=state.pending_count,
+        failure_count=state.webhook.failure_count,
+        rest_end_time=timestamp(state.webhook.rests_until),
+        last_error=state.last_error,
+    )
+
+
+def billing_profile_message(profile: BillingProfile) -> types_pb2.BillingProfile:
+    """The message of a profile."""
+    return types_pb2.BillingProfile(**profile.as_json())
+
+
+def parse_billing_profile(message: types_pb2.BillingProfile) -> BillingProfile:
+    """The profile that a message holds, not validated."""
+    return BillingProfile(
+        emails=tuple(message.emails),
+        legal_name=message.legal_name,
+        address_line1=message.address_line1,
+        address_line2=message.address_line2,
+        city=message.city,
+        postal_code=message.postal_code,
+        state=message.state,
+        country=message.country,
+        tax_id=message.tax_id,
+        language=message.language,
+    )

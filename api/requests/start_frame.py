@@ -1,0 +1,137 @@
+"""Start frames and prompts of `CountTokens`, parsed once into values that are valid in themselves.
+
+Every violation of a message is reported at once, by field.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+from weir.v1 import inference_service_pb2 as pb
+
+from api.core.errors import PromptTooLong
+from api.core.payload_hash import payload_hash
+from api.core.violations import Violations
+from api.core.wire import TIERS, check_model_name, check_tier_and_labels, parse_request_id, seconds_of
+from api.queue.places import ServiceTier
+from api.requests.conversation import Prompt, check_prompt, parse_prompt, thinking_of
+from api.requests.decoding import (
+    SamplingOverrides,
+    StopRules,
+    check_decoding,
+    parse_beam_search,
+    parse_response_format,
+    parse_sampling,
+    parse_stop,
+)
+from api.requests.output_limits import Cost, check_cost, cost_of
+from api.requests.tools import NO_TOOLS, ToolUse, check_tool_use, check_tools, parse_tool_use, parse_tools
+from inference.engine import BeamSearchParams, ResponseFormat
+from inference.text.tokenizer import ChatMessage
+from inference.text.tools import Tool
+
+
+@dataclass(slots=True)
+class ValidStart:
+    """A start frame that is right in itself; whether model, context window and quotas allow it is decided later.
+
+    Not changed by anybody; `frozen` would cost a microsecond for each. given_id: the request id as the client spelt it, for the
+    frames of its answer. model: as the client named it, and by its own name from when it is routed.
+    """
+
+    request_id: uuid.UUID
+    given_id: str
+    payload_hash: bytes
+    model: str
+    prompt: Prompt
+    sampling: SamplingOverrides
+    stop: StopRules
+    response_format: ResponseFormat | None
+    choice_count: int
+    beam_search: BeamSearchParams | None
+    usage_interval_tokens: int | None
+    labels: dict[str, str]
+    tier: ServiceTier
+    start_timeout_s: float | None
+    keep_s: float | None = None  # how long it goes on, and is kept, without a stream that receives it; None: not at all
+    initial_credit_tokens: int | None = None
+    max_cost: Cost | None = None
+    region: str = ""
+    tool_use: ToolUse = NO_TOOLS
+    thinking: bool | None = None
+
+    @property
+    def operation(self) -> str:
+        """What it is, by OpenTelemetry's names."""
+        return "chat" if self.prompt and isinstance(self.prompt[0], ChatMessage) else "text_completion"
+
+
+def parse_start(request_id: str, start: pb.StartFrame, window_tokens_max: int | None = None) -> ValidStart:
+    """Check everything that the frame alone can tell. window_tokens_max: the largest context window of any served model.
+
+    Raises: InvalidRequest with every violation, PromptTooLong.
+    """
+    parsed_id = parse_request_id(request_id)
+    wrong = Violations()
+    if window_tokens_max is not None and (count := len(start.token_ids.ids)) > window_tokens_max:
+        raise PromptTooLong(count, None, window_tokens_max)  # before they are copied: a million take a tenth of a second
+    check_model_name(start.model, wrong)
+    check_prompt(start, wrong)
+    check_decoding(start, wrong)
+    check_tool_use(start, wrong)
+    check_limits(start, wrong)
+    wrong.raise_if_any()
+    return ValidStart(
+        request_id=parsed_id,
+        given_id=request_id,
+        payload_hash=payload_hash(start.SerializeToString(deterministic=True)),
+        model=start.model,
+        prompt=parse_prompt(start),
+        sampling=parse_sampling(start),
+        stop=parse_stop(start),
+        response_format=parse_response_format(start),
+        choice_count=start.choice_count if start.HasField("choice_count") else 1,
+        beam_search=parse_beam_search(start),
+        usage_interval_tokens=start.usage_interval_tokens if start.HasField("usage_interval_tokens") else None,
+        labels=dict(start.labels),
+        tier=TIERS[start.tier],
+        start_timeout_s=seconds_of(start.start_timeout) if start.HasField("start_timeout") else None,
+        keep_s=seconds_of(start.keep_on_disconnect) if start.HasField("keep_on_disconnect") else None,
+        initial_credit_tokens=start.initial_credit_tokens if start.HasField("initial_credit_tokens") else None,
+        max_cost=cost_of(start.max_cost) if start.HasField("max_cost") else None,
+        region=start.region,
+        tool_use=parse_tool_use(start),
+        thinking=thinking_of(start),
+    )
+
+
+def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
+    """What a start frame says beside prompt and decoding."""
+    if start.region:
+        wrong.check_text(start.region, "region")
+    if start.HasField("usage_interval_tokens"):
+        interval = start.usage_interval_tokens
+        wrong.check(interval >= 1, "usage_interval_tokens", f"must be at least 1, not {interval}")
+    if start.HasField("start_timeout"):
+        wrong.check(seconds_of(start.start_timeout) > 0, "start_timeout", "must be more than 0 s")
+    if start.HasField("keep_on_disconnect"):
+        wrong.check(seconds_of(start.keep_on_disconnect) > 0, "keep_on_disconnect", "must be more than 0 s; unset: not at all")
+    if start.HasField("initial_credit_tokens"):
+        credit = start.initial_credit_tokens
+        wrong.check(credit >= 0, "initial_credit_tokens", f"must be at least 0, not {credit}")
+    if start.HasField("max_cost"):
+        check_cost(start.max_cost, "max_cost", wrong)
+    check_tier_and_labels(start, wrong)
+
+
+def parse_count_tokens(message: pb.CountTokensRequest) -> tuple[Prompt, tuple[Tool, ...]]:
+    """The prompt, and the tools that the model is shown with it. Raises: InvalidRequest."""
+    wrong = Violations()
+    check_model_name(message.model, wrong)
+    check_prompt(message, wrong)
+    check_tools(message.tools, wrong)
+    right = not message.tools or message.WhichOneof("prompt") != "text"
+    wrong.check(right, "tools", "need a conversation: only that shows them to the model")
+    wrong.raise_if_any()
+    return parse_prompt(message), parse_tools(message.tools)
