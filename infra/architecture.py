@@ -49,6 +49,7 @@ class Finding:
 
 
 Rule = Callable[[Source], Iterator[Finding]]
+RepositoryRule = Callable[[Iterable[Source]], Iterator[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +434,82 @@ def lines_with(pattern: re.Pattern[str], source: Source, what: str) -> Iterator[
             yield Finding(source.path, number, what.format(found[0]))
 
 
+PACKAGED = ("api/", "inference/", "metering/")  # folders whose packages are ordered; a module beside the packages counts as one
+# Packages that still import each other. Groups may only be split, lose members and vanish.
+CYCLES: tuple[set[str], ...] = (
+    {"api.chaos", "api.cli"},
+    {"api.embedding", "api.observability", "api.process", "api.requests", "api.streams"},
+    {
+        "inference.checkpoint",
+        "inference.core",
+        "inference.decoder",
+        "inference.limits",
+        "inference.native",
+        "inference.sampling",
+        "inference.text",
+    },
+    {"inference.encoder", "inference.hosts", "inference.tensorrt"},
+    {"metering.billing", "metering.quotas"},
+    {"metering.control", "metering.tenants"},
+)
+
+Place = tuple[str, int]  # a file and a line
+
+
+def packages_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
+    """The packages of a top-level folder form a directed acyclic graph, with imports for type checking counted.
+
+    A reader who opens one package of a cycle has to understand all of them, and none of them can be moved or tested alone.
+    """
+    imported = package_imports(sources)
+    for package, places in imported.items():
+        for target, (path, line) in places.items():
+            is_known = any({package, target} <= cycle for cycle in CYCLES)
+            if not is_known and package in reachable(imported, target):
+                yield Finding(path, line, f"{package} imports {target}, which imports {package} or leads to it")
+
+
+def package_imports(sources: Iterable[Source]) -> dict[str, dict[str, Place]]:
+    """For each package, the other packages of its folder that it imports, and where it does so first."""
+    modules = [source for source in sources if source.is_python and source.path.startswith(PACKAGED) and package_of(source)]
+    imported: dict[str, dict[str, Place]] = {package_of(source): {} for source in modules}
+    for source in modules:
+        for line, name in imports(source, ast.walk(source.tree)):
+            target, package = ".".join(name.split(".")[:2]), package_of(source)
+            if target in imported and target != package and target.split(".")[0] == package.split(".")[0]:
+                imported[package].setdefault(target, (source.path, line))
+    return imported
+
+
+def package_of(source: Source) -> str:
+    """`api.requests` of a module below `api/requests/`, `api.settings` of `api/settings.py`; empty for `api/__init__.py`."""
+    parts = source.path.removesuffix(".py").split("/")[:2]
+    return "" if parts[-1] == "__init__" else ".".join(parts)
+
+
+def reachable(imported: dict[str, dict[str, Place]], package: str) -> set[str]:
+    """Packages that a package imports, directly or by way of others."""
+    found, unread = set[str](), [package]
+    while unread:
+        new = imported[unread.pop()].keys() - found
+        found |= new
+        unread += new
+    return found
+
+
+# Size of the product: Python modules below the folders above, without generated code. To be lowered and never raised.
+MODULES_MAX, LINES_MAX = 544, 74_500
+
+
+def product_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
+    """The product has no more modules and lines than it has today: what a new feature adds, a simplification takes away."""
+    modules = [source for source in sources if source.is_python and source.path.startswith(PACKAGED)]
+    line_count = sum(source.text.count("\n") for source in modules)
+    for what, count, most in (("modules", len(modules), MODULES_MAX), ("lines", line_count, LINES_MAX)):
+        if count > most:
+            yield Finding("infra/architecture.py", 1, f"the product has {count} {what}, and at most {most} are allowed")
+
+
 PYTHON_RULES: tuple[Rule, ...] = (
     borders_hold,
     tensorrt_is_imported_late,
@@ -441,6 +518,7 @@ PYTHON_RULES: tuple[Rule, ...] = (
     modules_say_what_they_are,
 )
 TEXT_RULES: tuple[Rule, ...] = (nothing_is_left_undone, nothing_names_one_machine, packages_are_installed_from_a_clone)
+REPOSITORY_RULES: tuple[RepositoryRule, ...] = (packages_form_no_cycle, product_does_not_grow)
 
 
 def repository() -> list[Source]:

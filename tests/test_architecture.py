@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from infra import architecture
-from infra.architecture import PYTHON_RULES, TEXT_RULES, Rule, Source
+from infra.architecture import PYTHON_RULES, REPOSITORY_RULES, TEXT_RULES, RepositoryRule, Rule, Source
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,13 @@ def sources() -> list[Source]:
 @pytest.mark.parametrize("rule", [*PYTHON_RULES, *TEXT_RULES], ids=lambda rule: rule.__name__)
 def test_the_rule_holds(rule: Rule, sources: list[Source]) -> None:
     found = architecture.broken(rule, sources)
+
+    assert not found, f"{rule.__doc__}\n" + "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize("rule", REPOSITORY_RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_holds_for_the_repository(rule: RepositoryRule, sources: list[Source]) -> None:
+    found = list(rule(sources))
 
     assert not found, f"{rule.__doc__}\n" + "\n".join(map(str, found))
 
@@ -254,6 +261,59 @@ def test_an_install_from_a_package_index_is_reported(text: str) -> None:
 )
 def test_an_install_from_a_clone_is_not_reported(text: str) -> None:
     assert list(architecture.packages_are_installed_from_a_clone(Source("docs/x.md", text))) == []
+
+
+CYCLE_FAULTS = [
+    {"api/a/x.py": "from api.b import y", "api/b/y.py": "from api.a import x"},
+    {"api/a/x.py": "from api.b import y", "api/b/y.py": "if TYPE_CHECKING:\n    from api.a.x import X"},
+    {"api/a/x.py": "import api.b.y", "api/b/y.py": "def late():\n    import api.a.x"},
+    {"api/a/x.py": "from ..b import y", "api/b/y.py": "from api.c import z", "api/c.py": "from api.a.x import X"},
+    {"api/a/x.py": "from api import c", "api/c.py": "from api.a.x import X"},
+]
+
+
+@pytest.mark.parametrize("files", CYCLE_FAULTS)
+def test_a_cycle_of_packages_is_reported(files: dict[str, str]) -> None:
+    found = list(architecture.packages_form_no_cycle([Source(path, text) for path, text in files.items()]))
+
+    assert {finding.path for finding in found} == set(files)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"api/a/x.py": "from api.b import y\nfrom api.a import z", "api/a/z.py": "from api.a import x", "api/b/y.py": "import api"},
+        {"api/a/x.py": "import inference.b", "inference/b.py": "import api.a.x"},
+        {"tests/a/x.py": "import tests.b.y", "tests/b/y.py": "import tests.a.x"},
+        {"api/__init__.py": "import api.a.x", "api/a/x.py": "import api"},
+    ],
+)
+def test_packages_without_a_cycle_are_not_reported(files: dict[str, str]) -> None:
+    assert list(architecture.packages_form_no_cycle([Source(path, text) for path, text in files.items()])) == []
+
+
+def test_a_known_cycle_is_not_reported_and_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "CYCLES", ({"api.a", "api.b"},))
+    known = [Source("api/a/x.py", "import api.b.y"), Source("api/b/y.py", "import api.a.x\nimport api.c")]
+
+    assert list(architecture.packages_form_no_cycle([*known, Source("api/c.py", "")])) == []
+    assert list(architecture.packages_form_no_cycle([*known, Source("api/c.py", "import api.a.x")]))
+
+
+@pytest.mark.parametrize(("name", "size"), [("MODULES_MAX", 2), ("LINES_MAX", 4)])
+def test_a_product_that_has_grown_is_reported(monkeypatch: pytest.MonkeyPatch, name: str, size: int) -> None:
+    product = [
+        Source("api/a.py", "x\n" * 3),
+        Source("metering/b.py", "x\n"),
+        Source("tests/c.py", "x\n"),
+        Source("api/d.md", "x\n"),
+    ]
+    monkeypatch.setattr(architecture, name, size)
+    assert list(architecture.product_does_not_grow(product)) == []
+
+    monkeypatch.setattr(architecture, name, size - 1)
+    [found] = architecture.product_does_not_grow(product)
+    assert f"at most {size - 1}" in found.what
 
 
 # The engine host is a process of its own so that torch never runs beside the API's event loop; importing it there would cost
