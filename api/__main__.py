@@ -61,9 +61,9 @@ from api.streams.relay import Relays
 from common.incidents import IncidentTaskGroup, Retries
 from inference.engine import Backend
 from inference.errors import EngineError
-from inference.hosts.spare_hosts import SpareHosts
-from inference.router import Router
-from inference.safety.classifier_process import ClassifierProcess
+from inference.routing.router import Router
+from inference.safety.safety_classifiers import ClassifierProcess
+from inference.workers.process import SpareHosts
 from metering.control.control_channel import ControlChannel
 from metering.errors import StoreAway
 from metering.holds.holds import UsageNotices

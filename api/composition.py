@@ -25,7 +25,7 @@ from api.process import Process
 from api.requests.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.server import Servicers
 from api.streams.peers import Peer, PeerCertificates
-from inference.router import Router
+from inference.routing.router import Router
 from inference.safety.safety import SafetyRulesInvalid
 from inference.safety.safety_file import Safety, read_safety
 from inference.text.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from api.streams.mailbox import Key, Mailboxes
 from api.streams.receiver import Receiver
 from api.streams.relay import Relays
 from common.incidents import Retries
-from inference.router import Router
+from inference.routing.router import Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer
 from metering.models import Outcome

@@ -28,13 +28,13 @@ from api.cli.stack import run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
 from bench.processes import children_of
 from bench.shapes import SHAPES, Precision, write_checkpoint
+from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria, TokensGenerated
-from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
 
 IDLE_TIMEOUT_S = 0.3  # seconds: after each round there is to be nothing
 PROGRESS_INTERVAL_S = 0.02
 PROMPT = tuple(range(20, 84))
-HOST = b"inference.hosts.host"
+HOST = b"inference.adapters.torch_worker"
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from bench.peers import measure_llama_cpp, measure_vllm
 from bench.shapes import SHAPES, VOCABULARY_SIZE, Precision, Shape, write_checkpoint
-from inference.core.kv_cache import KV_BLOCK_TOKENS, blocks_for
+from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import (
     GenerationRequest,
     SamplingParams,
@@ -42,7 +42,7 @@ from inference.engine import (
     StopCriteria,
     TokensGenerated,
 )
-from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
+from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 SHARED_TOKENS, PROMPT_TOKENS, OUTPUT_TOKENS = 200, 1025, 150
 SHORT_CONTEXT, ALONE_TOKENS = 32, 100

@@ -18,10 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.shapes import SHAPES, Precision, write_checkpoint
+from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria
-from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
 from inference.native.loader import SWITCH
-from inference.native.packed_place import PackedPlace
+from inference.native.packed_file import PackedPlace
 
 HOSTS = 2
 KV_CACHE_BYTES = 64 << 20

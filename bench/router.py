@@ -29,10 +29,10 @@ from api.core.settings import DEMO_MODEL_NAME, bundled_models
 from bench.virtual_time import VirtualEngine, VirtualTimeLoop
 from inference.core.cost_model import CostModel
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria, TokensGenerated
-from inference.fleet.placement import POLICIES
-from inference.fleet.replica import Replica
-from inference.fleet.replica_set import ReplicaSet
 from inference.limits import EngineLimits
+from inference.routing.placement import POLICIES
+from inference.routing.replica import Replica
+from inference.routing.replica_set import ReplicaSet
 
 APPLICATION_COUNT = 20
 SYSTEM_TOKENS = (500, 2000)

@@ -27,8 +27,8 @@ from api.cli.workload import OUTPUT_TOKENS, percentile, reference_prompts
 from api.core.settings import DEMO_MODEL_NAME, Settings
 from bench.engine import KV_CACHE_BYTES, Prompts
 from bench.shapes import SHAPES, write_checkpoint
+from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import GenerationRequest, SamplingParams, SequenceFinished, SequenceId, StopCriteria, TokensGenerated
-from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
 from inference.text.tokenizer import ChatMessage, Tokenizer
 
 Prompt = tuple[int, ...]

@@ -24,12 +24,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine host: torch
 
 import torch
 
-from inference.core.engine_core import EngineCore
-from inference.core.engine_options import EngineOptions
+from inference.adapters.torch_worker import event_message
+from inference.core.engine_core import EngineCore, EngineOptions
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria
-from inference.hosts.host import event_message
-from inference.hosts.host_protocol import StepReport, encode, statistics_list
 from inference.limits import EngineLimits
+from inference.workers.protocol import StepReport, encode, statistics_list
 
 WARM_UP_STEPS = 20
 

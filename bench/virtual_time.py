@@ -14,9 +14,7 @@ from pathlib import Path
 
 from inference.checkpoint.checkpoint import read_model_info
 from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore, SequenceBroken
-from inference.core.engine_options import EngineOptions
-from inference.core.kv_cache import KV_BLOCK_TOKENS
+from inference.core.engine_core import EngineCore, EngineOptions, SequenceBroken
 from inference.engine import (
     EngineCondition,
     EngineState,
@@ -27,9 +25,9 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import RequestImpossible
+from inference.kv_blocks import KV_BLOCK_TOKENS, PrefixHint
 from inference.limits import EngineLimits
-from inference.prefix_hint import PrefixHint
-from inference.sequence_stream import BufferedStream
+from inference.workers.engine import BufferedStream
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):

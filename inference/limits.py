@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from inference.core.kv_cache import KV_BLOCK_TOKENS, blocks_for
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria
+from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 CHOICE_COUNT_MAX = 16  # per request: each takes a place in the batch
 BEAM_WIDTH_MAX = 16  # each takes a place in the batch

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PRODUCT = ("api/", "common/", "inference/", "metering/", "migrations/", "sdk/", "infra/", "bench/")
+PRODUCT = ("api/", "common/", "demo/", "inference/", "metering/", "migrations/", "sdk/", "infra/", "bench/")
 GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 
 
@@ -70,15 +70,13 @@ class Border:
 # Beside `store`.
 METERING_PACKAGES = ("tenants", "quotas", "holds", "configuration", "control", "receipts", "billing", "alerts", "export", "proof")
 # What the API must know of models' text: it tokenizes prompts, and reads tool calls out of outputs.
-TEXT_FOR_API = tuple(
-    f"inference.text.{name}" for name in ("tokenizer", "tools", "tool_calls", "found_calls", "forced_calls", "strict_calls")
-)
+TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools", "tool_calls"))
 BORDERS = (
     Border(
         ("inference",),
         inside=("api/",),
         save_for=("api/__main__.py", "api/composition.py", "api/fleet/", "api/cli/"),
-        but=("inference.engine", "inference.router", "inference.errors", "inference.safety.safety", *TEXT_FOR_API),
+        but=("inference.engine", "inference.routing.router", "inference.errors", "inference.safety.safety", *TEXT_FOR_API),
         why="the API knows the engine protocol; only the composition roots build concrete engines",
     ),
     Border(("api", "inference", "metering", "migrations"), inside=("common/",), why="what all share knows none of them"),
@@ -86,13 +84,13 @@ BORDERS = (
     Border(
         ("grpc",),
         inside=("inference/",),
-        save_for=("inference/remote/",),
+        save_for=("inference/adapters/remote_",),
         why="engines know nothing of the wire, but for remote ones",
     ),
     Border(
         ("smg_grpc_proto",),
         inside=PRODUCT,
-        save_for=("inference/remote/",),
+        save_for=("inference/adapters/remote_",),
         why="an optional package: remote engines alone need it",
     ),
     Border(("sqlalchemy", "psycopg", "alembic"), inside=("inference/",), why="engines keep nothing in the database"),
@@ -160,23 +158,22 @@ BORDERS = (
     Border(
         ("torch",),
         inside=PRODUCT,
-        save_for=("inference/", "bench/engine.py", "bench/steps.py", "bench/embeddings.py"),
+        save_for=("inference/", "demo/", "bench/engine.py", "bench/steps.py", "bench/embeddings.py"),
         why="tensors live in the engine",
     ),
     Border(
         ("torch", "tensorrt_llm"),
-        inside=("inference/fleet/", "inference/hosts/", "inference/remote/", "inference/outside/", "inference/text/"),
-        save_for=("inference/hosts/host.py",),
+        inside=("inference/routing/", "inference/workers/", "inference/adapters/", "inference/text/"),
+        save_for=("inference/adapters/torch_worker.py", "inference/adapters/tensorrt_library.py"),
         why="the API process places sequences, talks to those who compute them, and computes nothing",
     ),
     Border(
-        ("inference.core", "inference.hosts", "inference.fleet", "inference.remote", "inference.tensorrt"),
+        ("inference.core", "inference.workers", "inference.routing", "inference.adapters"),
         inside=("inference/checkpoint/", "inference/decoder/", "inference/sampling/", "inference/text/"),
-        but=("inference.core.kv_cache",),
         why="what a step is made of knows nothing of who takes the step",
     ),
     Border(
-        ("inference.hosts", "inference.fleet", "inference.remote", "inference.tensorrt", "socket", "asyncio"),
+        ("inference.workers", "inference.routing", "inference.adapters", "socket", "asyncio"),
         inside=("inference/core/",),
         why="the engine is the same in any process and in none",
     ),
@@ -214,7 +211,12 @@ BORDERS = (
         save_for=("inference/safety/classifier_host.py", "bench/engine.py", "bench/embeddings.py"),
         why="an optional package: the classifiers' own process alone needs it",
     ),
-    Border(("tensorrt_llm",), inside=PRODUCT, save_for=("inference/tensorrt/library.py",), why="one adapter wraps TensorRT-LLM"),
+    Border(
+        ("tensorrt_llm",),
+        inside=PRODUCT,
+        save_for=("inference/adapters/tensorrt_library.py",),
+        why="one adapter wraps TensorRT-LLM",
+    ),
     Border(
         ("celery", "kombu"),
         inside=PRODUCT,

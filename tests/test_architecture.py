@@ -42,18 +42,18 @@ def test_the_walk_sees_the_repository(sources: list[Source]) -> None:
 
 
 IMPORT_FAULTS = [
-    ("api/streams/generation.py", "from inference.hosts.torch_engine import TorchEngine", "inference.hosts.torch_engine"),
+    ("api/streams/generation.py", "from inference.adapters.torch_engine import TorchEngine", "inference.adapters.torch_engine"),
     ("api/streams/generation.py", "from inference.core import scheduler", "inference.core.scheduler"),
     ("api/streams/generation.py", "import inference.core.kv_cache", "inference.core.kv_cache"),
     (
         "api/streams/generation.py",
-        "def late():\n    from inference.hosts.torch_engine import TorchEngine",
-        "inference.hosts.torch_engine",
+        "def late():\n    from inference.adapters.torch_engine import TorchEngine",
+        "inference.adapters.torch_engine",
     ),
     (
         "api/streams/generation.py",
-        "import importlib\nimportlib.import_module('inference.hosts.torch_engine')",
-        "inference.hosts.torch_engine",
+        "import importlib\nimportlib.import_module('inference.adapters.torch_engine')",
+        "inference.adapters.torch_engine",
     ),
     ("api/streams/generation.py", "import torch", "torch"),
     ("api/__main__.py", "import torch.nn", "torch.nn"),
@@ -91,8 +91,8 @@ IMPORT_FAULTS = [
     ("api/server.py", "from aiohttp import web", "aiohttp.web"),
     ("api/openai/door.py", "from openai.types import Model", "openai.types.Model"),
     ("inference/core/scheduler.py", "from ...metering.billing import ledger", "metering.billing.ledger"),
-    ("inference/core/scheduler.py", "from inference.hosts.host_protocol import Scheduled", "inference.hosts.host_protocol"),
-    ("inference/hosts/hosted_engine.py", "import torch", "torch"),
+    ("inference/core/scheduler.py", "from inference.workers.protocol import Scheduled", "inference.workers.protocol"),
+    ("inference/workers/engine.py", "import torch", "torch"),
     ("inference/sampling/sampler.py", "from inference.core.scheduler import Scheduler", "inference.core.scheduler"),
     ("api/queue/fair_queue.py", "from api.requests.live import Live", "api.requests.live"),
     ("api/console/calls.py", "from metering.billing.reports import month_bounds", "metering.billing.reports"),
@@ -114,14 +114,14 @@ def test_a_crossed_border_is_reported(path: str, text: str, name: str) -> None:
     [
         (
             "api/streams/generation.py",
-            "from inference.engine import Engine\nfrom inference import router\nimport metering.billing.ledger",
+            "from inference.engine import Engine\nfrom inference.routing import router\nimport metering.billing.ledger",
         ),
         ("api/core/wire.py", "from weir.v1 import types_pb2"),
-        ("api/__main__.py", "from inference.hosts.torch_engine import TorchEngine"),
-        ("api/cli/up.py", "from inference.hosts.torch_engine import TorchEngine"),
+        ("api/__main__.py", "from inference.adapters.torch_engine import TorchEngine"),
+        ("api/cli/up.py", "from inference.adapters.torch_engine import TorchEngine"),
         ("inference/core/scheduler.py", "import torch\nfrom inference.core.kv_cache import BlockPool\nfrom . import kv_cache"),
-        ("inference/remote/engine.py", "import grpc\nfrom smg_grpc_proto.generated import common_pb2"),
-        ("inference/tensorrt/library.py", "def build():\n    import tensorrt_llm"),
+        ("inference/adapters/remote_engine.py", "import grpc\nfrom smg_grpc_proto.generated import common_pb2"),
+        ("inference/adapters/tensorrt_library.py", "def build():\n    import tensorrt_llm"),
         ("metering/tasks.py", "from celery import shared_task\nimport kombu"),
         ("metering/export/stripe_gateway.py", "import stripe"),
         ("migrations/env.py", "from metering.models import Base"),
@@ -135,8 +135,12 @@ def test_what_the_layers_allow_is_not_reported(path: str, text: str) -> None:
 
 
 def test_tensorrt_imported_with_its_module_is_reported() -> None:
-    early = Source("inference/tensorrt/library.py", "try:\n    from tensorrt_llm import LLM\nexcept ImportError:\n    pass")
-    late = Source("inference/tensorrt/library.py", "class Engine:\n    def __init__(self):\n        from tensorrt_llm import LLM")
+    early = Source(
+        "inference/adapters/tensorrt_library.py", "try:\n    from tensorrt_llm import LLM\nexcept ImportError:\n    pass"
+    )
+    late = Source(
+        "inference/adapters/tensorrt_library.py", "class Engine:\n    def __init__(self):\n        from tensorrt_llm import LLM"
+    )
 
     assert [found.what for found in architecture.tensorrt_is_imported_late(early)]
     assert list(architecture.tensorrt_is_imported_late(late)) == []
@@ -323,10 +327,10 @@ def test_a_product_that_has_grown_is_reported(monkeypatch: pytest.MonkeyPatch, n
     [
         "api.server",
         "api.fleet.engines",
-        "inference.remote.engine",
+        "inference.adapters.remote_engine",
         "inference.engine",
         "inference.errors",
-        "inference.router",
+        "inference.routing.router",
         "inference.text.tokenizer",
     ],
 )

@@ -7,7 +7,7 @@ from weir.v1 import configuration_pb2 as pb
 from api.admin.admin_calls import AdminCalls
 from api.admin.configuration_wire import Parsing, applied_message, configuration_message, mistaken_message
 from api.core.interceptor import Context
-from inference.router import Router
+from inference.routing.router import Router
 from metering.configuration.applying import apply_configuration
 from metering.configuration.present_state import present_state
 

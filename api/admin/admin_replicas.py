@@ -11,7 +11,7 @@ from weir.v1 import replicas_pb2 as pb
 from api.admin.admin_calls import AdminCalls
 from api.core import wire
 from api.core.interceptor import Context
-from inference.router import Router
+from inference.routing.router import Router
 from metering.control import replica_drains
 from metering.control.control_models import ReplicaDrain
 from metering.control.replica_drains import ReplicaRow

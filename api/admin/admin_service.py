@@ -24,7 +24,7 @@ from api.admin.admin_terms import TermCalls
 from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import effective_quota_statuses, quota_status
-from inference.router import Router
+from inference.routing.router import Router
 from metering.errors import InvalidValue, NotFound
 from metering.models import ApiKey, AuditEntry, Organization, Project
 from metering.quotas import quota_admin, quota_states

@@ -11,7 +11,7 @@ from api.admin.admin_calls import AdminCalls
 from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import billing_profile_message, parse_billing_profile
-from inference.router import Router
+from inference.routing.router import Router
 from metering.errors import InvalidValue
 from metering.models import Organization, Project
 from metering.tenants import ensuring, key_changes, tenants

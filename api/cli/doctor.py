@@ -13,7 +13,7 @@ from api.cli.local import clear_failures
 from api.cli.output import JsonOption, print_json, show
 
 if TYPE_CHECKING:
-    from inference.findings import Observation
+    from inference.adapters.findings import Observation
 
 doctor = typer.Typer(help="Look at what this machine really does.", no_args_is_help=True)
 
@@ -34,10 +34,10 @@ def tensorrt(
 
     Exit code 1 if something is so that the engine of Weir would not work here.
     """
+    from inference.adapters.tensorrt_doctor import examine
+    from inference.adapters.tensorrt_settings import TensorRtOptions
     from inference.checkpoint.checkpoint import read_config
     from inference.limits import EngineLimits
-    from inference.tensorrt.doctor import examine
-    from inference.tensorrt.settings import TensorRtOptions
 
     with clear_failures():
         config = read_config(model)
@@ -63,7 +63,7 @@ def remote(
 
     from api.core.settings import Settings
     from api.fleet.remote_engines import remote_settings
-    from inference.remote.doctor import examine
+    from inference.adapters.remote_doctor import examine
 
     with clear_failures():
         settings = replace(remote_settings(Settings.from_environment(), "doctor", target, model), share_prefixes=share_prefixes)
@@ -75,7 +75,7 @@ def report(title: str, found: Sequence[Observation], as_json: bool) -> NoReturn:
     """Show what was found; ends the command, with exit code 1 if anything is bad."""
     from rich.table import Table
 
-    from inference.findings import Verdict
+    from inference.adapters.findings import Verdict
 
     if as_json:
         print_json(found)

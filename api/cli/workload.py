@@ -14,7 +14,7 @@ from pathlib import Path
 
 from weir_client import AsyncClient, FinishReason, Result
 
-from inference.demo_model import corpus
+from demo import corpus
 from inference.text.tokenizer import ChatMessage, Tokenizer
 
 OUTPUT_TOKENS = 150

@@ -14,7 +14,7 @@ from weir.v1 import types_pb2
 
 from api.core import wire
 from api.core.messages import model_message, receipt_messages
-from inference.router import Router
+from inference.routing.router import Router
 from metering.billing.prices import customer_prices, versions_in_force
 from metering.errors import NotFound
 from metering.models import Hold, HoldState, PriceVersion, UsageEvent

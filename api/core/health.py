@@ -23,7 +23,7 @@ from weir.v1 import (
 from api.core.endpoint import Endpoint
 from api.core.settings import Settings
 from inference.engine import Backend
-from inference.router import Router
+from inference.routing.router import Router
 from metering.holds.holds import HoldStore
 
 SERVICES = tuple(

@@ -14,7 +14,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, TIER_NUMBERS, known_duration, known_time, money, timestamp
 from inference.engine import ModelInfo
-from inference.router import ReplicaCounts
+from inference.routing.router import ReplicaCounts
 from metering.alerts.invoice_alerts import facts_of
 from metering.alerts.listing import ListedAlert
 from metering.alerts.webhooks import WebhookState

@@ -11,18 +11,17 @@ import structlog
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
 from api.fleet.remote_engines import build_remote_encoder, build_remote_engines
+from inference.adapters.tensorrt_engine import TensorRtEngine
+from inference.adapters.tensorrt_settings import TensorRtOptions, TensorRtSettings
+from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.core.cost_model import CostModel
 from inference.encoder.engine import TorchEncoder
 from inference.encoder.settings import EncoderSettings
 from inference.engine import Encoder, Engine
-from inference.fleet.memory_budget import BudgetTooSmall, MemoryBudget, Resident
-from inference.fleet.memory_estimate import HOST_BYTES, stored_bytes, torch_memory_bytes
-from inference.fleet.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
-from inference.hosts.host_process import HostOpener, open_host
-from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
-from inference.native.packed_place import PackedPlace
-from inference.tensorrt.engine import TensorRtEngine
-from inference.tensorrt.settings import TensorRtOptions, TensorRtSettings
+from inference.native.packed_file import PackedPlace
+from inference.routing.memory import HOST_BYTES, BudgetTooSmall, MemoryBudget, Resident, stored_bytes, torch_memory_bytes
+from inference.routing.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
+from inference.workers.process import HostOpener, open_host
 
 log = structlog.get_logger(__name__)
 

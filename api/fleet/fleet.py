@@ -26,17 +26,16 @@ from api.fleet.engines import (
 from api.fleet.fleet_file import Fleet, FleetModel, FleetVersion, read_fleet
 from api.fleet.remote_engines import build_remote_encoder, build_remote_engine
 from inference.capabilities import combined
-from inference.catalog import VERSION_MARK, Catalog, Share
 from inference.engine import Encoder, Engine
-from inference.fleet.breaker import BreakerLimits
-from inference.fleet.encoder_set import EncoderReplica, EncoderSet
-from inference.fleet.memory_budget import MemoryBudget, Resident
-from inference.fleet.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
-from inference.fleet.placement import POLICIES, LeastLoaded
-from inference.fleet.replica import Replica
-from inference.fleet.replica_set import ReplicaSet
-from inference.fleet.scaling import ScaledReplicaSet, Scaler
-from inference.hosts.host_process import HostOpener, open_host
+from inference.routing.encoder_set import EncoderReplica, EncoderSet
+from inference.routing.memory import MemoryBudget, Resident
+from inference.routing.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
+from inference.routing.placement import POLICIES, LeastLoaded
+from inference.routing.replica import BreakerLimits, Replica
+from inference.routing.replica_set import ReplicaSet
+from inference.routing.router import VERSION_MARK, Catalog, Share
+from inference.routing.scaling import ScaledReplicaSet, Scaler
+from inference.workers.process import HostOpener, open_host
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,13 @@ import structlog
 
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings, bundled_models
+from inference.adapters.remote_settings import (
+    RemoteSettings,
+    Target,
+    TlsFiles,
+    parse_target,
+)
 from inference.engine import Encoder, Engine
-from inference.remote.settings import RemoteSettings, Target, TlsFiles, parse_target
 
 FETCH_TIMEOUT_S = 30.0  # for a tokenizer of some ten MB; a server that loads its model does not answer yet
 
@@ -31,7 +36,7 @@ def build_remote_engines(settings: Settings) -> dict[str, Engine]:
 def build_remote_engine(settings: Settings, name: str, target: str, directory: Path | None = None) -> Engine:
     """One engine for one server. Raises: CheckpointInvalid, SettingInvalid."""
     wanted = remote_settings(settings, name, target, directory)
-    from inference.remote.engine import RemoteEngine
+    from inference.adapters.remote_engine import RemoteEngine
 
     return RemoteEngine(wanted)
 
@@ -39,7 +44,7 @@ def build_remote_engine(settings: Settings, name: str, target: str, directory: P
 def build_remote_encoder(settings: Settings, name: str, target: str, directory: Path | None = None) -> Encoder:
     """One server that embeds. Raises: CheckpointInvalid, SettingInvalid."""
     wanted = remote_settings(settings, name, target, directory or settings.encoders.get(name))
-    from inference.remote.encoder import RemoteEncoder
+    from inference.adapters.remote_encoder import RemoteEncoder
 
     return RemoteEncoder(wanted)
 
@@ -90,8 +95,8 @@ def tls_files(settings: Settings) -> TlsFiles | None:
 
 def fetched_directory(settings: Settings, name: str, target: Target, tls: TlsFiles | None) -> Path:
     """The model's small files from its server; those of the last time if it does not answer. Raises: SettingInvalid."""
-    from inference.remote.dialect import ServerUnfit
-    from inference.remote.model_files import fetch_model_files
+    from inference.adapters.remote_connection import fetch_model_files
+    from inference.adapters.remote_dialects import ServerUnfit
 
     directory = settings.home / "remote" / f"model-{quote(name, safe='')}"
     try:

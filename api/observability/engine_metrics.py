@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from api.observability.families import Labels, counters, gauges
 from api.queue.places import QueueStatistics
 from inference.engine import EngineStatistics
-from inference.router import ReplicaReport, ReplicaState, Router
+from inference.routing.router import ReplicaReport, ReplicaState, Router
 
 OF = ("model", "replica")
 

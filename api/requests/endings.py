@@ -13,7 +13,7 @@ from typing import Protocol
 from api.core import errors
 from api.core.errors import Cause
 from inference import errors as engine_errors
-from inference import router
+from inference.routing import router
 from metering import errors as metering_errors
 from metering.holds.operations import RequestSettled
 from metering.models import Outcome

@@ -45,7 +45,7 @@ from inference.engine import (
     GenerationRequest,
 )
 from inference.errors import EngineFailed
-from inference.router import Route
+from inference.routing.router import Route
 from metering.errors import RequestInFlight
 from metering.holds.operations import RequestSettled, Settled
 from metering.models import Outcome

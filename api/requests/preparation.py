@@ -17,7 +17,7 @@ from api.requests.text_work import TextWork
 from api.requests.tokenizing import TextJob, check_prompt, tokenize
 from api.requests.tools import call_reading, format_of_calls
 from inference.engine import GenerationRequest, SequenceId
-from inference.router import Route, Router
+from inference.routing.router import Route, Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer, TokenLimitExceeded
 from metering.quotas.quota_rules import Payer

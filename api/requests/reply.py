@@ -17,8 +17,7 @@ from api.streams import frames
 from api.streams.feed import Feed, UsageTelling
 from inference.engine import GrammarKind, TokensGenerated
 from inference.safety.safety import SafetyChecker
-from inference.text.found_calls import Parsed
-from inference.text.tool_calls import ToolCallParser
+from inference.text.tool_calls import Parsed, ToolCallParser
 from metering.models import Outcome
 from metering.quotas.quota_rules import QuotaState
 from metering.quotas.quotas import QuotaExceeded

@@ -14,7 +14,7 @@ from api.requests.admission import Lease
 from api.requests.output_limits import OutputLimits
 from api.streams.outbox import UsageSoFar
 from inference.engine import EngineCondition, GenerationRequest, TokenLogprobs
-from inference.text.found_calls import CallPiece
+from inference.text.tool_calls import CallPiece
 from metering.billing.pricing import TokenPrices
 from metering.holds.operations import Admitted, Settled
 from metering.models import Outcome

@@ -2,6 +2,13 @@
 
 One step is `Scheduler.schedule`, `ModelRunner.run`, then `Scheduler.commit` and the new tokens' consequences. The host runs it in
 a child process; tests run it directly.
+
+How an engine is to run a checkpoint, and what computes its steps by that: the model, or a simulation in its place.
+
+How much of a prompt a step may compute beside streams that run: as much as fits the time that they may be kept waiting.
+
+A fixed number of tokens cannot say it: 512 prompt tokens take 0.1 s on a model of 100 million parameters and more than a second on
+one ten times as large, and every running stream stands still meanwhile. So the pace is learnt from the steps themselves.
 """
 
 from __future__ import annotations
@@ -10,15 +17,18 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
 
-from inference.checkpoint.checkpoint import read_config
+from inference.checkpoint.checkpoint import DecoderConfig, read_config
 from inference.checkpoint.rope_config import rotation_switch_tokens
-from inference.core.beam_group import BeamGroup
-from inference.core.engine_options import EngineOptions, open_runner
+from inference.core.cost_model import CostModel
 from inference.core.kv_cache import BlockPool
+from inference.core.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
 from inference.core.scheduler import Scheduler
-from inference.core.sequence import Sequence
-from inference.core.step_pace import StepPace
+from inference.core.sequence import BeamGroup, Sequence
+from inference.core.simulated_runner import SimulatedRunner
+from inference.core.step_plan import StepPlan
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -29,10 +39,12 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
-from inference.limits import request_fault
+from inference.kv_blocks import blocks_for
+from inference.limits import EngineLimits, request_fault
+from inference.native.packed_file import PackedPlace
 from inference.sampling.grammar import Grammar, GrammarCompiler
 from inference.sampling.sampler import Chosen
-from inference.sampling.seeds import choice_seed
+from inference.sequences import choice_seed
 from inference.text.detokenizer import Detokenizer, TextDecoder
 from inference.text.tokenizer import Tokenizer
 
@@ -298,3 +310,94 @@ class EngineCore:
             timings=first.timings(now_s),
         )
         self._events.append((sequence.number, finished))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to run a checkpoint, or, with a simulation, how long to pretend to.
+
+    kv_cache_bytes: the pool's size; raised if one full context needs more. packed: where packed weights are kept, so that
+    hosts share them; None keeps none.
+    """
+
+    directory: Path
+    limits: EngineLimits
+    compute_dtype: ComputeDtype = "float32"
+    kv_cache_bytes: int = 1 << 30
+    device: Literal["cpu", "cuda"] = "cpu"
+    simulation: CostModel | None = None
+    packed: PackedPlace | None = None
+
+    def block_count(self, config: DecoderConfig) -> int:
+        """KV blocks of the pool."""
+        if self.simulation is not None:
+            wanted = self.simulation.kv_block_count
+        else:
+            wanted = self.kv_cache_bytes // kv_block_bytes(config, self.compute_dtype)
+        return max(wanted, blocks_for(self.limits.context_window_tokens))
+
+
+class Runner(Protocol):
+    """What computes a step: the model, or what stands in for it under load tests."""
+
+    def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
+        """See `ModelRunner.run`."""
+        ...
+
+
+def open_runner(
+    options: EngineOptions,
+    config: DecoderConfig,
+    tokenizer: Tokenizer,
+    on_progress: Callable[[float], None],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> Runner:
+    """Load what computes. clock, sleep: of a simulation, in seconds. Raises as `EngineCore`."""
+    if options.simulation is not None:
+        return SimulatedRunner(options.simulation, tokenizer, clock=clock, sleep=sleep)
+    return ModelRunner(
+        options.directory,
+        config,
+        compute_dtype=options.compute_dtype,
+        context_window_tokens=options.limits.context_window_tokens,
+        block_count=options.block_count(config),
+        device=options.device,
+        on_progress=on_progress,
+        packed=options.packed,
+    )
+
+
+SMOOTHING = 0.2  # weight of the newest step: a pause of the machine moves the estimate by a fifth, and for some ten steps
+PROMPT_TOKENS_MIN = 64  # tokens: below that a step reads all weights for too little, and prompts would take longer in all
+
+
+class StepPace:
+    """What decoding and prompt tokens cost on this machine, from the steps so far. Times in seconds."""
+
+    def __init__(self, step_time_target_s: float | None) -> None:
+        """step_time_target_s: that a step with running streams should not exceed; None sets no limit."""
+        self._target_s = step_time_target_s
+        self._decode_s: float | None = None  # a step that only decodes
+        self._prompt_token_s: float | None = None
+
+    def prompt_token_count_max(self) -> int | None:
+        """Prompt tokens for the next step, if streams run; None for as many as its budget has. Before anything is known: few."""
+        if self._target_s is None:
+            return None
+        if self._prompt_token_s is None:
+            return PROMPT_TOKENS_MIN
+        spare_s = self._target_s - (self._decode_s or 0.0)
+        return max(int(spare_s / self._prompt_token_s), PROMPT_TOKENS_MIN)
+
+    def note(self, decoded_count: int, prompt_token_count: int, duration_s: float) -> None:
+        """A step has computed so many sequences' next token and so many prompt tokens."""
+        if not prompt_token_count:
+            self._decode_s = _smoothed(self._decode_s, duration_s)
+        elif prompt_token_count >= PROMPT_TOKENS_MIN:  # fewer would mostly measure the decoding beside them
+            own_s = duration_s - (self._decode_s or 0.0) * bool(decoded_count)
+            self._prompt_token_s = _smoothed(self._prompt_token_s, max(own_s, duration_s / 10) / prompt_token_count)
+
+
+def _smoothed(before: float | None, now: float) -> float:
+    return now if before is None else before + SMOOTHING * (now - before)

@@ -15,8 +15,6 @@ collision cannot serve another prompt's KV. No torch here: the parent process us
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,26 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from inference.errors import InvariantViolated
-
-KV_BLOCK_TOKENS = 16  # tokens: small enough that a 200-token prefix shares 96 % of itself, large enough for fast copies
+from inference.kv_blocks import KV_BLOCK_TOKENS, chain_hash, salt_hash
 
 BlockHash = Callable[[int, tuple[int, ...]], int]
-
-
-def chain_hash(parent_hash: int, token_ids: tuple[int, ...]) -> int:
-    """Key of a block after a block. Python's own: the same in one process, and a collision costs a miss, never a wrong hit."""
-    return hash((parent_hash, token_ids))
-
-
-@functools.lru_cache(maxsize=4096)  # one per tenant
-def salt_hash(cache_salt: str) -> int:
-    """Key before the first block. Equal salts give equal keys in every process, whatever PYTHONHASHSEED is."""
-    return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=7).digest(), "big")
-
-
-def blocks_for(token_count: int) -> int:
-    """KV blocks that cover so many positions."""
-    return -(-token_count // KV_BLOCK_TOKENS)
 
 
 def matchable_block_count(prompt_token_count: int) -> int:

@@ -16,17 +16,15 @@ import torch
 from torch import Tensor
 
 from inference.checkpoint.checkpoint import DecoderConfig
-from inference.core.kv_cache import KV_BLOCK_TOKENS, blocks_for
 from inference.core.sequence import Sequence
 from inference.core.step_plan import Chunk, StepPlan
 from inference.decoder.attention import DecodeSpan, LayerPool, PrefillSpan, row_indices
-from inference.decoder.logits import NOT_FINITE, Logits
-from inference.decoder.model import Batch, Decoder, Spans, move_batch
+from inference.decoder.model import NOT_FINITE, Batch, Decoder, Logits, Spans, move_batch
 from inference.decoder.weights import DecoderWeights, load_weights, move_weights
 from inference.errors import EngineStartFailed, InvariantViolated
-from inference.native.decoder import NativeDecoder, supports
-from inference.native.packed_place import PackedPlace
-from inference.native.packing import open_decoder, path_for
+from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+from inference.native.decoder import NativeDecoder, open_decoder, path_for, supports
+from inference.native.packed_file import PackedPlace
 from inference.sampling.grammar import MaskWorker
 from inference.sampling.sampler import Chosen, choose
 

@@ -16,7 +16,7 @@ from inference.core.sequence import Sequence
 from inference.core.step_plan import StepPlan
 from inference.engine import TokenLogprob, TokenLogprobs
 from inference.sampling.sampler import Chosen
-from inference.sampling.seeds import uniform
+from inference.sequences import uniform
 from inference.text.tokenizer import Tokenizer
 
 SENTENCE = "This answer is simulated: no model has computed it. "

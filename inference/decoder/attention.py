@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from inference.core.kv_cache import KV_BLOCK_TOKENS
+from inference.kv_blocks import KV_BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

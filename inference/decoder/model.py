@@ -1,4 +1,6 @@
-"""The Llama decoder as one function of a batch: hidden states in, logits out, keys and values into the pool.
+"""What a decoder's step ends in: the logits of the rows that were wanted, and what greedy decoding takes of each.
+
+The Llama decoder as one function of a batch: hidden states in, logits out, keys and values into the pool.
 
 Shapes on the lines: N rows (tokens of all sequences of a step), E hidden size, H heads, H_kv key-value heads, D head size,
 V vocabulary. Checked token for token against `transformers` in the tests.
@@ -10,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, silu
@@ -24,9 +27,29 @@ from inference.checkpoint.rope_config import (
     YarnScaling,
     rotation_switch_tokens,
 )
+from inference.checkpoint.tensors import project
 from inference.decoder.attention import DecodeSpan, LayerPool, PrefillSpan, attend_decode, attend_prefill, write
-from inference.decoder.linear import project
 from inference.decoder.weights import DecoderWeights, LayerWeights
+
+NOT_FINITE = -1  # in place of a token id
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """values: (R, V) fp32, on the CPU. best: per row the id with the largest logit, the first of equal ones; `NOT_FINITE` if one of
+    the row's logits is infinite or no number: whatever follows from that row would be noise.
+    """
+
+    values: Tensor
+    best: list[int]
+
+    @classmethod
+    def of(cls, values: Tensor) -> Logits:
+        """With the best looked for in rows that come without."""
+        numbers = values.numpy()  # its argmax is 7 times as fast as torch's at 50 rows
+        best = numbers.argmax(axis=-1)
+        best[~np.isfinite(numbers).all(axis=-1)] = NOT_FINITE
+        return cls(values, best.tolist())
 
 
 @dataclass(frozen=True, slots=True)

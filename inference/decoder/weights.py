@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from inference.checkpoint.checkpoint import DecoderConfig
-from inference.checkpoint.tensor_reader import TensorReader
-from inference.decoder.linear import LinearWeights, quantize_rows
+from inference.checkpoint.tensors import LinearWeights, TensorReader, quantize_rows
 
 # Left in files by older versions of transformers; follows from the configuration.
 IGNORED_NAMES = re.compile(r".*\.rotary_emb\.inv_freq")

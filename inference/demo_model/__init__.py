@@ -1,1 +1,1 @@
-"""The bundled demo model: a small hotel-search copilot, the text it learned from, and the script that trains it."""
+"""The bundled demo model's weights and card; `demo/` has its corpus and training."""

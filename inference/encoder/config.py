@@ -12,8 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from inference.checkpoint.architectures import refuse_entries_beside
-from inference.checkpoint.checkpoint import read_json, read_json_list
+from inference.checkpoint.checkpoint import read_json, read_json_list, refuse_entries_beside
 from inference.engine import ModelInfo
 from inference.errors import CheckpointInvalid
 

@@ -9,14 +9,13 @@ from array import array
 from dataclasses import dataclass
 
 from inference.encoder.config import read_encoder_info
-from inference.encoder.protocol import BatchEncoded, EncodeBatch, LoadEncoder
-from inference.encoder.settings import EncoderSettings
+from inference.encoder.settings import BatchEncoded, EncodeBatch, EncoderSettings, LoadEncoder
 from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vector
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
-from inference.hosts.batch_queue import BatchQueue, Piece
-from inference.hosts.host_process import CHILD_ENVIRONMENT, HostKind
-from inference.hosts.host_protocol import ProtocolBroken, Ready, ToParent
-from inference.hosts.hosted_life import HostedLife
+from inference.workers.batches import BatchQueue, Piece
+from inference.workers.life import HostedLife, HostKind
+from inference.workers.process import CHILD_ENVIRONMENT
+from inference.workers.protocol import Message, ProtocolBroken, Ready, decoder_to_parent
 
 OVERLOAD_WAIT_S_MIN = 0.5  # below it callers would spin
 
@@ -44,7 +43,7 @@ class TorchEncoder(HostedLife):
         load = LoadEncoder(
             str(settings.directory), settings.compute_dtype, settings.device, settings.torch_thread_count or os.cpu_count() or 1
         )
-        self._kind = HostKind("inference.encoder.host", CHILD_ENVIRONMENT, load)
+        self._kind = HostKind("inference.encoder.worker", CHILD_ENVIRONMENT, load, decoder=decoder_to_parent(BatchEncoded))
         super().__init__(read_encoder_info(settings.directory, name=settings.name), settings)
         self._options = settings
         self._queue: BatchQueue[_Text, Vector] = BatchQueue(settings.batch_token_count_max, self._taken)
@@ -124,7 +123,7 @@ class TorchEncoder(HostedLife):
             call.began_at_s = asyncio.get_running_loop().time()
             call.request.on_begin()
 
-    def _receive(self, message: ToParent) -> None:
+    def _receive(self, message: Message) -> None:
         if not isinstance(message, BatchEncoded) or message.number != self._queue.batch_count:
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
         self._watchdog.heard()

@@ -1,10 +1,15 @@
-"""How to run an encoder: every bound and every wait by name."""
+"""How to run an encoder, and the messages between the API process and its worker. No torch: both sides import this.
+
+One batch is under way at a time: the parent sends the next when the last one's vectors have come.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from inference.workers.protocol import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +33,30 @@ class EncoderSettings:
     restart_delay_s_min: float = 0.2
     restart_delay_s_max: float = 30.0
     stable_after_s: float = 60.0  # seconds of service after which the restart delay begins anew
+
+
+class LoadEncoder(Message, tag="load_encoder", frozen=True):
+    """The first message: what to load and how. See `EncoderSettings`."""
+
+    directory: str
+    compute_dtype: Literal["float32", "bfloat16", "int8"]
+    device: Literal["cpu", "cuda"]
+    torch_thread_count: int
+
+
+class EncodeBatch(Message, tag="encode", frozen=True):
+    """Texts to embed, as token ids. number: of the batch; its answer bears the same."""
+
+    number: int
+    texts: list[tuple[int, ...]]
+
+
+class BatchEncoded(Message, tag="encoded", frozen=True):
+    """The vectors of a batch in the order of its texts, each as its floats in the machine's own fp32.
+
+    fault: why there are none; then `vectors` is empty.
+    """
+
+    number: int
+    vectors: list[bytes]
+    fault: str | None = None

@@ -2,15 +2,19 @@
 
 The same contract as the torch decoder, from chunks to logits, and the same results: equal tokens in fp32; in bfloat16 the residual
 stream and all sums stay in fp32, so it is nearer to exact than torch, which rounds after every operator.
+
+A decoder from packed weights where a file has them, else from a checkpoint, whose packed weights are then kept for the next.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,17 +22,18 @@ import torch
 from torch import Tensor
 
 from inference.checkpoint.checkpoint import DecoderConfig
-from inference.core.kv_cache import blocks_for
-from inference.decoder.linear import LinearWeights
-from inference.decoder.logits import Logits
-from inference.decoder.model import rotary_tables
+from inference.checkpoint.tensors import LinearWeights
+from inference.decoder.model import Logits, rotary_tables
 from inference.decoder.weights import DecoderWeights
 from inference.errors import InvariantViolated
+from inference.kv_blocks import blocks_for
 from inference.native import loader
-from inference.native.packed_file import PackedFile, Part
+from inference.native.loader import library_name
+from inference.native.packed_file import PackedFile, PackedPlace, Part, open_packed, packed_path, trim_packed, write_packed
 
 if TYPE_CHECKING:
     from inference.core.step_plan import Chunk
+
 
 PANEL_COLUMNS = 64  # as in decoder.cpp: rows of logits are padded to whole panels
 DTYPES = (torch.float32, torch.bfloat16)
@@ -289,3 +294,60 @@ class TableRows:
             self._rows = np.concatenate([self._rows, np.zeros((row_count - len(self._rows), self._width), dtype=np.int32)])
         used = {row for row, _, _ in self._kept.values()}
         self._free = [row for row in range(row_count) if row not in used]
+
+
+PACKED_BYTES_MIN = 64 << 20  # of weights in a checkpoint: packing fewer takes less than importing torch varies, and few are private
+_log = logging.getLogger("weir.inference.native")
+
+
+def open_decoder(
+    path: Path | None,
+    bytes_max: int,
+    load: Callable[[], DecoderWeights],
+    make: Callable[[DecoderWeights | PackedFile], NativeDecoder],
+) -> NativeDecoder:
+    """One that reads the file at `path`, which is written if it is not there; with private weights if that fails, or path is None.
+
+    bytes_max: of all files beside it, with it; others go where there are more. load: reads and checks the checkpoint. make: lays
+    out a decoder.
+    """
+    decoder = _open_decoder(path, load, make)
+    if path is not None:
+        trim_packed(path.parent, bytes_max)
+    return decoder
+
+
+def _open_decoder(
+    path: Path | None, load: Callable[[], DecoderWeights], make: Callable[[DecoderWeights | PackedFile], NativeDecoder]
+) -> NativeDecoder:
+    if path is None:
+        return make(load())
+    if (file := open_packed(path)) is not None:
+        try:
+            return make(file)
+        except ValueError as error:
+            _log.warning("packed weights in %s are not used: %s", path, error)
+    decoder = make(load())
+    try:
+        write_packed(path, decoder.parts())
+        if (file := open_packed(path)) is not None:
+            decoder.adopt(file)
+    except OSError as error:
+        _log.warning("packed weights are not kept, each host has its own: %s", error)
+    return decoder
+
+
+def path_for(place: PackedPlace | None, checkpoint: Path, compute_dtype: str) -> Path | None:
+    """Where packed weights of a checkpoint belong; None if they are not to be kept, or are too few for it to matter."""
+    if place is None:
+        return None
+    try:
+        stored_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+        return (
+            packed_path(Path(place.directory), checkpoint, compute_dtype, library_name())
+            if stored_bytes >= PACKED_BYTES_MIN
+            else None
+        )
+    except OSError as error:
+        _log.warning("packed weights are not kept: %s", error)
+        return None

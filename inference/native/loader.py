@@ -23,6 +23,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from inference.kv_blocks import KV_BLOCK_TOKENS
+
 SWITCH = "WEIR_NATIVE"  # environment: 0 computes with torch alone
 CACHE_DIRECTORY = "WEIR_NATIVE_CACHE"  # environment: where libraries are kept, instead of the user's cache directory
 COMPILERS = ("c++", "g++", "clang++")
@@ -196,7 +198,6 @@ def _processor() -> bytes:
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Argument types of every function: a wrong call fails in Python, not in memory."""
-    from inference.core.kv_cache import KV_BLOCK_TOKENS  # needs numpy, which `build.py` does without
 
     pointer, index, kind = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     signatures: dict[str, tuple[object, list[object]]] = {
@@ -218,5 +219,5 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     if library.weir_kv_block_tokens() != KV_BLOCK_TOKENS:
-        raise NativeUnavailable("decoder.cpp and kv_cache.py disagree on the size of a KV block")
+        raise NativeUnavailable("decoder.cpp and kv_blocks.py disagree on the size of a KV block")
     return library

@@ -1,4 +1,6 @@
-"""Packed weights in a file: written by the first host that packs them, mapped by all, so that they are in memory once.
+"""Where packed weights are kept, and how much of the disk they may take. No torch: it crosses to the hosts in a message.
+
+Packed weights in a file: written by the first host that packs them, mapped by all, so that they are in memory once.
 
 A file says in its name what it was made of: the checkpoint's files as they were (size, times and inode of each), the type, and the
 library, which knows the layout. Whatever changes makes another name, and the old file is removed when the new one is written. So
@@ -26,11 +28,19 @@ from pathlib import Path
 
 import numpy as np
 
+
+@dataclass(frozen=True, slots=True)
+class PackedPlace:
+    """A directory for all hosts of a machine. bytes_max: of all files in it; those that a host has mapped are kept beyond it."""
+
+    directory: str
+    bytes_max: int
+
+
 _MAGIC = b"weirpack"
 _SUFFIX = ".packed"
 _UNFINISHED = "unfinished-"
 _STALE_S = 3600.0  # far longer than writing takes
-
 _log = logging.getLogger("weir.inference.native")
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference.errors import CheckpointInvalid
-from inference.hosts.host_protocol import receive
 from inference.safety.classifier_protocol import (
     BatchScored,
     ClassifiersFailed,
@@ -28,6 +27,7 @@ from inference.safety.classifier_protocol import (
     decode_to_classifiers,
     encode,
 )
+from inference.workers.protocol import receive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,6 @@ ROW_TOKENS_MAX = 512  # tokens per row: what BERT-like models take; a longer tex
 OVERLAP_PARTS = 4  # a quarter of a row is in the next one again, so that nothing is cut in two everywhere
 FORWARD_TOKENS_MAX = 2048  # tokens, padding included, per forward pass: beyond that a batch gains nothing on one core
 EXIT_LOAD_FAILED = 4
-
 _log = logging.getLogger("weir.inference.classifiers")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from inference.hosts.host_protocol import LENGTH_PREFIX, ProtocolBroken
+from inference.workers.protocol import LENGTH_PREFIX, ProtocolBroken
 
 
 class LoadClassifiers(msgspec.Struct, tag="load", array_like=True, frozen=True):
@@ -47,7 +47,6 @@ class BatchScored(msgspec.Struct, tag="scored", array_like=True, frozen=True):
 
 ToClassifiers = LoadClassifiers | ClassifyBatch
 FromClassifiers = ClassifiersReady | ClassifiersFailed | BatchScored
-
 _encoder = msgspec.msgpack.Encoder()
 _to_classifiers: msgspec.msgpack.Decoder[ToClassifiers] = msgspec.msgpack.Decoder(ToClassifiers)
 _from_classifiers: msgspec.msgpack.Decoder[FromClassifiers] = msgspec.msgpack.Decoder(FromClassifiers)

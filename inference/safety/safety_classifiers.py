@@ -1,4 +1,9 @@
-"""Classifiers as checkers of prompts and outputs: which labels count from which score on, and which text they see when.
+"""The parent's side of the classifier process: its queue, its batches, its life.
+
+Whatever happens there, callers here wait a bounded time and get scores or `SafetyUnavailable`; nobody else waits at all. A process
+that ends or hangs is started again after a pause.
+
+Classifiers as checkers of prompts and outputs: which labels count from which score on, and which text they see when.
 
     output   [ given out ... | context | window ]      scored together: context and window; let go after it: the window
                                                        held: never more than a window and a token's text
@@ -8,24 +13,216 @@ Prompts are scored in overlapping pieces, a few at a time, so that a long one ta
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from inference.errors import SafetyUnavailable
-from inference.safety.classifier_process import ClassifierProcess
+from inference.safety.classifier_protocol import (
+    BatchScored,
+    ClassifiersFailed,
+    ClassifiersReady,
+    ClassifyBatch,
+    FromClassifiers,
+    LoadClassifiers,
+    ToClassifiers,
+    decode_from_classifiers,
+    encode,
+)
 from inference.safety.safety import OutputCheck, Verdict
+from inference.workers.batches import BatchQueue
+from inference.workers.process import ChildProcess, Watchdog, open_child
+from inference.workers.protocol import ProtocolBroken
+
+WAITING_COUNT_MAX = 256  # texts: more than that cannot be scored within any sane timeout on one core
+BATCH_CHARS_MAX = 4000  # some 1,000 tokens: a larger batch makes everybody wait longer and computes no faster on one core
+LOAD_TIMEOUT_S = 120.0
+HANG_TIMEOUTS = 4  # a batch that takes so many times what a caller waits is not slow, it hangs
+
+RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX = 0.2, 30.0
+
+STABLE_AFTER_S = 60.0
+CHILD_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+
+_log = logging.getLogger("weir.inference.classifiers")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierStatistics:
+    """Counts since the start. waiting_count_peak: of texts that waited at once."""
+
+    waiting_count: int
+    waiting_count_peak: int
+    scored_count: int
+    batch_count: int
+    restart_count: int
+
+
+class _Child(ChildProcess):
+    def send(self, message: ToClassifiers) -> None:
+        self.write(encode(message))
+
+    async def receive(self) -> FromClassifiers | None:
+        body = await self.read()
+        return None if body is None else decode_from_classifiers(body)
+
+
+class ClassifierProcess:
+    """All classifiers of this API process, in one child. Belongs to one event loop."""
+
+    def __init__(self, directories: Sequence[Path], *, timeout_s: float) -> None:
+        """Starts nothing. timeout_s: what a caller waits for scores."""
+        self._directories = tuple(directories)
+        self._timeout_s = timeout_s
+        self._child: _Child | None = None
+        self._queue: BatchQueue[tuple[int, str], list[float]] = BatchQueue(BATCH_CHARS_MAX)
+        self._restart_count = 0
+        self._reason = "they are being loaded"
+        self._first_load: asyncio.Future[str | None] | None = None
+        self._watchdog = Watchdog(HANG_TIMEOUTS * timeout_s, self._kill_hanging)
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id; None while there is none that scores."""
+        return None if self._child is None else self._child.pid
+
+    def statistics(self) -> ClassifierStatistics:
+        """As of now."""
+        queue = self._queue
+        return ClassifierStatistics(
+            queue.waiting_count, queue.waiting_count_peak, queue.done_count, queue.batch_count, self._restart_count
+        )
+
+    async def score(self, asks: Sequence[tuple[int, str]]) -> list[list[float]]:
+        """Scores of each text by the classifier of that index. Raises `SafetyUnavailable`."""
+        if self._queue.waiting_count + len(asks) > WAITING_COUNT_MAX:
+            raise SafetyUnavailable(f"{self._queue.waiting_count} texts wait for the safety classifiers", self._timeout_s)
+        waiting = self._queue.put((ask, len(ask[1])) for ask in asks)
+        self._send_next()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.gather(*(each.result for each in waiting))
+        except TimeoutError:
+            why = "they are slow" if self._child is not None else self._reason
+            raise SafetyUnavailable(
+                f"the safety classifiers have not answered within {self._timeout_s:g} s: {why}", self._timeout_s
+            ) from None
+        finally:
+            self._queue.drop(waiting)
+
+    async def loaded(self) -> str | None:
+        """Wait until the first attempt to load is over, which `serve` makes; why it failed, None if it did not."""
+        if self._first_load is None:
+            self._first_load = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._first_load)
+
+    async def serve(self) -> None:
+        """Keep a child alive until cancelled."""
+        if self._first_load is None:
+            self._first_load = asyncio.get_running_loop().create_future()
+        delay_s, clock = RESTART_DELAY_S_MIN, asyncio.get_running_loop().time
+        while True:
+            started_at_s = clock()
+            await self._run_child()
+            if not self._first_load.done():
+                self._first_load.set_result(self._reason)
+            _log.error("classifiers: %s", self._reason)
+            self._restart_count += 1
+            delay_s = RESTART_DELAY_S_MIN if clock() - started_at_s > STABLE_AFTER_S else min(2 * delay_s, RESTART_DELAY_S_MAX)
+            await asyncio.sleep(delay_s)
+
+    async def _run_child(self) -> None:
+        """One life of a child. Leaves the reason of its end."""
+        reason = "their process could not be started"
+        try:
+            async with open_child(_Child, "inference.safety.classifier_host", CHILD_ENVIRONMENT) as child:
+                try:
+                    if await self._load(child):
+                        while (message := await child.receive()) is not None:
+                            self._take(message)
+                        await child.wait_gone(self._timeout_s)
+                        self._reason = f"their process ended with status {child.exit_status}"
+                finally:
+                    self._lose(child)
+        except (ProtocolBroken, OSError) as error:
+            self._reason = f"{reason}: {error}"
+
+    async def _load(self, child: _Child) -> bool:
+        """Whether the child has loaded everything; else `_reason` tells."""
+        child.send(LoadClassifiers([str(directory) for directory in self._directories]))
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                message = await child.receive()
+        except TimeoutError:
+            self._reason = f"loading took more than {LOAD_TIMEOUT_S:.0f} s"
+            return False
+        match message:
+            case ClassifiersReady():
+                self._child = child
+                assert self._first_load is not None
+                if not self._first_load.done():
+                    self._first_load.set_result(None)
+                self._watchdog.arm()
+                self._send_next()
+                return True
+            case ClassifiersFailed(message=why):
+                self._reason = why
+            case _:
+                self._reason = "their process ended while it was loading"
+        return False
+
+    def _take(self, message: FromClassifiers) -> None:
+        if not isinstance(message, BatchScored) or message.number != self._queue.batch_count:
+            raise ProtocolBroken(f"unexpected: {message!r}"[:200])
+        if message.fault is None and len(message.scores) != self._queue.under_way_count:
+            raise ProtocolBroken(f"{len(message.scores)} scores for {self._queue.under_way_count} texts")
+        self._watchdog.heard()
+        if message.fault is None:
+            self._queue.answer(message.scores)
+        else:
+            fault = message.fault
+            self._queue.fail_batch(lambda: self._unavailable(fault))
+        self._send_next()
+
+    def _send_next(self) -> None:
+        """Send what waits, as far as it fits one batch, unless a batch is under way."""
+        if self._child is not None and (batch := self._queue.take_batch()):
+            self._watchdog.heard()
+            self._child.send(ClassifyBatch(self._queue.batch_count, batch))
+
+    def _lose(self, child: _Child) -> None:
+        """The child is gone: what it had fails, since it may be the cause; what waits goes on waiting for the next one."""
+        if self._child is child:
+            self._child = None
+            self._watchdog.disarm()
+        self._queue.fail_batch(lambda: self._unavailable("their process ended"))
+
+    def _unavailable(self, why: str) -> SafetyUnavailable:
+        return SafetyUnavailable(f"the safety classifiers have not answered: {why}", self._timeout_s)
+
+    def _kill_hanging(self, silence_s: float) -> None:
+        if self._child is not None and self._queue.under_way_count:
+            _log.error("classifiers: no answer for %.0f s, killing the process", silence_s)
+            self._child.kill()
+
 
 HOLD_S_MAX = 1.0  # seconds: text of a slow model is checked after so long, though its window is not full
 PIECE_CHARS = 1000  # of a prompt: some 250 tokens, one row of any classifier in most scripts
 PIECE_OVERLAP_CHARS = 200  # so that what lies across a border is whole in one of both pieces
 PIECES_AT_ONCE = 4  # of one prompt in the queue: the rest of it comes after what others have put there meanwhile
-
-_log = logging.getLogger("weir.inference.safety")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,22 @@ keeps the output a beginning of an answer in the format, byte by byte, so a char
 model's own end tokens are allowed exactly where the answer is complete, and alone where nothing can follow.
 
 Imported by the engine host only, and `llguidance` with the first request that needs it.
+
+Compiles grammars off the step thread, so that a large schema delays its own request and nobody's tokens.
+
+Bounded like the inbox: the parent sends no more sequences than the waiting queue takes.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,18 +28,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.engine import GrammarKind, ResponseFormat
+from inference.engine import GenerationRequest, GrammarKind, ResponseFormat
 from inference.errors import RequestImpossible
-from inference.text.strict_calls import JSON_OPTIONS
+from inference.text.tools import JSON_OPTIONS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+
 COMPILED_COUNT_MAX = 64  # grammars kept: applications send the same few schemas; each takes some 100 kB
 ERROR_CHARS_MAX = 500  # of the library's words: enough for the reason, not for a dump of its state
-
 _ISO_RULE = re.compile(r"^\s*\w+\s*=[^;]*;\s*$", re.MULTILINE)
-
 Mask = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
 
@@ -218,3 +223,41 @@ def _remedy(response_format: ResponseFormat) -> str:
 
 def _short(message: str) -> str:
     return " ".join(message.split("<state>")[0].split())[:ERROR_CHARS_MAX]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What came of a request's response format: a grammar, or why there is none."""
+
+    number: int
+    request: GenerationRequest
+    arrived_at_s: float
+    result: Grammar | RequestImpossible
+
+
+class GrammarThread:
+    """One thread that compiles in order of arrival."""
+
+    def __init__(self, compiler: GrammarCompiler, deliver: Callable[[Compiled], None]) -> None:
+        """deliver: called in the thread, with each result."""
+        self._compiler = compiler
+        self._deliver = deliver
+        self._jobs: queue.SimpleQueue[tuple[int, GenerationRequest, float]] = queue.SimpleQueue()
+        self._started = False
+
+    def begin(self, number: int, request: GenerationRequest, arrived_at_s: float) -> None:
+        """Compile the request's response format; the thread starts with the first."""
+        self._jobs.put((number, request, arrived_at_s))
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._run, name="weir-grammars", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            number, request, arrived_at_s = self._jobs.get()
+            assert request.response_format is not None, "only those with a format are sent here"
+            try:
+                result: Grammar | RequestImpossible = self._compiler.compile(request.response_format)
+            except RequestImpossible as fault:
+                result = fault
+            self._deliver(Compiled(number, request, arrived_at_s, result))

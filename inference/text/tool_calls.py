@@ -1,23 +1,204 @@
-"""Calls in the text of a model, found while it comes.
-
-What is given out is final and does not depend on how the text is cut: the parser decides character by character. A call begins
-when its name, which must be that of a tool, and the opening brace of its arguments have been read. What never gets so far is text,
-markers included; from then on what the model writes is the call's arguments, word for word, also where it is no JSON after all.
-Blanks around calls are layout, and belong to nothing.
-"""
+"""Tool calls in a model's output, found as the text arrives: the readers, what they have found, and the JSON that they follow."""
 
 from __future__ import annotations
 
+import re
+import secrets
+import string
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from inference.text.found_calls import Findings, Parsed, new_call_id
-from inference.text.json_scanner import BLANKS, JsonScanner
 from inference.text.tools import CALL_SHAPES, CallFormat
 
+BLANKS = " \t\r\n"  # JSON's
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_NUMBER_CHARACTERS = frozenset("+-.0123456789eE")
+_LITERALS = {"t": "true", "f": "false", "n": "null"}
+
+
+class JsonScanner:
+    """Reads one object, which begins with the first character that is given. No recursion: depth costs a list entry."""
+
+    def __init__(self) -> None:
+        self.complete = False
+        self._open: list[str] = []  # the closing characters that are still to come
+        self._word = ""  # of a literal: what is still to come
+        self._digits: list[str] = []  # of a number, which may be as long as the output
+        self._digits_left = 0  # of an escape by number
+        self._is_key = False
+        self._step: Callable[[str], bool] = self._begin
+
+    def push(self, character: str) -> bool:
+        """Take one more character, not after the last one; whether what was given can still be an object."""
+        return self._step(character)
+
+    def _begin(self, character: str) -> bool:
+        return character == "{" and self._enter("}")
+
+    def _enter(self, closing: str) -> bool:
+        self._open.append(closing)
+        self._step = self._first_key if closing == "}" else self._first_value
+        return True
+
+    def _leave(self, character: str) -> bool:
+        if character != self._open[-1]:
+            return False
+        self._open.pop()
+        self.complete = not self._open
+        self._step = self._after_value
+        return True
+
+    def _first_key(self, character: str) -> bool:
+        return self._leave(character) if character == "}" else self._key(character)
+
+    def _key(self, character: str) -> bool:
+        if character == '"':
+            self._is_key = True
+            self._step = self._string
+            return True
+        return character in BLANKS
+
+    def _colon(self, character: str) -> bool:
+        if character == ":":
+            self._step = self._value
+            return True
+        return character in BLANKS
+
+    def _first_value(self, character: str) -> bool:
+        return self._leave(character) if character == "]" else self._value(character)
+
+    def _value(self, character: str) -> bool:
+        if character in "{[":
+            return self._enter("}" if character == "{" else "]")
+        if character == '"':
+            self._is_key = False
+            self._step = self._string
+        elif character in _LITERALS:
+            self._word = _LITERALS[character][1:]
+            self._step = self._literal
+        elif character in "-0123456789":
+            self._digits = [character]
+            self._step = self._number
+        else:
+            return character in BLANKS
+        return True
+
+    def _string(self, character: str) -> bool:
+        if character == '"':
+            self._step = self._colon if self._is_key else self._after_value
+        elif character == "\\":
+            self._step = self._escape
+        return character >= " "
+
+    def _escape(self, character: str) -> bool:
+        if character == "u":
+            self._digits_left = 4
+            self._step = self._hexadecimal
+            return True
+        self._step = self._string
+        return character in '"\\/bfnrt'
+
+    def _hexadecimal(self, character: str) -> bool:
+        self._digits_left -= 1
+        if not self._digits_left:
+            self._step = self._string
+        return character in "0123456789abcdefABCDEF"
+
+    def _literal(self, character: str) -> bool:
+        expected, self._word = self._word[0], self._word[1:]
+        if not self._word:
+            self._step = self._after_value
+        return character == expected
+
+    def _number(self, character: str) -> bool:
+        if character in _NUMBER_CHARACTERS:
+            self._digits.append(character)
+            return True
+        self._step = self._after_value
+        return _NUMBER.fullmatch("".join(self._digits)) is not None and self._after_value(character)
+
+    def _after_value(self, character: str) -> bool:
+        if character == ",":
+            self._step = self._key if self._open[-1] == "}" else self._value
+            return True
+        return character in BLANKS or self._leave(character)
+
+
+ID_CHARACTERS = string.ascii_letters + string.digits
+ID_LENGTH = 9  # what Mistral's templates ask for, and no other minds
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """More of one call. index: among the calls of the output, from 0. id and name: with the first piece, and empty later."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+class Parsed(NamedTuple):
+    """What became final: text, and pieces of calls in their order."""
+
+    text: str
+    calls: tuple[CallPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A `CallPiece` in the making."""
+
+    index: int
+    id: str
+    name: str
+    arguments: list[str]
+
+    def joined(self) -> CallPiece:
+        return CallPiece(self.index, self.id, self.name, "".join(self.arguments))
+
+
+def new_call_id() -> str:
+    """An id that no other call of a conversation has."""
+    return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
+
+
+class Findings:
+    """Of one output. call_count: calls that have begun."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self.call_count = 0
+        self._new_id = new_id
+        self._text: list[str] = []
+        self._pieces: list[_Piece] = []
+
+    def add_text(self, text: str) -> None:
+        """More text."""
+        self._text.append(text)
+
+    def begin_call(self, name: str, arguments: str) -> None:
+        """A new call, and what is known of its arguments."""
+        self._pieces.append(_Piece(self.call_count, self._new_id(), name, [arguments]))
+        self.call_count += 1
+
+    def add_arguments(self, arguments: str) -> None:
+        """More arguments of the call that has begun last."""
+        if not (self._pieces and self._pieces[-1].index == self.call_count - 1):
+            self._pieces.append(_Piece(self.call_count - 1, "", "", []))
+        self._pieces[-1].arguments.append(arguments)
+
+    def taken(self) -> Parsed:
+        """All that was found since the last time."""
+        parsed = Parsed("".join(self._text), tuple(each.joined() for each in self._pieces))
+        self._text, self._pieces = [], []
+        return parsed
+
+
 HELD_CHARS_MAX = 16_384  # of what is neither text nor call yet: beyond it it is text, whatever follows
+
 # What an object may have, and what it means. The last two are what some models write beside, and are read over.
 KEYS: Mapping[str, str] = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}
-
 State = Callable[[str], None]
 
 

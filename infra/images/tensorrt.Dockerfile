@@ -18,6 +18,7 @@ COPY sdk/python/src sdk/python/src
 COPY proto proto
 COPY api api
 COPY common common
+COPY demo demo
 COPY inference inference
 COPY metering metering
 COPY migrations migrations

@@ -27,8 +27,7 @@ from api.streams.peers import make_identity
 from api.streams.receiver import Receiver
 from api.streams.relay import Relays
 from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore
-from inference.core.engine_options import EngineOptions
+from inference.core.engine_core import EngineCore, EngineOptions
 from inference.engine import (
     EmbeddingRequest,
     Embeddings,
@@ -38,7 +37,7 @@ from inference.engine import (
     ModelInfo,
 )
 from inference.limits import EngineLimits
-from inference.router import Router
+from inference.routing.router import Router
 from inference.text.tokenizer import Tokenizer
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal

@@ -27,7 +27,7 @@ from metering.quotas.quotas import QuotaExceeded
 from tests.service import Refusal
 
 BASES = (ApiError, EngineError, MeteringError)
-LOADED_ELSEWHERE = ("api.cli", "api.__main__", "inference.hosts.host", "inference.demo_model")
+LOADED_ELSEWHERE = ("api.cli", "api.__main__", "inference.adapters.torch_worker", "inference.demo_model")
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from api.core.settings import Settings
 from api.fleet.fleet import build_serving
-from inference.router import ModelMismatch, ReplicaCounts, Router
+from inference.routing.router import ModelMismatch, ReplicaCounts, Router
 from tests.inference.encoder_checkpoints import make_random_encoder
 
 FLEET = """

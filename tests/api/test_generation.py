@@ -20,7 +20,7 @@ from api.requests.start_frame import parse_start
 from api.streams.generation import ClientStream, outcome_of_leaving
 from api.streams.outbox import Outbox
 from api.streams.receiver import Receiver
-from inference.router import ModelUnknown, Router
+from inference.routing.router import ModelUnknown, Router
 from metering.models import Outcome
 from metering.quotas.quota_rules import Payer
 

@@ -24,7 +24,7 @@ from api.streams.feed import Feed, FlowControl
 from api.streams.outbox import Outbox
 from api.streams.receiver import Receiver
 from inference.engine import TokensGenerated
-from inference.safety.safety_rules import Rule, RuleChecker
+from inference.safety.safety_file import Rule, RuleChecker
 from inference.text.tools import CallFormat
 from metering.billing.pricing import TokenPrices
 from metering.holds.journal import UsageJournal

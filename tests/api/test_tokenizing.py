@@ -15,7 +15,7 @@ from api.openai.parameters import decode
 from api.requests.conversation import thinking_of
 from api.requests.text_work import TextWork
 from api.requests.tokenizing import TextJob, check_prompt, tokenize
-from inference.safety.safety_rules import Rule, RuleChecker
+from inference.safety.safety_file import Rule, RuleChecker
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool, ToolCall
 from metering.quotas.quota_rules import Payer

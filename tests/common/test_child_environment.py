@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from common.child_environment import inherited
-from inference.hosts.host_process import CHILD_ENVIRONMENT, open_host
-from inference.hosts.spare_hosts import SPARE_MODULE
-from inference.safety import classifier_process
+from inference.safety import safety_classifiers as classifier_process
+from inference.workers.process import CHILD_ENVIRONMENT, SPARE_MODULE, open_host
 
 SECRETS = {
     "STRIPE_API_KEY": "sk_live_1",

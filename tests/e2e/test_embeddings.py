@@ -23,7 +23,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir_client import AlreadyExists, Client, InvalidRequest, ModelTask
 
 from api.chaos.processes import children_of
-from inference.remote.settings import Service as RemoteService
+from inference.adapters.remote_settings import Service as RemoteService
 from inference.text.tokenizer import Tokenizer
 from metering.billing.prices import set_price
 from metering.billing.rating import rate_all_pending
@@ -105,7 +105,7 @@ def encoder_pid(service: Service) -> int | None:
     """Of the encoder's host."""
     for pid in children_of(service.pid):
         with contextlib.suppress(OSError):
-            if b"inference.encoder.host" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"inference.encoder.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
     return None
 

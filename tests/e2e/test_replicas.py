@@ -18,7 +18,7 @@ from weir.v1 import inference_service_pb2_grpc as inference_grpc
 from weir.v1 import replicas_pb2 as pb
 
 from api.core.settings import bundled_models
-from inference.fleet.standing import DRAINED_RETRY_S
+from inference.routing.replica import DRAINED_RETRY_S
 from metering.billing.prices import set_price
 from tests.conftest import new_database
 from tests.inference.checkpoints import LlamaShape, make_checkpoint

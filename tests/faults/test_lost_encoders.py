@@ -38,7 +38,7 @@ def encoder_pids(service: Service) -> list[int]:
     found = []
     for pid in children_of(service.pid):
         with contextlib.suppress(OSError):
-            if b"inference.encoder.host" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"inference.encoder.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 

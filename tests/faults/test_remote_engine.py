@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from weir.v1 import types_pb2
 
-from inference.remote.settings import Service as Wire
+from inference.adapters.remote_settings import Service as Wire
 from metering.models import QuotaDimension
 from tests.faults.conftest import Start
 from tests.remote_servers.certificates import make_certificates

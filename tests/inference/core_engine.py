@@ -19,8 +19,8 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineFailed, EngineOverloaded, EngineUnavailable, RequestImpossible
-from inference.prefix_hint import PrefixHint
-from inference.sequence_stream import BufferedStream
+from inference.kv_blocks import PrefixHint
+from inference.workers.engine import BufferedStream
 from tests.inference.checkpoints import TinyCheckpoint
 
 NUMBERS = itertools.count(1)  # of all engines, since several may share a core

@@ -8,11 +8,11 @@ import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from inference.adapters.tensorrt_engine import TensorRtEngine
+from inference.adapters.tensorrt_settings import TensorRtSettings
+from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import Engine, GenerationRequest, Scheduled, SequenceFinished, SequenceStream, TokensGenerated
-from inference.hosts.hosted_engine import HostedEngine
-from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
-from inference.tensorrt.engine import TensorRtEngine
-from inference.tensorrt.settings import TensorRtSettings
+from inference.workers.engine import HostedEngine
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, random_prompt
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from inference.remote.engine import RemoteEngine
-from inference.remote.settings import RemoteSettings, Service
+from inference.adapters.remote_engine import RemoteEngine
+from inference.adapters.remote_settings import RemoteSettings, Service
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import WAIT_S, until
 from tests.remote_servers.serving import ServerProcess

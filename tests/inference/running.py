@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inference.core.engine_core import EngineCore, NumberedEvent, SequenceBroken
-from inference.core.engine_options import EngineOptions
+from inference.core.engine_core import EngineCore, EngineOptions, NumberedEvent, SequenceBroken
 from inference.engine import (
     ChoiceFinished,
     GenerationRequest,

@@ -14,11 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from inference.core.kv_cache import KV_BLOCK_TOKENS, BlockKey, BlockPool, CachedBlock, PrefixMatch
+from inference.core.kv_cache import (
+    BlockKey,
+    BlockPool,
+    CachedBlock,
+    PrefixMatch,
+)
 from inference.core.scheduler import Scheduler
 from inference.core.sequence import Sequence as EngineSequence
 from inference.core.step_plan import StepPlan
 from inference.engine import GenerationRequest
+from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits, request_fault
 from inference.text.detokenizer import Detokenizer
 

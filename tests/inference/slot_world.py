@@ -21,8 +21,8 @@ from inference.engine import (
     SequenceStream,
 )
 from inference.errors import CheckpointInvalid, EngineStartFailed, EngineUnavailable
-from inference.fleet.memory_budget import MemoryBudget
-from inference.fleet.on_demand import OnDemandEngine, SlotTerms
+from inference.routing.memory import MemoryBudget
+from inference.routing.on_demand import OnDemandEngine, SlotTerms
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

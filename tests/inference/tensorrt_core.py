@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 
+from inference.adapters.external_core import OutsideCore
+from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
+from inference.adapters.tensorrt_settings import TensorRtOptions
+from inference.adapters.tensorrt_worker import Submission
 from inference.checkpoint.checkpoint import read_config
 from inference.engine import ChoiceFinished, GenerationRequest, Scheduled, SequenceEvent, SequenceFinished, TokensGenerated
 from inference.errors import EngineError
 from inference.limits import EngineLimits
-from inference.outside.core import OutsideCore
-from inference.tensorrt.answers import Submission
-from inference.tensorrt.library import TensorRtLibrary
-from inference.tensorrt.settings import TensorRtOptions
-from inference.tensorrt.watch import EngineWatch
 from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from tests.inference.running import Outcome

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import pytest
 
-from inference.hosts.batch_queue import BatchQueue, Piece
+from inference.workers.batches import BatchQueue, Piece
 
 BATCH_SIZE_MAX = 10
 ACTS = 400

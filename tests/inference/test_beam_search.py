@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from inference.core.engine_core import EngineCore, NumberedEvent, SequenceBroken
-from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.engine import (
     BeamSearchParams,
     ChoiceFinished,
@@ -26,6 +25,7 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
+from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all

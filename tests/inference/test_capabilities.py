@@ -10,6 +10,11 @@ from typing import Any, cast
 
 import pytest
 
+from inference.adapters.external_sequences import Choice, Request
+from inference.adapters.remote_dialects import TrtllmDialect, VllmDialect
+from inference.adapters.tensorrt_engine import capabilities as tensorrt_capabilities
+from inference.adapters.tensorrt_library import TensorRtLibrary
+from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.capabilities import Capabilities, RequestField, combined, used_fields
 from inference.checkpoint.checkpoint import read_model_info
 from inference.engine import (
@@ -21,13 +26,7 @@ from inference.engine import (
     StopCriteria,
 )
 from inference.errors import RequestImpossible
-from inference.outside.sequence import Choice, Request
-from inference.remote.trtllm import TrtllmDialect
-from inference.remote.vllm import VllmDialect
-from inference.sampling.seeds import choice_seed
-from inference.tensorrt.engine import capabilities as tensorrt_capabilities
-from inference.tensorrt.library import TensorRtLibrary
-from inference.tensorrt.settings import TensorRtOptions
+from inference.sequences import choice_seed
 from inference.text.detokenizer import Detokenizer, TextDecoder
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint

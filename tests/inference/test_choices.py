@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from inference.core.engine_core import EngineCore, NumberedEvent, SequenceBroken
-from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -21,7 +20,8 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
-from inference.sampling.seeds import choice_seed
+from inference.kv_blocks import KV_BLOCK_TOKENS
+from inference.sequences import choice_seed
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all

@@ -14,18 +14,19 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import inference.safety.classifier_process as classifier_process
+import inference.safety.safety_classifiers as classifier_process
 from inference.errors import CheckpointInvalid, SafetyUnavailable
 from inference.safety.classifier_host import Classifier, score_batch
-from inference.safety.classifier_process import WAITING_COUNT_MAX, ClassifierProcess
 from inference.safety.classifier_protocol import ClassifyBatch
 from inference.safety.safety import SafetyRulesInvalid, Verdict
 from inference.safety.safety_classifiers import (
     HOLD_S_MAX,
     PIECE_CHARS,
     PIECE_OVERLAP_CHARS,
+    WAITING_COUNT_MAX,
     ClassifierChecker,
     ClassifierOutputCheck,
+    ClassifierProcess,
     ClassifierRule,
     ClassifierTerms,
     pieces_of,

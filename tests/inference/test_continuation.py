@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore
-from inference.core.engine_options import EngineOptions
+from inference.core.engine_core import EngineCore, EngineOptions
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
@@ -25,9 +24,9 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineFailed, EngineOverloaded
-from inference.fleet.replica import Replica
-from inference.fleet.replica_set import ReplicaSet
 from inference.limits import EngineLimits, outside_continuation_fault
+from inference.routing.replica import Replica
+from inference.routing.replica_set import ReplicaSet
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.core_engine import CoreEngine
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, until

@@ -12,8 +12,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 import inference.demo_model
-from inference.demo_model import scoring
-from inference.demo_model.corpus import (
+from demo import scoring
+from demo.corpus import (
     REFERENCE_PROMPT_TOKENS,
     SYSTEM_PROMPT,
     SYSTEM_PROMPT_TOKENS,
@@ -26,9 +26,9 @@ from inference.demo_model.corpus import (
     reference_messages,
     sized_reference_case,
 )
-from inference.demo_model.hotels import Split, draw_hotels, split_of
-from inference.demo_model.tokenization import token_ids_of
-from inference.demo_model.turns import Criterion, draw_turn, search
+from demo.hotels import Split, draw_hotels, split_of
+from demo.tokenization import token_ids_of
+from demo.turns import Criterion, draw_turn, search
 
 WEIGHTS = Path(inference.demo_model.__file__).parent / "weights"
 

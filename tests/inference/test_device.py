@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from inference.checkpoint.checkpoint import read_config
-from inference.core.engine_core import EngineCore
-from inference.core.engine_options import EngineOptions
-from inference.core.kv_cache import KV_BLOCK_TOKENS
+from inference.core.engine_core import EngineCore, EngineOptions
 from inference.decoder.attention import DecodeSpan, LayerPool, PrefillSpan, row_indices
 from inference.decoder.model import Batch, Decoder, Spans, move_batch
 from inference.decoder.weights import load_weights, move_weights
 from inference.errors import EngineStartFailed
+from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_request, random_prompt, run_all

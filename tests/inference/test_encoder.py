@@ -19,10 +19,9 @@ from torch.nn.functional import cosine_similarity
 
 from inference.encoder.config import read_encoder_config, read_encoder_info
 from inference.encoder.engine import TorchEncoder
-from inference.encoder.host import encode_batch, load_network
 from inference.encoder.network import EncoderNetwork
-from inference.encoder.protocol import EncodeBatch, LoadEncoder
-from inference.encoder.settings import EncoderSettings
+from inference.encoder.settings import EncodeBatch, EncoderSettings, LoadEncoder
+from inference.encoder.worker import encode_batch, load_network
 from inference.engine import EmbeddingRequest, Embeddings, EngineState
 from inference.errors import (
     CheckpointInvalid,
@@ -32,8 +31,8 @@ from inference.errors import (
     EngineUnavailable,
     RequestImpossible,
 )
-from inference.fleet.memory_budget import MemoryBudget
-from inference.fleet.on_demand import OnDemandEncoder, SlotTerms
+from inference.routing.memory import MemoryBudget
+from inference.routing.on_demand import OnDemandEncoder, SlotTerms
 from inference.text.tokenizer import Tokenizer
 from tests.inference.classifier_checkpoints import edit_config
 from tests.inference.encoder_checkpoints import (

@@ -11,8 +11,13 @@ import pytest
 
 from inference.engine import EmbeddingRequest, Embeddings, EngineCondition, EngineState, EngineStatistics, ModelInfo
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
-from inference.fleet.encoder_set import FULL_TOKENS, LOSS_COUNT_MAX, EncoderReplica, EncoderSet
-from inference.fleet.replica import ReplicaState
+from inference.routing.encoder_set import (
+    FULL_TOKENS,
+    LOSS_COUNT_MAX,
+    EncoderReplica,
+    EncoderSet,
+)
+from inference.routing.replica import ReplicaState
 
 MODEL = ModelInfo("m", "fake", "fake", 100_000, 100, "/nowhere", embedding_dimension=1)
 

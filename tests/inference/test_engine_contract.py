@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from inference.adapters.remote_settings import Service
+from inference.adapters.tensorrt_settings import TensorRtSettings
+from inference.adapters.torch_engine import TorchEngineSettings
 from inference.capabilities import used_fields
 from inference.core.cost_model import CostModel
 from inference.engine import (
@@ -29,9 +32,6 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineOverloaded, RequestImpossible
-from inference.hosts.torch_engine import TorchEngineSettings
-from inference.remote.settings import Service
-from inference.tensorrt.settings import TensorRtSettings
 from tests.inference import hosted
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, settings_for, until

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.core.engine_core import EngineCore
-from inference.core.engine_options import EngineOptions
+from inference.core.engine_core import EngineCore, EngineOptions
 from inference.core.model_runner import ComputeDtype
 from inference.engine import EngineFinishReason, GenerationRequest, SamplingParams
 from inference.limits import EngineLimits

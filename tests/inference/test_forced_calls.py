@@ -8,8 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from inference.text.forced_calls import CALL_COUNT_MAX, calls_schema
-from inference.text.tools import Tool
+from inference.text.tools import CALL_COUNT_MAX, Tool, calls_schema
 
 TREE = {
     "type": "object",

@@ -6,7 +6,6 @@ import socket
 
 import pytest
 
-from inference.core.kv_cache import KV_BLOCK_TOKENS
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -22,7 +21,8 @@ from inference.engine import (
     TokenLogprobs,
     TokensGenerated,
 )
-from inference.hosts.host_protocol import (
+from inference.kv_blocks import KV_BLOCK_TOKENS, PrefixHint
+from inference.workers.protocol import (
     LENGTH_PREFIX,
     MESSAGE_BYTES_MAX,
     ChoiceFinishedEvent,
@@ -34,8 +34,8 @@ from inference.hosts.host_protocol import (
     StepReport,
     TokensEvent,
     body_length,
-    decode_to_host,
-    decode_to_parent,
+    decoder_to_parent,
+    decoder_to_worker,
     encode,
     receive,
     request_of,
@@ -44,7 +44,6 @@ from inference.hosts.host_protocol import (
     statistics_list,
     wire_event,
 )
-from inference.prefix_hint import PrefixHint
 from tests.inference.running import make_request
 
 TIMINGS = EngineTimings(1.5, 2.5, 3.5)
@@ -64,7 +63,7 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
         rank=-2.5,
     )
 
-    message = decode_to_host(encode(start_message(9, request))[LENGTH_PREFIX.size :])
+    message = decoder_to_worker().decode(encode(start_message(9, request))[LENGTH_PREFIX.size :])
 
     assert isinstance(message, StartSequence)
     crossed = request_of(message)
@@ -89,7 +88,7 @@ def test_an_event_crosses_unchanged(event: SequenceEvent) -> None:
     statistics = EngineStatistics(*range(1, 13))
     report = StepReport([wire_event(4, event), RefusedEvent(5, overloaded=True, message="full")], statistics_list(statistics))
 
-    crossed = decode_to_parent(encode(report)[LENGTH_PREFIX.size :])
+    crossed = decoder_to_parent().decode(encode(report)[LENGTH_PREFIX.size :])
 
     assert isinstance(crossed, StepReport)
     first, second = crossed.events
@@ -102,9 +101,9 @@ def test_an_event_crosses_unchanged(event: SequenceEvent) -> None:
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x93\xa5start\x01", b"\x91\xa7unknown"])
 def test_what_is_no_message_is_refused(body: bytes) -> None:
     with pytest.raises(ProtocolBroken):
-        decode_to_host(body)
+        decoder_to_worker().decode(body)
     with pytest.raises(ProtocolBroken):
-        decode_to_parent(body)
+        decoder_to_parent().decode(body)
 
 
 def test_a_length_beyond_the_limit_is_refused_before_anything_is_read() -> None:

@@ -10,10 +10,9 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.safety.json_escapes import Unescaper
-from inference.safety.safety import EscapedOutputCheck, SafetyStage, Verdict
+from inference.safety.safety import EscapedOutputCheck, SafetyStage, Unescaper, Verdict
 from inference.safety.safety_classifiers import ClassifierOutputCheck, ClassifierTerms
-from inference.safety.safety_rules import Rule, RuleChecker
+from inference.safety.safety_file import Rule, RuleChecker
 from tests.inference.test_safety import at_once
 
 PATTERN = regex.compile(r"\bsecret\s+\d\d|🙂x")

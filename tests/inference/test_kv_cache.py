@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from inference.core.kv_cache import KV_BLOCK_TOKENS, BlockPool, block_keys, matchable_block_count
+from inference.core.kv_cache import BlockPool, block_keys, matchable_block_count
 from inference.errors import InvariantViolated
+from inference.kv_blocks import KV_BLOCK_TOKENS
 
 TOKENS = list(range(4 * KV_BLOCK_TOKENS))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from inference.decoder.logits import NOT_FINITE, Logits
+from inference.decoder.model import NOT_FINITE, Logits
 from inference.native import loader
 
 SIZES = (1, 15, 16, 17, 64, 333)  # around the width of a vector

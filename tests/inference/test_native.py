@@ -19,7 +19,7 @@ from inference.checkpoint.checkpoint import read_config
 from inference.core.model_runner import ComputeDtype, ModelRunner
 from inference.core.sequence import Sequence as EngineSequence
 from inference.core.step_plan import Chunk, StepPlan
-from inference.decoder.logits import Logits
+from inference.decoder.model import Logits
 from inference.errors import InvariantViolated
 from inference.native import loader
 from inference.native.build import build

@@ -9,8 +9,8 @@ import pytest
 
 from inference.engine import EngineState
 from inference.errors import EngineStartFailed, EngineUnavailable
-from inference.fleet.memory_budget import HANDOVER_S, BudgetTooSmall, MemoryBudget
-from inference.fleet.on_demand import FAULT_STANDS_S, OnDemandEngine, SlotTerms
+from inference.routing.memory import HANDOVER_S, BudgetTooSmall, MemoryBudget
+from inference.routing.on_demand import FAULT_STANDS_S, OnDemandEngine, SlotTerms
 from tests.inference.running import make_request
 from tests.inference.slot_world import FakeEngine, World, slot_world
 

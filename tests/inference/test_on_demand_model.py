@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from inference.engine import EngineState
 from inference.errors import EngineStartFailed
-from inference.fleet.memory_budget import HANDOVER_S
-from inference.fleet.on_demand import FAULT_STANDS_S, OnDemandEngine, SlotTerms
+from inference.routing.memory import HANDOVER_S
+from inference.routing.on_demand import FAULT_STANDS_S, OnDemandEngine, SlotTerms
 from tests.inference.running import make_request
 from tests.inference.slot_world import VirtualLoop, World
 

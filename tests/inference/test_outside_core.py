@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from inference.adapters.external_core import STALLS_MAX, OutsideCore, StallWatch
+from inference.adapters.external_sequences import Answer, Choice
+from inference.adapters.remote_dialects import WireOutput
+from inference.adapters.remote_settings import RemoteHandling
 from inference.engine import GenerationRequest, SequenceEvent, SequenceFinished
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
-from inference.outside.core import Answer, OutsideCore
-from inference.outside.sequence import Choice
-from inference.outside.stalls import STALLS_MAX, StallWatch
-from inference.remote.dialect import WireOutput
-from inference.remote.settings import RemoteHandling
 from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint

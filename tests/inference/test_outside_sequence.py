@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from inference.adapters.external_sequences import Choice, Request
 from inference.engine import EngineFinishReason, Scheduled, SequenceFinished
-from inference.outside.sequence import Choice, Request
 from inference.text.detokenizer import Detokenizer
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import make_core, make_request

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.engine_core import EngineCore
-from inference.core.engine_options import EngineOptions
+from inference.core.engine_core import EngineCore, EngineOptions
 from inference.core.model_runner import ComputeDtype
 from inference.errors import CheckpointInvalid
 from inference.limits import EngineLimits
-from inference.native import packing
+from inference.native import decoder as packing
 from inference.native.loader import load
-from inference.native.packed_file import PackedFile, trim_packed
-from inference.native.packed_place import PackedPlace
+from inference.native.packed_file import PackedFile, PackedPlace, trim_packed
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.hosted import prompt
 from tests.inference.running import SMALL_KV_BYTES, make_request, run_all

@@ -28,13 +28,24 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable, RequestImpossible
-from inference.fleet.breaker import BreakerLimits, BreakerState, CircuitBreaker
-from inference.fleet.placement import POLICIES, LeastLoaded, PrefixAware, RoundRobin
-from inference.fleet.prefixes import SentPrefixes, prefix_keys
-from inference.fleet.replica import Replica, ReplicaState
-from inference.fleet.replica_set import ReplicaSet
-from inference.fleet.set_statistics import SetStatistics
-from inference.sequence_stream import BufferedStream
+from inference.routing.placement import (
+    POLICIES,
+    LeastLoaded,
+    PrefixAware,
+    RoundRobin,
+)
+from inference.routing.replica import (
+    BreakerLimits,
+    BreakerState,
+    CircuitBreaker,
+    Replica,
+    ReplicaState,
+    SentPrefixes,
+    SetStatistics,
+    prefix_keys,
+)
+from inference.routing.replica_set import ReplicaSet
+from inference.workers.engine import BufferedStream
 from tests.inference.running import make_request
 
 MODEL = ModelInfo("m", "", "", 4096, 1000, "", continues_output=True)

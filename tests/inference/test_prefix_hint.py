@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.core.kv_cache import KV_BLOCK_TOKENS, block_keys
-from inference.prefix_hint import PrefixHint, chained_hashes
+from inference.core.kv_cache import block_keys
+from inference.kv_blocks import KV_BLOCK_TOKENS, PrefixHint, chained_hashes
 
 tokens = st.lists(st.integers(0, 50), max_size=70)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from inference.adapters import remote_doctor as doctor
+from inference.adapters.findings import Verdict
+from inference.adapters.remote_settings import RemoteSettings, Service, Target
 from inference.engine import EngineFinishReason, SamplingParams
-from inference.findings import Verdict
-from inference.remote import doctor
-from inference.remote.settings import RemoteSettings, Service, Target
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.hosted import prompt, run
 from tests.inference.remote_hosted import remote_engine

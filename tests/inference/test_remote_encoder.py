@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from inference.adapters.remote_encoder import RemoteEncoder
+from inference.adapters.remote_settings import RemoteSettings, Service
 from inference.encoder.engine import TorchEncoder
 from inference.encoder.settings import EncoderSettings
 from inference.engine import EmbeddingRequest, EngineState
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
-from inference.remote.encoder import RemoteEncoder
-from inference.remote.settings import RemoteSettings, Service
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.encoder_checkpoints import CLS, DIMENSION, INPUT_TOKENS_MAX, PLAIN_IDS, SEP, make_random_encoder
 from tests.inference.hosted import WAIT_S, until

@@ -15,6 +15,14 @@ import pytest
 
 from api.core.settings import Settings
 from api.fleet.fleet import build_serving
+from inference.adapters.remote_connection import DIALECTS
+from inference.adapters.remote_engine import RemoteEngine
+from inference.adapters.remote_settings import (
+    RemoteSettings,
+    Service,
+    Target,
+    TlsFiles,
+)
 from inference.capabilities import used_fields
 from inference.engine import (
     BeamSearchParams,
@@ -28,9 +36,6 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
-from inference.remote.connection import DIALECTS
-from inference.remote.engine import RemoteEngine
-from inference.remote.settings import RemoteSettings, Service, Target, TlsFiles
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, until
 from tests.inference.remote_hosted import RemoteWorld, connected, remote_engine, remote_settings

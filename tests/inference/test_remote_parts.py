@@ -19,19 +19,20 @@ from api.cli.doctor import doctor as commands
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
 from api.fleet.engines import build_engines
+from inference.adapters import remote_doctor as doctor
+from inference.adapters.findings import Verdict
+from inference.adapters.remote_connection import Bundle, check_tokenizer, read_remote_model
+from inference.adapters.remote_dialects import SEED_MAX, ServerUnfit, salt_id, wire_seed
+from inference.adapters.remote_engine import RemoteEngine, Upkeep
+from inference.adapters.remote_settings import (
+    Service,
+    Target,
+    TlsFiles,
+    parse_target,
+)
 from inference.capabilities import Capabilities
 from inference.engine import EngineStatistics
 from inference.errors import CheckpointInvalid
-from inference.findings import Verdict
-from inference.remote import doctor
-from inference.remote.dialect import ServerUnfit
-from inference.remote.engine import RemoteEngine
-from inference.remote.model_files import Bundle, check_tokenizer
-from inference.remote.model_info import read_remote_model
-from inference.remote.settings import Service, Target, TlsFiles, parse_target
-from inference.remote.trtllm import salt_id
-from inference.remote.upkeep import Upkeep
-from inference.remote.vllm import SEED_MAX, wire_seed
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import prompt, run
 from tests.inference.remote_hosted import remote_engine, remote_settings

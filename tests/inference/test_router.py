@@ -6,10 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from inference.catalog import Catalog, Share, drawn
 from inference.engine import Engine, ModelInfo
 from inference.errors import RequestImpossible
-from inference.router import ModelUnknown, ReplicaCounts, Router
+from inference.routing.router import Catalog, ModelUnknown, ReplicaCounts, Router, Share, drawn
 
 REGIONS = {"eu": ("us",), "us": ("eu", "ap"), "ap": ()}
 

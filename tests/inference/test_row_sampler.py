@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from inference.engine import SamplingParams
-from inference.sampling import row_sampler
-from inference.sampling.row_sampler import Row, draw_token
+from inference.sampling import sampler as row_sampler
+from inference.sampling.sampler import Row, draw_token
 
 EDGES = (0.0, 2.0**-53, 0.5, 1 - 2.0**-53)
 

@@ -11,7 +11,7 @@ import torch
 
 from inference.engine import SamplingParams
 from inference.sampling.sampler import Draw, sample
-from inference.sampling.seeds import uniform
+from inference.sequences import uniform
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
 

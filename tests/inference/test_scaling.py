@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from inference.engine import EngineCondition, EngineState, EngineStatistics, ModelInfo
-from inference.fleet.replica import Replica
-from inference.fleet.scaling import FULL_S, Scaler
+from inference.routing.replica import Replica
+from inference.routing.scaling import FULL_S, Scaler
 
 PLACES = 4
 IDLE_S = 60.0

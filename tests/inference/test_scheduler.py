@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference.core.beam_group import BeamGroup
+from inference.core.sequence import BeamGroup
 from inference.engine import BeamSearchParams
 from inference.errors import InvariantViolated
 from inference.limits import EngineLimits

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from inference.adapters.torch_engine import TorchEngine
 from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore
-from inference.core.engine_options import EngineOptions
+from inference.core.engine_core import EngineCore, EngineOptions
 from inference.core.simulated_runner import SENTENCE, SimulatedRunner
 from inference.engine import EngineFinishReason, GrammarKind, ResponseFormat, SamplingParams
 from inference.errors import RequestImpossible
-from inference.hosts.torch_engine import TorchEngine
 from inference.limits import EngineLimits
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint

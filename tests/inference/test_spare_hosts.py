@@ -9,9 +9,9 @@ import signal
 import pytest
 
 from api.chaos.processes import alive, children_of
-from inference.hosts import spare_hosts
-from inference.hosts.spare_hosts import SpareHosts
-from inference.hosts.torch_engine import TorchEngine
+from inference.adapters.torch_engine import TorchEngine
+from inference.workers import process as spare_hosts
+from inference.workers.process import SpareHosts
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import prompt, run, settings_for, until
 from tests.inference.running import make_request
@@ -55,7 +55,7 @@ async def test_spares_go_with_their_keeper_and_a_dead_one_counts_for_nothing() -
 
         os.kill(first, signal.SIGKILL)
         await until(lambda: spares.ready_count == 1)
-        async with spares.open("inference.hosts.host", {}) as other:  # of another kind
+        async with spares.open("inference.adapters.torch_worker", {}) as other:  # of another kind
             assert other.pid not in (first, second)
         keeper.cancel()
     assert not alive(first)

@@ -6,9 +6,7 @@ import random
 
 import pytest
 
-from inference.core.engine_core import EngineCore
-from inference.core.engine_options import EngineOptions
-from inference.core.step_pace import PROMPT_TOKENS_MIN, StepPace
+from inference.core.engine_core import PROMPT_TOKENS_MIN, EngineCore, EngineOptions, StepPace
 from inference.limits import EngineLimits
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import make_request, random_prompt

@@ -8,9 +8,8 @@ import pytest
 
 from inference.engine import GrammarKind, ResponseFormat
 from inference.sampling.grammar import GrammarCompiler
-from inference.text.strict_calls import strict_calls
 from inference.text.tokenizer import Tokenizer
-from inference.text.tools import CallFormat, Tool
+from inference.text.tools import CallFormat, Tool, strict_calls
 from tests.inference.tool_checkpoints import make_scripted_checkpoint, make_tool_checkpoint
 
 A = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'

@@ -306,7 +306,7 @@ async def test_choices_follow_the_first_and_have_its_prompt_in_the_cache(
 @pytest.mark.parametrize("version", ["1.2.0", "1.3.0rc1"])
 def test_another_release_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """1.2.0 corrupts its KV cache (NVIDIA/TensorRT-LLM#12770); later ones have another interface."""
-    from inference.tensorrt.library import TensorRtLibrary
+    from inference.adapters.tensorrt_library import TensorRtLibrary
 
     monkeypatch.setenv("TENSORRT_DOUBLE_VERSION", version)
     with double_imported(monkeypatch), pytest.raises(EngineStartFailed, match=r"Weir needs 1\.2\.1"):
@@ -314,7 +314,7 @@ def test_another_release_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, ver
 
 
 def test_without_the_library_the_error_says_what_to_install() -> None:
-    from inference.tensorrt.library import TensorRtLibrary
+    from inference.adapters.tensorrt_library import TensorRtLibrary
 
     with pytest.raises(EngineStartFailed, match=r"pip install .*\[tensorrt\]"):
         TensorRtLibrary()

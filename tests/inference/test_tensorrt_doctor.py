@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from inference.findings import Observation, Verdict
+from inference.adapters import tensorrt_doctor as doctor
+from inference.adapters.findings import Observation, Verdict
 from inference.limits import EngineLimits
-from inference.tensorrt import doctor
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.tensorrt_core import double_imported
 from tests.inference.tensorrt_hosted import OPTIONS

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference.adapters.kv_events import KvCacheChange, KvEventIndex
+from inference.adapters.tensorrt_engine import capabilities
+from inference.adapters.tensorrt_library import alive, descendants
+from inference.adapters.tensorrt_settings import TensorRtOptions
+from inference.adapters.tensorrt_worker import KvEventReader
 from inference.engine import BeamSearchParams, EngineState, GenerationRequest, GrammarKind, ResponseFormat
 from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
-from inference.kv_event_index import KvCacheChange, KvEventIndex
-from inference.tensorrt.engine import capabilities
-from inference.tensorrt.kv_events import KvEventReader
-from inference.tensorrt.settings import TensorRtOptions
-from inference.tensorrt.watch import alive, descendants
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, serving, until
 from tests.inference.running import make_request

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from inference.text.token_bounds import TokenBound
-from inference.text.tokenizer import ChatMessage, Tokenizer, TokenLimitExceeded
+from inference.text.tokenizer import ChatMessage, TokenBound, Tokenizer, TokenLimitExceeded
 from tests.inference.checkpoints import make_checkpoint
 
 DEMO = Path("inference/demo_model/weights")

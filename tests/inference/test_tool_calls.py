@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.text.json_scanner import JsonScanner
-from inference.text.tool_calls import HELD_CHARS_MAX, ToolCallParser
+from inference.text.tool_calls import HELD_CHARS_MAX, JsonScanner, ToolCallParser
 from inference.text.tools import CallFormat, format_in
 
 NAMES = ("get_weather", "get", "book-room")

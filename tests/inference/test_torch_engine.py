@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from inference.adapters.torch_engine import TorchEngine
+from inference.adapters.torch_settings import LoadModel
 from inference.engine import (
     EngineFinishReason,
     EngineState,
@@ -21,12 +23,16 @@ from inference.engine import (
     SamplingParams,
 )
 from inference.errors import EngineFailed, EngineStartFailed, EngineUnavailable
-from inference.hosts.host_inbox import EXIT_PROTOCOL_BROKEN
-from inference.hosts.host_process import CHILD_ENVIRONMENT, open_host
-from inference.hosts.host_protocol import FinishedEvent, LoadModel, Ready, StepReport, start_message
-from inference.hosts.hosted_engine import HostedEngine
-from inference.hosts.torch_engine import TorchEngine
 from inference.limits import EngineLimits
+from inference.workers.child import EXIT_PROTOCOL_BROKEN
+from inference.workers.engine import HostedEngine
+from inference.workers.process import CHILD_ENVIRONMENT, open_host
+from inference.workers.protocol import (
+    FinishedEvent,
+    Ready,
+    StepReport,
+    start_message,
+)
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
 from tests.inference.hosted import LONG, WAIT_S, first_tokens, prompt, read_all, run, serving, settings_for, until
 from tests.inference.running import make_core, make_request, run_all
@@ -217,7 +223,7 @@ async def test_an_unusable_checkpoint_is_told_and_not_retried(tmp_path: Path) ->
 
 async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -> None:
     """Ten sequences of eight tokens: as many reports as steps, however many tokens each step brings."""
-    async with asyncio.timeout(WAIT_S), open_host("inference.hosts.host", CHILD_ENVIRONMENT) as host:
+    async with asyncio.timeout(WAIT_S), open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host:
         host.send(load_message(tiny))
         while not isinstance(await host.receive(), Ready):
             pass
@@ -236,7 +242,7 @@ async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -
 async def test_a_broken_message_ends_the_host_with_a_status_of_its_own(
     tiny: TinyCheckpoint, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async with asyncio.timeout(WAIT_S), open_host("inference.hosts.host", CHILD_ENVIRONMENT) as host:
+    async with asyncio.timeout(WAIT_S), open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host:
         host.send(load_message(tiny))
         host._writer.write(b"\x00\x00\x00\x03abc")
         while await host.receive() is not None:
@@ -248,7 +254,7 @@ async def test_a_broken_message_ends_the_host_with_a_status_of_its_own(
 
 
 async def test_the_host_checks_requests_itself(tiny: TinyCheckpoint) -> None:
-    async with asyncio.timeout(WAIT_S), open_host("inference.hosts.host", CHILD_ENVIRONMENT) as host:
+    async with asyncio.timeout(WAIT_S), open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host:
         host.send(load_message(tiny))
         while not isinstance(await host.receive(), Ready):
             pass
@@ -266,7 +272,7 @@ def load_message(checkpoint: TinyCheckpoint) -> LoadModel:
 PARENT = """
 import asyncio, json, sys
 from pathlib import Path
-from inference.hosts.torch_engine import TorchEngine, TorchEngineSettings
+from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria, TokensGenerated
 
 async def main(directory, phase):
@@ -316,7 +322,7 @@ def has_exited(pidfd: int, timeout_s: float) -> bool:
 
 
 def test_the_api_process_never_imports_torch() -> None:
-    modules = "inference.hosts.torch_engine, inference.text.tokenizer, inference.checkpoint.checkpoint"
+    modules = "inference.adapters.torch_engine, inference.text.tokenizer, inference.checkpoint.checkpoint"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
 
     subprocess.run([sys.executable, "-c", code], check=True)

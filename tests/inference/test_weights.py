@@ -15,15 +15,20 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from inference.checkpoint.checkpoint import read_config
-from inference.checkpoint.mapped_file import MappedFile
-from inference.core.engine_core import EngineCore
-from inference.core.engine_options import EngineOptions
-from inference.core.kv_cache import KV_BLOCK_TOKENS, blocks_for
+from inference.checkpoint.tensors import (
+    PACKED_ROWS_MAX,
+    WIDEN_COUNT,
+    LinearWeights,
+    MappedFile,
+    project,
+    quantize_rows,
+)
+from inference.core.engine_core import EngineCore, EngineOptions
 from inference.decoder.attention import LayerPool, PrefillSpan, row_indices
-from inference.decoder.linear import PACKED_ROWS_MAX, WIDEN_COUNT, LinearWeights, project, quantize_rows
 from inference.decoder.model import Batch, Decoder, Spans
 from inference.decoder.weights import DecoderWeights, load_weights
 from inference.errors import CheckpointInvalid
+from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.limits import EngineLimits
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import LlamaShape, make_checkpoint, write_tokenizer

@@ -14,10 +14,10 @@ from pathlib import Path
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
+from inference.adapters.torch_engine import TorchEngine
 from inference.encoder.engine import TorchEncoder
 from inference.engine import EmbeddingRequest, GenerationRequest, Scheduled, SequenceFinished, SequenceStream, TokensGenerated
 from inference.errors import EngineError, RequestImpossible
-from inference.hosts.torch_engine import TorchEngine
 
 Context = grpc.aio.ServicerContext[object, object]
 

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from inference.remote.settings import TlsFiles
+from inference.adapters.remote_settings import TlsFiles
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.checkpoint.checkpoint import read_config
-from inference.core.engine_core import EngineCore, SequenceBroken
-from inference.core.engine_options import EngineOptions
-from inference.core.kv_cache import KV_BLOCK_TOKENS
+from inference.core.engine_core import EngineCore, EngineOptions, SequenceBroken
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
@@ -26,6 +24,7 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.engine import SamplingParams as CoreSampling
+from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
 from inference.text.tokenizer import Tokenizer
 

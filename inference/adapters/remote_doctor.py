@@ -1,0 +1,260 @@
+"""Finds out from a real server what is only known from reading: one connection, a list of questions, an observation for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+
+from inference.adapters.external_sequences import Choice, Request
+from inference.adapters.findings import (
+    Observation,
+    Verdict,
+    ask_all,
+    expected,
+    needed,
+)
+from inference.adapters.remote_connection import (
+    DIALECTS,
+    Bundle,
+    Examination,
+    check_tokenizer,
+    is_unanswered,
+    one_output,
+    open_dialect,
+    read_remote_model,
+)
+from inference.adapters.remote_dialects import Dialect, ServerUnfit, WireOutput
+from inference.adapters.remote_settings import RemoteSettings
+from inference.engine import GenerationRequest, GrammarKind, ModelInfo, ResponseFormat, SamplingParams, SequenceId, StopCriteria
+from inference.text.detokenizer import Detokenizer, TextDecoder
+from inference.text.tokenizer import Tokenizer
+
+SILENCE_S = 5.0  # after which an answer that may never come is taken not to come
+LONG = 400  # output tokens: an output that can be met in its middle
+
+
+@dataclass(slots=True)
+class Patient:
+    """A server under examination."""
+
+    settings: RemoteSettings
+    dialect: Dialect
+    model: ModelInfo
+    decoder: TextDecoder
+    ends: frozenset[int]
+
+    @property
+    def examination(self) -> Examination:
+        """What is asked before the first request in any case."""
+        return Examination(self.dialect, self.settings, self.model, self.decoder)
+
+    def request(self, output_token_count: int, *, salt: str = "", prompt: tuple[int, ...] = ()) -> GenerationRequest:
+        """Greedy, from a prompt that nobody has ever sent."""
+        stop = StopCriteria(output_token_count, ignore_eos=True)
+        return GenerationRequest(SequenceId("doctor"), prompt or self.examination.probe_prompt(), SamplingParams(), stop, salt)
+
+    async def run(self, request: GenerationRequest, ends: frozenset[int] = frozenset()) -> tuple[WireOutput, int]:
+        """Its output, and how many of its prompt tokens were cached."""
+        return await one_output(self.dialect, self.model.vocabulary_size, self.decoder, request, ends)
+
+
+async def health(patient: Patient) -> tuple[Verdict, str]:
+    """Does the server say that it is well?"""
+    fault = await patient.dialect.health_fault()
+    return needed(fault is None), fault or "yes"
+
+
+async def model_facts(patient: Patient) -> tuple[Verdict, str]:
+    """Is it the model of the checkpoint here, with a context window as large?"""
+    facts = await patient.dialect.facts()
+    try:
+        patient.examination.fitting(facts)
+    except ServerUnfit as error:
+        return Verdict.BAD, str(error)
+    unknown = [
+        name for name in ("vocabulary_size", "context_window_tokens", "running_sequence_count_max") if not getattr(facts, name)
+    ]
+    return expected(not unknown), f"{facts.model}, {facts.version}; not told: {', '.join(unknown) or 'nothing'}"
+
+
+async def tokenizer(patient: Patient) -> tuple[Verdict, str]:
+    """Is its tokenizer the one here?"""
+    bundle = Bundle()
+    try:
+        async for chunk in patient.dialect.tokenizer_chunks():
+            bundle.add(chunk)
+        files = bundle.files()
+        check_tokenizer(files, patient.settings.directory)
+    except ServerUnfit as error:
+        return Verdict.BAD, str(error)
+    except grpc.aio.AioRpcError as error:
+        if not is_unanswered(error):
+            raise
+        return Verdict.OTHER, f"it does not tell: {error.code().name}"
+    return Verdict.EXPECTED, f"yes; it sends {', '.join(sorted(files))}"
+
+
+async def repeats(patient: Patient) -> tuple[Verdict, str]:
+    """Are tokens those that were asked for, and twice the same?"""
+    request = patient.request(16)
+    first, second = [(await patient.run(request))[0] for _ in range(2)]
+    if len(first.token_ids) != 16 or first.finish_reason != "length":
+        return Verdict.BAD, f"{len(first.token_ids)} tokens of 16, ended by {first.finish_reason}"
+    return expected(
+        first.token_ids == second.token_ids
+    ), f"16 tokens, the second time {'the same' if first == second else 'others'}"
+
+
+async def end_tokens(patient: Patient) -> tuple[Verdict, str]:
+    """Is the token that ends an output in it?"""
+    request = patient.request(12)
+    free = (await patient.run(request))[0].token_ids
+    ends = patient.ends | {free[5]}  # the model's own may come before
+    ended = (await patient.run(replace(request, stop=replace(request.stop, ignore_eos=False)), ends))[0]
+    first = next(index for index, token_id in enumerate(free) if token_id in ends)
+    listed = ended.token_ids[-1:] == free[first : first + 1]
+    right = ended.finish_reason == "stop" and len(ended.token_ids) in (first, first + 1)
+    return needed(
+        right
+    ), f"{len(ended.token_ids)} tokens of {first + 1}, ended by {ended.finish_reason}; {'listed' if listed else 'cut'}"
+
+
+async def cached_tokens(patient: Patient) -> tuple[Verdict, str]:
+    """How much of a prompt is found again, and is it kept apart by salt?"""
+    name = uuid.uuid4().hex
+    request = patient.request(1, salt=f"{name}-a")
+    counts = [(await patient.run(replace(request, cache_salt=salt)))[1] for salt in (f"{name}-a", f"{name}-a", f"{name}-b")]
+    seen = f"cold {counts[0]}, again {counts[1]}, under another salt {counts[2]}"
+    if counts[2] and not patient.settings.share_prefixes:
+        return Verdict.BAD, f"{seen}: prefixes of one tenant serve others"
+    return expected(not counts[0] and counts[1] < len(request.prompt_token_ids)), seen
+
+
+async def abort(patient: Patient) -> tuple[Verdict, str]:
+    """What does an abort in mid-output answer?"""
+    request_id = f"weir-doctor-{uuid.uuid4().hex}"
+    choice = Choice(Request(0, patient.request(LONG), frozenset(), 0.0), 0, 0, Detokenizer(patient.decoder.open(), ()))
+    call = patient.dialect.generate(request_id, choice)
+    output = WireOutput()
+    try:
+        async for message in call:
+            begun = bool(output.token_ids)
+            patient.dialect.take(message, choice, output)
+            if output.token_ids and not begun:
+                await patient.dialect.abort(request_id)
+                break
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SILENCE_S):
+                async for message in call:
+                    patient.dialect.take(message, choice, output)
+    finally:
+        call.cancel()
+    seen = f"{output.finish_reason or 'silence'} after {len(output.token_ids)} tokens of {LONG}"
+    return expected(output.finish_reason == "cancelled"), seen
+
+
+async def serves_afterwards(patient: Patient) -> tuple[Verdict, str]:
+    """Does it serve after that?"""
+    output, _ = await patient.run(patient.request(5))
+    return needed(len(output.token_ids) == 5), f"{len(output.token_ids)} tokens of 5"
+
+
+async def log_probabilities(patient: Patient) -> tuple[Verdict, str]:
+    """Does every token come with its own log-probability and the likeliest ones?"""
+    output, _ = await patient.run(replace(patient.request(8), sampling=SamplingParams(top_logprobs=3)))
+    pairs = list(zip(output.token_ids, output.logprobs, strict=False))
+    complete = len(pairs) == 8 and all(token_id in known and len(known) >= 3 for token_id, known in pairs)
+    return needed(complete), f"{len(output.logprobs)} for {len(output.token_ids)} tokens"
+
+
+async def guided_decoding(patient: Patient) -> tuple[Verdict, str]:
+    """Which response formats are kept?"""
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    kept, failed = [], []
+    for kind, source in ((GrammarKind.JSON_SCHEMA, schema), (GrammarKind.REGEX, "[0-9]{3}")):
+        request = patient.request(40)
+        wanted = replace(request, stop=StopCriteria(40), response_format=ResponseFormat(kind, source))
+        try:
+            await patient.run(wanted, patient.ends)
+            kept.append(kind.value)
+        except Exception as error:  # whatever it is, it belongs in the report
+            failed.append(f"{kind.value} ({error!r})")
+    return expected(not failed), f"accepted: {', '.join(kept) or 'none'}; refused: {', '.join(failed) or 'none'}"
+
+
+async def loads(patient: Patient) -> tuple[Verdict, str]:
+    """Does it tell its load?"""
+    try:
+        told = await patient.dialect.load(16)
+    except grpc.aio.AioRpcError as error:
+        return Verdict.OTHER, f"no: {error.code().name}"
+    if told is None:
+        return Verdict.OTHER, "the service has no call for it"
+    return expected(told.kv_block_count_total > 0), f"{told.kv_block_count_held} of {told.kv_block_count_total} blocks are in use"
+
+
+async def cache_events(patient: Patient) -> tuple[Verdict, str]:
+    """Does it publish what comes into its cache?"""
+    batches: list[int] = []
+
+    async def listen() -> None:
+        async for batch in patient.dialect.kv_batches():
+            batches.append(batch.sequence_number)
+            return
+
+    async with asyncio.TaskGroup() as tasks:
+        listening = tasks.create_task(_answer_of(listen()))
+        # A publisher may not know its subscriber yet when the first blocks come.
+        for _ in range(round(SILENCE_S / 0.5)):
+            await patient.run(patient.request(2))
+            if (await asyncio.wait([listening], timeout=0.5))[0]:
+                break
+        listening.cancel()
+    refused = listening.result() if listening.done() and not listening.cancelled() else ""
+    return expected(bool(batches)), refused or (f"yes, from number {batches[0]}" if batches else "nothing came")
+
+
+async def _answer_of(listening: Awaitable[None]) -> str:
+    try:
+        await listening
+    except grpc.aio.AioRpcError as error:
+        return f"no: {error.code().name}: {error.details()}"
+    return ""
+
+
+QUESTIONS: tuple[Callable[[Patient], Awaitable[tuple[Verdict, str]]], ...] = (
+    health,
+    model_facts,
+    tokenizer,
+    repeats,
+    end_tokens,
+    cached_tokens,
+    abort,
+    serves_afterwards,
+    log_probabilities,
+    guided_decoding,
+    loads,
+    cache_events,
+)
+
+
+async def examine(settings: RemoteSettings) -> list[Observation]:
+    """Connect, put all questions, leave. Raises: CheckpointInvalid, ServerUnfit."""
+    directory = Path(settings.directory)
+    model, ends = read_remote_model(
+        directory,
+        name=settings.name,
+        engine="remote",
+        context_window_tokens_max=settings.context_window_tokens_max,
+        capabilities=DIALECTS[settings.target.service].capabilities,
+    )
+    known = Tokenizer(directory)
+    decoder = TextDecoder(known.backend, known.special_token_ids, str(directory / "tokenizer.json"))
+    async with open_dialect(settings) as (dialect, _):
+        return await ask_all(QUESTIONS, Patient(settings, dialect, model, decoder, ends))

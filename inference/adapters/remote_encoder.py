@@ -1,0 +1,263 @@
+"""A remote server as an encoder: texts are sent one by one, as its service takes them, and it makes batches of them by itself.
+
+No more texts are with the server than it was said to take; the others wait here by rank. What it answers is checked before it is
+believed: the number of tokens, that of floats, and that these are numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import time
+import uuid
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from inference.adapters.remote_connection import Introduction, open_dialect, read_remote_encoder
+from inference.adapters.remote_dialects import OVERLOAD_WAIT_S, Dialect, ServerUnfit
+from inference.adapters.remote_engine import ConnectionWatch
+from inference.adapters.remote_settings import RemoteSettings
+from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vector
+from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
+from inference.workers.life import BackendLife
+
+LENGTH_ERROR_MAX = 1e-2  # of vectors that are to have the length 1, by a server that computes in bfloat16
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One `embed`. began_at_s: when the first text of it was sent."""
+
+    request: EmbeddingRequest
+    began_at_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Text:
+    """One text of a call: it waits, or is with the server."""
+
+    index: int
+    call: _Call
+    result: asyncio.Future[Vector] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.call.request.inputs[self.index]
+
+
+class _Over(Exception):
+    """Ends the tasks of a connection."""
+
+
+class RemoteEncoder(BackendLife):
+    """One server of `trtllm-serve --grpc` or `vllm serve --grpc` that embeds. See `Encoder` for the contract."""
+
+    def __init__(self, settings: RemoteSettings) -> None:
+        """Reads the checkpoint's small files, and connects to nothing. Raises `CheckpointInvalid`."""
+        engine = f"remote {settings.target.service.value}"
+        window = settings.context_window_tokens_max
+        model, self._normalized = read_remote_encoder(
+            settings.directory, name=settings.name, engine=engine, input_tokens_max=window
+        )
+        super().__init__(model, settings)
+        self._settings = settings
+        self._waiting: list[tuple[float, int, _Text]] = []  # a heap, by rank and then by arrival
+        self._waiting_token_count = 0
+        self._sent: dict[_Text, asyncio.Task[None]] = {}
+        self._texts: set[_Text] = set()  # those that somebody waits for
+        self._number = self._text_count = self._token_count = 0
+        self._dialect: Dialect | None = None  # while it serves
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running_max = settings.running_sequence_count_max
+        self._connecting: asyncio.Timeout | None = None
+        self._ended: asyncio.Future[str] | None = None
+
+    def statistics(self) -> EngineStatistics:
+        """See `Encoder`: of our own texts; a step is a text here, since the server does not tell of its batches."""
+        return EngineStatistics(
+            waiting_sequence_count=sum(not text.result.done() for *_, text in self._waiting),
+            running_sequence_count=len(self._sent),
+            step_count=self._text_count,
+            prompt_token_count=self._token_count,
+        )
+
+    async def embed(self, request: EmbeddingRequest) -> Embeddings:
+        """See `Encoder.embed`."""
+        self._check_ready()
+        if (fault := self._fault(request)) is not None:
+            raise fault
+        if self._waiting_token_count >= self._settings.waiting_token_count_max:
+            raise EngineOverloaded("the encoder's queue is full", OVERLOAD_WAIT_S)
+        came_at_s, call = time.monotonic(), _Call(request)
+        texts = [_Text(index, call) for index in range(len(request.inputs))]
+        for text in texts:
+            self._number += 1
+            self._waiting_token_count += len(text.token_ids)
+            heapq.heappush(self._waiting, (request.rank, self._number, text))
+            self._texts.add(text)
+        self._fill()
+        try:
+            vectors = await asyncio.gather(*(text.result for text in texts))
+        finally:
+            for text in texts:
+                self._give_up(text)
+        assert call.began_at_s is not None, "what is done was begun"
+        return Embeddings(tuple(vectors), (call.began_at_s - came_at_s) * 1e3, (time.monotonic() - call.began_at_s) * 1e3)
+
+    def _fault(self, request: EmbeddingRequest) -> RequestImpossible | None:
+        limit, size = self._model.context_window_tokens, self._model.vocabulary_size
+        for index, token_ids in enumerate(request.inputs):
+            if not 1 <= len(token_ids) <= limit:
+                return RequestImpossible(f"a text must have 1 to {limit} tokens, not {len(token_ids)}", f"inputs[{index}]")
+            if min(token_ids) < 0 or max(token_ids) >= size:
+                return RequestImpossible(f"token ids must be from 0 to {size - 1}", f"inputs[{index}]")
+        return None
+
+    def _give_up(self, text: _Text) -> None:
+        """Nobody waits for it any more: it is not sent, or its call is ended, by which the server knows."""
+        self._texts.discard(text)
+        text.result.cancel()
+        if (task := self._sent.get(text)) is not None:
+            task.cancel()
+
+    def _fill(self) -> None:
+        """Send what there is room for."""
+        while self._waiting and self._tasks is not None and len(self._sent) < self._running_max:
+            *_, text = heapq.heappop(self._waiting)
+            self._waiting_token_count -= len(text.token_ids)
+            if text.result.done():
+                continue
+            if text.call.began_at_s is None:
+                text.call.began_at_s = time.monotonic()
+                text.call.request.on_begin()
+            self._sent[text] = self._tasks.create_task(self._send(text))
+
+    async def _send(self, text: _Text) -> None:
+        """Have one text embedded; its future tells what came of it."""
+        assert self._dialect is not None, "texts are sent over a connection"
+        try:
+            vector = await self._vector(self._dialect, text.token_ids)
+        except EngineError as error:
+            if not text.result.done():
+                text.result.set_exception(error)
+                text.result.exception()  # whoever waits for several is told of the first that fails
+        except grpc.aio.AioRpcError as error:
+            if not text.result.done():
+                text.result.set_exception(_engine_error(error, text.index))
+                text.result.exception()
+        else:
+            self._text_count += 1
+            self._token_count += len(text.token_ids)
+            if not text.result.done():
+                text.result.set_result(vector)
+        finally:
+            self._sent.pop(text, None)
+            self._fill()
+
+    async def _vector(self, dialect: Dialect, token_ids: tuple[int, ...]) -> Vector:
+        """Raises: EngineFailed for an answer that cannot be; grpc.aio.AioRpcError."""
+        answer: Any = await dialect.embed(f"weir-{uuid.uuid4().hex}", token_ids, self._settings.first_token_timeout_s)
+        if answer.prompt_tokens not in (0, len(token_ids)):
+            raise EngineFailed(f"the engine says that the text had {answer.prompt_tokens} tokens: it was given {len(token_ids)}")
+        if len(answer.embedding) != self._model.embedding_dimension:
+            raise EngineFailed(f"the engine sent {len(answer.embedding)} floats for a vector of {self._model.embedding_dimension}")
+        vector: Vector = array("f", answer.embedding)
+        if not all(map(math.isfinite, vector)):
+            raise EngineFailed("the engine sent a vector that is not finite")
+        return vector
+
+    async def _run(self) -> str:
+        """One connection: opened, examined, used, until it is lost."""
+        began_at_s, target = time.monotonic(), self._settings.target
+        self._ended = ended = asyncio.get_running_loop().create_future()
+        try:
+            async with open_dialect(self._settings) as (dialect, channel):
+                try:
+                    async with asyncio.timeout(self._settings.connect_timeout_s) as self._connecting:
+                        await self._examine(dialect)
+                finally:
+                    self._connecting = None
+                return await self._use(dialect, channel, time.monotonic() - began_at_s, ended)
+        except TimeoutError:
+            return f"{target} did not answer within {self._settings.connect_timeout_s:g} s"
+        except ServerUnfit as error:
+            return f"{target}: {error}"
+        except grpc.aio.AioRpcError as error:
+            return f"{target} cannot be asked: {error.code().name}: {error.details()}"
+
+    async def _examine(self, dialect: Dialect) -> None:
+        """Is it the model that is meant, and does it embed? Raises: ServerUnfit, grpc.aio.AioRpcError."""
+        facts = await Introduction(dialect, self._settings, self._model).introduce()
+        running_max = self._settings.running_sequence_count_max
+        self._running_max = min(running_max, facts.running_sequence_count_max or running_max)
+        try:
+            vector = await self._vector(dialect, (self._model.vocabulary_size // 2,))
+        except EngineError as error:
+            raise ServerUnfit(f"a test text cannot be: {error}") from error
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ServerUnfit(
+                    "the server does not embed: run it with a model that does, as one that does (vLLM: --runner pooling)"
+                ) from error
+            raise
+        length = math.sqrt(sum(each * each for each in vector))
+        if self._normalized and abs(length - 1.0) > LENGTH_ERROR_MAX:
+            raise ServerUnfit(f"the checkpoint's vectors have the length 1, and the server's {length:g}: let it normalize them")
+
+    async def _use(self, dialect: Dialect, channel: grpc.aio.Channel, took_s: float, ended: asyncio.Future[str]) -> str:
+        """Serve over a connection until it has ended; returns why."""
+        reason = ""
+        watch = ConnectionWatch(dialect, channel, self._settings, self._end)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(watch.watch_channel())
+                tasks.create_task(watch.look_often())
+                self._dialect, self._tasks = dialect, tasks
+                self._now_ready(took_s)
+                try:
+                    reason = await ended
+                finally:
+                    self._tasks = None
+                raise _Over
+        except* _Over:
+            pass
+        finally:
+            self._dialect = None
+        return reason
+
+    def _end(self, reason: str) -> None:
+        """The connection is of no use any more; the first to say why is believed."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(reason)
+
+    def _reachable(self) -> bool:
+        return self._tasks is not None
+
+    def _say_farewell(self) -> None:
+        self._end("closed")
+
+    def _end_at_once(self) -> None:
+        if self._connecting is not None:
+            self._connecting.reschedule(asyncio.get_running_loop().time())
+        self._end("closed")
+
+    def _fail_waiting(self, reason: str) -> None:
+        self._waiting, self._waiting_token_count = [], 0
+        for text in self._texts:
+            if not text.result.done():
+                text.result.set_exception(self._loss(reason))
+                text.result.exception()
+
+
+def _engine_error(error: grpc.aio.AioRpcError, index: int) -> EngineError:
+    """What a call's status means for its text."""
+    match error.code():
+        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
+            return RequestImpossible(f"the remote engine refused the text: {error.details()}", f"inputs[{index}]")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return EngineOverloaded(f"the remote engine is full: {error.details()}", OVERLOAD_WAIT_S)
+    return EngineFailed(f"the remote engine gave the text up: {error.code().name}: {error.details() or 'no details'}")

@@ -1,0 +1,499 @@
+"""A remote engine as the API process sees it: connected, watched, and connected again when it was lost. One target, one engine.
+
+The server's own word is checked where it is billed: tokens are counted as they come, and a count that cannot be fails its sequence.
+What is queued here is ranked here, since the services know no ranks.
+
+Sequences sent to a remote engine, and its messages as answers: one call for each.
+
+Whether a connection is of use: it is there, and its server is well. Calls back once with the reason when it is not any more.
+
+What is done beside the requests while a connection is in use: is it there, is the server well, what has it cached, who is stuck.
+
+Calls back once with the reason when the connection is of no use any more. All of it runs in the connection's task group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import sys
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+from smg_grpc_proto.generated import common_pb2
+
+from common.incidents import Retries
+from inference.adapters.external_core import OutsideCore, StallWatch
+from inference.adapters.external_sequences import Answer, Choice
+from inference.adapters.kv_events import KvCacheChange, KvEventIndex
+from inference.adapters.remote_connection import DIALECTS, Examination, open_dialect, read_remote_model
+from inference.adapters.remote_dialects import (
+    SHARES,
+    Dialect,
+    ServerFacts,
+    ServerUnfit,
+    WireOutput,
+    asked,
+    block_counts,
+    engine_error,
+)
+from inference.adapters.remote_settings import RemoteSettings, Service, handling
+from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent
+from inference.errors import EngineError, EngineFailed, RequestImpossible
+from inference.kv_blocks import PrefixHint
+from inference.limits import EngineLimits, outside_continuation_fault
+from inference.text.detokenizer import TextDecoder
+from inference.text.tokenizer import Tokenizer
+from inference.workers.engine import BufferedStream, EngineLife
+
+HINT_TOKENS_MAX = 4 << 20  # tokens that are remembered as sent, where the server does not tell how many it caches
+UNKNOWN_BLOCK_COUNT = 1 << 40  # a server's own limit on what fits its cache is its context window
+IDLE_POLL_S = 0.01  # while the last sequences are waited for at the end
+DEFAULT_BLOCK_TOKENS = {Service.TRTLLM: 32, Service.VLLM: 16}
+
+
+class _Over(Exception):
+    """Ends the tasks of a connection."""
+
+
+class Connection(NamedTuple):
+    """All that belongs to one connection."""
+
+    dialect: Dialect
+    core: OutsideCore
+    upkeep: Upkeep
+    tasks: asyncio.TaskGroup
+
+
+class RemoteEngine(EngineLife):
+    """One server of `trtllm-serve --grpc` or `vllm serve --grpc`. See `Engine` for the contract."""
+
+    def __init__(self, settings: RemoteSettings) -> None:
+        """Reads the checkpoint's configuration and tokenizer, and connects to nothing.
+
+        Raises `CheckpointInvalid`, or ValueError for bounds that contradict each other.
+        """
+        model, self._end_token_ids = read_remote_model(
+            settings.directory,
+            name=settings.name,
+            engine=f"remote {settings.target.service.value}",
+            context_window_tokens_max=settings.context_window_tokens_max,
+            capabilities=DIALECTS[settings.target.service].capabilities,
+        )
+        limits = EngineLimits(
+            context_window_tokens=model.context_window_tokens,
+            step_token_count_max=max(settings.running_sequence_count_max, 1),
+            running_sequence_count_max=settings.running_sequence_count_max,
+            waiting_sequence_count_max=settings.waiting_sequence_count_max,
+        )
+        super().__init__(
+            model,
+            limits,
+            settings,
+            settings.block_tokens or DEFAULT_BLOCK_TOKENS[settings.target.service],
+        )
+        self._settings = settings
+        tokenizer = Tokenizer(settings.directory)
+        path = str(Path(settings.directory) / "tokenizer.json")
+        self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, path)
+        self._began_at_s = -math.inf
+        self._connecting: asyncio.Timeout | None = None  # while it is asked whether it is fit
+        self._connection: Connection | None = None  # while it serves
+        self._ended: asyncio.Future[str] | None = None  # the reason, once the connection is of no use any more
+
+    @property
+    def settings(self) -> RemoteSettings:
+        """What it was built with."""
+        return self._settings
+
+    def statistics(self) -> EngineStatistics:
+        """See `Engine.statistics`: of our own sequences, and of the server's blocks as it last told."""
+        return EngineStatistics() if self._connection is None else self._connection.core.statistics()
+
+    def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
+        """See `Engine.predict_cached_token_count`: what was sent and, where the server tells all of it, is still there."""
+        if self._connection is None or not self._may_reuse(self._connection.dialect):
+            return 0
+        sent = super().predict_cached_token_count(prompt_token_ids, cache_salt)
+        upkeep = self._connection.upkeep
+        if not upkeep.knows_all_blocks:
+            return sent
+        held = upkeep.blocks.matched_token_count(prompt_token_ids)
+        return held if self._settings.share_prefixes else min(held, sent)
+
+    async def _run(self) -> str:
+        """One connection: opened, examined, used, until it is lost."""
+        self._began_at_s = time.monotonic()
+        target = self._settings.target
+        self._ended = ended = asyncio.get_running_loop().create_future()
+        try:
+            async with open_dialect(self._settings) as (dialect, channel):
+                try:
+                    async with asyncio.timeout(self._settings.connect_timeout_s) as self._connecting:
+                        examination = Examination(dialect, self._settings, self._model, self._decoder)
+                        facts = await examination.pass_all()
+                finally:
+                    self._connecting = None
+                return await self._use(examination, channel, facts, ended)
+        except TimeoutError:
+            return f"{target} did not answer within {self._settings.connect_timeout_s:g} s"
+        except ServerUnfit as error:
+            return f"{target}: {error}"
+        except grpc.aio.AioRpcError as error:
+            return f"{target} cannot be asked: {error.code().name}: {error.details()}"
+
+    async def _use(
+        self, examination: Examination, channel: grpc.aio.Channel, facts: ServerFacts, ended: asyncio.Future[str]
+    ) -> str:
+        """Serve over a connection until it has ended; returns why."""
+        dialect, settings = examination.dialect, self._settings
+        self._block_tokens = facts.block_tokens or settings.block_tokens or DEFAULT_BLOCK_TOKENS[settings.target.service]
+        self._hint = PrefixHint(HINT_TOKENS_MAX // self._block_tokens, self._block_tokens)
+        running_max = min(settings.running_sequence_count_max, facts.running_sequence_count_max or sys.maxsize)
+        reason = ""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                core = OutsideCore(
+                    Submission(dialect, tasks, self._may_reuse(dialect), self._end).submit,
+                    decoder=self._decoder,
+                    model_end_token_ids=self._end_token_ids,
+                    limits=replace(self._limits, running_sequence_count_max=running_max),
+                    handling=handling(settings),
+                    tell=self._tell,
+                    broken=self._end,
+                    tasks=tasks,
+                )
+                shares_prefixes = examination.shares_prefixes
+                upkeep = Upkeep(dialect, channel, core, settings, self._block_tokens, self._end, shares_prefixes)
+                self._connection = Connection(dialect, core, upkeep, tasks)
+                for duty in upkeep.duties():
+                    tasks.create_task(duty)
+                self._ready(UNKNOWN_BLOCK_COUNT, time.monotonic() - self._began_at_s)
+                try:
+                    reason = await ended
+                finally:
+                    core.abandon()
+                    self._connection = None
+                raise _Over
+        except* _Over:
+            pass
+        return reason
+
+    def _tell(self, number: int, event: SequenceEvent | EngineError) -> None:
+        stream = self._streams.get(number)
+        if stream is None:
+            return  # its caller has left
+        if isinstance(event, EngineError):
+            stream.fail(event)
+        else:
+            self._take(stream, event)
+
+    def _end(self, reason: str) -> None:
+        """The connection is of no use any more; the first to say why is believed."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(reason)
+
+    def _reachable(self) -> bool:
+        return self._connection is not None
+
+    def _submit(self, stream: BufferedStream) -> None:
+        assert self._connection is not None, "the engine is ready"
+        self._connection.core.add(stream.number, stream.request, time.monotonic())
+
+    def _send_cancel(self, stream: BufferedStream) -> None:
+        if self._connection is not None:
+            self._connection.core.cancel(stream.number)
+
+    def _say_farewell(self) -> None:
+        if self._connection is not None:
+            self._connection.core.cancel_all()
+            self._connection.tasks.create_task(self._leave(self._connection.core))
+
+    async def _leave(self, core: OutsideCore) -> None:
+        while True:
+            if not core.owes:
+                self._end("closed")
+                return
+            await asyncio.sleep(IDLE_POLL_S)
+
+    def _end_at_once(self) -> None:
+        if self._connecting is not None:
+            self._connecting.reschedule(asyncio.get_running_loop().time())
+        self._end("closed")
+
+    def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
+        fault = outside_continuation_fault(request)
+        return None if fault is None else RequestImpossible(fault, "output_token_ids")
+
+    def _cache_group(self, cache_salt: str) -> str:
+        return "" if self._settings.share_prefixes else cache_salt
+
+    def _may_reuse(self, dialect: Dialect) -> bool:
+        return self._settings.share_prefixes or dialect.carries_salt
+
+
+END_WAIT_S = 2.0  # for a call to end by itself after its last message
+_log = logging.getLogger("weir.inference.remote")
+
+
+class Submission:
+    """Sends choices over one connection. may_reuse: whether the server may have prompt tokens of a request cached.
+
+    tasks: of the connection; aborts are among them, since they are calls of their own. unfit: called with why the server must
+    not be used any more.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        tasks: asyncio.TaskGroup,
+        may_reuse: bool,
+        unfit: Callable[[str], None],
+    ) -> None:
+        self._dialect = dialect
+        self._unfit = unfit
+        self._tasks = tasks
+        self._may_reuse = may_reuse
+
+    def submit(self, choice: Choice) -> RemoteAnswers:
+        """Send it; what becomes of it is told by its answers."""
+        request_id = f"weir-{uuid.uuid4().hex}"
+        call = self._dialect.generate(request_id, choice)
+        return RemoteAnswers(self._dialect, call, choice, request_id, self._tasks, None if self._may_reuse else self._unfit)
+
+
+class RemoteAnswers:
+    """Implements `Answers`. Whoever stops reading ends the call, by which the server knows that nobody wants the rest.
+
+    unfit: called where the server has prompt tokens cached; None where it may.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        call: Any,
+        choice: Choice,
+        request_id: str,
+        tasks: asyncio.TaskGroup,
+        unfit: Callable[[str], None] | None,
+    ) -> None:
+        self._dialect = dialect
+        self._call = call
+        self._choice = choice
+        self._request_id = request_id
+        self._tasks = tasks
+        self._unfit = unfit
+
+    async def read(self) -> AsyncGenerator[Answer, None]:
+        """See `Answers.read`."""
+        output = WireOutput()
+        try:
+            async for message in self._call:
+                cached_token_count = self._dialect.take(message, self._choice, output)
+                prompt_token_count = len(asked(self._choice).prompt_token_ids)  # a count beyond it cannot be, and says nothing
+                if self._unfit is not None and 0 < cached_token_count <= prompt_token_count:
+                    # It did not when it connected, and does now: the tenant may have been served what another one has sent.
+                    self._unfit(SHARES)
+                    raise EngineFailed("the server reuses prefixes, which it must not for this request")
+                yield Answer(output, cached_token_count)
+                if output.finish_reason is not None:
+                    await self._await_end()
+                    return
+        except grpc.aio.AioRpcError as error:
+            raise engine_error(error, self._choice) from error
+        finally:
+            self._call.cancel()
+
+    def abort(self) -> None:
+        """See `Answers.abort`."""
+        self._tasks.create_task(self._send_abort())
+
+    async def _send_abort(self) -> None:
+        try:
+            await self._dialect.abort(self._request_id)
+        except grpc.aio.AioRpcError as error:
+            _log.warning("an abort was not taken (%s), ending the call", error.code().name)
+            self._call.cancel()
+
+    async def _await_end(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_WAIT_S):
+                async for _ in self._call:
+                    pass
+
+
+UNANSWERED_MAX = 2  # looks in a row that may go unanswered: one may be lost in a moment of load
+
+
+class ConnectionWatch:
+    """Looks after one connection. lost: called with why it is of no use any more."""
+
+    def __init__(self, dialect: Dialect, channel: grpc.aio.Channel, settings: RemoteSettings, lost: Callable[[str], None]) -> None:
+        self._dialect = dialect
+        self._channel = channel
+        self._settings = settings
+        self._lost = lost
+
+    async def watch_channel(self) -> None:
+        """Until the connection is lost."""
+        while (state := self._channel.get_state()) is grpc.ChannelConnectivity.READY:
+            await self._channel.wait_for_state_change(state)
+        self._lost(f"the connection to {self._settings.target} was lost")
+
+    async def look_often(self) -> None:
+        """Ask the server for its health, until it is ill or does not answer."""
+        unanswered_count = 0
+        while unanswered_count < UNANSWERED_MAX:
+            await asyncio.sleep(self._settings.poll_interval_s)
+            try:
+                fault = await self._dialect.health_fault()
+                if fault is not None:
+                    self._lost(f"{self._settings.target} says of its health: {fault}")
+                    return
+                unanswered_count = 0
+                await self._read_load()
+            except grpc.aio.AioRpcError as error:
+                _log.warning("%s does not tell its health: %s", self._settings.target, error.code().name)
+                unanswered_count += 1
+        self._lost(f"{self._settings.target} does not answer when it is asked for its health")
+
+    async def _read_load(self) -> None:
+        """Beside its health."""
+
+
+STALL_LOOK_S = 0.5
+EVENTS_AGAIN_S = 30.0  # after a subscription ended that had begun
+BLOCKS_MAX = 4 << 20  # of an index: beyond the cache of any server; a stream that only ever adds is broken
+
+
+class Upkeep(ConnectionWatch):
+    """Looks after one connection. lost: called with why it is of no use any more. block_tokens: what the server caches as one.
+
+    shares_prefixes: asks the server, by prompts of its own, whether it serves one tenant what another has sent.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        channel: grpc.aio.Channel,
+        core: OutsideCore,
+        settings: RemoteSettings,
+        block_tokens: int,
+        lost: Callable[[str], None],
+        shares_prefixes: Callable[[], Awaitable[bool]],
+    ) -> None:
+        super().__init__(dialect, channel, settings, lost)
+        self._core = core
+        self._block_tokens = block_tokens
+        self._shares_prefixes = shares_prefixes
+        self._stalls = StallWatch(core, settings.first_token_timeout_s, settings.inter_token_timeout_s)
+        self._last_sequence_number: int | None = None
+        self._retries = Retries("cache_events")
+        self.blocks = KvEventIndex()
+        self.knows_all_blocks = False  # whether `blocks` has been told of everything that the server holds
+
+    def duties(self) -> list[Coroutine[Any, Any, None]]:
+        """All that is to be done, each until it is cancelled or has called back."""
+        return [self.watch_channel(), self._watch_stalls(), self.look_often(), self._probe_often(), self._follow_cache()]
+
+    async def _watch_stalls(self) -> None:
+        shortest_s = min(self._settings.first_token_timeout_s, self._settings.inter_token_timeout_s)
+        while True:
+            if (reason := self._stalls.look()) is not None:
+                self._lost(f"{self._settings.target}: {reason}")
+                return
+            await asyncio.sleep(min(STALL_LOOK_S, shortest_s / 4))
+
+    async def _probe_often(self) -> None:
+        """A server behind the same address may be another one, or be told to cache otherwise, while the connection lasts."""
+        while not self._settings.share_prefixes:
+            await asyncio.sleep(self._settings.probe_interval_s)
+            try:
+                async with asyncio.timeout(self._settings.first_token_timeout_s):
+                    if await self._shares_prefixes():
+                        self._lost(f"{self._settings.target}: {SHARES}")
+                        return
+            except (TimeoutError, ServerUnfit, grpc.aio.AioRpcError) as error:  # full, or ill: others see to that
+                _log.warning("%s cannot be asked whether tenants share prefixes: %r", self._settings.target, error)
+
+    async def _read_load(self) -> None:
+        try:
+            told = await self._dialect.load(self._block_tokens)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            told = None
+        if told is not None:
+            self._core.told = told
+
+    async def _follow_cache(self) -> None:
+        """Servers that publish nothing say so at once; what was sent is then the only hint."""
+        while True:
+            try:
+                async for batch in self._dialect.kv_batches():
+                    try:
+                        self.take(batch)
+                    except Exception as error:  # nothing that a server publishes may end the requests on its connection
+                        self._retries.failed(error, str(self._settings.target))
+                        self._forget()
+            except grpc.aio.AioRpcError as error:
+                if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION):
+                    _log.info("%s publishes no cache events", self._settings.target)
+                    return
+                _log.warning("cache events of %s ended: %s", self._settings.target, error.code().name)
+            self._forget()
+            await asyncio.sleep(EVENTS_AGAIN_S)
+
+    def take(self, batch: common_pb2.KvEventBatch) -> None:
+        """A batch of events. One that is missing makes all that is known doubtful: what is hot is never told again."""
+        if batch.HasField("load"):
+            self._take_load(batch.load)
+            if batch.load.load_only:
+                return
+        number, last = batch.sequence_number, self._last_sequence_number
+        if last is None:
+            self.knows_all_blocks = number <= 1  # from the beginning; servers count from 0 or from 1
+        elif number != last + 1:
+            self._forget()
+        self._last_sequence_number = number
+        for event in batch.events:
+            match event.WhichOneof("data"):
+                case "stored":
+                    self._take_stored(event.stored)
+                case "removed" if _on_device(event.removed):
+                    self.blocks.apply(KvCacheChange(False, [], list(event.removed.block_hashes)))
+                case "cleared":
+                    self.blocks.clear()
+                    self.knows_all_blocks = True
+        if len(self.blocks) > BLOCKS_MAX:
+            self._forget()
+
+    def _take_stored(self, stored: common_pb2.KvBlocksStored) -> None:
+        if not _on_device(stored) or stored.lora_name or stored.kv_cache_spec_kind not in ("", "full_attention"):
+            return
+        parent, found = stored.parent_block_hash, []
+        for block in stored.blocks:
+            found.append((parent, block.block_hash, list(block.token_ids)))
+            parent = block.block_hash
+        self.blocks.apply(KvCacheChange(False, found, []))
+
+    def _take_load(self, load: common_pb2.EngineLoad) -> None:
+        if load.max_total_num_tokens:
+            self._core.told = block_counts(load.max_total_num_tokens, load.token_usage, self._block_tokens)
+
+    def _forget(self) -> None:
+        self.blocks.clear()
+        self.knows_all_blocks = False
+        self._last_sequence_number = None
+
+
+def _on_device(event: common_pb2.KvBlocksStored | common_pb2.KvBlocksRemoved) -> bool:
+    """What was moved to slower memory counts as gone: fetching it takes time too."""
+    return event.tier in (common_pb2.KV_CACHE_TIER_UNSPECIFIED, common_pb2.KV_CACHE_TIER_DEVICE)

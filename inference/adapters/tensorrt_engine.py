@@ -1,0 +1,80 @@
+"""TensorRT-LLM as the API process sees it: a checkpoint's settings, turned into a child process. Imports neither it nor torch."""
+
+from __future__ import annotations
+
+from inference.adapters.kv_events import KvCacheChange, KvEventIndex
+from inference.adapters.tensorrt_settings import LoadTensorRt, TensorRtOptions, TensorRtSettings
+from inference.capabilities import TENSORRT_LLM_IGNORES, Capabilities, RequestField
+from inference.checkpoint.checkpoint import read_model_info
+from inference.engine import GenerationRequest
+from inference.errors import RequestImpossible
+from inference.limits import EngineLimits, outside_continuation_fault
+from inference.workers.engine import HostedEngine
+from inference.workers.life import HostKind
+from inference.workers.protocol import Message, decoder_to_parent
+
+
+class TensorRtEngine(HostedEngine):
+    """One model on TensorRT-LLM, on one GPU or several of this machine."""
+
+    def __init__(self, settings: TensorRtSettings) -> None:
+        """Reads the checkpoint's configuration and starts nothing.
+
+        Raises `CheckpointInvalid`, or ValueError for bounds that contradict each other.
+        """
+        model = read_model_info(
+            settings.directory,
+            name=settings.name,
+            engine="tensorrt_llm",
+            context_window_tokens_max=settings.context_window_tokens_max,
+            capabilities=capabilities(settings.options),
+        )
+        limits = EngineLimits(
+            context_window_tokens=model.context_window_tokens,
+            step_token_count_max=settings.step_token_count_max,
+            running_sequence_count_max=settings.running_sequence_count_max,
+            waiting_sequence_count_max=settings.waiting_sequence_count_max,
+        )
+        self._options = settings.options
+        self._blocks = KvEventIndex()
+        load = LoadTensorRt(model.directory, limits, settings.options)
+        kind = HostKind(
+            "inference.adapters.tensorrt_worker",
+            settings.environment,
+            load,
+            settings.options.block_tokens,
+            decoder=decoder_to_parent(KvCacheChange),
+        )
+        super().__init__(model, limits, settings, kind)
+
+    def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
+        """See `Engine.predict_cached_token_count`: what was sent under this salt and is still there by the engine's account."""
+        sent = super().predict_cached_token_count(prompt_token_ids, cache_salt)
+        if not self._options.kv_event_count_max:
+            return sent
+        return min(sent, self._blocks.matched_token_count(prompt_token_ids))
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, KvCacheChange):
+            self._blocks.apply(message)
+        else:
+            super()._handle(message)
+
+    def _forget_cache(self) -> None:
+        super()._forget_cache()
+        self._blocks.clear()
+
+    def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
+        fault = outside_continuation_fault(request)
+        return None if fault is None else RequestImpossible(fault, "output_token_ids")
+
+
+def capabilities(options: TensorRtOptions) -> Capabilities:
+    """Return what release 1.2.1 honours. A missing token in its log-probabilities fails a sequence: none for drawn tokens."""
+    unsupported = TENSORRT_LLM_IGNORES
+    if options.guided_decoding_backend != "llguidance":
+        unsupported |= {RequestField.LARK}
+    return Capabilities(unsupported, sampled_logprobs=False)
+
+
+__all__ = ["TensorRtEngine", "TensorRtOptions", "TensorRtSettings"]

@@ -1,0 +1,246 @@
+"""The only place that imports TensorRT-LLM: building its engine, its parameters, and submitting to it.
+
+Everything of the library that the adapter touches passes here, so that what 1.2.1 wants, and what it must not be given, is in one
+place. The library is imported when an engine is built, never earlier: that takes seconds, loads compiled code, and needs a GPU.
+
+Finds out that a TensorRT-LLM engine is dead or stuck, since it does not say so itself: its own health check stays green.
+
+Looks twice a second at the silence of each sequence, at the engine's own word, at the processes that it started and at this one's
+memory; and lets it generate one token when it has been idle for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from inference.adapters.external_core import OutsideCore, StallWatch
+from inference.adapters.tensorrt_settings import TensorRtOptions
+from inference.engine import GenerationRequest, GrammarKind
+from inference.errors import EngineStartFailed
+from inference.limits import EngineLimits
+
+VERSION = "1.2.1"  # 1.2.0 corrupts its KV cache under block reuse (NVIDIA/TensorRT-LLM#12770); later ones have another interface
+NO_END_TOKEN = -1  # no token has this id: for checkpoints that name no end token, so that the engine asks no tokenizer for one
+
+
+class TensorRtLibrary:
+    """TensorRT-LLM, imported and found to be the release that this adapter was written for."""
+
+    def __init__(self) -> None:
+        """Raises: EngineStartFailed with what to install."""
+        try:
+            import tensorrt_llm
+            from tensorrt_llm import llmapi
+        except ImportError as error:
+            remedy = (
+                "build infra/images/tensorrt.Dockerfile, or in a clone of the repository on a machine "
+                "with a GPU: pip install -e sdk/python -e '.[tensorrt]'"
+            )
+            raise EngineStartFailed(f"TensorRT-LLM cannot be imported ({error}): {remedy}") from error
+        if tensorrt_llm.__version__ != VERSION:
+            raise EngineStartFailed(f"TensorRT-LLM {tensorrt_llm.__version__} is installed: Weir needs {VERSION}")
+        self._sampling_type: Any = tensorrt_llm.SamplingParams
+        self._llm_type: Any = tensorrt_llm.LLM
+        self._api: Any = llmapi
+        self.RequestError: type[Exception] = llmapi.RequestError
+
+    def build(self, directory: str, limits: EngineLimits, options: TensorRtOptions) -> Any:
+        """Load a checkpoint; blocks until the engine takes requests. Every limit is said, since the defaults hide what they are."""
+        api = self._api
+        arguments: dict[str, Any] = {
+            "dtype": options.dtype,
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "pipeline_parallel_size": options.pipeline_parallel_size,
+            "max_batch_size": limits.running_sequence_count_max + options.spare_place_count,
+            "max_num_tokens": limits.step_token_count_max,
+            "max_seq_len": limits.context_window_tokens,
+            "enable_chunked_prefill": True,  # otherwise a prompt longer than a step is refused
+            "kv_cache_config": api.KvCacheConfig(
+                enable_block_reuse=options.block_reuse,
+                free_gpu_memory_fraction=options.kv_cache_memory_fraction,
+                tokens_per_block=options.block_tokens,
+                event_buffer_max_size=options.kv_event_count_max,
+                dtype=options.kv_cache_dtype,
+            ),
+            "scheduler_config": api.SchedulerConfig(
+                capacity_scheduler_policy=api.CapacitySchedulerPolicy(options.capacity_policy),
+            ),
+            "guided_decoding_backend": options.guided_decoding_backend,
+            "enable_iter_perf_stats": True,
+            "stream_interval": 1,  # more at once loses spaces between tokens (NVIDIA/TensorRT-LLM#14312)
+            "num_postprocess_workers": 0,  # with any, the count of cached tokens never comes
+        }
+        if options.expert_parallel_size is not None:
+            arguments["moe_expert_parallel_size"] = options.expert_parallel_size
+        try:
+            return self._llm_type(directory, **arguments)
+        except Exception as error:  # a bad checkpoint, too few GPUs, too little memory: whatever it is, a person has to see it
+            raise EngineStartFailed(f"TensorRT-LLM cannot load {directory}: {error}") from error
+
+    def sampling(self, request: GenerationRequest, end_token_ids: frozenset[int], vocabulary_size: int) -> Any:
+        """Fresh parameters for one sequence; the engine changes what it is given, so they serve once.
+
+        end_token_ids: all that end it. Stop sequences stay with us: the engine would go on behind a match.
+        """
+        sampling, stop, before = request.sampling, request.stop, len(request.output_token_ids)
+        first_end, *more_ends = sorted(end_token_ids) or [NO_END_TOKEN]
+        values: dict[str, Any] = {
+            "max_tokens": stop.max_output_tokens - before,
+            "n": 1,
+            "end_id": first_end,
+            "pad_id": max(first_end, 0),
+            "stop_token_ids": more_ends or None,
+            "include_stop_str_in_output": True,  # else the id that ended it is taken back from what was streamed
+            "ignore_eos": not end_token_ids,
+            "detokenize": False,
+            "add_special_tokens": False,
+        }
+        if sampling.temperature > 0:
+            # Only here: none of them means greedy.
+            values |= {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+            }
+        if sampling.top_logprobs is not None:
+            values["logprobs"] = max(sampling.top_logprobs, 1)
+        if sampling.logit_bias:
+            import torch
+
+            values["embedding_bias"] = bias = torch.zeros(vocabulary_size)
+            for token_id, addend in sampling.logit_bias:
+                bias[token_id] = addend
+        if request.response_format is not None:
+            values["guided_decoding"] = self._guide(request)
+        return self._sampling_type(**values)
+
+    def submit(self, llm: Any, request: GenerationRequest, sampling: Any) -> Any:
+        """Hand a sequence to the engine; returns the result to be iterated. Needs the running loop that all others had."""
+        return llm.generate_async(
+            [*request.prompt_token_ids, *request.output_token_ids],
+            sampling,
+            streaming=True,
+            # An empty salt is a group too: everybody without a salt of his own.
+            cache_salt=request.cache_salt or None,
+        )
+
+    def canary(self, llm: Any, token_id: int) -> Any:
+        """One token from a prompt of one."""
+        sampling = self._sampling_type(max_tokens=1, end_id=NO_END_TOKEN, pad_id=0, ignore_eos=True, detokenize=False)
+        return llm.generate_async([token_id], sampling, streaming=True, cache_salt="weir-canary")
+
+    def _guide(self, request: GenerationRequest) -> Any:
+        response_format = request.response_format
+        assert response_format is not None
+        match response_format.kind:
+            case GrammarKind.JSON_SCHEMA:
+                return self._api.GuidedDecodingParams(json=response_format.source)
+            case GrammarKind.REGEX:
+                return self._api.GuidedDecodingParams(regex=response_format.source)
+            case GrammarKind.LARK:
+                return self._api.GuidedDecodingParams(grammar=response_format.source)
+
+
+LOOK_EVERY_S = 0.5
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_log = logging.getLogger("weir.inference.tensorrt")
+
+
+class EngineWatch:
+    """Looks after one engine. broken: called once, with the reason. recycle: called when the engine is idle and too large."""
+
+    def __init__(
+        self,
+        library: TensorRtLibrary,
+        llm: Any,
+        core: OutsideCore,
+        options: TensorRtOptions,
+        *,
+        broken: Callable[[str], None],
+        recycle: Callable[[str], None],
+    ) -> None:
+        self._library = library
+        self._llm = llm
+        self._core = core
+        self._options = options
+        self._broken = broken
+        self._recycle = recycle
+        self._workers = descendants(os.getpid())
+        self._stalls = StallWatch(core, options.first_token_timeout_s, options.inter_token_timeout_s)
+        self._busy_at_s = time.monotonic()
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            reason = self._dead() or self._stalls.look()
+            if reason is not None:
+                self._broken(reason)
+                return
+            now_s = time.monotonic()
+            if not self._core.idle:
+                self._busy_at_s = now_s
+            elif self._options.host_memory_bytes_max and resident_bytes() > self._options.host_memory_bytes_max:
+                self._recycle(f"the engine process has grown to {resident_bytes() >> 20} MiB")
+                return
+            elif now_s - self._busy_at_s > self._options.canary_interval_s:
+                if (reason := await self.canary_fault()) is not None:
+                    self._broken(reason)
+                    return
+                self._busy_at_s = time.monotonic()
+
+    async def canary_fault(self) -> str | None:
+        """What was wrong when the engine was to generate one token; None if it did."""
+        try:
+            async with asyncio.timeout(self._options.canary_timeout_s):
+                token_count = 0
+                async for response in self._library.canary(self._llm, 0):
+                    token_count = len(response.outputs[0].token_ids)
+        except TimeoutError:
+            return f"no token within {self._options.canary_timeout_s:g} s from an idle engine"
+        except Exception as error:  # whatever it is, the engine cannot do what it is there for
+            return f"a test token could not be generated: {error!r}"
+        return None if token_count == 1 else f"a test for one token gave {token_count}"
+
+    def _dead(self) -> str | None:
+        try:
+            healthy = self._llm._check_health()
+        except Exception as error:  # the executor may be gone altogether
+            return f"the engine's health cannot be asked for: {error!r}"
+        if not healthy:
+            return "the engine says that it is shutting down"
+        gone = [pid for pid in self._workers if not alive(pid)]
+        return f"the engine's process {gone[0]} is gone" if gone else None
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below one, as far as they are there now. Source: /proc/PID/task/TID/children."""
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            pids = [int(word) for word in children.read_text().split()]
+        except OSError:
+            continue  # the thread has ended
+        for child in pids:
+            found += [child, *descendants(child)]
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES

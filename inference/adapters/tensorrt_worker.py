@@ -1,0 +1,349 @@
+"""The child process of a TensorRT-LLM engine: `python -m inference.adapters.tensorrt_worker --fd N`.
+
+Speaks the protocol of `hosts/host_protocol.py`. The engine is built on the main thread, then one event loop runs everything.
+When the engine is found to be dead or stuck, the process ends: the library cannot build another engine after a crash, the parent
+starts a new process. The processes that the library started are killed with it, or they would keep the GPU's memory.
+
+Sequences handed to TensorRT-LLM, and its answers as those of any engine that is not ours.
+
+What TensorRT-LLM tells of its KV cache, as changes of an index. Its events carry no cache salt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inference.adapters.external_core import OutsideCore
+from inference.adapters.external_sequences import Answer, Choice
+from inference.adapters.kv_events import KvCacheChange
+from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary, descendants
+from inference.adapters.tensorrt_settings import LoadTensorRt
+from inference.checkpoint.checkpoint import read_config
+from inference.engine import EngineStatistics, SequenceEvent
+from inference.errors import CheckpointInvalid, EngineError, EngineFailed, EngineStartFailed
+from inference.kv_blocks import KV_BLOCK_TOKENS
+from inference.limits import request_fault
+from inference.text.detokenizer import TextDecoder
+from inference.text.tokenizer import Tokenizer
+from inference.workers.child import (
+    EXIT_LOAD_FAILED,
+    EXIT_PROTOCOL_BROKEN,
+    Inbox,
+    serve_parent,
+)
+from inference.workers.protocol import (
+    CancelSequence,
+    Event,
+    LoadFailed,
+    Loading,
+    Message,
+    ProtocolBroken,
+    Ready,
+    RefusedEvent,
+    Shutdown,
+    StartSequence,
+    StepReport,
+    decoder_to_worker,
+    encode,
+    request_of,
+    statistics_list,
+    wire_event,
+)
+
+EXIT_ENGINE_BROKEN = 5
+EXIT_RECYCLED = 6
+REPORT_EVERY_S = 1.0  # at least, while sequences run: a sign of life of this process, whatever the engine does
+POLL_TIMEOUT_S = 0.2  # an idle engine lets its iterators end after so long
+POLL_PAUSE_S = 0.05
+SHUTDOWN_TIMEOUT_S = 10.0  # the library's own has hung
+_log = logging.getLogger("weir.inference.tensorrt")
+
+
+class TensorRtHost:
+    """One engine between inbox and socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._inbox: Inbox[Message] = Inbox(connection, decoder_to_worker(LoadTensorRt), before_exit=kill_workers)
+        self._unsent: list[Event] = []
+        self._flushing = False
+        self._llm: Any = None
+        self._core: OutsideCore
+        self._vocabulary_size = 0
+        self._block_count = 0
+        self._told: dict[str, Any] = {}  # the engine's last statistics
+        self._load: LoadTensorRt
+        self._ended: asyncio.Event
+
+    def run(self) -> int:
+        """Load, then serve until told to stop; returns the exit status."""
+        _, message = self._inbox.wait()
+        if not isinstance(message, LoadTensorRt):
+            _log.error("the first message must be LoadTensorRt, not %s", type(message).__name__)
+            return EXIT_PROTOCOL_BROKEN
+        self._load = message
+        self._send(Loading("import", 0.0))
+        failures: tuple[Exception, ...] = ()
+        try:
+            library = TensorRtLibrary()
+            self._send(Loading("engine", 0.1))
+            self._llm = library.build(message.directory, message.limits, message.options)
+            asyncio.run(self._serve(library))
+        except* (CheckpointInvalid, EngineStartFailed) as group:
+            failures = tuple(leaves(group))
+        if failures:
+            _log.error("loading failed: %s", failures[0])
+            self._send(LoadFailed(str(failures[0])))
+            return EXIT_LOAD_FAILED
+        self._shut_down()
+        return 0
+
+    async def _serve(self, library: TensorRtLibrary) -> None:
+        """Everything of the engine's asynchronous side, on the one loop that it may know."""
+        directory, options = Path(self._load.directory), self._load.options
+        config, tokenizer = read_config(directory), Tokenizer(directory)
+        self._vocabulary_size = config.vocabulary_size
+        self._ended = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            self._core = OutsideCore(
+                Submission(library, self._llm, config.vocabulary_size).submit,
+                decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(directory / "tokenizer.json")),
+                model_end_token_ids=config.end_token_ids,
+                limits=self._load.limits,
+                handling=options,
+                tell=self._tell,
+                broken=self._broken,
+                tasks=tasks,
+            )
+            watch = EngineWatch(library, self._llm, self._core, options, broken=self._broken, recycle=self._recycle)
+            if (fault := await watch.canary_fault()) is not None:
+                raise EngineStartFailed(f"the engine was loaded, but {fault}")
+            await self._read_first_statistics()
+            duties = [watch.run(), self._poll_statistics(), self._beat()]
+            if options.kv_event_count_max:
+                duties.append(self._poll_kv_events())
+            background = [tasks.create_task(duty) for duty in duties]
+            self._send(Ready(self._block_count))
+            threading.Thread(target=self._pump, args=(asyncio.get_running_loop(),), name="weir-host-pump", daemon=True).start()
+            await self._ended.wait()
+            for task in background:
+                task.cancel()
+
+    def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Carry messages from the reader's thread to the loop."""
+        while True:
+            arrived_at_s, message = self._inbox.wait()
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and so will this process
+                loop.call_soon_threadsafe(self._handle, message, arrived_at_s)
+
+    def _handle(self, message: Message, arrived_at_s: float) -> None:
+        match message:
+            case StartSequence():
+                request = request_of(message)
+                reason = request_fault(request, self._load.limits, self._vocabulary_size, self._block_count)
+                if reason is not None:
+                    self._queue(RefusedEvent(message.number, overloaded=False, message=reason))
+                else:
+                    self._core.add(message.number, request, arrived_at_s)
+            case CancelSequence():
+                self._core.cancel(message.number)
+            case Shutdown():
+                self._core.cancel_all()
+                asyncio.get_running_loop().call_later(self._load.options.abort_drain_s, self._end)
+                if self._core.idle:
+                    self._end()
+            case _:
+                raise ProtocolBroken("a host loads one model in its life")
+
+    def _end(self) -> None:
+        self._flush()
+        self._ended.set()
+
+    def _tell(self, number: int, event: SequenceEvent | EngineError) -> None:
+        if isinstance(event, EngineError):
+            self._queue(RefusedEvent(number, overloaded=False, message=str(event), failed=True))
+        else:
+            self._queue(wire_event(number, event))
+
+    def _queue(self, event: Event) -> None:
+        """Send it with all else that this round of the loop brings: responses of one step arrive together."""
+        self._unsent.append(event)
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        events, self._unsent = self._unsent, []
+        self._send(StepReport(events, statistics_list(self._core.statistics())))
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            if not self._core.idle:
+                self._flush()
+
+    async def _read_first_statistics(self) -> None:
+        """How many blocks there are: the engine tells only after it has computed something."""
+        async with asyncio.timeout(self._load.options.canary_timeout_s):
+            while not self._told:
+                await self._take_statistics()
+        blocks = self._told["kvCacheStats"]
+        self._block_count = blocks["maxNumBlocks"] * blocks["tokensPerBlock"] // KV_BLOCK_TOKENS
+
+    async def _poll_statistics(self) -> None:
+        """Keep reading, also what nobody wants: what is not read stays in memory."""
+        while True:
+            await self._take_statistics()
+
+    async def _take_statistics(self) -> None:
+        async for entry in self._llm.get_stats_async(POLL_TIMEOUT_S):
+            self._told = entry
+            blocks: dict[str, Any] = entry.get("kvCacheStats") or {}
+            self._core.told = EngineStatistics(
+                kv_block_count_total=blocks.get("maxNumBlocks", 0),
+                kv_block_count_free=blocks.get("freeNumBlocks", 0),
+                kv_block_count_held=blocks.get("usedNumBlocks", 0),
+                step_count=entry.get("iter", 0),
+            )
+            if self._core.idle and self._block_count:
+                self._flush()  # nothing else would tell that the blocks are free again
+        await asyncio.sleep(POLL_PAUSE_S)  # the iterator ends at once until something is submitted again
+
+    async def _poll_kv_events(self) -> None:
+        reader = KvEventReader()
+        while True:
+            async for told in self._llm.get_kv_cache_events_async(POLL_TIMEOUT_S):
+                for change in reader.read(told if isinstance(told, list) else [told]):
+                    self._send(change)
+            await asyncio.sleep(POLL_PAUSE_S)
+
+    def _broken(self, reason: str) -> None:
+        """The engine cannot go on: nothing that it still says can be trusted, so what it owes is failed by the parent."""
+        _log.error("the engine is given up: %s", reason)
+        self._leave(EXIT_ENGINE_BROKEN)
+
+    def _recycle(self, reason: str) -> None:
+        _log.warning("the engine is started anew: %s", reason)
+        self._leave(EXIT_RECYCLED)
+
+    def _leave(self, status: int) -> None:
+        with contextlib.suppress(OSError):
+            self._flush()
+        kill_workers()
+        os._exit(status)
+
+    def _shut_down(self) -> None:
+        """Give the library its time to free the GPU, and no more than that."""
+        farewell = threading.Thread(target=self._llm.shutdown, name="weir-shutdown", daemon=True)
+        farewell.start()
+        farewell.join(SHUTDOWN_TIMEOUT_S)
+        kill_workers()
+
+    def _send(self, message: Message) -> None:
+        # Blocks while the parent does not read: its buffers then bound what is in flight.
+        self._connection.sendall(encode(message))
+
+
+def leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
+    """The errors of a group that are not groups themselves."""
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from leaves(error)
+        else:
+            yield error
+
+
+def kill_workers() -> None:
+    """End every process that was started from here, at once."""
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def main() -> int:
+    """Entry point of the child process. The library starts processes of its own, which import this module and must not run it."""
+    return serve_parent("inference.adapters.tensorrt_worker", lambda connection: TensorRtHost(connection).run())
+
+
+if __name__ == "__main__":
+    # Not sys.exit: the library's own exit handlers have hung.
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+class Submission:
+    """Hands choices to one engine."""
+
+    def __init__(self, library: TensorRtLibrary, llm: Any, vocabulary_size: int) -> None:
+        self._library = library
+        self._llm = llm
+        self._vocabulary_size = vocabulary_size
+
+    def submit(self, choice: Choice) -> TensorRtAnswers:
+        """Needs the running loop that all others had. Raises: EngineFailed if the engine refuses it."""
+        wanted = choice.request.wanted
+        try:
+            sampling = self._library.sampling(wanted, choice.request.end_token_ids, self._vocabulary_size)
+            return TensorRtAnswers(self._library, self._library.submit(self._llm, wanted, sampling))
+        except (self._library.RequestError, ValueError, TypeError) as error:
+            raise EngineFailed(f"the engine refused the request: {error}") from error
+
+
+class TensorRtAnswers:
+    """Implements `Answers`. The library yields the same object again and again; it is read before the next step."""
+
+    def __init__(self, library: TensorRtLibrary, result: Any) -> None:
+        self._library = library
+        self._result = result
+
+    async def read(self) -> AsyncGenerator[Answer, None]:
+        """See `Answers.read`."""
+        try:
+            async for response in self._result:
+                yield Answer(response.outputs[0], response.cached_tokens)
+        except self._library.RequestError as error:
+            raise EngineFailed(f"the engine gave the sequence up: {error}") from error
+
+    def abort(self) -> None:
+        """See `Answers.abort`."""
+        self._result.abort()
+
+
+class KvEventReader:
+    """Turns the engine's event dictionaries into changes. One per engine life: event ids count from its start."""
+
+    def __init__(self) -> None:
+        self._last_id: int | None = None
+
+    def read(self, events: Sequence[Mapping[str, Any]]) -> list[KvCacheChange]:
+        """The changes that events tell of, a gap in their ids being a reset. Events of unknown types tell nothing."""
+        changes = []
+        for event in events:
+            event_id = int(event["event_id"])
+            lost = self._last_id is not None and event_id != self._last_id + 1
+            self._last_id = event_id
+            data = event["data"]
+            stored: list[tuple[int, int, list[int]]] = []
+            removed: list[int] = []
+            if data["type"] == "stored":
+                parent = data.get("parent_hash") or 0
+                for block in data["blocks"]:
+                    stored.append((parent, block["block_hash"], [token["token_id"] for token in block["tokens"]]))
+                    parent = block["block_hash"]
+            elif data["type"] == "removed":
+                removed = list(data["block_hashes"])
+            if lost or stored or removed:
+                changes.append(KvCacheChange(lost, stored, removed))
+        return changes

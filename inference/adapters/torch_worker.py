@@ -1,0 +1,212 @@
+"""The engine host: `python -m inference.adapters.torch_worker --fd N`, a child of the API process that holds one model.
+
+Two threads. The main thread loads the model and runs the steps; everything of torch happens in it. The reader thread takes
+messages off the socket into an inbox, and ends the whole process when the parent is gone: at once, in mid-load and in mid-step,
+since nothing here is worth saving. It is started before torch is imported for that reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inference.adapters.torch_settings import LoadModel
+from inference.engine import (
+    ChoiceFinished,
+    EngineFinishReason,
+    EngineTimings,
+    GenerationRequest,
+    Scheduled,
+    SequenceEvent,
+    SequenceFinished,
+    TokensGenerated,
+)
+from inference.errors import CheckpointInvalid, EngineStartFailed, RequestImpossible
+from inference.workers.child import (
+    EXIT_LOAD_FAILED,
+    EXIT_PROTOCOL_BROKEN,
+    Inbox,
+    serve_parent,
+)
+from inference.workers.protocol import (
+    CancelSequence,
+    Event,
+    LoadFailed,
+    Loading,
+    Message,
+    ProtocolBroken,
+    Ready,
+    RefusedEvent,
+    Shutdown,
+    StartSequence,
+    StepReport,
+    decoder_to_worker,
+    encode,
+    request_of,
+    statistics_list,
+    wire_event,
+)
+
+if TYPE_CHECKING:
+    from inference.core.engine_core import EngineCore, SequenceBroken
+    from inference.sampling.grammar import Compiled, Grammar, GrammarThread
+
+IMPORT_FRACTION = 0.4  # share of loading that importing torch takes, measured on a 5M-parameter model; larger ones read longer
+_log = logging.getLogger("weir.inference.host")
+
+
+class Host:
+    """The step loop between inbox and socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._inbox: Inbox[Compiled] = Inbox(connection, decoder_to_worker(LoadModel))
+        self._unsent: list[Event] = []  # of sequences that the core does not have
+        self._compiling: dict[int, tuple[GenerationRequest, float]] = {}  # with the time of arrival
+        self._grammar_thread: GrammarThread | None = None
+        self._shutting_down = False
+
+    def run(self) -> int:
+        """Load, then step until told to stop; returns the exit status."""
+        self._prepare()
+        _, message = self._inbox.wait()
+        if not isinstance(message, LoadModel):
+            _log.error("the first message must be LoadModel, not %s", type(message).__name__)
+            return EXIT_PROTOCOL_BROKEN
+        try:
+            core = self._load(message)
+        except (CheckpointInvalid, EngineStartFailed) as error:
+            _log.error("loading failed: %s", error)
+            self._send(LoadFailed(str(error)))
+            return EXIT_LOAD_FAILED
+        self._send(Ready(core.pool.block_count_total))
+        while not self._shutting_down:
+            self._step(core)
+        return 0
+
+    def _prepare(self) -> None:
+        """What takes as long for every model, and needs to know nothing of it: a spare host has done it before it is asked."""
+        self._send(Loading("import", 0.0))
+        importlib.import_module("inference.core.engine_core")
+
+    def _load(self, message: LoadModel) -> EngineCore:
+        started_s = time.monotonic()
+        import torch
+
+        from inference.core.engine_core import EngineCore, EngineOptions
+
+        torch.set_num_threads(message.torch_thread_count)
+        self._send(Loading("weights", IMPORT_FRACTION))
+        options = EngineOptions(
+            Path(message.directory),
+            message.limits,
+            message.compute_dtype,
+            message.kv_cache_bytes,
+            message.device,
+            message.simulation,
+            message.packed,
+        )
+        core = EngineCore(options, lambda part: self._send(Loading("weights", IMPORT_FRACTION + (1 - IMPORT_FRACTION) * part)))
+        # What is there now stays: a collection among the steps would only walk through it, for milliseconds.
+        gc.collect()
+        gc.freeze()
+        _log.info("loaded %s in %.2f s", message.directory, time.monotonic() - started_s)
+        return core
+
+    def _step(self, core: EngineCore) -> None:
+        """Take what has come, compute one step, report once. Waits for a message only if there is nothing to compute."""
+        messages = [self._inbox.wait()] if core.idle else []
+        for arrived_at_s, message in messages + self._inbox.take_all():
+            self._handle(core, message, arrived_at_s)
+        events = [event_message(number, event) for number, event in core.step()]
+        report = StepReport(self._unsent + events, statistics_list(core.statistics()))
+        self._unsent = []
+        self._send(report)
+
+    def _handle(self, core: EngineCore, message: Message | Compiled, arrived_at_s: float) -> None:
+        match message:
+            case StartSequence():
+                request = request_of(message)
+                reason = core.request_fault(request)
+                if reason is not None:
+                    self._refuse(message.number, reason)
+                elif request.response_format is not None:
+                    self._compile(core, message.number, request, arrived_at_s)
+                else:
+                    self._add(core, message.number, request, arrived_at_s)
+            case CancelSequence():
+                self._cancel_compiling(message.number)
+                core.cancel(message.number)
+            case Shutdown():
+                for number in list(self._compiling):
+                    self._cancel_compiling(number)
+                core.cancel_all()
+                self._shutting_down = True
+            case LoadModel():
+                raise ProtocolBroken("a host loads one model in its life")
+            case Message():
+                raise ProtocolBroken(f"unexpected: {message!r}"[:200])
+            case _:
+                self._take_compiled(core, message)
+
+    def _compile(self, core: EngineCore, number: int, request: GenerationRequest, arrived_at_s: float) -> None:
+        from inference.sampling.grammar import GrammarThread
+
+        if self._grammar_thread is None:
+            self._grammar_thread = GrammarThread(core.grammars, self._inbox.put)
+        self._compiling[number] = (request, arrived_at_s)
+        self._grammar_thread.begin(number, request, arrived_at_s)
+
+    def _take_compiled(self, core: EngineCore, compiled: Compiled) -> None:
+        if self._compiling.pop(compiled.number, None) is None:
+            return  # cancelled meanwhile
+        if isinstance(compiled.result, RequestImpossible):
+            self._refuse(compiled.number, str(compiled.result), compiled.result.field)
+        else:
+            self._add(core, compiled.number, compiled.request, compiled.arrived_at_s, compiled.result)
+
+    def _cancel_compiling(self, number: int) -> None:
+        """End a sequence that waits for its grammar, as if it had waited in the queue."""
+        waiting = self._compiling.pop(number, None)
+        if waiting is not None:
+            request, arrived_at_s = waiting
+            timings = EngineTimings((time.monotonic() - arrived_at_s) * 1e3, 0.0, 0.0)
+            cancelled = SequenceFinished(EngineFinishReason.CANCELLED, "", len(request.prompt_token_ids), 0, 0, timings)
+            self._unsent.append(wire_event(number, cancelled))
+
+    def _add(
+        self, core: EngineCore, number: int, request: GenerationRequest, arrived_at_s: float, grammar: Grammar | None = None
+    ) -> None:
+        if not core.add(number, request, arrived_at_s, grammar):
+            self._unsent.append(RefusedEvent(number, overloaded=True, message="the engine's queue is full"))
+
+    def _refuse(self, number: int, reason: str, field: str | None = None) -> None:
+        self._unsent.append(RefusedEvent(number, overloaded=False, message=reason, field=field))
+
+    def _send(self, message: Message) -> None:
+        # Blocks while the parent does not read: its buffers then bound what is in flight.
+        self._connection.sendall(encode(message))
+
+
+def event_message(number: int, event: SequenceEvent | SequenceBroken) -> Event:
+    """Wire form of what the core reports."""
+    match event:
+        case Scheduled() | TokensGenerated() | ChoiceFinished() | SequenceFinished():
+            return wire_event(number, event)
+        case _:
+            return RefusedEvent(number, overloaded=False, message=event.message, field=event.field)
+
+
+def main() -> int:
+    """Entry point of the child process."""
+    return serve_parent("inference.adapters.torch_worker", lambda connection: Host(connection).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""Tensors of a checkpoint: files mapped into memory, read by name, and linear layers in their own type or in 8 bits.
+
+`project` is the one place that multiplies by weights in the torch path, so that a faster kernel has one place to go.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn.functional import linear
+
+from inference.checkpoint.checkpoint import read_json
+from inference.errors import CheckpointInvalid
+
+# Types that convert into each other by value. Others (float8, integers) mean a quantization that is not undone here.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    dtype_name: str
+    shape: tuple[int, ...]
+    begin: int  # bytes from the start of the file
+    end: int
+
+
+class MappedFile:
+    """The tensors of one file by name."""
+
+    def __init__(self, path: Path) -> None:
+        """Map and check. Raises `CheckpointInvalid` if it is not an intact safetensors file."""
+        self.path = path
+        try:
+            with safe_open(path, framework="pt", device="cpu"):
+                pass  # the library has checked the header: every tensor within the file, none over another
+            with path.open("rb") as file:
+                # Private and writable, as torch asks of a buffer; nobody writes, so no page is ever copied.
+                self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (SafetensorError, OSError, ValueError) as error:
+            if _begins_with(path, _LFS_POINTER):
+                raise CheckpointInvalid(str(path), "a Git LFS pointer, not the weights: fetch them with `git lfs pull`") from error
+            raise CheckpointInvalid(str(path), f"not a safetensors file, or torn: {error}") from error
+        header_bytes = int.from_bytes(self._mapping[:8], "little")
+        header = json.loads(self._mapping[8 : 8 + header_bytes])
+        start = 8 + header_bytes
+        self._entries = {
+            str(name): _Entry(str(entry["dtype"]), tuple(entry["shape"]), *(start + offset for offset in entry["data_offsets"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor; None if it is not in this file."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor that is there. Raises `CheckpointInvalid` for one that holds other than plain floats."""
+        dtype_name = self._entries[name].dtype_name
+        if dtype_name not in _DTYPES:
+            raise CheckpointInvalid(
+                str(self.path), f"tensor {name} has type {dtype_name}, which is not supported; supported: {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[dtype_name]
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the mapping, not to be written."""
+        entry = self._entries[name]
+        return self._view(name, entry.begin, entry.end).view(entry.shape)
+
+    def adjacent(self, names: list[str]) -> Tensor | None:
+        """Tensors of one type and row length as one, stacked along the first dimension; None if they do not lie so."""
+        entries = [self._entries[name] for name in names]
+        first = entries[0]
+        for before, after in itertools.pairwise(entries):
+            if before.end != after.begin or (after.dtype_name, after.shape[1:]) != (first.dtype_name, first.shape[1:]):
+                return None
+        return self._view(names[0], first.begin, entries[-1].end).view(-1, *first.shape[1:])
+
+    def give_back(self, name: str) -> None:
+        """Take a tensor's pages out of memory; whoever reads it again gets them from the file."""
+        entry = self._entries[name]
+        begin = -(-entry.begin // mmap.PAGESIZE) * mmap.PAGESIZE  # only whole pages: the edges hold others' data too
+        length = entry.end // mmap.PAGESIZE * mmap.PAGESIZE - begin
+        if length > 0:
+            self._mapping.madvise(mmap.MADV_DONTNEED, begin, length)
+
+    def _view(self, name: str, begin: int, end: int) -> Tensor:
+        dtype = self.dtype(name)
+        if begin == end:
+            return torch.empty(0, dtype=dtype)
+        if begin % dtype.itemsize:  # legal, and never written by the library itself
+            return torch.frombuffer(bytearray(self._mapping[begin:end]), dtype=dtype)
+        return torch.frombuffer(self._mapping, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=begin)
+
+
+def _begins_with(path: Path, beginning: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(beginning)) == beginning
+    except OSError:
+        return False
+
+
+INT8_MAX = 127  # symmetric: -128 stays unused, so that negating a row is exact
+PACKED_ROWS_MAX = 128  # rows of input: up to here torch's int8 kernel costs less than widening weights (measured, 2048 x 4096)
+WIDEN_COUNT = 1 << 20  # weights widened at once: bounds the extra memory, and keeps it within the caches of a server
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeights:
+    """weight (out, in), bias (out,) or None. scales: (out,), and weight is int8 to be multiplied by them; None: it is plain."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor | None = None
+
+
+def project(rows: Tensor, weights: LinearWeights) -> Tensor:
+    """rows (N, in) -> (N, out), in the type of the rows."""
+    if weights.scales is None:
+        return linear(rows, weights.weight, weights.bias)
+    product = _multiply_int8(rows, weights.weight, weights.scales)
+    return product if weights.bias is None else product + weights.bias
+
+
+def quantize_rows(weight: Tensor, bias: Tensor | None = None) -> LinearWeights:
+    """Symmetric int8 by output channel: the largest magnitude of a row becomes 127. Scales keep the type of the weight.
+
+    Works on some rows at a time, so that a large matrix is never there in fp32 as a whole.
+    """
+    quantized = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0], dtype=weight.dtype)
+    row_count = _widened_row_count(weight)
+    scratch = torch.empty((min(row_count, weight.shape[0]), weight.shape[1]), dtype=torch.float32)
+    for start in range(0, weight.shape[0], row_count):
+        rows = slice(start, min(start + row_count, weight.shape[0]))
+        wide = scratch[: rows.stop - start].copy_(weight[rows])
+        lowest, highest = torch.aminmax(wide, dim=1)
+        # Rounded to its stored type first: the integers must fit the scale that will be multiplied.
+        scales[rows] = (torch.maximum(-lowest, highest) / INT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+        quantized[rows] = wide.div_(scales[rows].float()[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX)
+    return LinearWeights(quantized, bias, scales)
+
+
+def _multiply_int8(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """(N, in), (out, in) int8, (out,) -> (N, out). Integers up to 127 are exact in bfloat16, so only the scale is rounded."""
+    if rows.device.type == "cpu" and rows.dtype is torch.bfloat16 and len(rows) <= PACKED_ROWS_MAX:
+        return torch._weight_int8pack_mm(rows, weight, scales)
+    row_count = _widened_row_count(weight)
+    product = torch.cat([linear(rows, part.to(rows.dtype)) for part in torch.split(weight, row_count)], dim=-1)
+    return product.mul_(scales)
+
+
+def _widened_row_count(weight: Tensor) -> int:
+    return max(1, WIDEN_COUNT // weight.shape[1])
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class TensorReader:
+    """Finds tensors by name in one file or in the shards of an index, and knows which have been asked for."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, quantize: bool) -> None:
+        self._directory = directory
+        self._dtype = dtype
+        self._quantize = quantize
+        self._files: dict[str, MappedFile] = {}
+        self._file_by_name = self._locate()
+        self._unread = dict.fromkeys(self._file_by_name)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors."""
+        return self._file_by_name.keys()
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor, converted. Raises `CheckpointInvalid` if it is not there or has another shape."""
+        file = self._find(name, shape)
+        tensor = self._finite(file, name)
+        if tensor.dtype == self._dtype:
+            return tensor
+        converted = tensor.to(self._dtype)
+        file.give_back(name)
+        return converted
+
+    def read_stacked(self, rows_by_name: dict[str, int], columns: int, biased: bool) -> LinearWeights:
+        """Several linear layers with the same input as one."""
+        shapes = [(f"{name}.weight", (rows, columns)) for name, rows in rows_by_name.items()]
+        weight = self._read_rows(shapes)
+        bias = self._read_rows([(f"{name}.bias", (rows,)) for name, rows in rows_by_name.items()]) if biased else None
+        if not self._quantize:
+            return LinearWeights(weight, bias)
+        quantized = quantize_rows(weight, bias)
+        for name, shape in shapes:
+            self._find(name, shape).give_back(name)
+        return quantized
+
+    def drop_copy(self, name: str, original: Tensor) -> None:
+        """Take a tensor for read that must equal another, if it is there at all."""
+        if name in self._file_by_name and not torch.equal(self.read(name, tuple(original.shape)), original):
+            raise CheckpointInvalid(str(self._directory), f"tensor {name} differs from the embedding that config.json ties it to")
+
+    def refuse_unread(self, architecture: str, ignored: re.Pattern[str]) -> None:
+        """A weight without a place means that the model is another one than config.json says. ignored: names that need none."""
+        for name in self._unread:
+            if not ignored.fullmatch(name):
+                raise CheckpointInvalid(
+                    str(self._directory / self._file_by_name[name]), f"tensor {name} has no place in {architecture} as configured"
+                )
+
+    def _read_rows(self, shape_by_name: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
+        """Tensors one below the other: in place where they lie so in one file, else as a copy."""
+        files = [self._find(name, shape) for name, shape in shape_by_name]
+        names = [name for name, _ in shape_by_name]
+        if all(file is files[0] for file in files) and files[0].dtype(names[0]) == self._dtype:
+            in_place = files[0].adjacent(names)
+            if in_place is not None:
+                for name in names:
+                    self._finite(files[0], name)
+                return in_place
+        row_counts = [shape[0] for _, shape in shape_by_name]
+        joined = torch.empty((sum(row_counts), *shape_by_name[0][1][1:]), dtype=self._dtype)
+        for part, file, name in zip(torch.split(joined, row_counts), files, names, strict=True):
+            part.copy_(self._finite(file, name))
+            file.give_back(name)
+        return joined
+
+    def _finite(self, file: MappedFile, name: str) -> Tensor:
+        """A tensor whose numbers all are some, in the type that is computed with too.
+
+        One that is not would end the engine at the first prompt that meets it, and again after every restart. Reading runs at the
+        speed of memory, and the pages are given back.
+        """
+        tensor = file.tensor(name)
+        lowest, highest = torch.aminmax(tensor)  # NaN if there is one
+        limit = torch.finfo(self._dtype).max
+        if not (-limit <= float(lowest) and float(highest) <= limit):
+            raise CheckpointInvalid(str(file.path), f"tensor {name} holds values that are not finite; is the file intact?")
+        file.give_back(name)
+        return tensor
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> MappedFile:
+        file_name = self._file_by_name.get(name)
+        if file_name is None:
+            raise CheckpointInvalid(str(self._directory), f"tensor {name} is missing")
+        file = self._open(file_name)
+        actual = file.shape(name)
+        if actual is None:
+            raise CheckpointInvalid(str(file.path), f"tensor {name} is missing")
+        if actual != shape:
+            raise CheckpointInvalid(str(file.path), f"tensor {name} has shape {actual}, config.json says {shape}")
+        self._unread.pop(name, None)
+        return file
+
+    def _locate(self) -> dict[str, str]:
+        index_path = self._directory / INDEX_FILE
+        if (self._directory / SINGLE_FILE).exists():
+            return dict.fromkeys(self._open(SINGLE_FILE).names, SINGLE_FILE)
+        if index_path.exists():
+            weight_map = read_json(index_path).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise CheckpointInvalid(str(index_path), "entry weight_map is missing")
+            return {str(name): str(file_name) for name, file_name in weight_map.items()}
+        pickled = " (weights in pickle files are not loaded: convert them)" if any(self._directory.glob("*.bin")) else ""
+        raise CheckpointInvalid(str(self._directory), f"neither {SINGLE_FILE} nor {INDEX_FILE} is there{pickled}")
+
+    def _open(self, file_name: str) -> MappedFile:
+        if file_name not in self._files:
+            path = self._directory / file_name
+            # An index is input: it must not reach files outside its own directory.
+            if Path(file_name).name != file_name or not path.exists():
+                raise CheckpointInvalid(str(path), "the weights file is missing")
+            self._files[file_name] = MappedFile(path)
+        return self._files[file_name]

@@ -1,0 +1,111 @@
+"""The encoder's host: `python -m inference.encoder.worker --fd N`, a child of the API process that holds one encoder.
+
+The main thread loads it and computes batch after batch; the inbox's thread ends the process when the parent is gone, in the middle
+of a batch too.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inference.encoder.config import read_encoder_config
+from inference.encoder.settings import BatchEncoded, EncodeBatch, LoadEncoder
+from inference.errors import CheckpointInvalid, EngineStartFailed
+from inference.workers.child import (
+    EXIT_LOAD_FAILED,
+    EXIT_PROTOCOL_BROKEN,
+    Inbox,
+    serve_parent,
+)
+from inference.workers.protocol import (
+    LoadFailed,
+    Loading,
+    Message,
+    Ready,
+    Shutdown,
+    decoder_to_worker,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from inference.encoder.network import EncoderNetwork
+
+IMPORT_FRACTION = 0.6  # share of loading that importing torch takes, measured on a model of 23 million parameters
+_log = logging.getLogger("weir.inference.encoder")
+
+
+def serve(connection: socket.socket) -> int:
+    """Load, then embed batch after batch until told to stop; the exit status."""
+
+    def send(message: Message) -> None:
+        connection.sendall(encode(message))
+
+    inbox: Inbox[Message] = Inbox(connection, decoder_to_worker(LoadEncoder, EncodeBatch))
+    _, load = inbox.wait()
+    if not isinstance(load, LoadEncoder):
+        _log.error("the first message must be LoadEncoder, not %s", type(load).__name__)
+        return EXIT_PROTOCOL_BROKEN
+    try:
+        network = load_network(load, lambda stage, fraction: send(Loading(stage, fraction)))
+    except (CheckpointInvalid, EngineStartFailed) as error:
+        _log.error("loading failed: %s", error)
+        send(LoadFailed(str(error)))
+        return EXIT_LOAD_FAILED
+    send(Ready(kv_block_count=0))
+    while not isinstance(message := inbox.wait()[1], Shutdown):
+        if not isinstance(message, EncodeBatch):
+            _log.error("unexpected: %s", type(message).__name__)
+            return EXIT_PROTOCOL_BROKEN
+        send(encode_batch(network, message))
+    return 0
+
+
+def load_network(load: LoadEncoder, on_progress: Callable[[str, float], None]) -> EncoderNetwork:
+    """Import torch, read the weights, and embed a text of full length once. Raises: CheckpointInvalid, EngineStartFailed."""
+    on_progress("import", 0.0)
+    import torch
+
+    from inference.encoder.network import EncoderNetwork, load_encoder_weights
+
+    torch.set_num_threads(load.torch_thread_count)
+    if load.device == "cuda" and not torch.cuda.is_available():
+        raise EngineStartFailed("device cuda: torch finds no GPU; use device cpu, or a torch that is built for CUDA")
+    config = read_encoder_config(Path(load.directory))
+    dtype = torch.float32 if load.compute_dtype == "float32" else torch.bfloat16
+    on_progress("weights", IMPORT_FRACTION)
+    weights = load_encoder_weights(
+        config,
+        dtype,
+        lambda fraction: on_progress("weights", IMPORT_FRACTION + (1 - IMPORT_FRACTION) * fraction),
+        quantize=load.compute_dtype == "int8",
+    )
+    network = EncoderNetwork(config, weights, torch.device(load.device))
+    vectors = network.embed([[0] * config.input_tokens_max])
+    if not bool(torch.isfinite(vectors).all()):
+        raise CheckpointInvalid(str(config.directory), "gives vectors that are not finite; are the files intact?")
+    gc.collect()
+    gc.freeze()  # what stands now stands to the end
+    return network
+
+
+def encode_batch(network: EncoderNetwork, batch: EncodeBatch) -> BatchEncoded:
+    """The vectors of a batch, or why there are none. A vector that holds no numbers is a fault: noise is not to be billed."""
+    import torch
+
+    try:
+        vectors = network.embed(batch.texts)
+    except (ArithmeticError, IndexError, RuntimeError, ValueError) as error:
+        _log.exception("a batch could not be embedded")
+        return BatchEncoded(batch.number, [], f"{type(error).__name__}: {error}")
+    if not bool(torch.isfinite(vectors).all()):
+        return BatchEncoded(batch.number, [], "vectors are not finite")
+    return BatchEncoded(batch.number, [vector.numpy().tobytes() for vector in vectors])
+
+
+if __name__ == "__main__":
+    raise SystemExit(serve_parent("inference.encoder.worker", serve))

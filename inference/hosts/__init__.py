@@ -1,1 +1,0 @@
-"""Models in child processes: started, spoken to, watched, started again. Only `host.py` leads to torch."""

@@ -1,0 +1,1 @@
+"""Engine child processes and how they are spoken to. Knows no engine: adapters register their messages."""

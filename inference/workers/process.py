@@ -1,0 +1,279 @@
+"""Child processes that are spoken to over a socket: start, write, read, watch, end; spare ones that wait for a model.
+
+Owns the process and the socket, and gives both back on every path. The child sees the socket's end when this process is gone,
+however it went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, TypeVar
+
+from common.child_environment import inherited
+from inference.workers.protocol import (
+    LENGTH_PREFIX,
+    Message,
+    MessageDecoder,
+    body_length,
+    decoder_to_parent,
+    encode,
+)
+
+SOCKET_BUFFER_BYTES = 1 << 20  # bytes: several hundred step reports, so a busy parent does not stall the step loop at once
+REAP_TIMEOUT_S = 5.0  # seconds for the kernel to end a killed child; more means it hangs in a device
+
+
+class ChildProcess:
+    """One running child. Made by `open_child`; each kind adds what it says and hears."""
+
+    def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """The child's exit status, negative for a signal; None while it lives or has not been waited for."""
+        return self._process.returncode
+
+    def write(self, framed: bytes) -> None:
+        """Queue an encoded message; never blocks. Its kind bounds what is buffered."""
+        if not self._writer.is_closing():
+            self._writer.write(framed)
+
+    async def read(self) -> bytes | None:
+        """The body of the child's next message; None when it is gone. Raises `ProtocolBroken`."""
+        try:
+            prefix = await self._reader.readexactly(LENGTH_PREFIX.size)
+            return await self._reader.readexactly(body_length(prefix))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def kill(self) -> None:
+        """End the child at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def wait_gone(self, timeout_s: float) -> None:
+        """Give the child time to exit by itself, then kill it."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            async with asyncio.timeout(REAP_TIMEOUT_S):
+                await self._process.wait()
+
+    async def give_back(self) -> None:
+        """Close the socket, end the child and reap it."""
+        self._writer.close()
+        self.kill()
+        await self.wait_gone(REAP_TIMEOUT_S)
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+Child = TypeVar("Child", bound=ChildProcess)
+
+
+@contextlib.asynccontextmanager
+async def open_child(kind: type[Child], module: str, environment: Mapping[str, str]) -> AsyncIterator[Child]:
+    """Start `python -m module --fd N`; on leaving it is dead and reaped, and the socket closed.
+
+    environment: defaults of variables that are read before main; whoever starts Weir may set them otherwise.
+    """
+    parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        for end in (parent_end, child_end):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        parent_end.setblocking(False)
+        # stdout belongs to whoever reads this program's answers; the child's logs go to stderr.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            module,
+            "--fd",
+            str(child_end.fileno()),
+            pass_fds=(child_end.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            env={**environment, **inherited()},
+        )
+    except BaseException:
+        parent_end.close()  # a child that was started all the same reads the end of the stream and exits
+        raise
+    finally:
+        child_end.close()
+    try:
+        reader, writer = await asyncio.open_unix_connection(sock=parent_end)
+    except BaseException:
+        parent_end.close()
+        process.kill()
+        await process.wait()
+        raise
+    child = kind(process, reader, writer)
+    try:
+        yield child
+    finally:
+        await child.give_back()
+
+
+# Settings of the C library, read before main: they cannot be made inside the child. Each can be overridden from outside.
+CHILD_ENVIRONMENT = {
+    # Keep freed memory. Otherwise every large temporary is mapped afresh, and touching its pages costs more than computing:
+    # decode attention at batch 50 takes 21 ms per layer instead of 5, the reference workload 25 s instead of 10.
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    # Threads sleep at the end of a parallel loop. Spinning is faster on an idle machine (427 tokens/s alone, not 270), but as soon
+    # as anything else runs, and the API process always does, a spinning thread waits for one that was taken off its core: measured
+    # 5 tokens/s.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+
+
+class HostOpener(Protocol):
+    """Where hosts come from."""
+
+    def __call__(self, module: str, environment: Mapping[str, str]) -> AbstractAsyncContextManager[HostProcess]:
+        """See `open_host`."""
+
+
+COMMON_MESSAGES = decoder_to_parent()
+
+
+class HostProcess(ChildProcess):
+    """One running engine host. Made by `open_host`."""
+
+    def send(self, message: Message) -> None:
+        """Queue a message; never blocks. What is buffered is bounded by the sequences that the engine takes."""
+        self.write(encode(message))
+
+    async def receive(self, decoder: MessageDecoder = COMMON_MESSAGES) -> Message | None:
+        """The child's next message; None when it is gone. Raises `ProtocolBroken`."""
+        body = await self.read()
+        return None if body is None else decoder.decode(body)
+
+
+@contextlib.asynccontextmanager
+async def open_host(module: str, environment: Mapping[str, str]) -> AsyncIterator[HostProcess]:
+    """Start an engine host; on leaving it is dead and reaped."""
+    async with open_child(HostProcess, module, environment) as host:
+        yield host
+
+
+class Watchdog:
+    """Looks a few times per timeout and calls back after each silence that is longer. Belongs to one event loop."""
+
+    def __init__(self, timeout_s: float, on_silence: Callable[[float], None]) -> None:
+        """on_silence: called with the silence in seconds; it decides whether that is a fault."""
+        self._timeout_s = timeout_s
+        self._on_silence = on_silence
+        self._heard_at_s = -math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def heard(self) -> None:
+        """A sign of life."""
+        self._heard_at_s = asyncio.get_running_loop().time()
+
+    def arm(self) -> None:
+        """Start watching; counts as a sign of life."""
+        self.heard()
+        self._schedule()
+
+    def disarm(self) -> None:
+        """Stop watching."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _schedule(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s / 4, self._look)
+
+    def _look(self) -> None:
+        silence_s = asyncio.get_running_loop().time() - self._heard_at_s
+        if silence_s > self._timeout_s:
+            self._on_silence(silence_s)
+        self._schedule()
+
+
+SPARE_MODULE = "inference.adapters.torch_worker"
+REPLACE_AFTER_S = 5.0  # seconds after one was taken: it loads its model meanwhile, and is what is waited for
+RETRY_AFTER_S = 30.0  # seconds after one could not be started: whoever needs a host then will be told why
+_log = logging.getLogger("weir.inference.spare")
+
+
+class SpareHosts:
+    """A few of them. Everything runs on one event loop; `serve` is all that runs in the background."""
+
+    def __init__(self, count: int) -> None:
+        """Starts nothing. count: 0 keeps none, and every host is started when it is needed."""
+        self._count = count
+        self._ready: deque[tuple[HostProcess, contextlib.AsyncExitStack]] = deque()
+        self._changed = asyncio.Event()
+
+    @property
+    def ready_count(self) -> int:
+        """Spares that could be taken now."""
+        return sum(host.exit_status is None for host, _ in self._ready)
+
+    async def serve(self) -> None:
+        """Keep so many until cancelled; then all that nobody has taken are gone."""
+        try:
+            while True:
+                await self._drop_dead()
+                if len(self._ready) >= self._count:
+                    self._changed.clear()
+                    await self._changed.wait()
+                    await asyncio.sleep(REPLACE_AFTER_S)
+                elif not await self._add():
+                    await asyncio.sleep(RETRY_AFTER_S)
+        finally:
+            while self._ready:
+                await self._ready.popleft()[1].aclose()
+
+    @contextlib.asynccontextmanager
+    async def open(self, module: str, environment: Mapping[str, str]) -> AsyncIterator[HostProcess]:
+        """As `open_host`, with a spare where there is one of this kind."""
+        taken = self._take() if (module, environment) == (SPARE_MODULE, CHILD_ENVIRONMENT) else None
+        if taken is None:
+            async with open_host(module, environment) as host:
+                yield host
+            return
+        host, stack = taken
+        async with stack:
+            yield host
+
+    def _take(self) -> tuple[HostProcess, contextlib.AsyncExitStack] | None:
+        alive = next((spare for spare in self._ready if spare[0].exit_status is None), None)
+        if alive is not None:
+            self._ready.remove(alive)
+            self._changed.set()
+        return alive
+
+    async def _add(self) -> bool:
+        stack = contextlib.AsyncExitStack()
+        try:
+            host = await stack.enter_async_context(open_host(SPARE_MODULE, CHILD_ENVIRONMENT))
+        except OSError as error:
+            _log.warning("no spare engine host: %s", error)
+            return False
+        self._ready.append((host, stack))
+        return True
+
+    async def _drop_dead(self) -> None:
+        for spare in [spare for spare in self._ready if spare[0].exit_status is not None]:
+            self._ready.remove(spare)
+            await spare[1].aclose()
