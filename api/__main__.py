@@ -65,14 +65,13 @@ from inference.routing.router import Router
 from inference.safety.safety_classifiers import ClassifierProcess
 from inference.workers.process import SpareHosts
 from metering.control.control_channel import ControlChannel
-from metering.errors import StoreAway
+from metering.core.errors import StoreAway
 from metering.holds.holds import UsageNotices
 from metering.holds.journal import UsageJournal, check_locks
 from metering.holds.lease_clock import boot_time_s
 from metering.holds.recovery import recover_journals
 from metering.receipts.signing import Signer
-from metering.store.db import Sessions, create_engine, create_lookups, create_sessions, undurable_settings
-from metering.store.store_gate import StoreGate
+from metering.store.db import Sessions, StoreGate, create_engine, create_lookups, create_sessions, undurable_settings
 from metering.tenants.key_uses import KeyUses
 
 KEY_CONNECTIONS = 2  # a look-up takes a millisecond, and no report may keep one waiting

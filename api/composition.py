@@ -30,13 +30,12 @@ from inference.safety.safety import SafetyRulesInvalid
 from inference.safety.safety_file import Safety, read_safety
 from inference.text.tokenizer import Tokenizer
 from metering.control.control_channel import ControlChannel
-from metering.errors import InvalidValue
+from metering.core.errors import InvalidValue
 from metering.holds.holds import HoldStore, UsageNotices
 from metering.holds.journal import UsageJournal
 from metering.holds.standing_holds import GraceTerms
 from metering.receipts.signing import Signer, load_signer
-from metering.store.db import Sessions
-from metering.store.store_gate import StoreGate
+from metering.store.db import Sessions, StoreGate
 from metering.tenants.key_uses import KeyUses
 
 log = structlog.get_logger(__name__)

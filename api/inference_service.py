@@ -34,7 +34,7 @@ from api.requests.tools import ToolUse, call_reading
 from api.streams.generation import ClientStream, remaining_s
 from api.streams.open_streams import OpenStreams
 from api.streams.peers import VOUCHER, vouched_address, voucher_of
-from metering.control.owners import certificate_of
+from metering.control.live import certificate_of
 from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal

@@ -24,7 +24,7 @@ from common.incidents import Retries
 from inference.routing.router import Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer
-from metering.models import Outcome
+from metering.core.models import Outcome
 from metering.quotas.quota_rules import Owner
 
 PROGRESS_FRAMES_MAX = 500  # at one tick: a few ms of work; where more wait, they are told in turns

@@ -39,10 +39,10 @@ import uvloop
 
 from bench.admission_peers import INPUT_TOKENS, MODEL, OUTPUT_TOKENS, Pair, pgbench_binary, plain_pair, run_pgbench
 from bench.processes import children_of, cpu_s, postgres_pid
-from metering.billing.pricing import TokenPrices
+from metering.core.models import Outcome
 from metering.holds.holds import HoldStore
 from metering.holds.operations import Admit, Admitted, Settle, Settled, new_hold_id
-from metering.models import Outcome
+from metering.pricing.token_prices import TokenPrices
 from metering.quotas.quota_rules import Payer
 from metering.receipts.signing import ensure_key, read_key
 from metering.store import embedded_postgres

@@ -32,11 +32,11 @@ from psycopg.types.json import Json
 from bench.admission import Cases, create_tenants, new_admit, quantile_ms, server
 from bench.admission_peers import INPUT_TOKENS, OUTPUT_TOKENS
 from bench.processes import children_of, cpu_s, postgres_pid
-from metering.billing.rating import rate_all_pending
+from metering.core.models import Outcome
 from metering.export.exporters import export_usage
 from metering.holds.holds import NOTICE_INTERVAL_S, HoldStore, UsageNotices
 from metering.holds.operations import Settle
-from metering.models import Outcome
+from metering.ledger.rating import rate_all_pending
 from metering.quotas.quota_rules import Payer
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.store.migrations_runner import migrate

@@ -28,8 +28,8 @@ from api.observability.trace_context import TraceContext
 from api.requests.live import Caller
 from api.requests.start_frame import parse_start
 from api.requests.stopwatch import STAGES
+from metering.core.models import Outcome
 from metering.holds.operations import Settled
-from metering.models import Outcome
 from metering.quotas.quota_rules import Payer
 
 RUNS, CALLS = 9, 2000

@@ -67,8 +67,20 @@ class Border:
         return guarded and within(name, self.imported) and not within(name, self.but)
 
 
-# Beside `store`.
-METERING_PACKAGES = ("tenants", "quotas", "holds", "configuration", "control", "receipts", "billing", "alerts", "export", "proof")
+BILLING_PACKAGES = ("pricing", "ledger", "plans", "invoicing", "reports")
+# Beside `core` and `store`.
+METERING_PACKAGES = (
+    "tenants",
+    "quotas",
+    "holds",
+    "configuration",
+    "control",
+    "receipts",
+    *BILLING_PACKAGES,
+    "alerts",
+    "export",
+    "proof",
+)
 # What the API must know of models' text: it tokenizes prompts, and reads tool calls out of outputs.
 TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools", "tool_calls"))
 BORDERS = (
@@ -102,14 +114,13 @@ BORDERS = (
         why="the way to the database knows nothing of what is kept in it",
     ),
     Border(
-        ("metering.billing", "metering.export"),
+        ("metering.ledger", "metering.plans", "metering.invoicing", "metering.reports", "metering.export"),
         inside=("metering/tenants/", "metering/quotas/", "metering/holds/", "metering/control/"),
-        but=("metering.billing.pricing", "metering.billing.prices"),
         why="admission knows what a token costs, and nothing of ledger, invoices or who bills",
     ),
     Border(
         ("metering.alerts",),
-        inside=("metering/tenants/", "metering/quotas/", "metering/holds/", "metering/control/", "metering/billing/"),
+        inside=tuple(f"metering/{each}/" for each in ("tenants", "quotas", "holds", "control", *BILLING_PACKAGES)),
         why="what is counted and billed knows nothing of who is told; a look at the counters finds it",
     ),
     Border(("metering.holds",), inside=("metering/receipts/",), why="a receipt says what was settled, and knows nothing of how"),
@@ -121,7 +132,7 @@ BORDERS = (
     ),
     Border(
         ("metering.export", "metering.configuration"),
-        inside=("metering/billing/",),
+        inside=tuple(f"metering/{each}/" for each in BILLING_PACKAGES),
         why="what is owed is the same whoever collects it",
     ),
     Border(
@@ -180,7 +191,7 @@ BORDERS = (
     Border(
         ("api.requests", "api.streams", "api.admin", "api.billing", "api.openai", "grpc", "weir", "metering"),
         inside=("api/queue/",),
-        but=("metering.models",),
+        but=("metering.core.models",),
         why="who is next is decided without sockets and without the database",
     ),
     Border(
@@ -232,7 +243,7 @@ BORDERS = (
                 "api/console/",
                 "api/observability/scrape.py",
                 "api/observability/probes.py",
-                "metering/alerts/sending.py",
+                "metering/alerts/delivering.py",
                 "bench/door_load.py",
             ),
         ),
@@ -251,7 +262,7 @@ BORDERS = (
         why="what is counted is counted in plain numbers, and becomes metrics where somebody asks",
     ),
     Border(("openai",), inside=PRODUCT, save_for=("bench/door.py",), why="the clients of the door test it, and are no part of it"),
-    Border(("reportlab",), inside=PRODUCT, save_for=("metering/billing/invoice_",), why="invoices alone are drawn"),
+    Border(("reportlab",), inside=PRODUCT, save_for=("metering/invoicing/invoice_pdf.py",), why="invoices alone are drawn"),
     Border(("stripe",), inside=PRODUCT, save_for=("metering/export/stripe_gateway.py",), why="one gateway wraps Stripe"),
 )
 
@@ -451,8 +462,6 @@ CYCLES: tuple[set[str], ...] = (
         "inference.text",
     },
     {"inference.encoder", "inference.hosts", "inference.tensorrt"},
-    {"metering.billing", "metering.quotas"},
-    {"metering.control", "metering.tenants"},
 )
 
 Place = tuple[str, int]  # a file and a line

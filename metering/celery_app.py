@@ -26,7 +26,7 @@ from click import Option
 from kombu.transport import virtual
 
 from common.incidents import Retries
-from metering.errors import InvalidValue
+from metering.core.errors import InvalidValue
 from metering.export.export_settings import export_settings
 from metering.usage_listener import Hurry, UsageListener
 from metering.worker_command import READY_FILE

@@ -11,23 +11,23 @@ from collections.abc import AsyncIterator, Coroutine
 import psycopg
 
 from common.incidents import Retries
+from metering.alerts.alerts import look_for_alerts
 from metering.alerts.delivering import deliver_alerts
-from metering.alerts.looking import look_for_alerts
-from metering.alerts.webhook_urls import allows_private
-from metering.billing import usage_partitions
-from metering.billing.prepaid import refresh_for_the_month
-from metering.billing.rating import rate_all_pending
+from metering.alerts.webhooks import allows_private
 from metering.celery_app import TIME_LIMIT_S, rating_hurry, task
-from metering.errors import InvalidValue, InvariantViolated, StoreAway
+from metering.core.errors import InvalidValue, InvariantViolated, StoreAway
 from metering.export.exporters import export_usage
 from metering.holds.recovery import sweep_expired_holds
+from metering.ledger import rating
+from metering.ledger.rating import rate_all_pending
+from metering.plans.prepaid import refresh_for_the_month
 from metering.quotas import quota_admin
 from metering.receipts.signing import load_signer
 from metering.store.db import Sessions, create_engine, create_sessions
 
 log = logging.getLogger(__name__)
 alerts = Retries("alert_look", passing=(StoreAway,))
-rating = Retries("misstated_usage")  # by what names the events
+misstated_retries = Retries("misstated_usage")  # by what names the events
 
 ALERT_CONNECTIONS = 3  # as for the export, below
 EXPORT_CONNECTIONS = 3  # one holds the locks; the others take turns, for a millisecond at a time
@@ -70,7 +70,7 @@ def keep_partitions() -> None:
 
 async def _keep_partitions() -> None:
     async with open_sessions() as sessions, sessions.begin() as session:
-        await usage_partitions.keep_ahead(session)
+        await rating.keep_ahead(session)
 
 
 @task("weir.refresh_prepaid")
@@ -119,8 +119,8 @@ async def _rate_pending() -> None:
         try:
             await rate_all_pending(sessions)
         except InvariantViolated as misstated:  # the same events each second, until a person corrects them
-            if rating.is_due(str(misstated)):
-                rating.failed(misstated, str(misstated))
+            if misstated_retries.is_due(str(misstated)):
+                misstated_retries.failed(misstated, str(misstated))
 
 
 @contextlib.asynccontextmanager

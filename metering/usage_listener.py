@@ -14,8 +14,7 @@ import psycopg
 
 from common.incidents import Retries
 from metering.holds.holds import CHANNEL
-from metering.store.bounded_connection import KEEPALIVES
-from metering.store.db import psycopg_conninfo
+from metering.store.db import KEEPALIVES, psycopg_conninfo
 
 LISTEN_S = 1.0  # at a time, and so how long the thread may take to stop
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0

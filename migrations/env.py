@@ -12,15 +12,15 @@ from alembic import context
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
-import metering.alerts.alert_models
-import metering.billing.invoice_models
-import metering.billing.letterheads
-import metering.billing.models  # declares its tables on the base
-import metering.billing.plan_models
+import metering.alerts.alerts
 import metering.control.control_models
 import metering.export.export_models
+import metering.invoicing.invoice_document
+import metering.invoicing.invoices
+import metering.ledger.models  # declares its tables on the base
+import metering.plans.models
 import metering.receipts.models  # noqa: F401  # the same
-from metering.models import Base
+from metering.core.models import Base
 from metering.store.db import sqlalchemy_url
 from metering.store.migrations_runner import MIGRATION_LOCK_ID
 

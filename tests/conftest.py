@@ -20,9 +20,8 @@ from psycopg import sql
 from sqlalchemy import make_url
 
 from metering.store import embedded_postgres
-from metering.store.application_role import prepare_application_role
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo, sqlalchemy_url
-from metering.store.migrations_runner import migrate
+from metering.store.migrations_runner import migrate, prepare_application_role
 
 # Files whose tests mostly wait for processes come first: shared out last, one of them would keep a single worker busy at the end.
 LONG_FILES_FIRST = ("tests/faults/", "tests/e2e/", "tests/api/", "tests/sdk/")

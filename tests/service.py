@@ -42,8 +42,8 @@ from api.process import Process
 from api.queue.places import QueueStatistics
 from api.requests.admission import Capacity
 from inference.text.tokenizer import Tokenizer
-from metering.billing.prices import set_price
-from metering.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaSubject
+from metering.pricing.prices import set_price
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.tenants.tenants import KeyRecord, create_api_key, create_organization, create_project, revoke_api_key

@@ -37,7 +37,7 @@ def test_the_walk_sees_the_repository(sources: list[Source]) -> None:
     """A walk that found nothing would let every rule hold."""
     paths = {source.path for source in sources}
 
-    assert {"inference/engine.py", "metering/models/base.py", "proto/weir/v1/types.proto", "Makefile", "pyproject.toml"} <= paths
+    assert {"inference/engine.py", "metering/core/models.py", "proto/weir/v1/types.proto", "Makefile", "pyproject.toml"} <= paths
     assert not any(path.endswith("_pb2.py") for path in paths)
 
 
@@ -58,7 +58,7 @@ IMPORT_FAULTS = [
     ("api/streams/generation.py", "import torch", "torch"),
     ("api/__main__.py", "import torch.nn", "torch.nn"),
     ("inference/core/scheduler.py", "from api.core.wire import to_domain", "api.core.wire"),
-    ("inference/core/scheduler.py", "from metering.billing import ledger", "metering.billing.ledger"),
+    ("inference/core/scheduler.py", "from metering.ledger import ledger", "metering.ledger.ledger"),
     ("inference/core/scheduler.py", "import grpc", "grpc"),
     ("api/fleet/remote_engines.py", "from smg_grpc_proto.generated import common_pb2", "smg_grpc_proto.generated.common_pb2"),
     ("inference/core/scheduler.py", "from grpc import aio", "grpc.aio"),
@@ -74,28 +74,28 @@ IMPORT_FAULTS = [
     ("metering/usage.py", "import kombu", "kombu"),
     ("metering/invoices.py", "import stripe", "stripe"),
     ("metering/store/db.py", "from metering.tenants import tenants", "metering.tenants.tenants"),
-    ("metering/billing/ledger.py", "from metering.proof.fsck import fsck", "metering.proof.fsck"),
+    ("metering/ledger/ledger.py", "from metering.proof.fsck import fsck", "metering.proof.fsck"),
     ("metering/proof/checks.py", "from metering.quotas import quota_rules", "metering.quotas.quota_rules"),
-    ("metering/holds/holds.py", "from metering.billing import ledger", "metering.billing.ledger"),
-    ("metering/billing/rating.py", "from metering.export.batches import form", "metering.export.batches"),
+    ("metering/holds/holds.py", "from metering.ledger import ledger", "metering.ledger.ledger"),
+    ("metering/ledger/rating.py", "from metering.export.deliveries import form", "metering.export.deliveries"),
     ("metering/receipts/merkle.py", "from metering.holds import holds", "metering.holds.holds"),
     ("api/cli/receipts.py", "import cryptography", "cryptography"),
     ("api/cli/up.py", "from celery import Celery", "celery"),
-    ("migrations/versions/2026-11-20_initial_schema.py", "from metering.models import Base", "metering.models"),
+    ("migrations/versions/2026-11-20_initial_schema.py", "from metering.core.models import Base", "metering.core.models"),
     ("migrations/env.py", "from api.core.settings import Settings", "api.core.settings"),
     ("sdk/python/src/weir_client/client.py", "from api.core.wire import to_domain", "api.core.wire"),
-    ("sdk/python/src/weir_client/client.py", "from metering.money import picos", "metering.money"),
+    ("sdk/python/src/weir_client/client.py", "from metering.core.money import picos", "metering.core.money"),
     ("sdk/python/src/weir_client/client.py", "from inference.engine import Usage", "inference.engine"),
     ("infra/check_proto.py", "from weir.v1 import types_pb2", "weir.v1"),
     ("bench/load.py", "import stripe", "stripe"),
     ("api/server.py", "from aiohttp import web", "aiohttp.web"),
     ("api/openai/door.py", "from openai.types import Model", "openai.types.Model"),
-    ("inference/core/scheduler.py", "from ...metering.billing import ledger", "metering.billing.ledger"),
+    ("inference/core/scheduler.py", "from ...metering.ledger import ledger", "metering.ledger.ledger"),
     ("inference/core/scheduler.py", "from inference.workers.protocol import Scheduled", "inference.workers.protocol"),
     ("inference/workers/engine.py", "import torch", "torch"),
     ("inference/sampling/sampler.py", "from inference.core.scheduler import Scheduler", "inference.core.scheduler"),
     ("api/queue/fair_queue.py", "from api.requests.live import Live", "api.requests.live"),
-    ("api/console/calls.py", "from metering.billing.reports import month_bounds", "metering.billing.reports"),
+    ("api/console/calls.py", "from metering.invoicing.month_report import month_bounds", "metering.invoicing.month_report"),
     ("api/openai/door.py", "from api.console.console import Console", "api.console.console"),
     ("api/requests/live.py", "from api.admin.admin_live import AdminLive", "api.admin.admin_live"),
 ]
@@ -114,7 +114,7 @@ def test_a_crossed_border_is_reported(path: str, text: str, name: str) -> None:
     [
         (
             "api/streams/generation.py",
-            "from inference.engine import Engine\nfrom inference.routing import router\nimport metering.billing.ledger",
+            "from inference.engine import Engine\nfrom inference.routing import router\nimport metering.ledger.ledger",
         ),
         ("api/core/wire.py", "from weir.v1 import types_pb2"),
         ("api/__main__.py", "from inference.adapters.torch_engine import TorchEngine"),
@@ -124,7 +124,7 @@ def test_a_crossed_border_is_reported(path: str, text: str, name: str) -> None:
         ("inference/adapters/tensorrt_library.py", "def build():\n    import tensorrt_llm"),
         ("metering/tasks.py", "from celery import shared_task\nimport kombu"),
         ("metering/export/stripe_gateway.py", "import stripe"),
-        ("migrations/env.py", "from metering.models import Base"),
+        ("migrations/env.py", "from metering.core.models import Base"),
         ("sdk/python/src/weir_client/client.py", "from weir.v1 import types_pb2\nimport grpc"),
         ("tests/api/test_wire.py", "import torch, stripe, celery\nfrom weir.v1 import types_pb2"),
         ("api/torchlight.py", "import torchlight"),

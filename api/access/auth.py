@@ -17,11 +17,10 @@ from api.core.addresses import FORWARDED_FOR, Origin, Proxies, address_of
 from api.core.errors import AddressNotAllowed, ModelNotAllowed, PermissionDenied, Unauthenticated
 from api.core.interceptor import METHOD, Context
 from api.core.pace import VISIT, FramePace
-from metering.errors import KeyInvalid, StoreAway
+from metering.core.errors import KeyInvalid, StoreAway
 from metering.holds.lease_clock import boot_time_s
 from metering.quotas.quota_rules import Payer
-from metering.store.bounded_connection import patience
-from metering.store.db import Sessions
+from metering.store.db import Sessions, patience
 from metering.tenants.networks import Network, allows
 from metering.tenants.tenants import Principal, authenticate
 

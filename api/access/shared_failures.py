@@ -13,7 +13,7 @@ import structlog
 from msgspec import Struct
 
 from api.access.throttle import Throttle
-from metering.control.gossip import BYTES_MAX
+from metering.control.control_channel import BYTES_MAX
 
 ADDRESS_BYTES = 60  # of one address with its count, at most
 ADDRESSES_AT_ONCE = BYTES_MAX // ADDRESS_BYTES - 1  # those with most failures first, the others the next time

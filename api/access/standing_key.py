@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 from api.core.errors import AddressNotAllowed, AuthenticationThrottled, KeyRevokedMidway, PermissionDenied, Unauthenticated
-from metering.errors import KeyInvalid, StoreAway
+from metering.core.errors import KeyInvalid, StoreAway
 from metering.tenants.networks import Network, allows
 from metering.tenants.tenants import Principal
 

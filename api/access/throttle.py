@@ -17,7 +17,7 @@ import structlog
 
 from api.core.addresses import address_of
 from api.core.errors import AuthenticationThrottled
-from metering.errors import KeyInvalid
+from metering.core.errors import KeyInvalid
 
 ADDRESSES_MAX = 10_000  # some 500 bytes each; beyond it the address that came least recently is forgotten
 ROUNDING = 1e-6  # failures: who comes when it was told must not be early by the last digit of a float

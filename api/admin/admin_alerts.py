@@ -10,8 +10,8 @@ from api.admin.admin_calls import AdminCalls
 from api.core.interceptor import Context
 from api.core.messages import alert_message, webhook_message
 from metering.alerts import webhooks
-from metering.alerts.listing import find_alert
-from metering.errors import NotFound
+from metering.alerts.alerts import find_alert
+from metering.core.errors import NotFound
 
 
 class AlertWebhookCalls(AdminCalls):

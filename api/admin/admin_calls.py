@@ -15,7 +15,7 @@ from api.core import wire
 from api.core.interceptor import Context
 from metering.store.db import Sessions
 from metering.tenants import admin_requests
-from metering.tenants.changes_lock import take_changes_lock
+from metering.tenants.admin_requests import take_changes_lock
 from metering.tenants.tenants import Principal
 
 

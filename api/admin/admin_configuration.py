@@ -8,8 +8,7 @@ from api.admin.admin_calls import AdminCalls
 from api.admin.configuration_wire import Parsing, applied_message, configuration_message, mistaken_message
 from api.core.interceptor import Context
 from inference.routing.router import Router
-from metering.configuration.applying import apply_configuration
-from metering.configuration.present_state import present_state
+from metering.configuration.applying import apply_configuration, present_state
 
 
 class ConfigurationCalls(AdminCalls):

@@ -19,13 +19,13 @@ from api.core.accounts import find_generation
 from api.core.interceptor import Context
 from metering.control import live
 from metering.control.stop_orders import order_end_of_request
-from metering.errors import InvalidValue, NotFound
+from metering.core.audit import record_change
+from metering.core.errors import InvalidValue, NotFound
+from metering.core.models import Hold, HoldState, Organization, Project
 from metering.holds.recovery import sweep_expired_holds
-from metering.models import Hold, HoldState, Organization, Project
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from metering.tenants import tenants
-from metering.tenants.audit import record_change
 
 REASON_CHARS_MAX = 200
 PAGE_SIZE = 200
@@ -54,9 +54,11 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
     async def ListLiveRequests(self, request: pb.ListLiveRequestsRequest, context: Context) -> pb.ListLiveRequestsResponse:
         """Lists what runs."""
         await self._caller(context)
+        async with self._sessions() as session:
+            organization = await tenants.find_organization(session, request.organization) if request.organization else None
         view = await live.live_view(
             self._sessions,
-            organization=request.organization or None,
+            organization_id=organization.id if organization else None,
             page_size=request.page_size or PAGE_SIZE,
             stuck_only=request.stuck_only,
         )

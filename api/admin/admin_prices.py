@@ -15,9 +15,9 @@ from weir.v1 import prices_pb2 as pb
 from api.admin.admin_calls import AdminCalls
 from api.core import wire
 from api.core.interceptor import Context
-from metering.billing import prices
-from metering.billing.prices import CustomerPrice, ModelPrice
-from metering.models import Organization
+from metering.core.models import Organization
+from metering.pricing import prices
+from metering.pricing.prices import CustomerPrice, ModelPrice
 from metering.tenants.tenants import find_organization
 
 Names = Mapping[uuid.UUID, str]

@@ -15,7 +15,7 @@ from inference.routing.router import Router
 from metering.control import replica_drains
 from metering.control.control_models import ReplicaDrain
 from metering.control.replica_drains import ReplicaRow
-from metering.errors import InvalidValue, NotFound
+from metering.core.errors import InvalidValue, NotFound
 
 REASON_CHARS_MAX = 200
 

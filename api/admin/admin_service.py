@@ -25,13 +25,13 @@ from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import effective_quota_statuses, quota_status
 from inference.routing.router import Router
-from metering.errors import InvalidValue, NotFound
-from metering.models import ApiKey, AuditEntry, Organization, Project
+from metering.core import audit
+from metering.core.errors import InvalidValue, NotFound
+from metering.core.models import ApiKey, AuditEntry, Organization, Project
 from metering.quotas import quota_admin, quota_states
 from metering.quotas.quota_rules import QuotaState
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
-from metering.tenants import audit
 from metering.tenants.tenants import KeyRecord, find_api_key, find_organization, find_project
 
 

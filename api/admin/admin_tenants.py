@@ -12,9 +12,9 @@ from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import billing_profile_message, parse_billing_profile
 from inference.routing.router import Router
-from metering.errors import InvalidValue
-from metering.models import Organization, Project
-from metering.tenants import ensuring, key_changes, tenants
+from metering.core.errors import InvalidValue
+from metering.core.models import Organization, Project
+from metering.tenants import admin_requests, key_changes, tenants
 from metering.tenants.billing_profiles import BillingProfile, billing_profile, billing_profiles, set_billing_profile
 from metering.tenants.networks import shuts_out
 
@@ -33,7 +33,7 @@ class TenantCalls(AdminCalls):
             else:
                 fields = {"name": request.name, "currency_code": request.currency_code or "USD", "actor": acting.actor}
                 if request.allow_existing:
-                    organization, existed = await ensuring.ensure_organization(acting.session, **fields)
+                    organization, existed = await admin_requests.ensure_organization(acting.session, **fields)
                 else:
                     organization, existed = await tenants.create_organization(acting.session, **fields), False
                 await acting.made(request, organization.id)
@@ -66,7 +66,7 @@ class TenantCalls(AdminCalls):
             else:
                 fields = {"organization": request.organization, "name": request.name, "actor": acting.actor}
                 if request.allow_existing:
-                    project, existed = await ensuring.ensure_project(acting.session, **fields)
+                    project, existed = await admin_requests.ensure_project(acting.session, **fields)
                 else:
                     project, existed = await tenants.create_project(acting.session, **fields), False
                 await acting.made(request, project.id)
@@ -99,7 +99,7 @@ class TenantCalls(AdminCalls):
             }
             existed = False
             if request.allow_existing:
-                key, secret, existed = await ensuring.ensure_api_key(acting.session, **fields)
+                key, secret, existed = await admin_requests.ensure_api_key(acting.session, **fields)
             else:
                 key, secret = await tenants.create_api_key(acting.session, **fields)
             await acting.made(request, key.id)

@@ -15,11 +15,11 @@ from weir.v1.inference_service_pb2 import SERVICE_TIER_UNSPECIFIED
 from api.admin.admin_calls import AdminCalls
 from api.core import wire
 from api.core.interceptor import Context
-from metering.billing import credits, plan_admin, prepaid, simulation
-from metering.billing.plan_rules import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
-from metering.billing.reports import month_bounds
-from metering.errors import InvalidValue
-from metering.models import Organization, TokenKind
+from metering.core.errors import InvalidValue
+from metering.core.models import Organization, TokenKind
+from metering.ledger.ledger import month_bounds
+from metering.plans import credits, plan_admin, prepaid, simulation
+from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
 
 KINDS = {str(kind): kind for kind in TokenKind}
 Names = Mapping[uuid.UUID, str]

@@ -9,7 +9,6 @@ from weir.v1 import configuration_pb2 as pb
 
 from api.core import wire
 from api.core.messages import billing_profile_message, parse_billing_profile
-from metering.configuration.attempts import Attempts
 from metering.configuration.configuration import (
     Action,
     Change,
@@ -24,6 +23,7 @@ from metering.configuration.configuration import (
     Value,
     said_thresholds,
 )
+from metering.configuration.parts import Attempts
 from metering.tenants.networks import in_one_form
 
 ACTIONS = {

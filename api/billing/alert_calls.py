@@ -8,7 +8,7 @@ from api.access.scopes import Scope
 from api.billing.billing_calls import BillingCalls, visible_or_own
 from api.core.interceptor import Context
 from api.core.messages import alert_message
-from metering.alerts.listing import list_alerts
+from metering.alerts.alerts import list_alerts
 
 
 class AlertCalls(BillingCalls):

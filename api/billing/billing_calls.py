@@ -15,10 +15,9 @@ from api.access.auth import Authenticator
 from api.access.scopes import Scope
 from api.admin.admin_calls import AdminCalls
 from api.core.errors import TooManyReports
-from metering.errors import NotFound
-from metering.models import Organization
-from metering.store.bounded_connection import patience
-from metering.store.db import Sessions
+from metering.core.errors import NotFound
+from metering.core.models import Organization
+from metering.store.db import Sessions, patience
 from metering.tenants.tenants import Principal, find_organization
 
 WAITING_PER_KEY_MAX = 16  # reports of one key, beside those that run: a page of the console asks for some at once

@@ -17,16 +17,15 @@ from api.billing.billing_wire import adjustment_message, invoice_message, month_
 from api.billing.reconciliation_calls import ReconciliationCalls
 from api.billing.usage_calls import UsageCalls
 from api.core.interceptor import Context
-from metering.billing import adjustments
-from metering.billing.closing import check_month, close_month
-from metering.billing.invoice_rows import find_invoice_row, invoice_of_month, read_invoice
-from metering.billing.month_list import list_months, month_entry
-from metering.billing.month_reading import month_report
-from metering.billing.month_verification import verify_month
-from metering.billing.report_formats import to_csv, to_json
-from metering.billing.reports import month_bounds
-from metering.errors import InvalidValue, NotFound
+from metering.core.errors import InvalidValue, NotFound
 from metering.export.invoice_payments import payments_by_month
+from metering.invoicing import adjustments
+from metering.invoicing.closing import check_month, close_month
+from metering.invoicing.invoices import find_invoice_row, invoice_of_month, read_invoice
+from metering.invoicing.month_reading import month_report
+from metering.invoicing.month_report import to_csv, to_json
+from metering.invoicing.months import list_months, month_entry, verify_month
+from metering.ledger.ledger import month_bounds
 from metering.tenants.tenants import find_organization
 
 DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}

@@ -10,14 +10,14 @@ from weir.v1.types_pb2 import Money
 
 from api.core import wire
 from api.core.messages import billing_profile_message
-from metering.billing.adjustments import AdjustmentRecord, AdjustmentState
-from metering.billing.invoices import Invoice, InvoiceLine
-from metering.billing.models import MonthState
-from metering.billing.month_list import MonthEntry
-from metering.billing.reports import TAX_NOTE, Charge, ChargeKind, MonthReport, ReportLine
+from metering.core.models import TokenKind
 from metering.export.export_models import PaymentState
 from metering.export.invoice_payments import InvoicePayment
-from metering.models import TokenKind
+from metering.invoicing.adjustments import AdjustmentRecord, AdjustmentState
+from metering.invoicing.invoices import Invoice, InvoiceLine
+from metering.invoicing.month_report import TAX_NOTE, Charge, ChargeKind, MonthReport, ReportLine
+from metering.invoicing.months import MonthEntry
+from metering.ledger.models import MonthState
 
 TOKEN_KINDS: Mapping[TokenKind, pb.TokenKind.ValueType] = {
     TokenKind.INPUT: pb.TOKEN_KIND_INPUT,

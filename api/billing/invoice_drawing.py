@@ -1,6 +1,6 @@
 """Drawing invoices in a process of its own: it takes seconds of computing for a long one, which streams here must not feel.
 
-The child is of this same program (`metering.billing.invoice_pdf`): the document goes in, the file comes out. It runs at low
+The child is of this same program (`metering.invoicing.invoice_pdf`): the document goes in, the file comes out. It runs at low
 priority, one at a time, is ended with the call that wanted it, and takes its memory with it.
 """
 
@@ -11,7 +11,7 @@ import pickle
 import sys
 
 from common.child_environment import inherited
-from metering.billing.invoice_document import InvoiceDocument
+from metering.invoicing.invoice_document import InvoiceDocument
 
 DRAWING_S = 25.0  # an invoice of a thousand lines takes three on a busy machine; clients give a call half a minute
 
@@ -32,7 +32,7 @@ class InvoiceDrawer:
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "metering.billing.invoice_pdf",
+                "metering.invoicing.invoice_pdf",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

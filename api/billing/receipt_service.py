@@ -12,7 +12,7 @@ from api.billing.billing_calls import Reports, visible
 from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import chain_message, receipt_messages
-from metering.billing.reports import month_bounds
+from metering.ledger.ledger import month_bounds
 from metering.receipts.models import ReceiptKey
 from metering.receipts.months import BEGINNING, PageMark, receipt_month, receipts_page
 

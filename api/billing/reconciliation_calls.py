@@ -7,9 +7,8 @@ from weir.v1 import reconciliation_pb2 as pb
 from api.billing.billing_calls import BillingCalls, visible_or_own
 from api.core import wire
 from api.core.interceptor import Context
-from metering.export.differences import Difference
 from metering.export.month_reconciliation import reconciled_here
-from metering.export.reconciliation import StageSum
+from metering.export.reconciliation import Difference, StageSum
 
 
 class ReconciliationCalls(BillingCalls):

@@ -18,20 +18,16 @@ from api.billing.billing_calls import BillingCalls, Reports, visible_or_own
 from api.billing.invoice_drawing import InvoiceDrawer
 from api.core import wire
 from api.core.interceptor import Context
-from metering.billing.focus import FOCUS_VERSION
-from metering.billing.focus_export import focus_csv
-from metering.billing.forecast import CONFIDENCE, Forecast, forecast
-from metering.billing.invoice_content import invoice_document
-from metering.billing.invoice_document import Issuer
-from metering.billing.letterheads import letterhead_of
-from metering.billing.month_reading import month_report
-from metering.billing.months import month_text
-from metering.billing.reports import MonthReport, month_bounds
-from metering.billing.usage_reports import Share, UsageRow, daily_costs, usage_page, usage_total
-from metering.billing.usage_statements import Grouping, UsageFilter
-from metering.errors import InvalidValue, NotFound
-from metering.models import TokenKind
-from metering.money import round_to_minor_unit
+from metering.core.errors import InvalidValue, NotFound
+from metering.core.models import TokenKind
+from metering.core.money import round_to_minor_unit
+from metering.invoicing.invoice_document import Issuer, invoice_document, letterhead_of
+from metering.invoicing.month_reading import month_report
+from metering.invoicing.month_report import MonthReport
+from metering.ledger.ledger import month_bounds, month_text
+from metering.reports.focus import FOCUS_VERSION, focus_csv
+from metering.reports.forecast import CONFIDENCE, Forecast, forecast
+from metering.reports.usage_reports import Grouping, Share, UsageFilter, UsageRow, daily_costs, usage_page, usage_total
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal, find_api_key, find_project
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import psycopg
 from sqlalchemy import text
 
-from metering.errors import StoreAway
-from metering.export.batches import form, form_batches
-from metering.export.deliveries import deliver_pending
-from metering.export.file_exporter import FileExporter
+from metering.core.errors import StoreAway
+from metering.export.deliveries import deliver_pending, form, form_batches
+from metering.export.exporters import FileExporter
 from metering.store.db import Sessions, create_engine, create_sessions
 
 EVERY_S = 0.2

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from api.core.settings import Settings
-from metering.billing.prices import list_current_prices, set_price
-from metering.errors import AlreadyExists, KeyInvalid
+from metering.core.errors import AlreadyExists, KeyInvalid
+from metering.pricing.prices import list_current_prices, set_price
 from metering.receipts.signing import ensure_key, key_path
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.tenants.tenants import authenticate, create_api_key, create_organization, create_project

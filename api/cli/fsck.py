@@ -18,7 +18,7 @@ from api.cli.audit import parse_time
 from api.cli.local import HomeOption, clear_failures, fail
 from api.cli.local_store import domain_errors, local_database
 from api.cli.output import JsonOption, make_console, print_json
-from metering.billing.month_verification import changed_months
+from metering.invoicing.months import changed_months
 from metering.proof.checks import Check, Moment
 from metering.proof.fsck import CHECKS, SAMPLE_MAX, Verdict, Violation, chosen_checks
 from metering.proof.fsck import fsck as run_checks

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from api.cli.local import HomeOption, clear_failures, fail, read_settings
-from metering.errors import MeteringError
+from metering.core.errors import MeteringError
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions
 

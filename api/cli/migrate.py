@@ -22,7 +22,7 @@ def migrate(
 ) -> None:
     """Bring the database of WEIR_DATABASE_URL to the schema of this version; without one, the embedded database of the home."""
     from metering.store import embedded_postgres
-    from metering.store.application_role import PASSWORD_VARIABLE, RoleUnfit, prepare_application_role
+    from metering.store.migrations_runner import PASSWORD_VARIABLE, RoleUnfit, prepare_application_role
     from metering.store.migrations_runner import migrate as upgrade
 
     settings = read_settings(home)

@@ -19,14 +19,13 @@ from api.cli.local import HomeOption
 from api.cli.local_store import run
 from api.cli.output import JsonOption, make_console, note, print_json, show
 from api.cli.render import table
-from metering.export.differences import Difference
+from metering.core.models import TokenKind
+from metering.core.money import exact_text
 from metering.export.export_settings import Destination, ExportSettings, export_settings
+from metering.export.exporters import counted
 from metering.export.exporting import Stream
-from metering.export.file_exporter import counted
 from metering.export.month_reconciliation import MonthReconciliation, conclude, differences_here
-from metering.export.reconciliation import OurMonth, our_month, stripe_counts
-from metering.models import TokenKind
-from metering.money import exact_text
+from metering.export.reconciliation import Difference, OurMonth, our_month, stripe_counts
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 

@@ -24,7 +24,7 @@ from api.cli.bootstrap import Connection, bootstrap, ensure_receipt_key
 from api.core.endpoint import forget_endpoint, make_private, serving_endpoint, serving_pid
 from api.core.settings import Settings
 from api.fleet.fleet_file import model_names
-from metering.errors import InvalidValue
+from metering.core.errors import InvalidValue
 from metering.export.export_settings import export_settings, webhook_settings
 from metering.store import embedded_postgres
 from metering.store.migrations_runner import migrate

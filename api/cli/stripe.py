@@ -17,16 +17,15 @@ from api.cli.local import HomeOption, fail
 from api.cli.local_store import domain_errors, run
 from api.cli.output import JsonOption, note, print_json, show
 from api.cli.render import table
-from metering.errors import BillingDetailsMissing, InvalidValue
-from metering.export.corrections import resend, settle
+from metering.core.errors import BillingDetailsMissing, InvalidValue
+from metering.core.money import exact_text
+from metering.export.export_admin import export_status, resend, settle
 from metering.export.export_models import PaymentState
 from metering.export.export_settings import Collection, stripe_settings, webhook_settings
-from metering.export.export_status import export_status
 from metering.export.reconciliation import MeterReconciliation, reconcile
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_sync import Sync, payment_method_page
 from metering.export.webhook_server import serve_webhooks
-from metering.money import exact_text
 from metering.store.db import Sessions
 
 stripe = typer.Typer(help="Bill with Stripe: sync, compare, correct.", no_args_is_help=True)

@@ -15,9 +15,9 @@ from weir.v1 import types_pb2
 from api.core import wire
 from api.core.messages import model_message, receipt_messages
 from inference.routing.router import Router
-from metering.billing.prices import customer_prices, versions_in_force
-from metering.errors import NotFound
-from metering.models import Hold, HoldState, PriceVersion, UsageEvent
+from metering.core.errors import NotFound
+from metering.core.models import Hold, HoldState, PriceVersion, UsageEvent
+from metering.pricing.prices import customer_prices, versions_in_force
 from metering.receipts.months import receipts_of_hold
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal

@@ -15,11 +15,10 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, TIER_NUMBERS, known_duration, known_time, money, timestamp
 from inference.engine import ModelInfo
 from inference.routing.router import ReplicaCounts
-from metering.alerts.invoice_alerts import facts_of
-from metering.alerts.listing import ListedAlert
+from metering.alerts.alerts import ListedAlert, facts_of
 from metering.alerts.webhooks import WebhookState
-from metering.billing.prices import CustomerPrice
-from metering.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaSubject
+from metering.pricing.prices import CustomerPrice
 from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, Weights
 from metering.quotas.quota_states import effective
 from metering.receipts.chaining import IssuedReceipt

@@ -29,7 +29,7 @@ from api.core.setting_values import (
     whole,
 )
 from inference.text.tools import MODEL_CALL_FORMATS, CallFormat
-from metering.billing.invoice_document import Issuer, shown_by_helvetica
+from metering.invoicing.invoice_document import Issuer, shown_by_helvetica
 from metering.tenants.networks import Network, networks_of
 
 OPENAI_PORT_DISTANCE = 1000  # so that servers on neighbouring ports do not meet

@@ -57,7 +57,7 @@ from api.core.errors import (
 from common.incidents import log_incident
 from inference import errors as engine_errors
 from inference.routing.router import ModelMismatch, ModelUnknown
-from metering import errors as metering_errors
+from metering.core import errors as metering_errors
 from metering.holds.operations import RequestSettled, Settled
 from metering.quotas.quotas import InsufficientCredit, QuotaExceeded
 

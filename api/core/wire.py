@@ -14,7 +14,7 @@ from weir.v1 import types_pb2
 from api.core.errors import FieldViolation, InvalidRequest
 from api.core.violations import Violations
 from inference.engine import EngineFinishReason
-from metering.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
+from metering.core.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
 
 PICOS_PER_UNIT = 10**12
 LABEL_COUNT_MAX = 16

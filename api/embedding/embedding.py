@@ -38,11 +38,11 @@ from api.streams.outbox import UsageSoFar
 from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
 from inference.errors import EngineFailed
 from inference.text.tokenizer import TokenLimitExceeded
+from metering.core.models import Outcome
 from metering.holds.journal import Delivered
 from metering.holds.operations import Settled
-from metering.models import Outcome
 from metering.quotas.quota_rules import Payer
-from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
+from metering.tenants.keys import NO_BOUNDS, TokenBounds
 from metering.tenants.networks import Address
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from api.observability.hold_batches import HoldBatches
 from api.observability.loop_lag import LoopLag
 from api.observability.request_counts import UNKNOWN_MODEL, RequestCounts
 from api.observability.spans import Record, Spans
+from metering.core.models import Outcome, ServiceTier
 from metering.holds.operations import Settled
-from metering.models import Outcome, ServiceTier
 
 if TYPE_CHECKING:
     from api.embedding.embedding import EmbedCaller

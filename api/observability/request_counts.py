@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from api.core.statuses import reason_of
 from api.observability.histogram import Histogram
 from api.requests.stopwatch import STAGES
+from metering.core.models import ServiceTier
 from metering.holds.operations import Settled
-from metering.models import ServiceTier
 from metering.quotas.quotas import QuotaExceeded
 
 # In ms: from what a lookup in memory takes to what nobody waits for. Two or three to a decade: a quantile is then right to a third.

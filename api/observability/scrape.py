@@ -27,10 +27,9 @@ from api.observability.process_metrics import Parts, books_metrics, journal_metr
 from api.observability.request_counts import RequestCounts
 from api.observability.request_metrics import request_metrics
 from metering.backlog import Backlog, read_backlog
-from metering.errors import StoreAway
+from metering.core.errors import StoreAway
 from metering.holds.journal import JournalBacklog, journal_backlog
-from metering.store.bounded_connection import patience
-from metering.store.db import Sessions
+from metering.store.db import Sessions, patience
 
 PATH = "/metrics"
 BOOKS_INTERVAL_S = 10.0  # between two looks at the database, however many scrape

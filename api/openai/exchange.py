@@ -37,10 +37,10 @@ from api.requests.start_frame import ValidStart, parse_start
 from api.streams.outbox import Outbox
 from api.streams.receiver import Receiver
 from api.streams.whole_outbox import WholeOutbox
-from metering.errors import RequestInFlight
-from metering.models import Outcome
+from metering.core.errors import RequestInFlight
+from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer
-from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
+from metering.tenants.keys import NO_BOUNDS, TokenBounds
 from metering.tenants.networks import Address
 
 PING_INTERVAL_S = 10.0  # seconds of waiting after which a stream begins, and then tells that it lives: proxies cut after a minute

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from weir.v1 import types_pb2
 
 from api.core.wire import DIMENSIONS
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 
 REQUESTS, TOKENS = "requests", "tokens"
 # Limits that come back within a minute: waiting for them is what OpenAI calls a rate limit. The others are quotas.

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from api.queue.virtual_tokens import Tenant
-from metering.models import ServiceTier as ServiceTier
+from metering.core.models import ServiceTier as ServiceTier
 
 ALL_TENANTS = uuid.UUID(int=0)  # in whose line everybody stands where fairness is off
 

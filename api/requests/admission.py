@@ -22,11 +22,11 @@ from api.core.errors import Cause, Draining, Overloaded
 from api.core.settings import Settings
 from api.requests.endings import OUTCOMES, Action, cause_of, charge_of, phase_of
 from api.streams.outbox import UsageSoFar
-from metering.errors import MeteringError
+from metering.core.errors import MeteringError
+from metering.core.models import Outcome, ServiceTier
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal
 from metering.holds.operations import Admit, Admitted, Extend, Settle, Settled, new_hold_id
-from metering.models import Outcome, ServiceTier
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
 

@@ -14,9 +14,9 @@ from api.core import errors
 from api.core.errors import Cause
 from inference import errors as engine_errors
 from inference.routing import router
-from metering import errors as metering_errors
+from metering.core import errors as metering_errors
+from metering.core.models import Outcome
 from metering.holds.operations import RequestSettled
-from metering.models import Outcome
 from metering.quotas.quotas import QuotaExceeded
 
 

@@ -27,7 +27,7 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineFailed
-from metering.models import Outcome
+from metering.core.models import Outcome
 
 log = structlog.get_logger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from api.core.errors import FieldViolation, InvalidRequest, KeyBoundExceeded
 from inference.engine import GenerationRequest
-from metering.tenants.key_rules import TokenBounds
+from metering.tenants.keys import TokenBounds
 
 
 def check_input_bound(bounds: TokenBounds, token_count: int, field: str, *, is_least: bool = False) -> None:

@@ -46,11 +46,11 @@ from inference.engine import (
 )
 from inference.errors import EngineFailed
 from inference.routing.router import Route
-from metering.errors import RequestInFlight
+from metering.core.errors import RequestInFlight
+from metering.core.models import Outcome
 from metering.holds.operations import RequestSettled, Settled
-from metering.models import Outcome
 from metering.quotas.quota_rules import Payer
-from metering.tenants.key_rules import NO_BOUNDS, TokenBounds
+from metering.tenants.keys import NO_BOUNDS, TokenBounds
 from metering.tenants.networks import Address
 
 if TYPE_CHECKING:

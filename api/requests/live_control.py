@@ -14,7 +14,7 @@ from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidwa
 from api.process import Process, Running
 from api.requests.live import Phase
 from metering.control.stop_orders import DrainOrder, StopOrder
-from metering.models import Outcome
+from metering.core.models import Outcome
 from metering.tenants.networks import allows, networks_of
 
 

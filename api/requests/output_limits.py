@@ -13,9 +13,9 @@ from weir.v1 import types_pb2
 
 from api.core.errors import FieldViolation, InvalidRequest
 from api.core.violations import Violations
-from metering.billing.pricing import TokenPrices
-from metering.models import Outcome
-from metering.money import PICOS_PER_UNIT, exact_text
+from metering.core.models import Outcome
+from metering.core.money import PICOS_PER_UNIT, exact_text
+from metering.pricing.token_prices import TokenPrices
 
 UNBOUNDED = sys.maxsize
 

@@ -21,7 +21,7 @@ from inference.routing.router import Route, Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer, TokenLimitExceeded
 from metering.quotas.quota_rules import Payer
-from metering.tenants.key_rules import TokenBounds
+from metering.tenants.keys import TokenBounds
 
 
 def routed(start: ValidStart, router: Router) -> tuple[ValidStart, Route]:

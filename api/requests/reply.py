@@ -18,7 +18,7 @@ from api.streams.feed import Feed, UsageTelling
 from inference.engine import GrammarKind, TokensGenerated
 from inference.safety.safety import SafetyChecker
 from inference.text.tool_calls import Parsed, ToolCallParser
-from metering.models import Outcome
+from metering.core.models import Outcome
 from metering.quotas.quota_rules import QuotaState
 from metering.quotas.quotas import QuotaExceeded
 

@@ -10,8 +10,8 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import FieldViolation, InvalidRequest
 from api.streams.feed import Feed
 from api.streams.receiver import Receiver
-from metering.errors import RequestInFlight
-from metering.models import Outcome
+from metering.core.errors import RequestInFlight
+from metering.core.models import Outcome
 
 
 class Attendance:

@@ -20,8 +20,8 @@ from api.streams.mailbox import Mailbox
 from api.streams.outbox import Delivery, Tally, do_nothing, no_fence
 from api.streams.receiver import Receiver
 from api.streams.waiting_output import WaitingOutput
-from metering.billing.pricing import TokenPrices
-from metering.models import Outcome
+from metering.core.models import Outcome
+from metering.pricing.token_prices import TokenPrices
 
 FRAMES_IN_OUTBOX_MAX = 8  # a client that reads has one or two there; beyond it steps are told together, in some bytes a token
 TOKENS_PER_FRAME_MAX = 64  # of steps that are told together: a frame stays some kB, whatever it carries beside the tokens

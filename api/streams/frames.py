@@ -15,9 +15,9 @@ from api.requests.output_limits import OutputLimits
 from api.streams.outbox import UsageSoFar
 from inference.engine import EngineCondition, GenerationRequest, TokenLogprobs
 from inference.text.tool_calls import CallPiece
-from metering.billing.pricing import TokenPrices
+from metering.core.models import Outcome
 from metering.holds.operations import Admitted, Settled
-from metering.models import Outcome
+from metering.pricing.token_prices import TokenPrices
 from metering.quotas.quota_rules import QuotaState
 
 

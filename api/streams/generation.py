@@ -39,8 +39,8 @@ from api.streams import frames
 from api.streams.mailbox import Key
 from api.streams.outbox import Delivery, Outbox
 from api.streams.receiver import Receiver, Source
-from metering.errors import RequestInFlight
-from metering.models import Outcome
+from metering.core.errors import RequestInFlight
+from metering.core.models import Outcome
 from metering.tenants.tenants import as_uuid
 
 DEADLINE_SLACK_S = 0.1  # by so much the ways of the start and of the hang-up may differ

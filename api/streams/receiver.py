@@ -8,7 +8,7 @@ from typing import Protocol
 from weir.v1 import inference_service_pb2 as pb
 
 from api.streams.outbox import Delivery, Outbox
-from metering.models import Outcome
+from metering.core.models import Outcome
 
 
 class Source(Protocol):

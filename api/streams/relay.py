@@ -25,9 +25,9 @@ from api.streams.outbox import Delivery
 from api.streams.peer_channels import PeerChannels
 from api.streams.peers import VOUCHER, Identity, Peer
 from api.streams.receiver import Receiver
-from metering.control.owners import Owner, find_owner
-from metering.errors import MeteringError, RequestInFlight
-from metering.models import Outcome
+from metering.control.live import Owner, find_owner
+from metering.core.errors import MeteringError, RequestInFlight
+from metering.core.models import Outcome
 from metering.store.db import Sessions
 from metering.tenants.networks import Address
 

@@ -9,16 +9,15 @@ rolled back as well.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
+from datetime import datetime
 from typing import TypeVar
 
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.configuration.applying_prices import apply_price, price_place
-from metering.configuration.applying_quotas import apply_quotas, defaults_of
-from metering.configuration.attempts import Attempts
 from metering.configuration.configuration import (
     Action,
     Change,
@@ -28,16 +27,18 @@ from metering.configuration.configuration import (
     OrganizationSpec,
     ProjectSpec,
     QuotaPlace,
+    QuotaSpec,
     differences,
     named_twice,
 )
-from metering.errors import InvalidValue
-from metering.models import ApiKey, Organization, Project, QuotaSubject
-from metering.money import checked_currency
-from metering.tenants.billing_profiles import BillingProfile, billing_profile, set_billing_profile
+from metering.configuration.parts import Attempts, apply_price, apply_quotas, defaults_of, place_of, price_place, price_specs
+from metering.core.errors import InvalidValue
+from metering.core.models import ApiKey, Organization, Project, Quota, QuotaDimension, QuotaSubject
+from metering.core.money import checked_currency
+from metering.tenants.billing_profiles import BillingProfile, billing_profile, billing_profiles, set_billing_profile
 from metering.tenants.key_changes import update_api_key
 from metering.tenants.networks import Address, shuts_out
-from metering.tenants.tenants import create_api_key, create_organization, create_project, revoke_api_key
+from metering.tenants.tenants import create_api_key, create_organization, create_project, find_organization, revoke_api_key
 
 KEY_FIELDS = (
     "scopes",
@@ -287,3 +288,71 @@ class Application:
         """A new thing of this name; if the name is refused, one that will be rolled back with everything else."""
         made = await self.work.attempt(path, lambda: create(name))
         return await create(f"x{uuid.uuid4().hex}") if made is None else made
+
+
+Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaPlace, QuotaSpec], ...]]
+
+
+async def present_state(session: AsyncSession, *, organization: str | None = None) -> Configuration:
+    """Everything, with the prices in force; or one organization, by name or id, with its own prices. Raises: NotFound."""
+    owners = select(Organization).order_by(Organization.name)
+    if organization:
+        owners = owners.where(Organization.id == (await find_organization(session, organization)).id)
+    organizations = (await session.scalars(owners)).all()
+    ids = [each.id for each in organizations]
+    projects = (await session.scalars(select(Project).where(Project.organization_id.in_(ids)).order_by(Project.name))).all()
+    project_ids = [each.id for each in projects]
+    working = select(ApiKey).where(ApiKey.project_id.in_(project_ids), ApiKey.revoked_at.is_(None))
+    keys = (await session.scalars(working.order_by(ApiKey.name, ApiKey.created_at, ApiKey.id))).all()
+    now = (await session.scalars(select(func.now()))).one()
+    quotas = await quotas_of(session, [*ids, *project_ids, *(key.id for key in keys)], now)
+    keys_of: dict[uuid.UUID, list[ApiKey]] = defaultdict(list)
+    for key in keys:
+        keys_of[key.project_id].append(key)
+    projects_of: dict[uuid.UUID, list[ProjectSpec]] = defaultdict(list)
+    for project in projects:
+        spec = ProjectSpec(project.name, quotas.get(project.id, ()), key_specs(keys_of[project.id], quotas))
+        projects_of[project.organization_id].append(spec)
+    profiles = await billing_profiles(session)
+    specs = (
+        OrganizationSpec(
+            each.name,
+            each.currency_code,
+            quotas.get(each.id, ()),
+            tuple(projects_of[each.id]),
+            billing_profile=profiles.get(each.id),
+        )
+        for each in organizations
+    )
+    names = {each.id: each.name for each in organizations}
+    return Configuration(tuple(specs), await price_specs(session, names, listed=not organization))
+
+
+def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
+    """The keys of one project; those that share a name are told apart by their prefix."""
+    keys = list(keys)
+    count = Counter(key.name for key in keys)
+    return tuple(
+        KeySpec(
+            name=key.name,
+            prefix=key.prefix if count[key.name] > 1 else "",
+            scopes=tuple(sorted(key.scopes)),
+            models=tuple(sorted(key.models)),
+            allowed_networks=tuple(sorted(key.allowed_networks)),
+            max_input_tokens=key.max_input_tokens,
+            max_output_tokens=key.max_output_tokens,
+            expires_at=key.expires_at,
+            quotas=quotas.get(key.id, ()),
+        )
+        for key in keys
+    )
+
+
+async def quotas_of(session: AsyncSession, subject_ids: list[uuid.UUID], now: datetime) -> Quotas:
+    """The limits of each subject, in the order in which they were set."""
+    query = select(Quota).where(Quota.subject_id.in_(subject_ids), Quota.deleted_at.is_(None))
+    query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)  # which follows from grants
+    found: dict[uuid.UUID, list[tuple[QuotaPlace, QuotaSpec]]] = defaultdict(list)
+    for quota in await session.scalars(query.order_by(Quota.created_at, Quota.id)):
+        found[quota.subject_id].append((place_of(quota), QuotaSpec.of(quota, now)))
+    return {subject_id: tuple(quotas) for subject_id, quotas in found.items()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 
-from metering.models import Quota, QuotaDimension
+from metering.core.models import Quota, QuotaDimension
 from metering.quotas.quota_rules import usual_thresholds
 from metering.tenants.billing_profiles import BillingProfile
 

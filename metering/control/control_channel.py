@@ -9,18 +9,64 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import psycopg
 import structlog
 
 from common.incidents import Retries
-from metering.control.gossip import Gossip, Teller
 from metering.control.stop_orders import CHANNEL, PEERS, REPORT, DrainOrder, StopOrder
-from metering.store.bounded_connection import KEEPALIVES, BoundedConnection, patience
-from metering.store.db import connection_options, psycopg_conninfo
+from metering.store.db import KEEPALIVES, BoundedConnection, connection_options, patience, psycopg_conninfo
+
+GOSSIP_CHANNEL = "weir_gossip"
+BYTES_MAX = 7000  # of one text in UTF-8: PostgreSQL takes 8,000 less the rest of the message
+INTERVAL_S = 1.0  # between two texts of one process
+
+
+class Gossip(Protocol):
+    """What one process has to say, and what it hears: from all, itself included."""
+
+    def told(self) -> str:
+        """What is new since the last time, at most `BYTES_MAX`; empty for nothing. What is given out here is gone."""
+        ...
+
+    def heard(self, text: str) -> None:
+        """What another process has said. Never raises."""
+        ...
+
+
+class Teller:
+    """Says what there is to say, over a connection that somebody else has."""
+
+    def __init__(self, gossip: Gossip | None) -> None:
+        """gossip: None for a process that neither tells nor listens."""
+        self._gossip = gossip
+        self._told_at = -math.inf  # a monotonic clock starts anywhere, also at zero
+
+    async def listen(self, connection: BoundedConnection) -> None:
+        """Let texts come over the connection from now on."""
+        if self._gossip is not None:
+            await connection.execute(f"LISTEN {GOSSIP_CHANNEL}")
+
+    async def tell(self, connection: BoundedConnection) -> None:
+        """Say what is new, unless something was said just now."""
+        if self._gossip is None or time.monotonic() - self._told_at < INTERVAL_S:
+            return
+        if text := self._gossip.told():
+            self._told_at = time.monotonic()
+            await connection.execute("SELECT pg_notify(%s, %s)", (GOSSIP_CHANNEL, text))
+
+    def hear(self, notice: psycopg.Notify) -> bool:
+        """Take a notification, if it is one of these."""
+        if notice.channel != GOSSIP_CHANNEL or self._gossip is None:
+            return False
+        self._gossip.heard(notice.payload)
+        return True
+
 
 LOOK_INTERVAL_S = 1.0  # two small queries a second per process
 ANSWER_TIMEOUT_S = 2.0  # above the interval; a query of a few rows that takes longer has no server any more

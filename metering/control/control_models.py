@@ -10,38 +10,7 @@ from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Identity, Index,
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
-from metering.models import Base
-
-
-class SupersededSecret(Base):
-    """A secret of a key that a rotation has replaced. It leads to the same key, and so to the same counters, until `expires_at`."""
-
-    __tablename__ = "superseded_secrets"
-    __table_args__ = (
-        CheckConstraint("octet_length(secret_hash) = 32", name="secret_hash_size"),
-        Index("ix_superseded_secrets_api_key_id", "api_key_id"),
-    )
-
-    secret_hash: Mapped[bytes] = mapped_column(primary_key=True)
-    api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"))
-    superseded_at: Mapped[datetime] = mapped_column(server_default=func.now())
-    expires_at: Mapped[datetime]
-
-
-class AdminRequest(Base):
-    """An administrative call that created something, under the id that its client minted for it. Kept for some days."""
-
-    __tablename__ = "admin_requests"
-    __table_args__ = (
-        CheckConstraint("octet_length(payload_hash) = 32", name="payload_hash_size"),
-        Index("ix_admin_requests_created_at", "created_at"),
-    )
-
-    request_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
-    method: Mapped[str]
-    payload_hash: Mapped[bytes]
-    subject_id: Mapped[str]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+from metering.core.models import Base
 
 
 class StopOrder(Base):

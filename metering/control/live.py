@@ -15,10 +15,43 @@ from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.control.stop_orders import CHANNEL, REPORT
-from metering.errors import InvalidValue
-from metering.models import HoldState
+from metering.core.errors import InvalidValue
+from metering.core.models import HoldState
 from metering.store.db import Sessions
-from metering.tenants.tenants import find_organization
+
+# A voided attempt has left nothing, and may have been followed by another.
+SELECT_OWNER = text("""
+SELECT h.owner_id, h.state, coalesce(r.peer_address, '') AS address, coalesce(r.peer_certificate, '') AS certificate
+FROM holds h LEFT JOIN live_reports r ON r.owner_id = h.owner_id
+WHERE h.project_id = :project_id AND h.request_id = :request_id AND h.state <> 'voided'
+ORDER BY h.admitted_at DESC LIMIT 1
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a request is. is_held: it runs, as far as the books know.
+
+    address: "host:port" where other processes reach its process, which shows that certificate; both empty where it has gone.
+    """
+
+    owner_id: uuid.UUID
+    is_held: bool
+    address: str
+    certificate: str
+
+
+async def certificate_of(session: AsyncSession, owner_id: uuid.UUID) -> str:
+    """What the process of this id shows the others; empty if there is none."""
+    found = await session.scalar(text("SELECT peer_certificate FROM live_reports WHERE owner_id = :id"), {"id": owner_id})
+    return str(found or "")
+
+
+async def find_owner(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> Owner | None:
+    """None if no request of this id has been admitted in the project."""
+    row = (await session.execute(SELECT_OWNER, {"project_id": project_id, "request_id": request_id})).one_or_none()
+    return None if row is None else Owner(row.owner_id, row.state == HoldState.HELD, row.address, row.certificate)
+
 
 PAGE_SIZE_MAX = 1000  # requests; one page is one answer, and an answer must fit a message
 REPORT_WAIT_S = 0.3  # a process that is well answers within some milliseconds
@@ -170,16 +203,14 @@ class Place:
 
 
 async def live_view(
-    sessions: Sessions, *, organization: str | None = None, page_size: int = 200, stuck_only: bool = False
+    sessions: Sessions, *, organization_id: uuid.UUID | None = None, page_size: int = 200, stuck_only: bool = False
 ) -> LiveView:
     """What runs in all processes. stuck_only: holds that no sweep has ended though their time is over.
 
-    Asks every process and waits for their answers, `REPORT_WAIT_S` at most. Raises: NotFound, InvalidValue.
+    Asks every process and waits for their answers, `REPORT_WAIT_S` at most. Raises: InvalidValue.
     """
     if not 1 <= page_size <= PAGE_SIZE_MAX:
         raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}")
-    async with sessions() as session:
-        organization_id = (await find_organization(session, organization)).id if organization else None
     asked_at, silent = await ask_all(sessions)
     values = {"asked_at": asked_at, "stuck_only": stuck_only, "organization_id": organization_id}
     async with sessions() as session:

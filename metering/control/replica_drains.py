@@ -18,9 +18,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.control.control_models import ReplicaDrain
 from metering.control.live import ask_all
 from metering.control.stop_orders import CHANNEL, LOOK_FOR_ORDERS
-from metering.errors import InvalidValue
+from metering.core.audit import record_change, snapshot
+from metering.core.errors import InvalidValue
 from metering.store.db import Sessions
-from metering.tenants.audit import record_change, snapshot
 
 VERSION_MARK = "@"  # between a model and its version, in the names that are served
 MOVE_AFTER_MAX = timedelta(days=30)  # nothing runs that long; a longer time is a mistake in its unit

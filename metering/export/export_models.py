@@ -26,7 +26,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Mapped, mapped_column
 
-from metering.models import Base, TokenKind, one_of
+from metering.core.models import Base, TokenKind, one_of
 
 
 class BatchState(StrEnum):
@@ -48,7 +48,7 @@ class BatchState(StrEnum):
 
 class MeterBatch(Base):
     """Tokens of one customer, price version and kind in one hour (UTC): what one meter event says. `id` is its identifier,
-    and derived from these (`derived_ids.py`).
+    and derived from these (`exporting.py`).
 
     `part` 0 is the hour as it was when it was over; later parts are usage that was found afterwards, or that replaces a cancelled
     part. The parts that are not cancelled add up to the usage events of the hour. sent_at: since when the outcome is unknown.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from metering.errors import InvalidValue
+from metering.core.errors import InvalidValue
 
 NAMESPACE_FORM = re.compile(r"[a-z][a-z0-9]{0,19}", re.ASCII)
 KEY_FORM = re.compile(r"(sk|rk)_(test|live)_\w+", re.ASCII)

@@ -11,7 +11,15 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Protocol
 
-from metering.models import TokenKind
+from metering.core.models import TokenKind
+
+
+def derived_id(*parts: str) -> str:
+    """SQL of a UUID (version 8) that is made of these SQL expressions: the first 16 bytes of their SHA-256."""
+    digest = f"sha256(convert_to(concat_ws(':', {', '.join(parts)}), 'UTF8'))"
+    versioned = f"set_byte(substr({digest}, 1, 16), 6, get_byte({digest}, 6) & 15 | 128)"
+    return f"encode(set_byte({versioned}, 8, get_byte({digest}, 8) & 63 | 128), 'hex')::uuid"
+
 
 HALF_AN_HOUR = timedelta(minutes=30)
 

@@ -10,11 +10,10 @@ from datetime import UTC, datetime
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.alerts.alert_models import InvoiceEvent
-from metering.alerts.invoice_alerts import InvoiceFacts, fire_invoice_alert
+from metering.alerts.alerts import InvoiceEvent, InvoiceFacts, fire_invoice_alert
+from metering.core.models import Organization
 from metering.export.export_models import PaymentState, StripeInvoice
-from metering.export.stripe_prices import minor_unit_picos
-from metering.models import Organization
+from metering.export.stripe_objects import minor_unit_picos
 
 UNPAID = (PaymentState.FAILED, PaymentState.OVERDUE, PaymentState.UNCOLLECTIBLE)  # that a person should look at
 ALERTING = {"invoice.payment_failed": InvoiceEvent.PAYMENT_FAILED, "invoice.paid": InvoiceEvent.PAID}

@@ -17,13 +17,12 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from common.incidents import Retries
-from metering.billing.pricing import COUNTS_OF_EVENT
-from metering.errors import StoreAway, StripeFailed
-from metering.export.derived_ids import derived_id
+from metering.core.errors import StoreAway, StripeFailed
+from metering.core.money import round_to_minor_unit
+from metering.export.exporting import derived_id
 from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_invoices import finalized_at, usage_invoices
-from metering.export.stripe_prices import minor_unit_picos
-from metering.money import round_to_minor_unit
+from metering.export.stripe_objects import finalized_at, minor_unit_picos, usage_invoices
+from metering.pricing.token_prices import COUNTS_OF_EVENT
 from metering.store.db import Sessions, lock_holder
 
 # A batch that was first handed over so long after the invoice was finalised cannot be on it, whatever the two clocks say. One in

@@ -21,16 +21,14 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from common.incidents import Retries
-from metering.billing.invoice_rows import invoice_of_month, read_lines
-from metering.billing.invoices import is_charge
-from metering.billing.months import month_text
-from metering.billing.pricing import COUNTS_OF_EVENT
-from metering.errors import StoreAway, StripeFailed
-from metering.export.derived_ids import derived_id
+from metering.core.errors import StoreAway, StripeFailed
+from metering.core.money import round_to_minor_unit
+from metering.export.exporting import derived_id
 from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_invoices import begins_within, subscription_of, usage_invoices
-from metering.export.stripe_prices import minor_unit_picos
-from metering.money import round_to_minor_unit
+from metering.export.stripe_objects import begins_within, minor_unit_picos, subscription_of, usage_invoices
+from metering.invoicing.invoices import invoice_of_month, is_charge, read_lines
+from metering.ledger.ledger import month_text
+from metering.pricing.token_prices import COUNTS_OF_EVENT
 from metering.store.db import Sessions, lock_holder
 
 METADATA = "weir_month_item"

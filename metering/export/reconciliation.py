@@ -10,15 +10,48 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.pricing import TOKENS_BY_KIND
-from metering.billing.reports import month_bounds
-from metering.export.batches import CLOSE_DELAY
+from metering.export.deliveries import CLOSE_DELAY
 from metering.export.stripe_gateway import StripeGateway
+from metering.ledger.ledger import month_bounds
+from metering.pricing.token_prices import TOKENS_BY_KIND
 from metering.store.db import Sessions
+
+
+class Stage(StrEnum):
+    """Between which stages a difference lies."""
+
+    RATING = "usage to ledger"
+    INVOICING = "ledger to invoice"
+    BATCHING = "ledger to batches"
+    DELIVERY = "batches to biller"
+    COUNTING = "biller's own count"
+    INVOICE = "biller's invoice"
+    LATE = "after the biller's invoice"
+    SETTLEMENT = "our invoice to the biller's"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What is missing at a stage, in tokens, or in picos of the currency; negative: what is too much. since: how old it is."""
+
+    stage: Stage
+    organization_id: uuid.UUID
+    organization: str
+    detail: str
+    remedy: str
+    model: str = ""
+    price_version: int | None = None
+    token_kind: str = ""
+    token_count: int = 0
+    amount_picos: int = 0
+    currency_code: str = ""
+    since: datetime | None = None
+
 
 CALLS_AT_ONCE = 8
 

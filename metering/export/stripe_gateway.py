@@ -15,10 +15,10 @@ from typing import Any
 import stripe
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
-from metering.errors import InvalidValue, StripeFailed
+from metering.core.errors import InvalidValue, StripeFailed
+from metering.core.models import TokenKind
 from metering.export.export_settings import StripeSettings
 from metering.export.exporting import DELIVERED, Answer, Quantity, Verdict
-from metering.models import TokenKind
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 10.0  # Stripe answers in tenths of a second; a lost answer costs no more than asking again

@@ -18,7 +18,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from common.incidents import Retries
-from metering.errors import InvalidValue, StoreAway, StripeFailed
+from metering.core.errors import InvalidValue, StoreAway, StripeFailed
 from metering.export.export_models import StripeEvent
 from metering.export.invoice_payments import alert_on_payment
 from metering.export.month_items import hold_draft

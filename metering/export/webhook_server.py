@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from metering.errors import InvalidValue, StoreAway
+from metering.core.errors import InvalidValue, StoreAway
 from metering.export.export_settings import WebhookSettings
 from metering.export.stripe_inbox import store_event
 from metering.store.db import Sessions

@@ -10,14 +10,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 
-from metering.errors import MeteringError
+from metering.core.errors import MeteringError
+from metering.core.models import HoldState
 from metering.holds.counter_rows import GuardFailed, lock_counters
 from metering.holds.decide import Decisions
 from metering.holds.known import OwnHolds, known_of
 from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, HoldOperation, Renew, Renewed, Settle, Void
 from metering.holds.read import SELECT_ORPHANS, BatchReads, read_and_lock
 from metering.holds.write import BatchWrites, write_and_commit
-from metering.models import HoldState
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey
 from metering.quotas.quotas import Counters, QuotaExceeded

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import psycopg
 import structlog
 
-from metering.errors import InvariantViolated, StoreAway
+from metering.core.errors import InvariantViolated, StoreAway
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds.batch import execute_batch
 from metering.holds.journal import Bind
 from metering.holds.known import OwnHolds, known_of
@@ -43,13 +44,10 @@ from metering.holds.quick_admissions import admit_planned, plan, seems_to_fit
 from metering.holds.quick_ends import end_planned, plan_ends
 from metering.holds.quick_extensions import extend_planned, extended_hold, plan_extensions
 from metering.holds.standing_holds import StandingHolds, execute_binds
-from metering.models import QuotaDimension, QuotaSubject
 from metering.quotas.refusals import Refusals
 from metering.receipts.chaining import BatchSigner
-from metering.store.bounded_connection import KEEPALIVES, BoundedConnection
-from metering.store.db import connection_options, psycopg_conninfo
+from metering.store.db import CONNECT_TIMEOUT_S, KEEPALIVES, BoundedConnection, StoreGate, connection_options, psycopg_conninfo
 from metering.store.exchange import Connection, exchange
-from metering.store.store_gate import CONNECT_TIMEOUT_S, StoreGate
 
 EXPIRY_S = 60.0  # a process may be silent so long (a pause, a slow database) before its holds are taken from it
 

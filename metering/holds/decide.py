@@ -1,6 +1,6 @@
 """What one batch of hold operations decides, one operation after the other, in memory.
 
-By `quotas.py` about room, and here about all else: who may, what has ended, what is recorded. Reads and writes nothing itself.
+By `models.py` about room, and here about all else: who may, what has ended, what is recorded. Reads and writes nothing itself.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, replace
 
-from metering.billing.pricing import TokenPrices, embedding_terms
-from metering.errors import (
+from metering.core.errors import (
     HoldEnded,
     InvariantViolated,
     KeyInvalid,
@@ -19,6 +18,7 @@ from metering.errors import (
     RequestIdReused,
     RequestInFlight,
 )
+from metering.core.models import HoldState, Outcome
 from metering.holds.operations import (
     Admit,
     Admitted,
@@ -39,7 +39,7 @@ from metering.holds.operations import (
 )
 from metering.holds.read import BatchReads, EventSums, HoldRow, SameRequest
 from metering.holds.write import BatchWrites, End, Extension, NewHold, usage_row
-from metering.models import HoldState, Outcome
+from metering.pricing.token_prices import TokenPrices, embedding_terms
 from metering.quotas import quotas
 from metering.quotas.quota_rules import Claim, money_scale
 from metering.quotas.quotas import Counters

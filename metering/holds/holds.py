@@ -18,17 +18,16 @@ import structlog
 from sqlalchemy import text
 
 from common.incidents import Retries
-from metering.errors import HoldEnded, StoreAway
+from metering.core.errors import HoldEnded, StoreAway
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds.connections import BATCH_SIZE_MAX, EXPIRY_S, PairedConnections, Probe
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import Admit, Admitted, Extend, Extended, HoldAnswer, HoldOperation, Renew, Settle, Settled, Void
 from metering.holds.standing_holds import Bindings, GraceTerms, StandingHolds
-from metering.models import QuotaDimension, QuotaSubject
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.chaining import BatchSigner
-from metering.store.db import Sessions
+from metering.store.db import Sessions, StoreGate
 from metering.store.group_commit import GroupCommit, GroupCommitStatistics, Patience
-from metering.store.store_gate import StoreGate
 
 RENEW_INTERVAL_S = 15.0  # a quarter of the expiry: three renewals may fail before anything is lost
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from metering.billing.pricing import TokenPrices, embedding_terms
+from metering.core.models import ServiceTier
 from metering.holds.counter_rows import packed_key
 from metering.holds.lease_clock import boot_time_s
 from metering.holds.operations import Admit
-from metering.models import ServiceTier
+from metering.pricing.token_prices import TokenPrices, embedding_terms
 from metering.quotas.quota_rules import CounterKey, Kind, Payer, QuotaRule, window_starts
 from metering.store.exchange import Connection, packed_id
 

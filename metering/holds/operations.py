@@ -8,9 +8,9 @@ import uuid
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from metering.billing.pricing import TokenPrices
-from metering.errors import MeteringError
-from metering.models import Outcome, ServiceTier
+from metering.core.errors import MeteringError
+from metering.core.models import Outcome, ServiceTier
+from metering.pricing.token_prices import TokenPrices
 from metering.quotas.quota_rules import Payer, QuotaState
 from metering.receipts.chaining import IssuedReceipt
 

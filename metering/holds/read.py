@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from metering.billing.pricing import PriceBook, TokenPrices, embedding_terms
+from metering.core.models import HoldState, QuotaDimension, QuotaSubject
 from metering.holds.known import SELECT_CHANGES, HoldTerms, OwnHold, Terms, earliest, known_of
 from metering.holds.operations import Admit, Settled
-from metering.models import HoldState, QuotaDimension, QuotaSubject
+from metering.pricing.token_prices import PriceBook, TokenPrices, embedding_terms
 from metering.quotas.quota_recount import QUOTA_LOCK
 from metering.quotas.quota_rules import Claim, Payer, QuotaRule, Weights
 from metering.receipts.chaining import BATCHES_OF_HOLDS, ISSUED_OF_HOLDS, Chains, IssuedReceipt, issued_of_rows

@@ -15,14 +15,13 @@ import psycopg
 import structlog
 
 from common.incidents import Retries
-from metering.errors import StoreAway
+from metering.core.errors import StoreAway
+from metering.core.models import Outcome
 from metering.holds.connections import BATCH_SIZE_MAX, HoldConnection
 from metering.holds.journal import AbandonedJournal, Bind, Delivered, abandoned_journals
 from metering.holds.operations import Ended, Expire, HoldAnswer, HoldOperation, Renew, Settle, Settled
-from metering.models import Outcome
 from metering.receipts.chaining import BatchSigner
-from metering.store.db import connection_options, psycopg_conninfo
-from metering.store.store_gate import CONNECT_TIMEOUT_S, StoreGate
+from metering.store.db import CONNECT_TIMEOUT_S, StoreGate, connection_options, psycopg_conninfo
 
 log = structlog.get_logger(__name__)
 

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from metering.errors import RequestIdReused, RequestInFlight, StoreAway
+from metering.core.errors import RequestIdReused, RequestInFlight, StoreAway
+from metering.core.models import HoldState, ServiceTier
 from metering.holds.counter_rows import lock_counters
 from metering.holds.journal import Bind
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, new_hold_id
 from metering.holds.read import BatchReads, HoldRow, read_and_lock
 from metering.holds.write import BatchWrites, write_and_commit
-from metering.models import HoldState, ServiceTier
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey, Payer
 from metering.quotas.quotas import Counters

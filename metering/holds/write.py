@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
+from metering.core.models import HoldState
 from metering.holds.counter_rows import counter_writes
 from metering.holds.known import HoldTerms
 from metering.holds.operations import Admit, Settle, Settled
-from metering.models import HoldState
 from metering.quotas.quotas import Counters
 from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, SignedBatch
 from metering.store.exchange import (

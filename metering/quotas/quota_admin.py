@@ -1,4 +1,4 @@
-"""Setting, raising and removing quotas. What is charged to them is the business of `holds.py`, reading them of `quota_states.py`.
+"""Setting, raising and removing quotas. What is charged to them is the business of `models.py`, reading them of `quota_states.py`.
 
 Functions take a session and never commit; every change writes the audit log in the same transaction. Changes to the quotas of one
 subject take turns, so the log tells them in the order in which they happened.
@@ -14,10 +14,11 @@ from sqlalchemy import and_, delete, func, or_, select, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.prices import checked_model
-from metering.errors import InvalidValue, NotFound
-from metering.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
-from metering.money import to_decimal
+from metering.core.audit import record_change, snapshot
+from metering.core.errors import InvalidValue, NotFound
+from metering.core.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
+from metering.core.money import to_decimal
+from metering.pricing.prices import checked_model
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import (
     DIMENSIONS,
@@ -32,7 +33,6 @@ from metering.quotas.quota_rules import (
 )
 from metering.quotas.quota_states import rule_now, states
 from metering.store.db import Sessions
-from metering.tenants.audit import record_change, snapshot
 from metering.tenants.tenants import as_uuid, find_api_key, find_organization, find_project
 
 LIMIT_MAX = 2**63 - 1  # what the column holds; in picos of money that is some nine million units

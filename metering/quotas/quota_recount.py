@@ -22,7 +22,7 @@ from sqlalchemy import BigInteger, BindParameter, Boolean, DateTime, Text, Uuid,
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.models import Hold, HoldState, Quota, QuotaCounter, QuotaDimension
+from metering.core.models import Hold, HoldState, Quota, QuotaCounter, QuotaDimension
 from metering.quotas.quota_rules import DIMENSIONS, Kind, Unit, Weights, token_scale, window_end, window_start
 from metering.quotas.quotas import USED_MAX
 

@@ -15,9 +15,9 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from metering.billing.pricing import TokenPrices
-from metering.errors import InvalidValue
-from metering.models import QuotaDimension, QuotaSubject
+from metering.core.errors import InvalidValue
+from metering.core.models import QuotaDimension, QuotaSubject
+from metering.pricing.token_prices import TokenPrices
 
 NO_WINDOW = datetime(1970, 1, 1, tzinfo=UTC)  # the one "window" of a dimension that never resets
 

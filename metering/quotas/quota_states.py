@@ -13,7 +13,7 @@ from datetime import datetime
 from sqlalchemy import Select, and_, case, func, literal, or_, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject
+from metering.core.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject
 from metering.quotas.quota_rules import QuotaRule, QuotaState, Weights, window_start
 from metering.tenants.tenants import find_organization
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
 
-from metering.errors import MeteringError
-from metering.models import QuotaDimension
+from metering.core.errors import MeteringError
+from metering.core.models import QuotaDimension
 from metering.quotas.quota_rules import (
     NO_WINDOW,
     Claim,

@@ -1,6 +1,6 @@
 """What a request would be, without being it: prices, what to expect, and whether the quotas would let it in. Changes nothing.
 
-The decision is that of an admission (`quotas.py`), taken on copies of the counters without locking any: true at its moment.
+The decision is that of an admission (`models.py`), taken on copies of the counters without locking any: true at its moment.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import psycopg
 from sqlalchemy import Integer, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.prices import price_in_force
-from metering.billing.pricing import TokenPrices, embedding_terms
-from metering.models import ServiceTier, UsageEvent
+from metering.core.models import ServiceTier, UsageEvent
+from metering.pricing.prices import price_in_force
+from metering.pricing.token_prices import TokenPrices, embedding_terms
 from metering.quotas import quotas
 from metering.quotas.quota_rules import Claim, Payer, QuotaState
 from metering.quotas.quota_states import quotas_for

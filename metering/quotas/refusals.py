@@ -15,7 +15,7 @@ from typing import NamedTuple
 import psycopg
 import structlog
 
-from metering.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_rules import Claim, QuotaRule
 from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.retry_hints import (

@@ -11,7 +11,7 @@ from datetime import datetime
 from sqlalchemy import CheckConstraint, ForeignKey, Identity, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from metering.models import Base
+from metering.core.models import Base
 
 
 class ReceiptChain(Base):

@@ -14,7 +14,7 @@ from datetime import UTC, date, datetime
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.errors import InvalidValue
+from metering.core.errors import InvalidValue
 from metering.receipts.chaining import BATCHES, ISSUED, IssuedReceipt, issued_of_rows, split
 from metering.receipts.encoding import NO_HASH
 from metering.receipts.merkle import RunningRoot

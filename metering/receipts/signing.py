@@ -16,7 +16,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from metering.errors import InvalidValue
+from metering.core.errors import InvalidValue
 
 KEY_VARIABLE = "WEIR_RECEIPT_KEY_FILE"
 KEY_FILE = "receipt-key.pem"  # in WEIR_HOME

@@ -1,13 +1,22 @@
 """Connections to PostgreSQL: one SQLAlchemy engine per process, and the URL forms that drivers want.
 
-Administration and reports use sessions; the hot path (`holds.py`) uses psycopg directly on its own connections.
+Administration and reports use sessions; the hot path (`models.py`) uses psycopg directly on its own connections.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+import math
+import os
+import random
+import socket
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any, Self
 
 import psycopg
 from sqlalchemy import URL, event, make_url, text
@@ -17,9 +26,134 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
 
-from metering.errors import StoreAway
-from metering.store.bounded_connection import KEEPALIVES, BoundedConnection
-from metering.store.store_gate import CONNECT_TIMEOUT_S, StoreGate
+from metering.core.errors import StoreAway
+
+BACKOFF_LEAST_S = 0.05  # a database that is restarted is missed for no longer than that
+BACKOFF_MOST_S = 2.0  # how late, and half as much again, the end of a long outage is noticed
+CONNECT_TIMEOUT_S = 5  # beyond it the attempt counts as failed; a local network answers within milliseconds
+
+
+class StoreGate:
+    """Not thread-safe: one event loop asks."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, jitter: Callable[[], float] = random.random) -> None:
+        """clock: in seconds. jitter: a random number from 0 to 1."""
+        self._clock = clock
+        self._jitter = jitter
+        self._away_since: float | None = None
+        self._failure_count = 0
+        self._next_attempt_at = -math.inf
+        self._attempting = False
+
+    @property
+    def away_s(self) -> float | None:
+        """For how long the database has not answered; None while it does. Starts with the first failure, not with the outage."""
+        return None if self._away_since is None else self._clock() - self._away_since
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next attempt is let through; at least a moment."""
+        return max(self._next_attempt_at - self._clock(), BACKOFF_LEAST_S)
+
+    def check(self) -> None:
+        """Raises: StoreAway while the database is away and no attempt is due."""
+        if self._away_since is not None and (self._attempting or self._clock() < self._next_attempt_at):
+            raise StoreAway("the database does not answer", retry_after_s=max(self.pause_s, 1.0))
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Connect inside the block, whose error counts as a failure. Raises: StoreAway without trying, as `check` does."""
+        self.check()
+        if self._away_since is None:  # as many at once as there are pools and places in them
+            try:
+                yield
+            except Exception:
+                self.failed()
+                raise
+            return
+        self._attempting = True
+        try:
+            yield
+        except BaseException:
+            self.failed()
+            raise
+        finally:
+            self._attempting = False
+
+    def answered(self) -> None:
+        """The database has answered something."""
+        self._away_since = None
+        self._failure_count = 0
+
+    def failed(self) -> None:
+        """An attempt to connect came to nothing, or the database went silent."""
+        if self._away_since is None:
+            self._away_since = self._clock()
+        pause_s = min(BACKOFF_LEAST_S * 2**self._failure_count, BACKOFF_MOST_S) * (0.5 + self._jitter())
+        self._failure_count = min(self._failure_count + 1, 32)
+        self._next_attempt_at = self._clock() + pause_s
+
+
+ANSWER_TIMEOUT_S = 12.0  # above the server's own statement timeout, which comes first where the server is well
+KEEPALIVES: dict[str, Any] = {  # a peer that is gone without a word is found within half a minute; ignored on Unix sockets
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+}
+
+# Every other value of an operator's waits for the server's own disk at least, and some for standbys: they are left alone.
+COMMIT_DURABLY = "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
+
+_patience_s: ContextVar[float] = ContextVar("patience_s", default=ANSWER_TIMEOUT_S)
+
+
+@contextmanager
+def patience(answer_timeout_s: float) -> Iterator[None]:
+    """Wait for each answer so long at most, inside the block: where a caller waits who has less time than a report takes."""
+    before = _patience_s.set(answer_timeout_s)
+    try:
+        yield
+    finally:
+        _patience_s.reset(before)
+
+
+class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
+    """Raises psycopg.OperationalError where an answer takes longer than `ANSWER_TIMEOUT_S`; the connection is then closed.
+
+    What it commits is on the server's disk: `synchronous_commit = off` of a server, database or role does not hold here.
+    """
+
+    @classmethod
+    async def connect(cls, *args: Any, **parameters: Any) -> Self:
+        """Connect, and demand durable commits. Raises: psycopg.OperationalError."""
+        try:
+            connection = await super().connect(*args, **parameters)
+        except BaseException as error:
+            # The error's frames hold the socket of an attempt that is cancelled: it would be open until a garbage collection.
+            traceback.clear_frames(error.__traceback__)
+            raise
+        try:
+            await connection.execute(COMMIT_DURABLY)
+            await connection.commit()
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
+        """See psycopg: every exchange with the server goes through here."""
+        timer = asyncio.get_running_loop().call_later(_patience_s.get(), self.abort)
+        try:
+            return await super().wait(gen, *args, **kwargs)
+        finally:
+            timer.cancel()
+
+    def abort(self) -> None:
+        """Shut the socket down under whoever waits for it. Does nothing on a connection that is closed."""
+        with suppress(psycopg.OperationalError, OSError), socket.socket(fileno=os.dup(self.fileno())) as twin:
+            twin.shutdown(socket.SHUT_RDWR)
+
 
 STATEMENT_TIMEOUT_MS = 10_000  # far above the slowest report measured; a runaway statement must not hold rows for ever
 IDLE_IN_TRANSACTION_TIMEOUT_MS = 10_000  # whoever sleeps so long in a transaction is frozen, and must not keep its rows locked

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import LiteralString
 
+import psycopg
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from psycopg import sql
 from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
 
 import metering
-from metering.store.db import sqlalchemy_url
+from metering.store.db import psycopg_conninfo, sqlalchemy_url
 
 MIGRATION_LOCK_ID = 7_355_608  # any fixed number; it only has to be ours
 SCRIPTS = Path(metering.__file__).resolve().parent.parent / "migrations"
@@ -39,3 +42,156 @@ def config(database_url: str) -> Config:
     result.set_main_option("path_separator", "os")
     result.attributes["database_url"] = database_url
     return result
+
+
+PASSWORD_VARIABLE = "WEIR_APPLICATION_PASSWORD"
+
+# Every table can be read, and inserted into unless it is named here. Partitions can only be read.
+READ_ONLY = frozenset({"alembic_version"})
+UPDATED = frozenset(
+    {
+        "admin_requests",
+        "alert_deliveries",
+        "alert_webhooks",
+        "api_key_uses",
+        "api_keys",
+        "billing_months",
+        "billing_profiles",
+        "document_series",
+        "export_progress",
+        "holds",
+        "live_reports",
+        "meter_batches",
+        "prepaid_organizations",
+        "quota_counters",
+        "quotas",
+        "receipt_chains",
+        "replica_drains",
+        "stripe_events",
+        "stripe_invoices",
+        "stripe_late_items",
+        "stripe_month_items",
+        "stripe_month_settlements",
+        "stripe_objects",
+        "superseded_secrets",
+        "unrated_usage",
+        "usage_events",
+        "worker_incidents",
+    }
+)
+# `SELECT … FOR UPDATE` demands UPDATE on one column. A key that others refer to cannot be changed anyway.
+LOCKED = frozenset({"adjustments", "invoices", "organizations", "projects"})
+DELETED = frozenset(
+    {
+        "admin_requests",
+        "alert_webhooks",
+        "live_reports",
+        "prepaid_organizations",
+        "quota_counters",
+        "replica_drains",
+        "rule_changes",
+        "stop_orders",
+        "superseded_secrets",
+        "unrated_usage",
+    }
+)
+
+# Relations of the schema, with the rights that the role has in any way: by itself, as a member of another role, from PUBLIC.
+EFFECTIVE = """
+SELECT c.relname, array_agg(privilege) FILTER (WHERE has_table_privilege(%(role)s, c.oid, privilege)),
+       pg_has_role(%(role)s, c.relowner, 'MEMBER')
+FROM pg_class c CROSS JOIN unnest(ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE', 'TRIGGER']) AS privilege
+WHERE c.relnamespace = 'public'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY c.oid
+"""
+
+
+class RoleUnfit(Exception):
+    """The role cannot be the application role; nothing was granted."""
+
+
+def prepare_application_role(database_url: str, role: str, password: str = "") -> None:
+    """Give the role what api processes and workers need, and take every other right on the tables from it.
+
+    Run it as the owner of the tables, after each migration; running it again changes nothing, and processes that
+    are connected go on. password: creates the role where it is missing, and becomes its password.
+    Raises: RoleUnfit; psycopg.OperationalError.
+    """
+    with psycopg.connect(psycopg_conninfo(database_url)) as connection:
+        connection.execute("SELECT pg_advisory_xact_lock(%s)", [MIGRATION_LOCK_ID])
+        try:
+            _ensure(connection, role, password)
+            _grant(connection, role)
+        except psycopg.errors.InsufficientPrivilege as error:
+            reason = f"the user of WEIR_DATABASE_URL may not set up role {role!r}: {error.diag.message_primary}"
+            raise RoleUnfit(f"{reason}; run this command as the owner of the tables") from error
+        _check(connection, role)
+
+
+def _ensure(connection: psycopg.Connection, role: str, password: str) -> None:
+    name = sql.Identifier(role)
+    found = connection.execute(
+        "SELECT rolsuper OR rolcreaterole OR rolreplication OR rolname = current_user FROM pg_roles WHERE rolname = %s", [role]
+    ).fetchone()
+    if found is None and not password:
+        remedy = f"set {PASSWORD_VARIABLE} to create it, or run CREATE ROLE as a database administrator"
+        raise RoleUnfit(f"role {role!r} does not exist: {remedy}")
+    if found is not None and found[0]:
+        problem = f"role {role!r} must not be a superuser, create roles, replicate, or be the owner who runs this command"
+        raise RoleUnfit(f"{problem}: name another role")
+    if found is None:
+        connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(name))
+    if password:
+        # Hashed here, so that no log of the server's statements contains the password.
+        verifier = connection.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
+        connection.execute(sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}").format(name, sql.Literal(verifier)))
+
+
+def _grant(connection: psycopg.Connection, role: str) -> None:
+    name = sql.Identifier(role)
+
+    def run(statement: LiteralString, **parts: sql.Composable) -> None:
+        connection.execute(sql.SQL(statement).format(role=name, **parts))
+
+    run("REVOKE ALL ON ALL TABLES IN SCHEMA public FROM {role}")
+    run("REVOKE ALL ON ALL SEQUENCES IN SCHEMA public FROM {role}")
+    run("GRANT SELECT ON ALL TABLES IN SCHEMA public TO {role}")
+    run("GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {role}")  # nextval, not setval
+    for table, rights in _rights(connection).items():
+        if rights:
+            listed = sql.SQL(", ").join(map(sql.SQL, sorted(rights)))
+            run("GRANT {rights} ON {table} TO {role}", rights=listed, table=sql.Identifier("public", table))
+    for table in LOCKED:
+        run("GRANT UPDATE (id) ON {table} TO {role}", table=sql.Identifier("public", table))
+    # As the migration does: a database that was restored without privileges has lost it.
+    run("REVOKE EXECUTE ON FUNCTION public.create_usage_partitions(int), public.create_usage_partition(date) FROM PUBLIC")
+    run("GRANT EXECUTE ON FUNCTION public.create_usage_partitions(int) TO {role}")
+
+
+def _rights(connection: psycopg.Connection) -> dict[str, set[LiteralString]]:
+    """Return the rights beside SELECT by table. Partitions are absent: rows are written through `usage_events`."""
+    query = """SELECT relname FROM pg_class
+               WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition"""
+    rights: dict[str, set[LiteralString]] = {}
+    for (table,) in connection.execute(query):
+        granted: dict[LiteralString, bool] = {
+            "INSERT": table not in READ_ONLY,
+            "UPDATE": table in UPDATED,
+            "DELETE": table in DELETED,
+        }
+        rights[table] = {right for right, given in granted.items() if given}
+    return rights
+
+
+def _check(connection: psycopg.Connection, role: str) -> None:
+    """Refuse a role that has more rights than were granted. Raises: RoleUnfit."""
+    rights = _rights(connection)
+    for table, effective, owns in connection.execute(EFFECTIVE, {"role": role}).fetchall():
+        excess = sorted(set(effective or ()) - rights.get(table, set()))
+        if owns or excess:
+            problem = (
+                f"has the rights of the owner of table {table}" if owns else f"has the right {', '.join(excess)} on table {table}"
+            )
+            raise RoleUnfit(f"role {role!r} {problem}: revoke its memberships in other roles and the rights of PUBLIC")
+    query = "SELECT has_schema_privilege(%(role)s, 'public', 'CREATE')"
+    if connection.execute(query, {"role": role}).fetchone() == (True,):
+        raise RoleUnfit(f"role {role!r} can create objects: run REVOKE CREATE ON SCHEMA public FROM PUBLIC, {role}")

@@ -1,20 +1,34 @@
-"""Ids that clients mint for calls that create something, so that a repetition answers what was made and makes nothing.
+"""Admin calls that may be repeated: request ids of clients, objects ensured by name, and the lock of a configuration.
 
-Functions take a session and never commit: the id is kept if, and only if, what it made is.
+Functions take a session and never commit: a request id is kept if, and only if, what it made is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import uuid
+from collections.abc import Collection
 from datetime import timedelta
 
-from sqlalchemy import delete, func, select, update
+import psycopg
+from sqlalchemy import delete, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.control.control_models import AdminRequest
-from metering.errors import RequestIdReused
+from metering.core.errors import AlreadyExists, ChangesUnderWay, RequestIdReused, StoreAway
+from metering.core.models import AdminRequest, ApiKey, Organization, Project
+from metering.tenants.keys import TokenBounds, checked_bound, checked_models, checked_scopes
+from metering.tenants.networks import checked_networks
+from metering.tenants.tenants import (
+    KeyRecord,
+    checked_name,
+    create_api_key,
+    create_organization,
+    create_project,
+    find_api_key,
+    find_organization,
+    find_project,
+)
 
 KEPT_FOR = timedelta(days=7)  # a script that is repeated after a weekend still finds its own call
 
@@ -39,3 +53,105 @@ async def earlier_subject(session: AsyncSession, request_id: uuid.UUID, method: 
 async def made(session: AsyncSession, request_id: uuid.UUID, subject_id: str) -> None:
     """Remember what the first call of a request id made."""
     await session.execute(update(AdminRequest).where(AdminRequest.request_id == request_id).values(subject_id=subject_id))
+
+
+CHANGES_LOCK_ID = 7_355_609  # any fixed number that is ours
+WAIT_MAX_S = 5.0  # below the time limit of statements, so that what is waited for can be told from a database that hangs
+
+
+async def take_changes_lock(session: AsyncSession, *, alone: bool) -> None:
+    """Hold the lock until the transaction ends. Raises: ChangesUnderWay if others keep it for too long."""
+    lock = func.pg_advisory_xact_lock if alone else func.pg_advisory_xact_lock_shared
+    await session.execute(select(func.set_config("lock_timeout", f"{WAIT_MAX_S}s", True)))
+    try:
+        await session.execute(select(lock(CHANGES_LOCK_ID)))
+    except StoreAway as error:
+        if isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
+            raise ChangesUnderWay from None
+        raise
+    await session.execute(select(func.set_config("lock_timeout", "0", True)))
+
+
+async def ensure_organization(
+    session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str
+) -> tuple[Organization, bool]:
+    """The customer of this name. Raises: InvalidValue; AlreadyExists if its currency is another one."""
+    checked_name(name)
+    try:
+        return await create_organization(session, name=name, currency_code=currency_code, actor=actor), False
+    except AlreadyExists:
+        standing = await find_organization(session, name)
+    if standing.currency_code != currency_code:
+        raise AlreadyExists("organization", name, f"with the currency {standing.currency_code}, which never changes")
+    return standing, True
+
+
+async def ensure_project(session: AsyncSession, *, organization: str, name: str, actor: str) -> tuple[Project, bool]:
+    """The project of this name. Raises: NotFound, InvalidValue."""
+    checked_name(name)
+    try:
+        return await create_project(session, organization=organization, name=name, actor=actor), False
+    except AlreadyExists:
+        return await find_project(session, name, organization=organization), True
+
+
+async def ensure_api_key(
+    session: AsyncSession,
+    *,
+    organization: str,
+    project: str,
+    name: str,
+    scopes: Collection[str] = ("inference",),
+    models: Collection[str] = (),
+    allowed_networks: Collection[str] = (),
+    max_input_tokens: int | None = None,
+    max_output_tokens: int | None = None,
+    lifetime: timedelta | None = None,
+    actor: str,
+) -> tuple[KeyRecord, str, bool]:
+    """The project's working key of this name; its secret only if it is new, else empty.
+
+    Raises: NotFound, InvalidValue; AlreadyExists if what it is good for is something else, or if several keys have the name.
+    """
+    owner = await find_project(session, project, organization=organization)
+    # Scripts that say the same at the same time take turns; admissions refer to the row and do not wait.
+    await session.execute(select(Project.id).where(Project.id == owner.id).with_for_update(key_share=True))
+    working = select(ApiKey.id).where(
+        ApiKey.project_id == owner.id,
+        ApiKey.name == name,
+        ApiKey.revoked_at.is_(None),
+        or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()),
+    )
+    found = (await session.scalars(working)).all()
+    if not found:
+        key, secret = await create_api_key(
+            session,
+            organization=organization,
+            project=project,
+            name=name,
+            scopes=scopes,
+            models=models,
+            allowed_networks=allowed_networks,
+            max_input_tokens=max_input_tokens,
+            max_output_tokens=max_output_tokens,
+            lifetime=lifetime,
+            actor=actor,
+        )
+        return key, secret, False
+    if len(found) > 1:
+        raise AlreadyExists("API key", name, f"{len(found)} times: revoke all but one, or say which by its prefix")
+    standing = await find_api_key(session, str(found[0]))
+    if sorted(standing.scopes) != checked_scopes(scopes):
+        raise AlreadyExists("API key", name, f"with the scopes {', '.join(standing.scopes)}: change them with UpdateApiKey")
+    if sorted(standing.models) != checked_models(models):
+        shown = ", ".join(standing.models) or "every model"
+        raise AlreadyExists("API key", name, f"for {shown}: change that with UpdateApiKey")
+    if sorted(standing.allowed_networks) != checked_networks(allowed_networks):
+        shown = ", ".join(standing.allowed_networks) or "everywhere"
+        raise AlreadyExists("API key", name, f"to be used from {shown}: change that with UpdateApiKey")
+    if standing.bounds != TokenBounds(
+        checked_bound(max_input_tokens, "max_input_tokens"), checked_bound(max_output_tokens, "max_output_tokens")
+    ):
+        most = (standing.bounds.max_input_tokens or "any number of", standing.bounds.max_output_tokens or "any number of")
+        raise AlreadyExists("API key", name, f"for {most[0]} input and {most[1]} output tokens: change that with UpdateApiKey")
+    return standing, "", True

@@ -1,7 +1,7 @@
 """Billing profiles: the addressee of an organization's invoices, and where Stripe sends them.
 
 A profile is replaced as a whole. The audit log keeps the earlier ones. A closed month keeps the
-profile that it was closed with (`billing/invoice_models.py`). Functions take a session and never commit.
+profile that it was closed with (`invoicing/invoices.py`). Functions take a session and never commit.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.errors import InvalidValue
-from metering.models import BillingProfileRow
-from metering.tenants.audit import record_change
+from metering.core.audit import record_change
+from metering.core.errors import InvalidValue
+from metering.core.models import BillingProfileRow
 from metering.tenants.tenants import find_organization
 
 EMAILS_MAX = 10

@@ -14,13 +14,11 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.control.control_models import SupersededSecret
 from metering.control.stop_orders import order_look_at_key
-from metering.errors import InvalidValue, KeyRevoked
-from metering.models import ApiKey
-from metering.tenants.audit import record_change, snapshot
-from metering.tenants.key_rules import TokenBounds, checked_bound, checked_key_name, checked_models, checked_scopes
-from metering.tenants.key_secrets import hash_of, new_secret
+from metering.core.audit import record_change, snapshot
+from metering.core.errors import InvalidValue, KeyRevoked
+from metering.core.models import ApiKey, SupersededSecret
+from metering.tenants.keys import TokenBounds, checked_bound, checked_key_name, checked_models, checked_scopes, hash_of, new_secret
 from metering.tenants.networks import checked_networks
 from metering.tenants.tenants import KeyRecord, change_key, find_api_key, locked_key
 

@@ -15,9 +15,8 @@ from collections.abc import Callable
 import structlog
 from sqlalchemy import text
 
-from metering.errors import StoreAway
-from metering.store.bounded_connection import patience
-from metering.store.db import Sessions
+from metering.core.errors import StoreAway
+from metering.store.db import Sessions, patience
 
 KEYS_MAX = 10_000  # that wait to be written, of some 200 bytes each; beyond it those that were used longest ago are not told
 WRITE_EARLY_AT = KEYS_MAX // 2  # so many different keys in one minute are written sooner than at its end

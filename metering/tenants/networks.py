@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 
-from metering.errors import InvalidValue
+from metering.core.errors import InvalidValue
 
 NETWORKS_PER_KEY_MAX = 100  # each call looks at all of them
 KNOWN_LISTS_MAX = 1024  # different lists of networks that are kept read, of some 50 kB at most

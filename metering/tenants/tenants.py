@@ -13,28 +13,52 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Double, Select, and_, bindparam, cast, func, or_, select, update
+from sqlalchemy import Double, Select, and_, bindparam, case, cast, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.control.control_models import SupersededSecret
 from metering.control.stop_orders import order_end_of_key
-from metering.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
-from metering.models import ApiKey, ApiKeyUse, Organization, Project
-from metering.money import checked_currency
-from metering.tenants.audit import record_change, snapshot
-from metering.tenants.key_rules import (
+from metering.core.audit import record_change, snapshot
+from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
+from metering.core.models import ApiKey, ApiKeyUse, Organization, Project, Quota, QuotaSubject, SupersededSecret
+from metering.core.money import checked_currency
+from metering.tenants.keys import (
     NO_BOUNDS,
+    PREFIX_FORM,
+    PREFIX_LENGTH,
+    SECRET_FORM,
     TokenBounds,
     checked_bound,
     checked_key_name,
     checked_models,
     checked_scopes,
+    hash_of,
     model_allowed,
+    new_secret,
+    prefix_of,
 )
-from metering.tenants.key_secrets import PREFIX_FORM, PREFIX_LENGTH, SECRET_FORM, hash_of, new_secret, prefix_of
 from metering.tenants.networks import Address, Network, checked_networks, networks_of
-from metering.tenants.quota_defaults import limit_new_key
+
+WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
+
+COPIED = ("model", "dimension", "limit_value", *WEIGHTS, "enforced", "alert_at")
+
+
+async def limit_new_key(
+    session: AsyncSession, *, api_key_id: uuid.UUID, project_id: uuid.UUID, organization_id: uuid.UUID, actor: str
+) -> None:
+    """Give a key that nobody has used yet its limits. Where both have one for a dimension and model, the project's holds."""
+    kept = select(Quota).where(
+        Quota.subject_id.in_((project_id, organization_id)), Quota.for_new_keys.is_(True), Quota.deleted_at.is_(None)
+    )
+    nearest_last = case((Quota.subject == QuotaSubject.PROJECT, 1), else_=0)
+    rows = await session.scalars(kept.order_by(nearest_last, Quota.created_at, Quota.id))
+    for template in {(row.model, row.dimension): row for row in rows}.values():
+        values = {column: getattr(template, column) for column in COPIED}
+        copy = insert(Quota).values(subject=QuotaSubject.API_KEY, subject_id=api_key_id, **values).returning(Quota)
+        quota = (await session.scalars(copy)).one()
+        await record_change(session, actor=actor, action="quota.set", subject_id=str(quota.id), before=None, after=snapshot(quota))
+
 
 NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
 LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum inside what a timestamp can hold

@@ -14,7 +14,7 @@ from api.observability.trace_context import NO_TRACE, TraceContext
 from api.requests.live import Caller
 from api.requests.start_frame import parse_start
 from api.requests.stopwatch import STAGES
-from metering.models import Outcome
+from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer
 
 TIMINGS = {f"{stage}_ms": 1.0 for stage in STAGES} | {"total_ms": 10.0}

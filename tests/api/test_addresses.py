@@ -12,7 +12,7 @@ from api.access.key_changes import KeyChanges
 from api.core.addresses import Proxies
 from api.core.setting_values import networks
 from api.streams.peers import make_identity, vouched_address, voucher_of
-from metering.errors import InvalidValue
+from metering.core.errors import InvalidValue
 from metering.tenants.networks import allows, checked_networks, networks_of, parse_address
 
 PROXY, SECRET = "ipv4:10.0.0.2:4711", "wk_12345678_secret"

@@ -16,11 +16,11 @@ from api.core.errors import Draining, Overloaded
 from api.core.settings import Settings
 from api.requests.admission import Admission, AdmissionRequest, Capacity, Lease
 from api.streams.outbox import UsageSoFar
-from metering.errors import HoldEnded, RequestInFlight
+from metering.core.errors import HoldEnded, RequestInFlight
+from metering.core.models import Outcome, QuotaDimension
 from metering.holds.holds import HoldStore
 from metering.holds.journal import Delivered, UsageJournal
 from metering.holds.recovery import sweep_expired_holds
-from metering.models import Outcome, QuotaDimension
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import HoldWorld, hold_world, until_idle

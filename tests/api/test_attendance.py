@@ -13,9 +13,9 @@ from api.streams.feed import Feed, FlowControl
 from api.streams.mailbox import Mailboxes
 from api.streams.outbox import Outbox
 from api.streams.receiver import Receiver
-from metering.errors import RequestInFlight
+from metering.core.errors import RequestInFlight
+from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal
-from metering.models import Outcome
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from api.access import auth, key_changes
 from api.access.auth import Authenticator
 from api.core.addresses import Origin
 from api.core.interceptor import METHOD
-from metering.errors import KeyInvalid, StoreAway
+from metering.core.errors import KeyInvalid, StoreAway
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import Principal
 

@@ -27,10 +27,10 @@ from api.requests.admission import AdmissionRequest
 from api.requests.endings import CAUSES, OUTCOMES, PHASES, TABLE, WAYS, Action, Charge, EndPhase, cause_of, charge_of, phase_of
 from api.streams.outbox import UsageSoFar
 from inference.errors import EngineError, EngineFailed, EngineUnavailable, RequestImpossible, SafetyUnavailable
-from metering.errors import HoldEnded, KeyInvalid, RequestIdReused, StoreAway
+from metering.core.errors import HoldEnded, KeyInvalid, RequestIdReused, StoreAway
+from metering.core.models import Outcome, QuotaDimension
 from metering.holds.operations import Expire, Settle, Void
 from metering.holds.recovery import sweep_expired_holds
-from metering.models import Outcome, QuotaDimension
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
 from tests.api.test_admission import Rig, request, running

@@ -19,9 +19,9 @@ from api.core import errors
 from api.core.errors import ApiError, FieldViolation
 from api.core.statuses import CODES, status_of
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
-from metering.errors import InvalidValue, MeteringError, NotFound, StoreAway
+from metering.core.errors import InvalidValue, MeteringError, NotFound, StoreAway
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds.operations import RequestSettled, Settled
-from metering.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_rules import QuotaRule, QuotaState, window_end
 from metering.quotas.quotas import QuotaExceeded
 from tests.service import Refusal

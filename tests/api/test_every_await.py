@@ -29,7 +29,7 @@ from api.openai.exchange import Exchange
 from api.openai.listener import Listener
 from api.server import build_peer_server
 from api.streams.peers import PeerCertificates, make_identity
-from metering.models import Outcome, QuotaDimension
+from metering.core.models import Outcome, QuotaDimension
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal, authenticate, create_api_key

@@ -21,7 +21,7 @@ from api.streams.generation import ClientStream, outcome_of_leaving
 from api.streams.outbox import Outbox
 from api.streams.receiver import Receiver
 from inference.routing.router import ModelUnknown, Router
-from metering.models import Outcome
+from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer
 
 

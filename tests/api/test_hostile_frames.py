@@ -25,7 +25,7 @@ from api.openai.listener import Listener
 from api.requests import text_work
 from api.streams import generation
 from api.streams.generation import ClientStream
-from metering.errors import KeyInvalid
+from metering.core.errors import KeyInvalid
 from metering.quotas.quota_rules import Owner, Payer
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal, create_api_key

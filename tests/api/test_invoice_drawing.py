@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from api.billing.invoice_drawing import DrawingFailed, InvoiceDrawer
-from metering.billing.invoice_content import invoice_document
-from metering.billing.invoice_pdf import render_pdf
+from metering.invoicing.invoice_document import invoice_document
+from metering.invoicing.invoice_pdf import render_pdf
 from tests.metering.test_invoice_pdf import ISSUER, REPORT
 
 DOCUMENT = invoice_document(REPORT, ISSUER)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from weir.v1 import types_pb2
 
 from api.core.messages import effective_quota_statuses, quota_status, quota_statuses
-from metering.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_rules import QuotaRule, QuotaState, Weights
 
 NOW = datetime(2026, 11, 20, 23, 59, 54, 750_000, tzinfo=UTC)

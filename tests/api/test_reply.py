@@ -26,9 +26,9 @@ from api.streams.receiver import Receiver
 from inference.engine import TokensGenerated
 from inference.safety.safety_file import Rule, RuleChecker
 from inference.text.tools import CallFormat
-from metering.billing.pricing import TokenPrices
+from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal
-from metering.models import Outcome
+from metering.pricing.token_prices import TokenPrices
 from tests.service import conversation
 
 OUTBOX_TOKENS = 50

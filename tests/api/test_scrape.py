@@ -24,10 +24,10 @@ from api.observability.loop_lag import LoopLag
 from api.observability.observer import Observer
 from api.observability.request_counts import COLD_START_MS_MIN, RequestCounts
 from api.observability.scrape import MetricsListener
-from metering.errors import StoreAway
+from metering.core.errors import StoreAway
+from metering.core.models import ServiceTier
 from metering.holds.journal import Delivered, UsageJournal, journal_backlog
 from metering.holds.operations import Settled
-from metering.models import ServiceTier
 from tests.api.endings import TIMINGS, ending
 from tests.service import until
 

@@ -15,7 +15,7 @@ from api.core.settings import Settings
 from api.fleet.engines import build_engines
 from api.fleet.fleet import build_serving
 from inference.text.tools import CallFormat
-from metering.billing.invoice_document import Issuer
+from metering.invoicing.invoice_document import Issuer
 
 SPECS = {spec.metadata["variable"]: spec for spec in fields(Settings)}
 NUMBERS = [name for name, spec in SPECS.items() if isinstance(spec.default, int | float)]

@@ -9,7 +9,7 @@ import pytest
 
 from api.access.standing_key import StandingKey
 from api.core.errors import AuthenticationThrottled, PermissionDenied, Unauthenticated
-from metering.errors import KeyInvalid, StoreAway
+from metering.core.errors import KeyInvalid, StoreAway
 from metering.tenants.tenants import Principal
 
 ALICE = Principal(uuid.uuid4(), "wk_12345678", uuid.uuid4(), uuid.uuid4(), "USD", frozenset({"inference"}))

@@ -17,8 +17,8 @@ from api.access.shared_failures import ADDRESSES_AT_ONCE, SharedFailures
 from api.access.throttle import ADDRESSES_MAX, Throttle
 from api.core.addresses import Proxies, address_of
 from api.core.errors import AuthenticationThrottled
-from metering.control.gossip import BYTES_MAX
-from metering.errors import KeyInvalid, StoreAway
+from metering.control.control_channel import BYTES_MAX
+from metering.core.errors import KeyInvalid, StoreAway
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import Principal
 

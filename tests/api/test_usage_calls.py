@@ -29,11 +29,11 @@ from api.billing.billing_calls import Reports
 from api.billing.billing_service import BillingServicer
 from api.billing.usage_calls import COUNT_FIELDS
 from api.core.interceptor import Guard, GuardedServices
-from metering.billing.invoice_document import Issuer
-from metering.billing.prices import ModelPrice
-from metering.billing.pricing import COUNTS_OF_EVENT
-from metering.billing.rating import rate_all_pending
-from metering.models import TokenKind
+from metering.core.models import TokenKind
+from metering.invoicing.invoice_document import Issuer
+from metering.ledger.rating import rate_all_pending
+from metering.pricing.prices import ModelPrice
+from metering.pricing.token_prices import COUNTS_OF_EVENT
 from metering.store.db import Sessions
 from metering.tenants.tenants import create_api_key
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price

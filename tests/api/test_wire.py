@@ -24,8 +24,8 @@ from api.requests.start_frame import parse_count_tokens, parse_start
 from api.requests.tools import SCHEMA_BYTES_MAX, SCHEMAS_BYTES_MAX
 from inference.engine import EngineFinishReason
 from inference.text.tokenizer import ChatMessage
-from metering.models import Outcome, QuotaDimension, QuotaSubject
-from metering.money import split_units
+from metering.core.models import Outcome, QuotaDimension, QuotaSubject
+from metering.core.money import split_units
 
 Parsed = TypeVar("Parsed")
 

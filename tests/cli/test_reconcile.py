@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from metering.billing.rating import rate_all_pending
+from metering.ledger.rating import rate_all_pending
 from metering.store.db import create_engine, create_sessions
 from tests.cli.conftest import Run
 from tests.metering.books import Consumed, add_usage, new_customer, new_price

@@ -17,7 +17,7 @@ from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import billing_service_pb2, billing_service_pb2_grpc, types_pb2
 
-from metering.billing.rating import rate_all_pending
+from metering.ledger.rating import rate_all_pending
 from metering.store.db import create_engine, create_sessions
 from tests.service import MODEL, Refusal, Service, Tenant, bearer, picos, refused
 

@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.service import INPUT_PICOS, OUTPUT_PICOS, Refusal, Service, Stream, Tenant, start
 
 ARRIVING, FITTING = 200, 50

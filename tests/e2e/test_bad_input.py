@@ -27,7 +27,7 @@ from api.chaos.processes import children_of
 from api.requests.live import Phase
 from api.requests.live_control import record
 from api.streams.outbox import UsageSoFar
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from metering.store.db import psycopg_conninfo
 from tests.service import (
     CONTEXT_WINDOW_TOKENS,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.service import PLAIN_IDS, Service, cost_picos, picos
 
 SEARCH = pb.BeamSearch(width=5, length_penalty=1.2, early_stopping=pb.EARLY_STOPPING_NEVER)

@@ -27,8 +27,8 @@ from weir.v1 import types_pb2
 
 from api import statistics_log
 from api.fleet import engines as api_engines
+from metering.core.models import QuotaDimension
 from metering.holds.lease_clock import boot_time_s
-from metering.models import QuotaDimension
 from tests.conftest import new_database
 from tests.service import (
     PLAIN_IDS,

@@ -9,7 +9,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 from weir_client import FinishReason
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.service import MODEL, PLAIN_IDS, Service, cost_picos, picos
 
 HOT = pb.Sampling(temperature=1.0, seed=11)

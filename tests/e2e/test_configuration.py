@@ -19,7 +19,7 @@ from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import configuration_pb2 as pb
 
 from metering.store.db import psycopg_conninfo
-from metering.tenants.changes_lock import CHANGES_LOCK_ID
+from metering.tenants.admin_requests import CHANGES_LOCK_ID
 from tests.service import MODEL, Service, Tenant, bearer, refused
 
 LATER = (datetime.now(UTC) + timedelta(days=30)).replace(microsecond=0)

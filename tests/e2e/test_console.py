@@ -29,7 +29,7 @@ from api.console.console import BODY_BYTES_MAX
 from api.console.files import HEADERS, STATIC, read_files
 from api.core.endpoint import read_console_url
 from api.core.health import SERVICES
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.service import PATIENCE_S, Service, Tenant, bearer, log_events, running
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.scraped import Scrape, scrape
 from tests.service import Service
 

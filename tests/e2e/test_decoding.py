@@ -10,7 +10,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 from weir_client import FinishReason, InvalidRequest
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.service import MODEL, Service
 
 MARK = 42  # a token that a strong bias makes certain

@@ -25,9 +25,9 @@ from weir_client import AlreadyExists, Client, InvalidRequest, ModelTask
 from api.chaos.processes import children_of
 from inference.adapters.remote_settings import Service as RemoteService
 from inference.text.tokenizer import Tokenizer
-from metering.billing.prices import set_price
-from metering.billing.rating import rate_all_pending
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
+from metering.ledger.rating import rate_all_pending
+from metering.pricing.prices import set_price
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.tenants.key_changes import rotate_api_key
 from tests.conftest import new_database

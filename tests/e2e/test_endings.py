@@ -18,10 +18,10 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import CancelledByAdmin, FieldViolation, InvalidRequest
 from api.requests.live import LiveRequest
 from inference.errors import EngineFailed
-from metering.billing.credits import current_month, grant_credit
-from metering.billing.prepaid import credit_balance, refresh, set_prepaid
-from metering.billing.rating import rate_all_pending
-from metering.models import Outcome, QuotaDimension
+from metering.core.models import Outcome, QuotaDimension
+from metering.ledger.rating import rate_all_pending
+from metering.plans.credits import current_month, grant_credit
+from metering.plans.prepaid import credit_balance, refresh, set_prepaid
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, connect_async

@@ -11,7 +11,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api.core.settings import bundled_models
-from metering.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import set_quota
 from tests.conftest import new_database
 from tests.service import MODEL, Service, bearer, cost_picos, picos, running, wait_for

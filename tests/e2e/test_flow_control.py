@@ -26,7 +26,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.metering.invariants import check_invariants
 from tests.service import SMALL_WINDOWS, Inside, Service, Stream, Tenant, bearer, cancel, credit, run_inside, start, until

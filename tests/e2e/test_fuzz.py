@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.service import CONTEXT_WINDOW_TOKENS, MODEL, Service, cancel, log_events, start
 
 ACTS = 12  # per stream

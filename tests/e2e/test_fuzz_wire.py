@@ -35,7 +35,7 @@ from weir.v1 import live_requests_pb2 as live_pb
 
 from api.core.health import SERVICES
 from api.core.pace import FramePace
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.e2e.test_fuzz import any_start, good
 from tests.service import MODEL, PATIENCE_S, Inside, Service, Tenant, bearer, cancel, run_inside, start, until
 

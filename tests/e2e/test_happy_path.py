@@ -12,7 +12,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 from weir_client import FinishReason, GenerationState
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.service import (
     CACHED_PICOS,
     CONTEXT_WINDOW_TOKENS,

@@ -14,7 +14,7 @@ from weir.v1 import (
 )
 from weir.v1 import inference_service_pb2 as pb
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from metering.store.db import psycopg_conninfo
 from tests.service import PLAIN_IDS, Service, bearer, refused, start, until
 

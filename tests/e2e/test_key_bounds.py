@@ -16,7 +16,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
-from metering.billing.prices import set_price
+from metering.pricing.prices import set_price
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, connect_async, says
 from tests.e2e.test_embeddings import ENCODER, PICOS

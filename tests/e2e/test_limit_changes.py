@@ -9,7 +9,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.service import (
     CONTEXT_WINDOW_TOKENS,
     INPUT_PICOS,

@@ -17,7 +17,7 @@ from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import inference_service_pb2
 from weir.v1 import live_requests_pb2 as pb
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.service import (

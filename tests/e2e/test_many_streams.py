@@ -12,7 +12,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.service import Refusal, Service, Tenant, bearer, credit, running, start
 

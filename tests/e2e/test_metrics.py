@@ -9,7 +9,7 @@ from grpc import StatusCode
 
 from api.observability.request_counts import COLD_START_MS_MIN
 from api.requests.stopwatch import STAGES
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.scraped import Scrape, scrape
 from tests.service import MODEL, Service
 

@@ -25,8 +25,8 @@ from weir_client import (
 )
 
 from api.cli.main import app
-from metering.billing.prices import get_price
-from metering.models import PriceVersion
+from metering.core.models import PriceVersion
+from metering.pricing.prices import get_price
 from tests.metering.books import Consumed, Customer, add_usage
 from tests.service import Service, Tenant
 

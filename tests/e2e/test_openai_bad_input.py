@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.e2e.openai_clients import connect, says
 from tests.service import MODEL, PATIENCE_S, Service, Tenant, log_events
 

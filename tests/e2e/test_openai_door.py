@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.e2e.openai_clients import TO_THE_END, check_billed, connect, connect_async, extension, says, text_of
 from tests.service import CONTEXT_WINDOW_TOKENS, MODEL, PLAIN_IDS, Service, conversation, until
 

@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from api.core.errors import Draining
 from api.openai import http_requests
 from api.requests.live import LiveRequest
-from metering.models import Outcome, QuotaDimension
+from metering.core.models import Outcome, QuotaDimension
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, connect_async, cost_of, extension, says
 from tests.e2e.test_openai_bad_input import Socket, post

@@ -25,7 +25,7 @@ from api.openai.chat_parameters import ChatParameters
 from api.openai.completion_parameters import CompletionParameters
 from api.openai.embedding_parameters import EmbeddingParameters
 from api.openai.response_parameters import ResponseParameters
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.service import MODEL, PATIENCE_S, Service, Tenant, log_events
 
 EXAMPLES = int(os.environ.get("WEIR_TEST_WIRE_EXAMPLES", "60"))

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from weir_client import AsyncAdminClient, InvalidRequest, NotFound, QuotaDimension, QuotaExceeded, QuotaSubject
 
-from metering.models import QuotaDimension as Dimension
+from metering.core.models import QuotaDimension as Dimension
 from tests.service import MODEL, PLAIN_IDS, Service
 
 PROMPT = tuple(PLAIN_IDS[:10])

@@ -25,8 +25,8 @@ from weir_client import (
 from weir_client.receipt_months import totals_of
 
 from api.cli.main import app
-from metering.billing.rating import rate_all_pending
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
+from metering.ledger.rating import rate_all_pending
 from metering.store.db import create_engine, create_sessions
 from tests.service import Service, Tenant, picos
 

@@ -19,7 +19,7 @@ from weir.v1 import replicas_pb2 as pb
 
 from api.core.settings import bundled_models
 from inference.routing.replica import DRAINED_RETRY_S
-from metering.billing.prices import set_price
+from metering.pricing.prices import set_price
 from tests.conftest import new_database
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.encoder_checkpoints import make_random_encoder

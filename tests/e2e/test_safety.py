@@ -10,7 +10,7 @@ from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.service import PLAIN_IDS, Service, conversation, running
 

@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.otlp_receiver import Receiver, ToldSpan, receiving
 from tests.scraped import scrape

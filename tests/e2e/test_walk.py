@@ -26,9 +26,9 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.console.calls import names as offered_names
 from api.core.health import SERVICES
-from metering.alerts.alert_models import Alert
-from metering.models import QuotaDimension
-from metering.tenants.key_secrets import new_secret
+from metering.alerts.alerts import Alert
+from metering.core.models import QuotaDimension
+from metering.tenants.keys import new_secret
 from tests.metering.books import Consumed, Customer, add_usage, new_price
 from tests.service import MODEL, Refusal, Service, Tenant, bearer, cancel, start
 

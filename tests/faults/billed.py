@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metering.billing.rating import rate_all_pending
+from metering.ledger.rating import rate_all_pending
 from metering.store.db import create_engine, create_sessions
 from tests.service import Service
 

@@ -15,8 +15,8 @@ from api.chaos.kills import WEIGHTS, Kill, Kind
 from api.chaos.load import Asked
 from api.chaos.rounds import Plan, Report, chaos_settings, run_rounds
 from api.chaos.system import EXPORT_FILE, JOURNALS
-from metering.billing.prices import ModelPrice
-from metering.billing.rating import rate_all_pending
+from metering.ledger.rating import rate_all_pending
+from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, add_usage, new_customer, new_price
 

@@ -17,9 +17,9 @@ from weir.v1 import types_pb2
 from weir_client import Unavailable
 
 from api.chaos.processes import crash_postgres
-from metering.errors import StoreAway
+from metering.core.errors import StoreAway
+from metering.core.models import QuotaDimension
 from metering.holds.recovery import sweep_expired_holds
-from metering.models import QuotaDimension
 from metering.store.embedded_postgres import EmbeddedPostgres
 from tests.faults.conftest import Start
 from tests.faults.servers import restart

@@ -15,7 +15,7 @@ from weir.v1 import types_pb2
 from weir_client import AsyncClient, Result
 
 from api.chaos.processes import alive
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.e2e.openai_clients import connect
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants

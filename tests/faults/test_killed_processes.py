@@ -15,7 +15,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.chaos.processes import alive
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.faults.billed import check_ledger, rate
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants

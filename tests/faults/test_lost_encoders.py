@@ -17,7 +17,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api.chaos.processes import children_of
 from api.core.settings import bundled_models
-from metering.billing.prices import set_price
+from metering.pricing.prices import set_price
 from tests.conftest import new_database
 from tests.inference.encoder_checkpoints import make_random_encoder
 from tests.service import PATIENCE_S, Service, bearer, running

@@ -9,7 +9,7 @@ import pytest
 from weir.v1 import types_pb2
 
 from inference.adapters.remote_settings import Service as Wire
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.faults.conftest import Start
 from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.serving import server_process

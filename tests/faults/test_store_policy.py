@@ -15,9 +15,9 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.chaos.processes import crash_postgres
-from metering.errors import StoreAway
+from metering.core.errors import StoreAway
+from metering.core.models import QuotaDimension
 from metering.holds.recovery import sweep_expired_holds
-from metering.models import QuotaDimension
 from metering.store.embedded_postgres import EmbeddedPostgres
 from tests.faults.conftest import Start
 from tests.faults.servers import frozen, restart

@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.prices import ModelPrice, set_price
-from metering.models import BillingProfileRow, Hold, HoldState, UsageEvent
+from metering.core.models import BillingProfileRow, Hold, HoldState, UsageEvent
+from metering.pricing.prices import ModelPrice, set_price
 from metering.tenants.billing_profiles import BillingProfile
 from metering.tenants.tenants import KeyRecord, create_api_key, create_organization, create_project
 

@@ -9,19 +9,19 @@ from datetime import UTC, date, datetime
 from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing import adjustments
-from metering.billing.closing import CloseResult, close_month
-from metering.billing.invoice_rows import find_invoice_row
-from metering.billing.ledger import AccountKey, Leg, Posting, post
-from metering.billing.models import AccountKind, TransactionKind
-from metering.billing.month_reading import month_report
-from metering.billing.month_verification import Verification, verify_month
-from metering.billing.plan_admin import assign_plan, create_plan
-from metering.billing.plan_models import CreditGrant
-from metering.billing.plan_rules import PlanRules
-from metering.billing.prices import ModelPrice, get_price
-from metering.billing.reports import MonthReport
-from metering.models import PriceVersion, ServiceTier
+from metering.core.models import PriceVersion, ServiceTier
+from metering.invoicing import adjustments
+from metering.invoicing.closing import CloseResult, close_month
+from metering.invoicing.invoices import find_invoice_row
+from metering.invoicing.month_reading import month_report
+from metering.invoicing.month_report import MonthReport
+from metering.invoicing.months import Verification, verify_month
+from metering.ledger.ledger import AccountKey, Leg, Posting, post
+from metering.ledger.models import AccountKind, TransactionKind
+from metering.plans.models import CreditGrant
+from metering.plans.plan_admin import assign_plan, create_plan
+from metering.plans.plans import PlanRules
+from metering.pricing.prices import ModelPrice, get_price
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 from tests.metering.books import Consumed, Customer, add_usage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from metering.billing.prices import ModelPrice
+from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from tests.metering.books import Customer, new_customer, new_price
 

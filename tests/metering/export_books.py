@@ -9,9 +9,9 @@ from psycopg.rows import dict_row
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.prices import ModelPrice
-from metering.billing.rating import rate_all_pending
-from metering.models import TokenKind
+from metering.core.models import TokenKind
+from metering.ledger.rating import rate_all_pending
+from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.books import Consumed, Customer, add_usage
 from tests.stripe_double.account import Account

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import assert_never
 
-from metering.errors import MeteringError
+from metering.core.errors import MeteringError
+from metering.core.models import Outcome, QuotaDimension
 from metering.holds.connections import HoldConnection
 from metering.holds.operations import (
     Admit,
@@ -42,7 +43,6 @@ from metering.holds.operations import (
     Settled,
     Void,
 )
-from metering.models import Outcome, QuotaDimension
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import MODEL, HoldWorld

@@ -16,11 +16,11 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from metering.billing.pricing import TokenPrices
+from metering.core.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
 from metering.holds.connections import HoldConnection
 from metering.holds.holds import HoldStore
 from metering.holds.operations import Admit, HoldAnswer, HoldOperation, Settle
-from metering.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
+from metering.pricing.token_prices import TokenPrices
 from metering.quotas.quota_rules import Payer
 from metering.receipts.signing import Signer
 from metering.store.db import psycopg_conninfo

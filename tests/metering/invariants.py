@@ -8,11 +8,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 
-from metering.proof import export_checks, ledger_checks
+from metering.proof import billing_checks
 from metering.proof.checks import Check, Moment
-from metering.proof.counter_checks import LIMITS_HOLD
 from metering.proof.fsck import CHECKS, fsck
-from metering.proof.hold_checks import NO_HOLD_IS_LEFT
+from metering.proof.hold_checks import LIMITS_HOLD, NO_HOLD_IS_LEFT
 
 ALWAYS = tuple(check for check in CHECKS if check.moment is Moment.ALWAYS)
 SAMPLE_MAX = 1000
@@ -29,7 +28,7 @@ def check_invariants(database_url: str, *, all_ended: bool = False, over: Collec
 
 def check_export(database_url: str) -> None:
     """Raises: AssertionError telling what is wrong of ledger and batches, once all is rated and every closed hour has its own."""
-    checks = (*ledger_checks.CHECKS, *export_checks.CHECKS)
+    checks = (*billing_checks.LEDGER_CHECKS, *billing_checks.EXPORT_CHECKS)
     found = [violation for _, violation in violations(database_url, [c for c in checks if c.moment is not Moment.SOON])]
     assert not found, "\n".join(found)
 

@@ -10,7 +10,9 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from metering.billing.adjustments import (
+from metering.core.errors import ApprovalRefused, InvalidValue, NotFound
+from metering.core.money import PICOS_PER_UNIT
+from metering.invoicing.adjustments import (
     AdjustmentRecord,
     approve,
     create_adjustment,
@@ -20,12 +22,10 @@ from metering.billing.adjustments import (
     minor_unit,
     reject,
 )
-from metering.billing.credits import grant_credit
-from metering.billing.invoice_rows import find_invoice_row, read_invoice
-from metering.billing.prepaid import credit_balance, refresh, set_prepaid
-from metering.billing.rating import rate_all_pending
-from metering.errors import ApprovalRefused, InvalidValue, NotFound
-from metering.money import PICOS_PER_UNIT
+from metering.invoicing.invoices import find_invoice_row, read_invoice
+from metering.ledger.rating import rate_all_pending
+from metering.plans.credits import grant_credit
+from metering.plans.prepaid import credit_balance, refresh, set_prepaid
 from metering.store.db import Sessions
 from metering.tenants.tenants import create_api_key, find_organization
 from tests.metering.books import Consumed, Customer

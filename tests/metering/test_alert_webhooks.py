@@ -19,13 +19,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from docs import verify_alert
 from metering.alerts import delivering, webhooks
-from metering.alerts.delivering import GIVE_UP_AFTER, REST_S_MAX, Run, deliver_alerts
-from metering.alerts.listing import find_alert
-from metering.alerts.looking import look_for_alerts
-from metering.alerts.sending import send, signed_headers
-from metering.alerts.webhook_urls import AddressRefused, checked_places, checked_url, is_public
-from metering.errors import InvalidValue, NotFound
-from metering.models import QuotaDimension, QuotaSubject
+from metering.alerts.alerts import find_alert, look_for_alerts
+from metering.alerts.delivering import GIVE_UP_AFTER, REST_S_MAX, Run, deliver_alerts, send, signed_headers
+from metering.alerts.webhooks import AddressRefused, checked_places, checked_url, is_public
+from metering.core.errors import InvalidValue, NotFound
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import set_quota
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions

@@ -16,12 +16,11 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
-from metering.alerts.listing import list_alerts
-from metering.alerts.looking import LOOK, look_for_alerts, looked_at
-from metering.billing.credits import grant_credit
-from metering.billing.prepaid import refresh, refresh_for_the_month, set_prepaid
-from metering.errors import InvalidValue
-from metering.models import QuotaDimension, QuotaSubject
+from metering.alerts.alerts import LOOK, list_alerts, look_for_alerts, looked_at
+from metering.core.errors import InvalidValue
+from metering.core.models import QuotaDimension, QuotaSubject
+from metering.plans.credits import grant_credit
+from metering.plans.prepaid import refresh, refresh_for_the_month, set_prepaid
 from metering.quotas.quota_admin import raise_quota, set_quota
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo

@@ -11,11 +11,11 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from metering.billing.usage_partitions import keep_ahead
+from metering.ledger.rating import keep_ahead
 from metering.proof.fsck import chosen_checks, fsck
-from metering.store import application_role
-from metering.store.application_role import RoleUnfit, prepare_application_role
+from metering.store import migrations_runner
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo
+from metering.store.migrations_runner import RoleUnfit, prepare_application_role
 from tests.conftest import APPLICATION_ROLE, as_application
 from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld
@@ -102,7 +102,7 @@ def test_the_application_role_cannot_get_past_the_guards(application: psycopg.Co
 def test_every_table_with_rights_of_its_own_exists(owner: psycopg.Connection) -> None:
     tables = {name for (name,) in owner.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")}
 
-    named = (application_role.READ_ONLY, application_role.UPDATED, application_role.LOCKED, application_role.DELETED)
+    named = (migrations_runner.READ_ONLY, migrations_runner.UPDATED, migrations_runner.LOCKED, migrations_runner.DELETED)
     assert set().union(*named) <= tables
 
 

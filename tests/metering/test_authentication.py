@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from sqlalchemy import event, func, update
 
-from metering.errors import KeyInvalid
-from metering.models import ApiKey
+from metering.core.errors import KeyInvalid
+from metering.core.models import ApiKey
 from metering.store.db import Sessions
 from metering.tenants.key_changes import rotate_api_key
-from metering.tenants.key_secrets import new_secret
+from metering.tenants.keys import new_secret
 from metering.tenants.tenants import (
     authenticate,
     create_api_key,

@@ -13,21 +13,21 @@ from sqlalchemy import text
 
 from common.incidents import INCIDENT_COUNTS, Retries
 from metering import celery_app, tasks
-from metering.billing import prepaid, rating
-from metering.billing.prices import ModelPrice
-from metering.billing.rating import rate_all_pending
-from metering.errors import InvariantViolated
+from metering.core.errors import InvariantViolated
 from metering.export import deliveries, exporters, stripe_inbox
-from metering.export.batches import form_batches
-from metering.export.deliveries import deliver_pending
+from metering.export.deliveries import deliver_pending, form_batches
+from metering.export.exporters import FileExporter
 from metering.export.exporting import DELIVERED, Answer, Quantity
-from metering.export.file_exporter import FileExporter
 from metering.export.stripe_gateway import StripeGateway
 from metering.holds import recovery
 from metering.holds.connections import HoldConnection
 from metering.holds.journal import AbandonedJournal
 from metering.holds.operations import Expire, HoldOperation
 from metering.holds.recovery import Recovered, recover_journals, sweep_expired_holds
+from metering.ledger import rating
+from metering.ledger.rating import rate_all_pending
+from metering.plans import prepaid
+from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, psycopg_conninfo
 from metering.worker_incidents import record_worker_incidents
 from tests.common.test_incidents import Clock
@@ -296,11 +296,11 @@ async def test_events_that_are_misstated_are_an_incident_once_and_not_each_secon
         await session.execute(text("ALTER TABLE usage_events DISABLE TRIGGER USER"))
         await session.execute(text("UPDATE usage_events SET cost_picos = cost_picos + 1 WHERE id = :id"), {"id": ids[0]})
         await session.execute(text("ALTER TABLE usage_events ENABLE TRIGGER USER"))
-    before = incident_count(tasks.rating)
+    before = incident_count(tasks.misstated_retries)
 
     for _ in range(3):
         await asyncio.to_thread(tasks.rate_pending)
 
-    assert incident_count(tasks.rating) == before + 1
+    assert incident_count(tasks.misstated_retries) == before + 1
     async with sessions() as session:
         assert await session.scalar(text("SELECT count(*) FROM unrated_usage")) == 1

@@ -11,10 +11,9 @@ import pytest
 from pypdf import PdfReader
 from sqlalchemy import text
 
-from metering.billing.invoice_content import invoice_document
-from metering.billing.invoice_document import Issuer
-from metering.billing.invoice_pdf import render_pdf
-from metering.errors import InvalidValue, NotFound
+from metering.core.errors import InvalidValue, NotFound
+from metering.invoicing.invoice_document import Issuer, invoice_document
+from metering.invoicing.invoice_pdf import render_pdf
 from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, billing_profile, checked_profile, set_billing_profile
 from tests.metering.books import Consumed, Customer

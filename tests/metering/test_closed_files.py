@@ -12,16 +12,12 @@ import pytest
 from pypdf import PdfReader
 from sqlalchemy.exc import DBAPIError
 
-from metering.billing.focus_export import focus_csv
-from metering.billing.invoice_content import invoice_document
-from metering.billing.invoice_document import Issuer
-from metering.billing.invoice_pdf import render_pdf
-from metering.billing.invoice_rows import find_invoice_row, read_invoice
-from metering.billing.invoices import Invoice
-from metering.billing.letterheads import letterhead_of
-from metering.billing.rating import rate_all_pending
-from metering.billing.usage_reports import usage_page, usage_total
-from metering.billing.usage_statements import Grouping, UsageFilter
+from metering.invoicing.invoice_document import Issuer, invoice_document, letterhead_of
+from metering.invoicing.invoice_pdf import render_pdf
+from metering.invoicing.invoices import Invoice, find_invoice_row, read_invoice
+from metering.ledger.rating import rate_all_pending
+from metering.reports.focus import focus_csv
+from metering.reports.usage_reports import Grouping, UsageFilter, usage_page, usage_total
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld

@@ -11,23 +11,19 @@ import pytest
 from sqlalchemy import insert, text
 from sqlalchemy.exc import DBAPIError
 
-from metering.billing.adjustments import approve, create_adjustment
-from metering.billing.closing import check_month, close_month
-from metering.billing.credits import grant_credit
-from metering.billing.invoice_rows import find_invoice_row, read_invoice
-from metering.billing.invoices import InvoiceLineKind
-from metering.billing.month_list import list_months
-from metering.billing.month_verification import verify_month
-from metering.billing.obstacles import ObstacleKind
-from metering.billing.prices import set_price
-from metering.billing.rating import rate_all_pending
-from metering.billing.report_formats import to_csv, to_json
-from metering.billing.reports import PrepaidCredit, ReportLine
-from metering.errors import InvalidValue, MonthNotClosable, MonthOpen, NotFound
+from metering.core.errors import InvalidValue, MonthNotClosable, MonthOpen, NotFound
+from metering.core.models import Hold, TokenKind
 from metering.export.month_reconciliation import conclude
 from metering.export.reconciliation import our_month
-from metering.models import Hold, TokenKind
-from metering.proof import ledger_checks
+from metering.invoicing.adjustments import approve, create_adjustment
+from metering.invoicing.closing import ObstacleKind, check_month, close_month
+from metering.invoicing.invoices import InvoiceLineKind, find_invoice_row, read_invoice
+from metering.invoicing.month_report import PrepaidCredit, ReportLine, to_csv, to_json
+from metering.invoicing.months import list_months, verify_month
+from metering.ledger.rating import rate_all_pending
+from metering.plans.credits import grant_credit
+from metering.pricing.prices import set_price
+from metering.proof import billing_checks
 from metering.proof.checks import Moment
 from metering.proof.fsck import fsck
 from metering.store.db import Sessions
@@ -508,4 +504,4 @@ CORRECTION_FAULTS = [
 
 def check_at_rest(database_url: str) -> None:
     """Raises: AssertionError if anything is not rated that should be."""
-    assert [v for v in fsck(database_url, ledger_checks.CHECKS) if v.violation_count] == []
+    assert [v for v in fsck(database_url, billing_checks.LEDGER_CHECKS) if v.violation_count] == []

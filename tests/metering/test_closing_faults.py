@@ -14,8 +14,8 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from metering.billing.rating import rate_all_pending
-from metering.billing.report_formats import to_json
+from metering.invoicing.month_report import to_json
+from metering.ledger.rating import rate_all_pending
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld
@@ -28,7 +28,7 @@ STATEMENTS_MAX = 200  # far above what a close sends: a test that reaches it doe
 CLOSER = """
 import asyncio, sys
 from datetime import UTC, datetime
-from metering.billing.closing import close_month
+from metering.invoicing.closing import close_month
 from metering.store.db import create_engine, create_sessions
 
 async def late(session):

@@ -10,17 +10,16 @@ import os
 import random
 from datetime import UTC, date, datetime, timedelta
 
-from metering.billing.ledger import balances
-from metering.billing.models import AccountKind
-from metering.billing.month_list import list_months
-from metering.billing.obstacles import month_end
-from metering.billing.plan_rules import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
-from metering.billing.prices import ModelPrice
-from metering.billing.rating import rate_all_pending
-from metering.billing.report_formats import to_csv, to_json
-from metering.billing.reports import ChargeKind, MonthReport
-from metering.models import ServiceTier, TokenKind
-from metering.money import PICOS_PER_UNIT
+from metering.core.models import ServiceTier, TokenKind
+from metering.core.money import PICOS_PER_UNIT
+from metering.invoicing.closing import month_end
+from metering.invoicing.month_report import ChargeKind, MonthReport, to_csv, to_json
+from metering.invoicing.months import list_months
+from metering.ledger.ledger import balances
+from metering.ledger.models import AccountKind
+from metering.ledger.rating import rate_all_pending
+from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
+from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 from tests.metering.books import Consumed, Customer

@@ -14,12 +14,12 @@ import pytest
 from sqlalchemy import select, text
 from structlog.testing import capture_logs
 
-from metering.control import control_channel, gossip
+from metering.control import control_channel
 from metering.control.control_channel import ControlChannel
 from metering.control.live import live_view
 from metering.control.replica_drains import end_drain, order_drain
 from metering.control.stop_orders import DrainOrder, StopOrder, order_end_of_key, order_end_of_request
-from metering.models import AuditEntry
+from metering.core.models import AuditEntry
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.books import Customer
 from tests.metering.cutting_proxy import CuttingProxy
@@ -358,7 +358,7 @@ async def test_two_database_connections_are_all_that_it_costs(database_url: str,
 async def test_what_processes_tell_each_other_reaches_all_that_listen_and_is_stored_nowhere(
     database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gossip, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(control_channel, "INTERVAL_S", 0.0)
     monkeypatch.setattr(control_channel, "LOOK_INTERVAL_S", 0.01)
     async with listening(database_url) as here, listening(database_url) as there:
         reported = there.reported
@@ -376,7 +376,7 @@ async def test_what_processes_tell_each_other_reaches_all_that_listen_and_is_sto
 async def test_a_process_tells_no_more_than_one_text_in_each_interval(
     database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gossip, "INTERVAL_S", 3600.0)
+    monkeypatch.setattr(control_channel, "INTERVAL_S", 3600.0)
     async with listening(database_url) as here:
         here.to_tell += ["first", "second"]
         await until(lambda: here.has_heard, "the first text")

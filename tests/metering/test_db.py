@@ -10,9 +10,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from metering.errors import StoreAway
-from metering.store.bounded_connection import BoundedConnection
-from metering.store.db import Sessions, create_engine, create_sessions, lock_holder
+from metering.core.errors import StoreAway
+from metering.store.db import BoundedConnection, Sessions, create_engine, create_sessions, lock_holder
 
 PATIENCE_S = 60.0
 

@@ -8,9 +8,16 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
-from metering.errors import StoreAway
-from metering.store.bounded_connection import BoundedConnection
-from metering.store.db import Sessions, connection_options, create_engine, create_sessions, psycopg_conninfo, undurable_settings
+from metering.core.errors import StoreAway
+from metering.store.db import (
+    BoundedConnection,
+    Sessions,
+    connection_options,
+    create_engine,
+    create_sessions,
+    psycopg_conninfo,
+    undurable_settings,
+)
 
 SHOW = "SHOW synchronous_commit"
 

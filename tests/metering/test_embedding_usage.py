@@ -13,20 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pypdf import PdfReader
 from sqlalchemy import text
 
-from metering.billing.focus_export import focus_csv
-from metering.billing.invoice_content import invoice_document
-from metering.billing.invoice_document import Issuer
-from metering.billing.invoice_pdf import render_pdf
-from metering.billing.plan_rules import Allowance, PlanRules, Selector
-from metering.billing.prices import set_price
-from metering.billing.rating import rate_all_pending
-from metering.billing.report_formats import to_csv, to_json
-from metering.billing.simulation import simulate
-from metering.billing.usage_reports import usage_page
-from metering.billing.usage_statements import Grouping, UsageFilter
-from metering.errors import InvariantViolated
-from metering.export.batches import form_batches
-from metering.export.deliveries import deliver_pending
+from metering.core.errors import InvariantViolated
+from metering.core.models import QuotaDimension, TokenKind
+from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.export_settings import StripeSettings
 from metering.export.reconciliation import reconcile
 from metering.export.stripe_gateway import StripeGateway
@@ -35,10 +24,18 @@ from metering.holds.connections import HoldConnection
 from metering.holds.journal import Delivered, UsageJournal
 from metering.holds.operations import Admitted, Expire, Extend, Settled
 from metering.holds.recovery import Recovered, recover_journals
-from metering.models import QuotaDimension, TokenKind
+from metering.invoicing.invoice_document import Issuer, invoice_document
+from metering.invoicing.invoice_pdf import render_pdf
+from metering.invoicing.month_report import to_csv, to_json
+from metering.ledger.rating import rate_all_pending
+from metering.plans.plans import Allowance, PlanRules, Selector
+from metering.plans.simulation import simulate
+from metering.pricing.prices import set_price
 from metering.proof.checks import Moment
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.signing import Signer
+from metering.reports.focus import focus_csv
+from metering.reports.usage_reports import Grouping, UsageFilter, usage_page
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, Rates
 from tests.metering.closing_world import ClosingWorld

@@ -21,18 +21,17 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.months import take_lane
-from metering.billing.prices import ModelPrice
-from metering.billing.rating import rate_customer
-from metering.export import batches, stripe_gateway
-from metering.export.batches import form_batches
-from metering.export.deliveries import deliver_pending
+from metering.core.models import TokenKind
+from metering.export import deliveries, stripe_gateway
+from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.export_models import BatchState
 from metering.export.export_settings import StripeSettings
+from metering.export.exporters import FileExporter
 from metering.export.exporting import Answer, Exporter, Quantity, Stream, Verdict
-from metering.export.file_exporter import FileExporter
 from metering.export.stripe_gateway import StripeGateway
-from metering.models import TokenKind
+from metering.ledger.ledger import take_lane
+from metering.ledger.rating import rate_customer
+from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
 from tests.metering.export_books import (
@@ -145,14 +144,14 @@ async def test_after_a_time_without_a_worker_each_used_hour_is_a_statement_that_
     """A day of a busy service in one statement was given up each time it was tried, and nothing was ever exported again."""
     await use_and_rate(sessions, customer, price, *(Consumed(10, settled_at=hours_ago(hour)) for hour in (900, 800, 30, 3)))
     spans: list[tuple[datetime, timedelta, str]] = []
-    real = batches.form
+    real = deliveries.form
 
     async def form(session: AsyncSession, begins: datetime, ends: datetime, of: uuid.UUID | None = None) -> int:
         if of is None:  # else it is late usage, and of an hour in any case
             spans.append((begins, ends - begins, str(await session.scalar(text("SHOW statement_timeout")))))
         return await real(session, begins, ends, of)
 
-    monkeypatch.setattr(batches, "form", form)
+    monkeypatch.setattr(deliveries, "form", form)
     await form_batches(sessions)
 
     hours = [hours_ago(hour).replace(minute=0) for hour in (800, 30, 3)]  # what is 900 hours old is late by now
@@ -503,7 +502,7 @@ async def test_what_a_close_rates_is_exported_however_long_the_close_takes(
     sessions: Sessions, customer: Customer, price: ModelPrice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a margin, every close takes longer than it."""
-    monkeypatch.setattr(batches, "SCAN_MARGIN", timedelta(0))
+    monkeypatch.setattr(deliveries, "SCAN_MARGIN", timedelta(0))
     await form_batches(sessions)
     async with sessions.begin() as session:
         await add_usage(session, customer, price, [Consumed(100, 10, 5, settled_at=hours_ago(3))])

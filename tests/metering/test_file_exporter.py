@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from metering.core.models import TokenKind
+from metering.export.exporters import FileExporter, line_of
 from metering.export.exporting import Quantity, Stream, Verdict
-from metering.export.file_exporter import FileExporter, line_of
-from metering.models import TokenKind
 
 STREAM = Stream(uuid.UUID(int=1), 1, TokenKind.INPUT)
 

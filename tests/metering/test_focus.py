@@ -12,15 +12,14 @@ from decimal import Decimal
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.focus import COLUMNS, FocusMonth, UsageCharge
-from metering.billing.focus_export import cell, csv_text, focus_csv
-from metering.billing.models import BillingMonth, MonthState
-from metering.billing.month_reading import month_report
-from metering.billing.prices import ModelPrice
-from metering.billing.pricing import TokenPrices
-from metering.billing.rating import rate_all_pending
-from metering.billing.reports import Charge, ChargeKind, Closed, MonthReport, Reconciliation, RequestCounts
-from metering.models import PriceVersion, ServiceTier, TokenKind
+from metering.core.models import PriceVersion, ServiceTier, TokenKind
+from metering.invoicing.month_reading import month_report
+from metering.invoicing.month_report import Charge, ChargeKind, Closed, MonthReport, Reconciliation, RequestCounts
+from metering.ledger.models import BillingMonth, MonthState
+from metering.ledger.rating import rate_all_pending
+from metering.pricing.prices import ModelPrice
+from metering.pricing.token_prices import TokenPrices
+from metering.reports.focus import COLUMNS, FocusMonth, UsageCharge, cell, csv_text, focus_csv
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, add_usage
 from tests.metering.focus_rules import Row, broken_rules, read

@@ -9,14 +9,13 @@ import psycopg
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from metering.billing.prepaid import set_prepaid
-from metering.billing.rating import rate_all_pending
-from metering.export.batches import form_batches
+from metering.core.models import QuotaDimension
+from metering.export.deliveries import form_batches
 from metering.holds.operations import Expire, Extend, Void
-from metering.models import QuotaDimension
+from metering.ledger.rating import rate_all_pending
+from metering.plans.prepaid import set_prepaid
 from metering.proof.checks import Moment
-from metering.proof.fsck import CHECKS, chosen_checks, fsck, judge
-from metering.proof.schema_checks import GUARDS
+from metering.proof.fsck import CHECKS, GUARDS, chosen_checks, fsck, judge
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
@@ -265,7 +264,7 @@ async def test_each_fault_planted_in_the_schema_is_seen(world: HoldWorld) -> Non
 
 
 def test_the_guards_that_are_looked_for_are_those_of_a_migrated_database(world: HoldWorld) -> None:
-    """A new trigger belongs into `metering/proof/schema_checks.py`, so that its loss is noticed."""
+    """A new trigger belongs into `metering/proof/fsck.py`, so that its loss is noticed."""
     query = """SELECT tgname, proname FROM pg_trigger t JOIN pg_proc p ON p.oid = tgfoid
                WHERE NOT tgisinternal AND tgparentid = 0"""
 

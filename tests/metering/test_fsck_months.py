@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import psycopg
 import pytest
 
-from metering.billing.month_verification import changed_months
+from metering.invoicing.months import changed_months
 from metering.proof.checks import Moment
 from metering.proof.fsck import chosen_checks, fsck, judge
 from metering.store.db import Sessions, psycopg_conninfo

@@ -14,10 +14,10 @@ from dataclasses import replace
 import psycopg
 import pytest
 
-from metering.errors import HoldEnded, MeteringError, RequestIdReused, RequestInFlight
+from metering.core.errors import HoldEnded, MeteringError, RequestIdReused, RequestInFlight
+from metering.core.models import Outcome, QuotaDimension, QuotaSubject
 from metering.holds.holds import HoldStore
 from metering.holds.operations import Admit, Admitted, Expire, Extend, Renew, RequestSettled, Settle, Settled
-from metering.models import Outcome, QuotaDimension, QuotaSubject
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import psycopg_conninfo
 from tests.metering.hold_world import INPUT_PICOS, OUTPUT_PICOS, HoldWorld, admit, hold_world, of_type, settle, until_idle

@@ -15,13 +15,13 @@ from typing import Any
 import psycopg
 import pytest
 
-from metering.errors import MeteringError, StoreAway
+from metering.core.errors import MeteringError, StoreAway
+from metering.core.models import QuotaDimension
 from metering.holds import connections
 from metering.holds.connections import HoldConnection
 from metering.holds.holds import HoldStore
 from metering.holds.operations import Extend, HoldAnswer, HoldOperation, Settled
 from metering.holds.recovery import sweep_expired_holds
-from metering.models import QuotaDimension
 from metering.quotas.quotas import QuotaExceeded
 from metering.store import embedded_postgres
 from metering.store.exchange import Connection

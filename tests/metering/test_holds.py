@@ -12,10 +12,10 @@ from dataclasses import replace
 import psycopg
 import pytest
 
-from metering.errors import InvariantViolated, KeyInvalid, PriceMissing
+from metering.core.errors import InvariantViolated, KeyInvalid, PriceMissing
+from metering.core.models import Outcome, QuotaDimension, QuotaSubject
 from metering.holds.operations import Ended, Extend, Renew, Renewed, RequestSettled, Settled, Void
 from metering.holds.recovery import sweep_expired_holds
-from metering.models import Outcome, QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import SETTABLE
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import psycopg_conninfo

@@ -17,11 +17,10 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from metering.alerts import webhooks
-from metering.alerts.delivering import deliver_alerts
-from metering.alerts.listing import ListedAlert, list_alerts
-from metering.alerts.sending import body_of
+from metering.alerts.alerts import ListedAlert, list_alerts
+from metering.alerts.delivering import body_of, deliver_alerts
+from metering.export.export_admin import export_status
 from metering.export.export_settings import StripeSettings
-from metering.export.export_status import export_status
 from metering.export.invoice_payments import InvoicePayment, payments_by_month
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_inbox import handle_events, store_event

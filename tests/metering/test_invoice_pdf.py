@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from pypdf import PdfReader
 
-from metering.billing.invoice_content import DRAFT, UNBALANCED, invoice_document
-from metering.billing.invoice_document import Issuer
-from metering.billing.invoice_pdf import render_pdf
-from metering.billing.reports import (
+from metering.core.errors import InvalidValue
+from metering.core.models import ServiceTier, TokenKind
+from metering.invoicing.invoice_document import DRAFT, UNBALANCED, Issuer, invoice_document
+from metering.invoicing.invoice_pdf import render_pdf
+from metering.invoicing.month_report import (
     Charge,
     ChargeKind,
     Closed,
@@ -27,8 +28,6 @@ from metering.billing.reports import (
     ReportLine,
     RequestCounts,
 )
-from metering.errors import InvalidValue
-from metering.models import ServiceTier, TokenKind
 
 ISSUER = Issuer("Weir Operations GmbH", ("Brückenstraße 12", "10179 Berlin"), "DE 123", "billing@weir.example", ("IBAN DE02 1005",))
 CLOSED = Closed(datetime(2026, 12, 2, 9, tzinfo=UTC), "key weir_ab12cd", "INV-000042")

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 import pytest
 from sqlalchemy import event, text
 
-from metering.errors import InvalidValue, StoreAway
+from metering.core.errors import InvalidValue, StoreAway
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.tenants import key_uses
 from metering.tenants.key_changes import rotate_api_key

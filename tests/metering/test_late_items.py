@@ -9,19 +9,16 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
-from metering.billing.prices import ModelPrice
-from metering.errors import InvalidValue
-from metering.export.batches import form_batches
-from metering.export.corrections import resend
-from metering.export.deliveries import deliver_pending
-from metering.export.differences import Stage
+from metering.core.errors import InvalidValue
+from metering.export.deliveries import deliver_pending, form_batches
+from metering.export.export_admin import resend
 from metering.export.export_settings import stripe_settings
-from metering.export.invoice_reconciliation import invoiced
 from metering.export.late_items import invoice_late_usage, make_item
-from metering.export.month_reconciliation import differences_here
-from metering.export.reconciliation import our_month
+from metering.export.month_reconciliation import differences_here, invoiced
+from metering.export.reconciliation import Stage, our_month
 from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_prices import minor_unit_picos
+from metering.export.stripe_objects import minor_unit_picos
+from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer
 from tests.metering.export_books import hours_ago, known_to_stripe, use_and_rate

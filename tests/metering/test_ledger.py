@@ -13,12 +13,11 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.ledger import AccountKey, Leg, Posting, balances, open_accounts, post
-from metering.billing.models import AccountKind, TransactionKind
-from metering.billing.months import posting_month, take_lane
-from metering.billing.prices import ModelPrice
-from metering.billing.rating import rate_pending
-from metering.errors import AlreadyExists, InvariantViolated, MonthClosed
+from metering.core.errors import AlreadyExists, InvariantViolated, MonthClosed
+from metering.ledger.ledger import AccountKey, Leg, Posting, balances, open_accounts, post, posting_month, take_lane
+from metering.ledger.models import AccountKind, TransactionKind
+from metering.ledger.rating import rate_pending
+from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from tests.metering.books import NOVEMBER, Consumed, Customer, add_usage, new_customer
 from tests.metering.workers import wait_until

@@ -6,7 +6,7 @@ import psycopg
 from alembic import command
 from sqlalchemy import make_url
 
-from metering.billing.rating import rate_all_pending
+from metering.ledger.rating import rate_all_pending
 from metering.proof.fsck import CHECKS, fsck
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.store.migrations_runner import config, migrate

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metering.errors import InvalidValue
-from metering.money import (
+from metering.core.errors import InvalidValue
+from metering.core.money import (
     MINOR_DIGITS,
     PICOS_PER_UNIT,
     checked_currency,

@@ -13,23 +13,21 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from metering.billing.plan_rules import Allowance, PlanRules, Selector
-from metering.billing.prices import ModelPrice
-from metering.billing.rating import rate_all_pending
-from metering.billing.reports import month_bounds
-from metering.errors import InvalidValue
-from metering.export.batches import form_batches
-from metering.export.deliveries import deliver_pending
-from metering.export.differences import Stage
+from metering.core.errors import InvalidValue
+from metering.core.models import TokenKind
+from metering.core.money import PICOS_PER_UNIT
+from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.export_settings import Finalizing, stripe_settings
 from metering.export.month_items import hold_draft, settle_months, whole_units
 from metering.export.month_reconciliation import conclude, differences_here
-from metering.export.reconciliation import our_month
+from metering.export.reconciliation import Stage, our_month
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_inbox import handle_events
 from metering.export.stripe_sync import Sync
-from metering.models import TokenKind
-from metering.money import PICOS_PER_UNIT
+from metering.ledger.ledger import month_bounds
+from metering.ledger.rating import rate_all_pending
+from metering.plans.plans import Allowance, PlanRules, Selector
+from metering.pricing.prices import ModelPrice
 from metering.proof.checks import Moment
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer

@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from metering.billing.prices import ModelPrice
-from metering.export.batches import form_batches
-from metering.export.deliveries import deliver_pending
-from metering.export.differences import Stage
+from metering.core.models import TokenKind
+from metering.export.deliveries import deliver_pending, form_batches
+from metering.export.exporters import FileExporter, counted
 from metering.export.exporting import Stream
-from metering.export.file_exporter import FileExporter, counted
 from metering.export.month_reconciliation import MonthReconciliation, conclude, differences_here, reconciled_here
-from metering.export.reconciliation import our_month
-from metering.models import TokenKind
+from metering.export.reconciliation import Stage, our_month
+from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer
 from tests.metering.closing_world import ClosingWorld

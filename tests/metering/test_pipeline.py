@@ -15,9 +15,9 @@ import psycopg
 import pytest
 import redis
 
-from metering.billing.prices import ModelPrice
 from metering.celery_app import VISIBILITY_TIMEOUT_S, configuration
-from metering.proof import ledger_checks
+from metering.pricing.prices import ModelPrice
+from metering.proof import billing_checks
 from metering.proof.fsck import fsck
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions
@@ -150,7 +150,7 @@ async def test_redis_gives_the_task_of_a_killed_worker_to_the_next_and_nothing_i
     assert set(left.values()) == {"weir.rate_pending"}
     assert posted == (0,)
     books.assert_posted_once(300)
-    assert not [verdict for verdict in fsck(database_url, ledger_checks.CHECKS) if verdict.violation_count]
+    assert not [verdict for verdict in fsck(database_url, billing_checks.LEDGER_CHECKS) if verdict.violation_count]
 
 
 async def test_two_workers_at_once_post_each_event_once(
@@ -236,7 +236,7 @@ async def test_a_worker_killed_at_any_write_of_a_batch_loses_and_doubles_nothing
         wait_until(books.drained, "the next worker to rate everything")
 
     books.assert_posted_once(300)
-    assert not [verdict for verdict in fsck(database_url, ledger_checks.CHECKS) if verdict.violation_count]
+    assert not [verdict for verdict in fsck(database_url, billing_checks.LEDGER_CHECKS) if verdict.violation_count]
 
 
 @pytest.mark.faults

@@ -12,10 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metering.billing.plan_rules import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
-from metering.billing.plans import MonthUsage, PlanLine, UsableGrant, apply_credit, plan_lines, shared
-from metering.errors import InvalidValue
-from metering.models import ServiceTier, TokenKind
+from metering.core.errors import InvalidValue
+from metering.core.models import ServiceTier, TokenKind
+from metering.plans.plans import (
+    Allowance,
+    MonthUsage,
+    PlanLine,
+    PlanLineKind,
+    PlanRules,
+    PriceStep,
+    Selector,
+    TieredPrice,
+    UsableGrant,
+    apply_credit,
+    plan_lines,
+    shared,
+)
 
 MODELS = ("alpha", "beta")
 SOME_TIME = datetime(2026, 1, 1, tzinfo=UTC)

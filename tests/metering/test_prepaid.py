@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.closing import close_month
-from metering.billing.credits import Grant, grant_credit, list_grants
-from metering.billing.plan_admin import assign_plan, create_plan
-from metering.billing.plan_rules import Allowance, PlanRules, Selector
-from metering.billing.prepaid import Owed, credit_balance, left_for, refresh, refresh_for_the_month, set_prepaid
-from metering.billing.rating import rate_all_pending
-from metering.errors import InvalidValue
+from metering.core.errors import InvalidValue
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds.operations import Admitted, Extend, Extended, Settled, Void
 from metering.holds.recovery import sweep_expired_holds
-from metering.models import QuotaDimension, QuotaSubject
+from metering.invoicing.closing import close_month
+from metering.ledger.rating import rate_all_pending
+from metering.plans.credits import Grant, grant_credit, list_grants
+from metering.plans.plan_admin import assign_plan, create_plan
+from metering.plans.plans import Allowance, PlanRules, Selector
+from metering.plans.prepaid import Owed, credit_balance, left_for, refresh, refresh_for_the_month, set_prepaid
 from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quota_states import quotas_for

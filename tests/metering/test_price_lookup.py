@@ -13,22 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import func, select, text
 
-from metering.billing.multipliers import multiplied_rates
-from metering.billing.prices import (
+from metering.core.audit import list_audit_entries
+from metering.core.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
+from metering.core.models import ServiceTier
+from metering.holds.operations import Admitted
+from metering.pricing.prices import (
     ModelPrice,
     customer_prices,
+    multiplied_rates,
     price_history,
     price_in_force,
     set_price,
     versions_in_force,
     withdraw_price,
 )
-from metering.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
-from metering.holds.operations import Admitted
-from metering.models import ServiceTier
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions
-from metering.tenants.audit import list_audit_entries
 from tests.metering.books import Customer, Rates, new_customer
 from tests.metering.hold_world import MODEL, NOON, HoldWorld, admit, hold_world
 

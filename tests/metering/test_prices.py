@@ -7,10 +7,10 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import func, select
 
-from metering.billing.prices import ModelPrice, get_price, list_current_prices, price_in_force, set_price
-from metering.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
+from metering.core.audit import list_audit_entries
+from metering.core.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
+from metering.pricing.prices import ModelPrice, get_price, list_current_prices, price_in_force, set_price
 from metering.store.db import Sessions
-from metering.tenants.audit import list_audit_entries
 from tests.metering.books import Rates
 
 RATES = Rates(input_picos_per_token=3, cached_input_picos_per_token=2, output_picos_per_token=5)

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metering.billing.pricing import TokenPrices
-from metering.errors import InvariantViolated, KeyInvalid, RequestIdReused, RequestInFlight
+from metering.core.errors import InvariantViolated, KeyInvalid, RequestIdReused, RequestInFlight
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds import batch, connections, quick_ends
 from metering.holds import read as reading
 from metering.holds.connections import HoldConnection
 from metering.holds.known import Weighing, known_of
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, Renew, Settled, Void
 from metering.holds.quick_admissions import admit_planned
-from metering.models import QuotaDimension, QuotaSubject
+from metering.pricing.token_prices import TokenPrices
 from metering.quotas import quotas
 from metering.quotas.quota_rules import NO_WINDOW, Claim, Payer, QuotaRule, Weights
 from metering.quotas.quotas import QuotaExceeded

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.pricing import TokenPrices, embedding_terms
+from metering.core.models import Outcome, Quota, QuotaDimension, QuotaSubject
 from metering.holds import batch, write
 from metering.holds import read as reading
 from metering.holds.connections import HoldConnection
@@ -22,7 +22,7 @@ from metering.holds.counter_rows import packed_key
 from metering.holds.known import HoldTerms, OwnHold, Return
 from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, Settle, Settled, Void
 from metering.holds.quick_ends import End, moves_of
-from metering.models import Outcome, Quota, QuotaDimension, QuotaSubject
+from metering.pricing.token_prices import TokenPrices, embedding_terms
 from metering.quotas import quotas
 from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import Claim, Payer, QuotaRule, Weights

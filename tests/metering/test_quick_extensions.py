@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from metering.errors import HoldEnded, InvariantViolated
+from metering.core.errors import HoldEnded, InvariantViolated
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds import batch
 from metering.holds import read as reading
 from metering.holds.connections import HoldConnection
 from metering.holds.operations import Admit, Admitted, Extend, Extended, HoldAnswer, Settle, Settled
-from metering.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import HoldWorld, admit, settle

@@ -9,13 +9,13 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from sqlalchemy import func, insert, select, update
 
-from metering.errors import InvalidValue, NotFound
-from metering.models import QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
+from metering.core.audit import list_audit_entries
+from metering.core.errors import InvalidValue, NotFound
+from metering.core.models import QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
 from metering.quotas.quota_admin import SETTABLE, delete_all_past_counters, delete_past_counters, delete_quota, set_quota
 from metering.quotas.quota_rules import QuotaState, window_start
 from metering.quotas.quota_states import list_quotas, quotas_for
 from metering.store.db import Sessions
-from metering.tenants.audit import list_audit_entries
 from tests.metering.books import Customer, new_customer
 
 

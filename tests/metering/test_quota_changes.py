@@ -10,15 +10,15 @@ from functools import partial
 import pytest
 from sqlalchemy import select
 
-from metering.errors import InvalidValue, NotFound
+from metering.core.audit import list_audit_entries
+from metering.core.errors import InvalidValue, NotFound
+from metering.core.models import ApiKey, Organization, QuotaDimension, QuotaSubject
 from metering.holds.operations import Admitted, Extend
-from metering.models import ApiKey, Organization, QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
 from metering.quotas.quota_rules import QuotaState, Weights
 from metering.quotas.quota_states import list_quotas, quotas_for
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import Sessions
-from metering.tenants.audit import list_audit_entries
 from metering.tenants.tenants import create_api_key
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from sqlalchemy import event, select, update
 
-from metering.billing.prepaid import set_prepaid
+from metering.core.models import Quota, QuotaDimension, QuotaSubject
 from metering.holds.operations import Expire, Extend, Void
-from metering.models import Quota, QuotaDimension, QuotaSubject
+from metering.plans.prepaid import set_prepaid
 from metering.quotas import quota_recount
 from metering.quotas.quota_admin import SETTABLE, delete_quota, set_quota
 from metering.quotas.quota_recount import recount

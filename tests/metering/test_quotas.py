@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition
 from hypothesis.stateful import rule as act
 
-from metering.billing.pricing import TokenPrices
-from metering.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaSubject
+from metering.pricing.token_prices import TokenPrices
 from metering.quotas import quotas
 from metering.quotas.quota_rules import (
     PLAIN,

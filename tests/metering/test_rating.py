@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
-from metering.billing import rating
-from metering.billing.month_reading import month_report
-from metering.billing.months import lane_of, take_lane
-from metering.billing.prices import PRICE_MAX_PICOS, ModelPrice, set_price
-from metering.billing.pricing import TokenPrices
-from metering.billing.rating import rate_all_pending, rate_batch, rate_pending
-from metering.billing.reports import Reconciliation
-from metering.errors import InvariantViolated
+from metering.core.errors import InvariantViolated
+from metering.invoicing.month_reading import month_report
+from metering.invoicing.month_report import Reconciliation
+from metering.ledger import rating
+from metering.ledger.ledger import lane_of, take_lane
+from metering.ledger.rating import rate_all_pending, rate_batch, rate_pending
+from metering.pricing.prices import PRICE_MAX_PICOS, ModelPrice, set_price
+from metering.pricing.token_prices import TokenPrices
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
 

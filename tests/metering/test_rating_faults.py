@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from metering.billing.month_reading import month_report
-from metering.billing.prices import ModelPrice, set_price
-from metering.billing.rating import rate_all_pending, rate_batch
-from metering.billing.reports import Reconciliation
-from metering.errors import InvariantViolated, StoreAway
-from metering.proof import ledger_checks
+from metering.core.errors import InvariantViolated, StoreAway
+from metering.invoicing.month_reading import month_report
+from metering.invoicing.month_report import Reconciliation
+from metering.ledger.rating import rate_all_pending, rate_batch
+from metering.pricing.prices import ModelPrice, set_price
+from metering.proof import billing_checks
 from metering.proof.fsck import fsck
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer
@@ -33,7 +33,7 @@ from tests.metering.books import Consumed, Customer, add_usage, new_customer
 EXAMPLES = int(os.environ.get("WEIR_RATING_EXAMPLES", "3"))
 NOVEMBER = datetime(2026, 11, 1, tzinfo=UTC)
 CUSTOMERS, PRICES = 3, 2
-CHECKS = [check for check in ledger_checks.CHECKS if check.name != "usage-is-rated"]
+CHECKS = [check for check in billing_checks.LEDGER_CHECKS if check.name != "usage-is-rated"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from metering.errors import InvalidValue
+from metering.core.errors import InvalidValue
 from metering.receipts.signing import KEY_FILE, ensure_key, load_signer, read_key, replace_key
 
 

@@ -13,12 +13,12 @@ from weir_client import verify_receipts, wire_receipts
 
 from api.cli.receipt_files import read_report
 from api.core.messages import receipt_message
-from metering.billing.closing import close_month
-from metering.billing.month_verification import verify_month
-from metering.billing.report_formats import to_json
-from metering.errors import InvalidValue
+from metering.core.errors import InvalidValue
 from metering.holds.connections import HoldConnection
 from metering.holds.operations import Settled
+from metering.invoicing.closing import close_month
+from metering.invoicing.month_report import to_json
+from metering.invoicing.months import verify_month
 from metering.quotas.quota_rules import Payer
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import micros

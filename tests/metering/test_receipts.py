@@ -15,11 +15,11 @@ import psycopg
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from metering.core.models import Outcome, QuotaDimension
 from metering.holds.holds import HoldStore
 from metering.holds.journal import Delivered, UsageJournal
 from metering.holds.operations import Expire, Extend, Settled, Void
 from metering.holds.recovery import recover_journals, sweep_expired_holds
-from metering.models import Outcome, QuotaDimension
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import NO_HASH, micros

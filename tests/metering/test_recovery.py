@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from metering.errors import StoreAway
+from metering.core.errors import StoreAway
+from metering.core.models import QuotaDimension
 from metering.holds import recovery
 from metering.holds.journal import Delivered, UsageJournal
 from metering.holds.operations import Admit, Expire, Extend
 from metering.holds.recovery import Recovered, recover_journals, sweep_expired_holds
-from metering.models import QuotaDimension
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metering.billing.invoices import InvoiceLineKind, Series, document_number, invoice_lines
-from metering.billing.report_formats import digests, to_csv, to_json
-from metering.billing.reports import (
+from metering.core.errors import InvalidValue
+from metering.core.models import TokenKind
+from metering.invoicing.invoices import InvoiceLineKind, Series, document_number, invoice_lines
+from metering.invoicing.month_report import (
     Charge,
     ChargeKind,
     Closed,
@@ -25,9 +26,10 @@ from metering.billing.reports import (
     Reconciliation,
     ReportLine,
     RequestCounts,
+    digests,
+    to_csv,
+    to_json,
 )
-from metering.errors import InvalidValue
-from metering.models import TokenKind
 
 REPORT = MonthReport(
     organization_name="acme",

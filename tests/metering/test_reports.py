@@ -7,12 +7,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from metering.billing.month_reading import CANCELLED, COMPLETED, FAILED, LIMITED, month_report
-from metering.billing.prices import ModelPrice, set_price
-from metering.billing.rating import rate_all_pending
-from metering.billing.reports import MonthReport, Reconciliation, ReportLine, RequestCounts, month_bounds
-from metering.errors import InvalidValue, NotFound
-from metering.models import Outcome, TokenKind
+from metering.core.errors import InvalidValue, NotFound
+from metering.core.models import Outcome, TokenKind
+from metering.invoicing.month_reading import CANCELLED, COMPLETED, FAILED, LIMITED, month_report
+from metering.invoicing.month_report import MonthReport, Reconciliation, ReportLine, RequestCounts
+from metering.ledger.ledger import month_bounds
+from metering.ledger.rating import rate_all_pending
+from metering.pricing.prices import ModelPrice, set_price
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from metering.errors import KeyInvalid, RequestIdReused, RequestInFlight
+from metering.core.errors import KeyInvalid, RequestIdReused, RequestInFlight
+from metering.core.models import QuotaDimension
 from metering.holds.connections import HoldConnection
 from metering.holds.operations import Admit, Admitted, Fits, HoldAnswer
-from metering.models import QuotaDimension
 from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants

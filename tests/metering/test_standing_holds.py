@@ -12,14 +12,14 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from metering.errors import RequestIdReused, RequestInFlight, StoreAway
+from metering.core.errors import RequestIdReused, RequestInFlight, StoreAway
+from metering.core.models import QuotaDimension
 from metering.holds import connections, standing_holds
 from metering.holds.connections import HoldConnection
 from metering.holds.holds import HoldStore
 from metering.holds.journal import Bind, BindingLog, read_bindings
 from metering.holds.operations import Admit, Admitted, Ended, Expire, HoldAnswer, Renew, Settled
 from metering.holds.standing_holds import GraceTerms
-from metering.models import QuotaDimension
 from metering.quotas.quota_recount import QUOTA_LOCK
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from metering.errors import StoreAway
-from metering.store.store_gate import BACKOFF_LEAST_S, BACKOFF_MOST_S, StoreGate
+from metering.core.errors import StoreAway
+from metering.store.db import BACKOFF_LEAST_S, BACKOFF_MOST_S, StoreGate
 
 
 class Clock:

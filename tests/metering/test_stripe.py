@@ -24,13 +24,12 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.cli.stack import StackFailed, optional_children
-from metering.billing.prices import ModelPrice, set_price, withdraw_price
 from metering.celery_app import refuse_without_database
-from metering.errors import AlreadyExists, BillingDetailsMissing, InvalidValue, StripeFailed
+from metering.core.errors import AlreadyExists, BillingDetailsMissing, InvalidValue, StripeFailed
+from metering.core.money import MINOR_DIGITS
 from metering.export import webhook_server as server_module
-from metering.export.batches import form_batches
-from metering.export.corrections import resend, settle
-from metering.export.deliveries import deliver_pending
+from metering.export.deliveries import deliver_pending, form_batches
+from metering.export.export_admin import export_status, resend, settle
 from metering.export.export_settings import (
     Collection,
     StripeSettings,
@@ -39,14 +38,13 @@ from metering.export.export_settings import (
     stripe_settings,
     webhook_settings,
 )
-from metering.export.export_status import export_status
 from metering.export.reconciliation import reconcile
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_inbox import INVOICE_TIMES, handle_events
-from metering.export.stripe_prices import stripe_digits, unit_amount_decimal
+from metering.export.stripe_objects import stripe_digits, unit_amount_decimal
 from metering.export.stripe_sync import Sync, payment_method_page
 from metering.export.webhook_server import BODY_MAX_BYTES, PATH, webhook_server
-from metering.money import MINOR_DIGITS
+from metering.pricing.prices import ModelPrice, set_price, withdraw_price
 from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, set_billing_profile
 from metering.tenants.tenants import create_organization

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import insert, text
 
 from metering import tasks
-from metering.billing.prices import ModelPrice
 from metering.celery_app import app
-from metering.models import Hold
+from metering.core.models import Hold
+from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, add_usage
 

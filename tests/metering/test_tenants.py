@@ -9,10 +9,10 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import text
 
-from metering.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
+from metering.core.audit import list_audit_entries
+from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
 from metering.store.db import Sessions
-from metering.tenants.audit import list_audit_entries
-from metering.tenants.key_secrets import PREFIX_FORM, SECRET_FORM
+from metering.tenants.keys import PREFIX_FORM, SECRET_FORM
 from metering.tenants.tenants import (
     authenticate,
     create_api_key,

@@ -13,9 +13,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering import tasks
-from metering.billing.prices import ModelPrice
-from metering.billing.rating import rate_all_pending
-from metering.billing.usage_partitions import MONTHS_AHEAD, keep_ahead
+from metering.ledger.rating import MONTHS_AHEAD, keep_ahead, rate_all_pending
+from metering.pricing.prices import ModelPrice
 from metering.proof.fsck import CHECKS, fsck
 from metering.store.db import Sessions
 from tests.metering.books import NOVEMBER, Consumed, Customer, add_usage

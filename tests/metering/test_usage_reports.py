@@ -10,14 +10,23 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.billing.models import BillingMonth, MonthState
-from metering.billing.month_reading import month_report
-from metering.billing.prices import ModelPrice
-from metering.billing.rating import rate_all_pending
-from metering.billing.usage_reports import Share, UsageRow, usage_page, usage_total
-from metering.billing.usage_statements import Grouping, UsageFilter, encode_token, group_statement, parameters_of
-from metering.errors import InvalidValue
-from metering.models import TokenKind
+from metering.core.errors import InvalidValue
+from metering.core.models import TokenKind
+from metering.invoicing.month_reading import month_report
+from metering.ledger.models import BillingMonth, MonthState
+from metering.ledger.rating import rate_all_pending
+from metering.pricing.prices import ModelPrice
+from metering.reports.usage_reports import (
+    Grouping,
+    Share,
+    UsageFilter,
+    UsageRow,
+    encode_token,
+    group_statement,
+    parameters_of,
+    usage_page,
+    usage_total,
+)
 from metering.store.db import Sessions
 from metering.tenants.tenants import create_api_key, create_project
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra import typescript_sdk
-from metering.billing.prices import set_price
+from metering.pricing.prices import set_price
 from tests.conftest import new_database
 from tests.inference.encoder_checkpoints import make_random_encoder
 from tests.inference.tool_checkpoints import make_tool_checkpoint

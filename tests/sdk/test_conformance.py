@@ -43,7 +43,7 @@ from weir_client import (
     UsageUpdate,
 )
 
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.inference.encoder_checkpoints import DIMENSION
 from tests.sdk import scripted
 from tests.sdk.conftest import EMBEDDING_PICOS, ENCODER, TIGHT_KEEP_S, TOOL_MODEL

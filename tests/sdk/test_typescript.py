@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from infra import typescript_sdk
-from metering.models import QuotaDimension
+from metering.core.models import QuotaDimension
 from tests.sdk.conftest import ENCODER, TOOL_MODEL, alive
 from tests.service import MODEL, Service
 

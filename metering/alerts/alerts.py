@@ -1,0 +1,326 @@
+"""Usage and invoice alerts: their tables, the look at the counters that fires them, and their list."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import CheckConstraint, ForeignKey, Index, Integer, bindparam, func, select, text, tuple_
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
+
+from metering.core.errors import InvalidValue, NotFound
+from metering.core.models import Base, Organization, Quota, QuotaDimension, one_of
+from metering.quotas.quota_rules import ALERTING, DIMENSIONS, NO_WINDOW, Unit, window_end, window_start
+from metering.quotas.quota_states import subject_names
+from metering.store.db import Sessions
+
+
+class DeliveryState(StrEnum):
+    """Where an alert stands on its way to a webhook. `pending` until one of the others, for ever."""
+
+    PENDING = "pending"
+    DELIVERED = "delivered"
+    FAILED = "failed"
+
+
+class InvoiceEvent(StrEnum):
+    """What Stripe told of the payment of an invoice."""
+
+    PAYMENT_FAILED = "invoice_payment_failed"
+    PAID = "invoice_paid"
+
+
+class Alert(Base):
+    """So much of a quota's limit was used in a window, or so little of prepaid credit was left; or Stripe told of a payment.
+
+    A test is of neither.
+
+    threshold: percent of the limit that are used, or picos of credit that are left, as the quota's `alert_at` had it. limit_value,
+    used: of the look that found it. organization_id: whose the quota's subject is. invoice: what was known of it when it fired, as
+    `alerts.py` writes it.
+    """
+
+    __tablename__ = "alerts"
+    __table_args__ = (
+        CheckConstraint("num_nulls(quota_id, window_start, threshold, limit_value, used) IN (0, 5)", name="of_a_quota_or_a_test"),
+        CheckConstraint("num_nulls(stripe_invoice_id, invoice_event, invoice) IN (0, 3)", name="of_an_invoice_whole"),
+        CheckConstraint("num_nulls(quota_id, stripe_invoice_id) > 0", name="of_one_thing"),
+        CheckConstraint(one_of("invoice_event", InvoiceEvent), name="invoice_event_known"),
+        Index("uq_alerts_once_per_invoice", "stripe_invoice_id", "invoice_event", unique=True),
+        # Claimed by the row itself: whoever looks, however often, at the same crossing.
+        Index("uq_alerts_once", "quota_id", "window_start", "threshold", "limit_value", unique=True),
+        Index("ix_alerts_organization_id_fired_at_id", "organization_id", "fired_at", "id"),
+        Index("ix_alerts_fired_at_id", "fired_at", "id"),
+    )
+
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    quota_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("quotas.id"))
+    window_start: Mapped[datetime | None]
+    threshold: Mapped[int | None]
+    limit_value: Mapped[int | None]
+    used: Mapped[int | None]
+    stripe_invoice_id: Mapped[str | None]
+    invoice_event: Mapped[str | None]
+    invoice: Mapped[dict[str, Any] | None]
+    fired_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class AlertWebhook(Base):
+    """Where an organization is told of its alerts. secret: signs what is sent; it is shown once, and in no log.
+
+    failure_count: attempts that failed since one succeeded; rests_until: none is made before.
+    """
+
+    __tablename__ = "alert_webhooks"
+
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"), primary_key=True)
+    url: Mapped[str]
+    secret: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    failure_count: Mapped[int] = mapped_column(Integer(), server_default="0")
+    rests_until: Mapped[datetime | None]
+
+
+class AlertDelivery(Base):
+    """An alert on its way to the webhook that its organization had when it fired."""
+
+    __tablename__ = "alert_deliveries"
+    __table_args__ = (
+        CheckConstraint(one_of("state", DeliveryState), name="state_known"),
+        CheckConstraint("(state = 'pending') = (ended_at IS NULL)", name="ended_once"),
+        Index("ix_alert_deliveries_pending", "organization_id", "created_at", postgresql_where=text("state = 'pending'")),
+    )
+
+    alert_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("alerts.id"), primary_key=True)
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    state: Mapped[str] = mapped_column(server_default="pending")
+    attempt_count: Mapped[int] = mapped_column(Integer(), server_default="0")
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    attempted_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+    last_error: Mapped[str | None]
+
+
+PAGE_SIZE_MAX = 1000  # alerts; one page is one answer, and an answer must fit a message
+
+
+@dataclass(frozen=True, slots=True)
+class ListedAlert:
+    """An alert with what it is about. quota: None for a test and for a payment.
+
+    delivery: None where the organization had no webhook.
+    """
+
+    alert: Alert
+    organization: Organization
+    quota: Quota | None
+    delivery: AlertDelivery | None
+    subject_name: str = ""
+
+    @property
+    def kind(self) -> str:
+        """`quota`, `credit`, `test`, or what Stripe told of an invoice."""
+        if self.alert.invoice_event is not None:
+            return self.alert.invoice_event
+        if self.quota is None:
+            return "test"
+        return "credit" if self.quota.dimension == QuotaDimension.PREPAID_CREDIT_PICOS else "quota"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The last alert of a page: the next one begins after it."""
+
+    fired_at: datetime
+    alert_id: uuid.UUID
+
+    def __str__(self) -> str:
+        return f"{self.fired_at.astimezone(UTC).isoformat()}_{self.alert_id}"
+
+    @classmethod
+    def parse(cls, token: str) -> Mark:
+        """Raises: InvalidValue."""
+        try:
+            at, alert_id = token.split("_")
+            mark = cls(datetime.fromisoformat(at), uuid.UUID(alert_id))
+            is_ours = str(mark) == token
+        except (ValueError, OverflowError):  # a time that is outside the calendar in UTC
+            is_ours = False
+        if not is_ours:
+            raise InvalidValue("page_token", "give `next_page_token` of the page before, as it came")
+        return mark
+
+
+LISTED = (
+    select(Alert, Organization, Quota, AlertDelivery)
+    .join(Organization, Organization.id == Alert.organization_id)
+    .outerjoin(Quota, Quota.id == Alert.quota_id)
+    .outerjoin(AlertDelivery, AlertDelivery.alert_id == Alert.id)
+)
+
+
+async def list_alerts(
+    session: AsyncSession, *, organization_id: uuid.UUID | None, page_size: int = 100, page_token: str = ""
+) -> tuple[list[ListedAlert], str]:
+    """A page, and the token of the next one; empty if this is the last. organization_id: None for all. Raises: InvalidValue."""
+    if not 1 <= page_size <= PAGE_SIZE_MAX:
+        raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}")
+    query = LISTED.order_by(Alert.fired_at.desc(), Alert.id.desc()).limit(page_size + 1)
+    if organization_id is not None:
+        query = query.where(Alert.organization_id == organization_id)
+    if page_token:
+        mark = Mark.parse(page_token)
+        query = query.where(tuple_(Alert.fired_at, Alert.id) < tuple_(mark.fired_at, mark.alert_id))
+    found = [ListedAlert(*row) for row in await session.execute(query)]
+    page = await _named(session, found[:page_size])
+    return page, str(Mark(page[-1].alert.fired_at, page[-1].alert.id)) if len(found) > page_size else ""
+
+
+async def find_alert(session: AsyncSession, alert_id: uuid.UUID) -> ListedAlert:
+    """One alert. Raises: NotFound."""
+    row = (await session.execute(LISTED.where(Alert.id == alert_id))).one_or_none()
+    if row is None:
+        raise NotFound("alert", str(alert_id))
+    [found] = await _named(session, [ListedAlert(*row)])
+    return found
+
+
+async def _named(session: AsyncSession, found: list[ListedAlert]) -> list[ListedAlert]:
+    names = await subject_names(session, {each.quota.subject_id for each in found if each.quota is not None})
+    return [each if each.quota is None else replace(each, subject_name=names.get(each.quota.subject_id, "")) for each in found]
+
+
+FIRE = text("""
+WITH fired AS (
+    INSERT INTO alerts (organization_id, stripe_invoice_id, invoice_event, invoice, fired_at)
+    VALUES (:organization_id, :stripe_invoice_id, :event, :invoice, now()) ON CONFLICT DO NOTHING RETURNING id, organization_id
+), queued AS (
+    INSERT INTO alert_deliveries (alert_id, organization_id, created_at)
+    SELECT f.id, f.organization_id, now() FROM fired f JOIN alert_webhooks USING (organization_id)
+)
+SELECT count(*) FROM fired
+""").bindparams(bindparam("invoice", type_=JSONB))
+
+
+@dataclass(frozen=True, slots=True)
+class InvoiceFacts:
+    """Facts of an invoice in an alert, stored with it so that each delivery attempt sends the same."""
+
+    stripe_number: str
+    month: str
+    currency_code: str
+    amount_due_picos: int
+    amount_paid_picos: int
+    hosted_url: str
+
+
+async def fire_invoice_alert(
+    session: AsyncSession, organization_id: uuid.UUID, stripe_invoice_id: str, event: InvoiceEvent, facts: InvoiceFacts
+) -> None:
+    """Write the alert and queue it for the organization's webhook, unless it has fired before. Never commits."""
+    # Picos are texts: JSON has no whole numbers of their size in every reader.
+    document = asdict(facts) | {
+        "amount_due_picos": str(facts.amount_due_picos),
+        "amount_paid_picos": str(facts.amount_paid_picos),
+    }
+    parameters = {"organization_id": organization_id, "stripe_invoice_id": stripe_invoice_id, "event": event, "invoice": document}
+    await session.execute(FIRE, parameters)
+
+
+def facts_of(alert: Alert) -> InvoiceFacts:
+    """Build the facts of an invoice for a payment alert."""
+    document = alert.invoice
+    assert document is not None
+    return InvoiceFacts(**document | {name: int(document[name]) for name in ("amount_due_picos", "amount_paid_picos")})
+
+
+ALERTS_MAX = 5_000  # of one statement: somebody may give a threshold to very many limits at once
+STATEMENTS_MAX = 10  # of one look; the next one goes on
+DAYS_LOOKED_BACK = 2  # whole ones; older counters of days are deleted
+MONTHS_LOOKED_BACK = 1
+# What an enforced limit refuses does not fit in the rest, so that it is hardly ever used up to the last unit.
+USED_UP_MILLI = 995
+
+NEARLY = 0.0099  # of a threshold in percent: floats leave out what is far from it, and whole numbers decide
+CREDIT = QuotaDimension.PREPAID_CREDIT_PICOS
+
+LOOK = text(f"""
+WITH windows AS (SELECT * FROM unnest(CAST(:dimensions AS text[]), CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[]))
+                 AS w (dimension, starts_at, ends_at)),
+limits AS MATERIALIZED (  -- with the value that was in force, or is; and how much must have been used for any of its alerts
+    SELECT q.id, q.subject, q.subject_id, q.dimension, q.enforced, q.alert_at, w.starts_at, l.limit_value,
+           CASE WHEN q.dimension = '{CREDIT}' THEN 0 ELSE l.limit_value::float8 * q.alert_at[1] * {NEARLY} END AS least
+    FROM quotas q JOIN windows w ON w.dimension = q.dimension AND (w.ends_at > now() OR w.ends_at > q.changed_at)
+    CROSS JOIN LATERAL (SELECT CASE WHEN q.raised_until >= least(w.ends_at, now())
+                                    THEN q.raised_limit_value ELSE q.limit_value END) AS l (limit_value)
+    WHERE q.alert_at <> '{{}}' AND q.deleted_at IS NULL AND NOT q.for_new_keys AND l.limit_value > 0
+), near AS MATERIALIZED (
+    SELECT l.*, c.used FROM limits l JOIN quota_counters c ON c.quota_id = l.id AND c.window_start = l.starts_at
+    WHERE c.used >= l.least
+), due AS (
+    SELECT n.*, t.threshold FROM near n CROSS JOIN LATERAL unnest(n.alert_at) AS t (threshold)
+    WHERE CASE WHEN n.dimension = '{CREDIT}' THEN n.limit_value - n.used <= t.threshold
+               WHEN n.enforced AND t.threshold = 100 THEN n.used::numeric * 1000 >= n.limit_value::numeric * {USED_UP_MILLI}
+               ELSE n.used::numeric * 100 >= n.limit_value::numeric * t.threshold END
+      -- In the first seconds of a month the credit that begins with it is not there yet.
+      AND (n.dimension <> '{CREDIT}' OR EXISTS (SELECT FROM prepaid_organizations p WHERE p.quota_id = n.id AND p.month >= :month))
+      AND NOT EXISTS (SELECT FROM alerts a WHERE (a.quota_id, a.window_start, a.threshold, a.limit_value)
+                                               = (n.id, n.starts_at, t.threshold, n.limit_value))
+    LIMIT :limit
+), fired AS (
+    INSERT INTO alerts (organization_id, quota_id, window_start, threshold, limit_value, used, fired_at)
+    SELECT coalesce(p.organization_id, d.subject_id), d.id, d.starts_at, d.threshold, d.limit_value, d.used, now()
+    FROM due d LEFT JOIN api_keys k ON d.subject = 'api_key' AND k.id = d.subject_id
+    LEFT JOIN projects p ON p.id = CASE d.subject WHEN 'project' THEN d.subject_id WHEN 'api_key' THEN k.project_id END
+    ORDER BY d.id, d.starts_at, d.threshold  -- two workers take the same ones in the same order
+    ON CONFLICT DO NOTHING RETURNING id, organization_id
+), queued AS (
+    INSERT INTO alert_deliveries (alert_id, organization_id, created_at)
+    SELECT f.id, f.organization_id, now() FROM fired f JOIN alert_webhooks USING (organization_id)
+)
+SELECT count(*) FROM fired
+""")
+
+
+async def look_for_alerts(sessions: Sessions) -> int:
+    """Write an alert for each crossing that has none yet; tells how many. Any number may look at once."""
+    fired_count = 0
+    for _ in range(STATEMENTS_MAX):
+        async with sessions.begin() as session:
+            now: datetime = (await session.scalars(select(func.now()))).one()
+            found = await _look(session, now)
+        fired_count += found
+        if found < ALERTS_MAX:
+            break
+    return fired_count
+
+
+async def _look(session: AsyncSession, now: datetime) -> int:
+    windows = looked_at(now)
+    parameters = {
+        "dimensions": [str(dimension) for dimension, _, _ in windows],
+        "starts": [starts_at for _, starts_at, _ in windows],
+        "ends": [ends_at for _, _, ends_at in windows],
+        "month": window_start(QuotaDimension.COST_PICOS_PER_MONTH, now).date(),
+        "limit": ALERTS_MAX,
+    }
+    return int((await session.execute(LOOK, parameters)).scalar_one())
+
+
+def looked_at(now: datetime) -> list[tuple[QuotaDimension, datetime, datetime]]:
+    """The windows of each dimension that alerts, with their ends. Pure."""
+    windows = [(QuotaDimension.PREPAID_CREDIT_PICOS, NO_WINDOW, datetime.max.replace(tzinfo=now.tzinfo))]
+    for dimension in ALERTING:
+        starts_at = window_start(dimension, now)
+        for _ in range(1 + (DAYS_LOOKED_BACK if DIMENSIONS[dimension][1] is Unit.DAY else MONTHS_LOOKED_BACK)):
+            ends_at = window_end(dimension, starts_at)
+            assert ends_at is not None
+            windows.append((dimension, starts_at, ends_at))
+            starts_at = window_start(dimension, starts_at - timedelta(days=1))
+    return windows

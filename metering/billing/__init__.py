@@ -1,1 +1,0 @@
-"""Money: prices, rating, the ledger, and the reports on it."""

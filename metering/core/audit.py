@@ -1,0 +1,78 @@
+"""The audit log: who changed what. An entry is written in the transaction of its change, so neither exists without the other."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Sequence
+from datetime import date, datetime
+from typing import Any
+
+from sqlalchemy import insert, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.core.errors import InvalidValue
+from metering.core.models import AuditEntry, Base
+
+PAGE_SIZE_MAX = 1000  # entries; one page is one answer, and an answer must fit a message
+OWNER_COLUMNS = ("subject_id", "organization_id", "project_id", "api_key_id")  # by which a row says what it hangs on
+UNLOGGED = frozenset({"secret_hash", "secret"})  # columns that no log may show
+
+Snapshot = dict[str, Any]
+
+
+def snapshot(row: Base) -> Snapshot:
+    """The columns of a row as JSON values."""
+    columns = (column.key for column in row.__mapper__.column_attrs)
+    return {name: _json_value(getattr(row, name)) for name in columns if name not in UNLOGGED}
+
+
+async def record_change(
+    session: AsyncSession, *, actor: str, action: str, subject_id: str, before: Snapshot | None, after: Snapshot | None
+) -> None:
+    """Add an entry. before: None for something new; after: None for something gone."""
+    await session.execute(insert(AuditEntry).values(actor=actor, action=action, subject_id=subject_id, before=before, after=after))
+
+
+async def list_audit_entries(
+    session: AsyncSession,
+    *,
+    page_size: int = 100,
+    before_entry_id: int = 0,
+    subject_ids: Collection[str] | None = None,
+    actor: str = "",
+    action_prefix: str = "",
+    start_at: datetime | None = None,
+    end_at: datetime | None = None,
+) -> Sequence[AuditEntry]:
+    """Entries, newest first; only those with a smaller id than `before_entry_id` where that is not 0.
+
+    subject_ids: only changes of one of these objects, or of what hangs on it (`OWNER_COLUMNS`). action_prefix: as in "api_key.".
+    start_at, end_at: from the one on, before the other. Raises: InvalidValue.
+    """
+    if not 1 <= page_size <= PAGE_SIZE_MAX:
+        raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}")
+    query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(page_size)
+    if before_entry_id:
+        query = query.where(AuditEntry.id < before_entry_id)
+    if subject_ids is not None:
+        named = (document[column].astext for document in (AuditEntry.before, AuditEntry.after) for column in OWNER_COLUMNS)
+        query = query.where(or_(AuditEntry.subject_id.in_(subject_ids), *(column.in_(subject_ids) for column in named)))
+    if actor:
+        query = query.where(AuditEntry.actor == actor)
+    if action_prefix:
+        query = query.where(AuditEntry.action.startswith(action_prefix, autoescape=True))
+    if start_at is not None:
+        query = query.where(AuditEntry.created_at >= start_at)
+    if end_at is not None:
+        query = query.where(AuditEntry.created_at < end_at)
+    return (await session.scalars(query)).all()
+
+
+def _json_value(value: object) -> object:
+    match value:
+        case uuid.UUID():
+            return str(value)
+        case date():  # a time, too
+            return value.isoformat()
+        case _:
+            return value

@@ -1,0 +1,105 @@
+"""Amounts of money: integers of picos (1e-12 of a currency unit), how they are written, and the one place that rounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from decimal import Decimal
+
+from metering.core.errors import InvalidValue
+
+PICO_DIGITS = 12
+PICOS_PER_UNIT = 10**PICO_DIGITS
+
+# ISO 4217: active currencies by the digits of their minor unit, without funds, metals and test codes.
+_CODES_BY_MINOR_DIGITS = {
+    0: "BIF CLP DJF GNF ISK JPY KMF KRW PYG RWF UGX UYI VND VUV XAF XOF XPF",
+    2: """
+        AED AFN ALL AMD AOA ARS AUD AWG AZN BAM BBD BDT BMD BND BOB BRL BSD BTN BWP BYN BZD CAD CDF CHF CNY COP CRC CUP CVE
+        CZK DKK DOP DZD EGP ERN ETB EUR FJD FKP GBP GEL GHS GIP GMD GTQ GYD HKD HNL HTG HUF IDR ILS INR IRR JMD KES KGS KHR
+        KPW KYD KZT LAK LBP LKR LRD LSL MAD MDL MGA MKD MMK MNT MOP MRU MUR MVR MWK MXN MYR MZN NAD NGN NIO NOK NPR NZD PAB
+        PEN PGK PHP PKR PLN QAR RON RSD RUB SAR SBD SCR SDG SEK SGD SHP SLE SOS SRD SSP STN SVC SYP SZL THB TJS TMT TOP TRY
+        TTD TWD TZS UAH USD UYU UZS VES WST XCD XCG YER ZAR ZMW ZWG
+    """,
+    3: "BHD IQD JOD KWD LYD OMR TND",
+    4: "CLF UYW",
+}
+MINOR_DIGITS = {code: digits for digits, codes in _CODES_BY_MINOR_DIGITS.items() for code in codes.split()}
+
+
+def checked_currency(code: str) -> str:
+    """The code itself. Raises: InvalidValue unless it is an active ISO 4217 code, so that no typing error reaches a bill."""
+    if code not in MINOR_DIGITS:
+        raise InvalidValue(
+            "currency_code", f"{code[:64]!r} is not an ISO 4217 code: give three capital letters such as USD, EUR or JPY"
+        )
+    return code
+
+
+def minor_digits(currency_code: str) -> int:
+    """Digits after the point of the currency's smallest coin: 2 for USD, 0 for JPY, 3 for KWD."""
+    return MINOR_DIGITS.get(currency_code, 2)
+
+
+def round_to_minor_unit(amount_picos: int, currency_code: str) -> int:
+    """The amount in whole minor units, still as picos: the only rounding in the system (`round_parts` calls it for totals).
+
+    Half a minor unit is rounded up in magnitude, so that a credit note of the same amount cancels an invoice exactly.
+    The remainder to carry is the amount minus the result.
+    """
+    step: int = 10 ** (PICO_DIGITS - minor_digits(currency_code))
+    magnitude = (abs(amount_picos) + step // 2) // step * step
+    return magnitude if amount_picos >= 0 else -magnitude
+
+
+def round_parts(amounts_picos: Iterable[int], carried_picos: int, currency_code: str) -> tuple[tuple[int, ...], int]:
+    """Each amount in whole minor units, still as picos, so that together they are the rounded total; and what is left to carry.
+
+    The total is that of all amounts and of what was carried before, rounded once; each part is what the running total grows by, so
+    none is further than one minor unit from its amount. Amounts that add up to nothing owe nothing and pass on what was carried.
+    Always: parts + left to carry = amounts + carried before.
+    """
+    parts: list[int] = []
+    exact = rounded = 0
+    for amount in amounts_picos:
+        exact += amount
+        reached = round_to_minor_unit(exact + carried_picos, currency_code) if exact else 0
+        parts.append(reached - rounded)
+        rounded = reached
+    return tuple(parts), exact + carried_picos - rounded
+
+
+def split_units(amount_picos: int) -> tuple[int, int]:
+    """Whole units and the picos left over, both with the sign of the amount."""
+    units, picos = divmod(abs(amount_picos), PICOS_PER_UNIT)
+    return (units, picos) if amount_picos >= 0 else (-units, -picos)
+
+
+def to_decimal(amount_picos: int) -> Decimal:
+    """The amount in units, exact at any size (arithmetic on the result is not: it follows the decimal context)."""
+    digits = tuple(int(digit) for digit in str(abs(amount_picos)))
+    return Decimal((int(amount_picos < 0), digits, -PICO_DIGITS))
+
+
+def from_decimal(amount: Decimal, field: str = "amount") -> int:
+    """Picos of an amount in units. Raises: InvalidValue naming `field` if it is no number or has a fraction of a pico."""
+    if not amount.is_finite():
+        raise InvalidValue(field, "give a number")
+    sign, digits, exponent = amount.as_tuple()
+    assert isinstance(exponent, int)  # holds for every finite number
+    number = int("".join(map(str, digits)))
+    shift = exponent + PICO_DIGITS
+    if shift < 0:
+        number, lost = divmod(number, 10**-shift)
+        if lost:
+            raise InvalidValue(field, f"give at most {PICO_DIGITS} digits after the point")
+    elif number:
+        number *= 10**shift
+    return -number if sign else number
+
+
+def exact_text(amount_picos: int, currency_code: str) -> str:
+    """All digits that matter and at least those of the minor unit: `0.00012345`, `1.50`, `-3.00`."""
+    units, picos = divmod(abs(amount_picos), PICOS_PER_UNIT)
+    fraction = f"{picos:0{PICO_DIGITS}d}".rstrip("0").ljust(minor_digits(currency_code), "0")
+    sign = "-" if amount_picos < 0 else ""
+    return f"{sign}{units}.{fraction}" if fraction else f"{sign}{units}"

@@ -1,0 +1,1 @@
+"""Closing of months: reports, invoices, credit notes and adjustments."""

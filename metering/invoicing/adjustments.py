@@ -1,0 +1,318 @@
+"""Corrections by hand: proposed by one, approved by another, posted once to the month whose invoice comes next.
+
+An adjustment is a line of that invoice. A credit note is about an invoice that was issued: a document with a number of its own,
+which gives back whole minor units and stands beside the invoices. Nothing that was posted or issued is ever changed. Functions
+take a session and never commit.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from enum import StrEnum
+
+from sqlalchemy import Row, Select, func, insert, select, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.core.audit import record_change
+from metering.core.errors import ApprovalRefused, InvalidValue, NotFound
+from metering.core.money import exact_text, round_to_minor_unit
+from metering.invoicing.invoices import Adjustment, AdjustmentDecision, InvoiceRow, Series, credited_picos, draw_number
+from metering.ledger.ledger import AccountKey, Leg, Posting, month_of, month_text, post, posting_month, share_lanes
+from metering.ledger.models import AccountKind, TransactionKind
+from metering.ledger.rating import misstated_usage
+from metering.plans.prepaid import refresh
+from metering.tenants.tenants import as_uuid, find_organization
+
+REASON_FORM = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]{0,199}")  # one line that a customer reads; no formula for a spreadsheet either
+AMOUNT_MAX_PICOS = 10**24  # a trillion units: more is a unit mixed up
+
+# The first month with anything in it that is not closed: the one whose invoice comes next. The present one where there is none.
+# Usage that waits for rating counts: of what is misstated, the adjustment is all that the month may ever have.
+NEXT_INVOICED = text("""
+SELECT min(month) FROM (
+    SELECT billing_month FROM ledger_transactions WHERE organization_id = :organization_id
+    UNION ALL
+    SELECT date_trunc('month', settled_at AT TIME ZONE 'UTC')::date FROM unrated_usage WHERE organization_id = :organization_id
+) AS known (month)
+WHERE month <= :present
+  AND month > coalesce((SELECT max(month) FROM billing_months
+                        WHERE organization_id = :organization_id AND state = 'closed'), '-infinity')
+""")
+
+
+class AdjustmentState(StrEnum):
+    """What became of an adjustment."""
+
+    PROPOSED = "proposed"
+    APPROVED = "approved"
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class AdjustmentRecord:
+    """An adjustment and what became of it. amount_picos: what the customer owes more. invoice_number: of a credit note."""
+
+    id: uuid.UUID
+    organization_id: uuid.UUID
+    currency_code: str
+    amount_picos: int
+    reason: str
+    invoice_number: str
+    state: AdjustmentState
+    author: str
+    created_at: datetime
+    decided_by: str = ""
+    decided_at: datetime | None = None
+    billing_month: str = ""
+    credit_note_number: str = ""
+
+
+async def create_adjustment(
+    session: AsyncSession, *, organization: str, amount_picos: int, currency_code: str, reason: str, actor: str
+) -> AdjustmentRecord:
+    """Propose that a customer owes more, or less, on its next invoice. Raises: NotFound, InvalidValue.
+
+    Nothing more and nothing less is for misstated usage whose tokens cost nothing, and for no other case.
+    """
+    owner = await find_organization(session, organization)
+    if abs(amount_picos) > AMOUNT_MAX_PICOS:
+        most = exact_text(AMOUNT_MAX_PICOS, owner.currency_code)
+        raise InvalidValue("amount", f"give at most {most}, more or less: this is a unit mixed up")
+    if not amount_picos and await misstated_usage(session, owner.id, datetime.max.replace(tzinfo=UTC)) is None:
+        raise InvalidValue("amount", "give an amount that is not zero: above it to charge more, below it to charge less")
+    check_currency(currency_code, owner.currency_code)
+    return await _propose(session, owner.id, None, amount_picos, owner.currency_code, reason, actor)
+
+
+async def create_credit_note(
+    session: AsyncSession, *, invoice: InvoiceRow, amount_picos: int, currency_code: str, reason: str, actor: str
+) -> AdjustmentRecord:
+    """Propose to give back a part of an invoice, or all of it. amount_picos: above zero. Raises: InvalidValue."""
+    check_currency(currency_code, invoice.currency_code)
+    if amount_picos <= 0 or amount_picos != round_to_minor_unit(amount_picos, invoice.currency_code):
+        smallest = exact_text(minor_unit(invoice.currency_code), invoice.currency_code)
+        raise InvalidValue("amount", f"give back a multiple of {smallest} above zero: a credit note is paid out")
+    await check_credit_left(session, invoice, amount_picos)
+    return await _propose(session, invoice.organization_id, invoice, -amount_picos, invoice.currency_code, reason, actor)
+
+
+# Two keys are one hand where one of them has created the other, over any number of keys between, or where the approver's key was
+# created when there was something to approve. By the audit log, which tells who has created which key.
+OF_ONE_HAND = text("""
+WITH RECURSIVE created AS (
+    SELECT e.actor AS creator, k.prefix AS key, e.created_at FROM audit_log e JOIN api_keys k ON k.id::text = e.subject_id
+    WHERE e.action = 'api_key.create'
+), creators (pair, key) AS (
+    VALUES ('author', CAST(:author AS text)), ('approver', CAST(:approver AS text))
+    UNION SELECT creators.pair, created.creator FROM creators JOIN created ON created.key = creators.key
+)
+SELECT EXISTS (SELECT FROM creators WHERE (pair, key) IN (('author', :approver), ('approver', :author)))
+    OR EXISTS (SELECT FROM created WHERE key = :approver AND created_at > CAST(:proposed_at AS timestamptz))
+""")
+
+
+async def approve(session: AsyncSession, *, adjustment_id: str, actor: str, now: datetime | None = None) -> AdjustmentRecord:
+    """Approve what somebody else proposed, and post it; the same approver again changes nothing.
+
+    now: the moment of the approval, by default the database's. Raises: NotFound; ApprovalRefused for the author and for what is
+    decided; InvalidValue where the invoice has less left than the credit note gives back.
+    """
+    row = await _locked(session, adjustment_id)
+    record = await find_adjustment(session, row.id)
+    if record.state is AdjustmentState.APPROVED and record.decided_by == actor:
+        return record
+    refuse_decided(record)
+    if record.author == actor:
+        raise ApprovalRefused(f"{actor} proposed adjustment {record.id}: somebody else has to approve it")
+    if await session.scalar(OF_ONE_HAND, {"author": record.author, "approver": actor, "proposed_at": record.created_at}):
+        raise ApprovalRefused(
+            f"{actor} cannot approve adjustment {record.id}: the key was created after the proposal, or by {record.author}, or "
+            f"created {record.author}; a key that somebody else holds, and held before, has to approve it"
+        )
+    decided_at = now or (await session.scalars(select(func.now()))).one()
+    month = await _billing_month(session, row.organization_id, decided_at)
+    decision = AdjustmentDecision(
+        adjustment_id=row.id, author=row.author, approved=True, decided_by=actor, decided_at=decided_at, billing_month=month
+    )
+    if row.invoice_id is not None:
+        invoice = (await session.scalars(select(InvoiceRow).where(InvoiceRow.id == row.invoice_id).with_for_update())).one()
+        await check_credit_left(session, invoice, -int(row.amount_picos))
+    await post(session, [_posting(record, month, decided_at)])
+    await refresh(session, row.organization_id, actor=actor)  # of one that pays in advance, the limit has changed
+    if row.invoice_id is not None:
+        decision.credit_note_ordinal, decision.credit_note_number = await draw_number(session, Series.CREDIT_NOTE)
+    session.add(decision)
+    await session.flush()
+    return await _decided(session, row.id, actor, "adjustment.approve")
+
+
+async def reject(session: AsyncSession, *, adjustment_id: str, actor: str, now: datetime | None = None) -> AdjustmentRecord:
+    """Say that it will never be posted; its author may as well. Again, it changes nothing. Raises: NotFound, ApprovalRefused."""
+    row = await _locked(session, adjustment_id)
+    record = await find_adjustment(session, row.id)
+    if record.state is AdjustmentState.REJECTED:
+        return record
+    refuse_decided(record)
+    values = {"adjustment_id": row.id, "author": row.author, "approved": False, "decided_by": actor}
+    await session.execute(insert(AdjustmentDecision).values(values | ({} if now is None else {"decided_at": now})))
+    return await _decided(session, row.id, actor, "adjustment.reject")
+
+
+async def find_adjustment(session: AsyncSession, adjustment_id: uuid.UUID) -> AdjustmentRecord:
+    """One by its id. Raises: NotFound."""
+    row = (await session.execute(_select().where(Adjustment.id == adjustment_id))).one_or_none()
+    if row is None:
+        raise NotFound("adjustment", str(adjustment_id))
+    return _record(row)
+
+
+async def list_adjustments(
+    session: AsyncSession, organization_id: uuid.UUID, *, undecided_only: bool = False, invoice_id: uuid.UUID | None = None
+) -> list[AdjustmentRecord]:
+    """Adjustments and credit notes, the latest first; only of one invoice if it is given."""
+    query = _select().where(Adjustment.organization_id == organization_id).order_by(Adjustment.created_at.desc(), Adjustment.id)
+    if undecided_only:
+        query = query.where(AdjustmentDecision.adjustment_id.is_(None))
+    if invoice_id is not None:
+        query = query.where(Adjustment.invoice_id == invoice_id)
+    return [_record(row) for row in await session.execute(query)]
+
+
+def check_currency(given: str, expected: str) -> None:
+    """Raises: InvalidValue for another one; none at all is the right one."""
+    if given not in ("", expected):
+        raise InvalidValue("amount.currency_code", f"give {expected}, which this organization is billed in")
+
+
+async def check_credit_left(session: AsyncSession, invoice: InvoiceRow, amount_picos: int) -> None:
+    """Raises: InvalidValue if an invoice with its credit notes has less left than is to be given back."""
+    left = int(invoice.total_picos) - await credited_picos(session, invoice.id)
+    if amount_picos > left:
+        total, rest = (exact_text(picos, invoice.currency_code) for picos in (int(invoice.total_picos), max(left, 0)))
+        raise InvalidValue(
+            "amount", f"must be at most {rest}: invoice {invoice.number} is {total}, and so much of it has not been given back"
+        )
+
+
+def minor_unit(currency_code: str) -> int:
+    """The smallest coin of a currency, in picos."""
+    smallest = 1
+    while round_to_minor_unit(smallest, currency_code) != smallest:
+        smallest *= 10
+    return smallest
+
+
+def refuse_decided(record: AdjustmentRecord) -> None:
+    """Raises: ApprovalRefused for one that was approved or rejected."""
+    if record.state is not AdjustmentState.PROPOSED:
+        raise ApprovalRefused(f"adjustment {record.id} was {record.state} by {record.decided_by}: propose another one")
+
+
+async def _propose(
+    session: AsyncSession,
+    organization_id: uuid.UUID,
+    invoice: InvoiceRow | None,
+    amount_picos: int,
+    currency_code: str,
+    reason: str,
+    actor: str,
+) -> AdjustmentRecord:
+    if REASON_FORM.fullmatch(reason) is None:
+        raise InvalidValue(
+            "reason", "give 1 to 200 characters on one line, beginning with a letter or a digit: the customer reads it"
+        )
+    values = {
+        "organization_id": organization_id,
+        "invoice_id": None if invoice is None else invoice.id,
+        "currency_code": currency_code,
+        "amount_picos": Decimal(amount_picos),
+        "reason": reason,
+        "author": actor,
+    }
+    adjustment_id = (await session.scalars(insert(Adjustment).values(values).returning(Adjustment.id))).one()
+    return await _decided(session, adjustment_id, actor, "adjustment.create")
+
+
+async def _decided(session: AsyncSession, adjustment_id: uuid.UUID, actor: str, action: str) -> AdjustmentRecord:
+    """The record as it is now, with an entry in the audit log."""
+    record = await find_adjustment(session, adjustment_id)
+    after = {
+        "organization_id": str(record.organization_id),
+        "amount": exact_text(record.amount_picos, record.currency_code),
+        "currency_code": record.currency_code,
+        "reason": record.reason,
+        "invoice_number": record.invoice_number,
+        "state": str(record.state),
+        "author": record.author,
+        "billing_month": record.billing_month,
+        "credit_note_number": record.credit_note_number,
+    }
+    await record_change(session, actor=actor, action=action, subject_id=str(record.id), before=None, after=after)
+    return record
+
+
+async def _locked(session: AsyncSession, adjustment_id: str) -> Adjustment:
+    """The row, so that nobody else decides it meanwhile. Raises: NotFound."""
+    key = as_uuid(adjustment_id)
+    query = select(Adjustment).where(Adjustment.id == key).with_for_update()
+    if key is None or (row := await session.scalar(query)) is None:
+        raise NotFound("adjustment", adjustment_id)
+    return row
+
+
+async def _billing_month(session: AsyncSession, organization_id: uuid.UUID, now: datetime) -> date:
+    """The month whose invoice comes next. Nobody closes it before this transaction ends."""
+    await share_lanes(session, [organization_id])
+    present = month_of(now.date())
+    found: date | None = (await session.execute(NEXT_INVOICED, {"organization_id": organization_id, "present": present})).scalar()
+    return await posting_month(session, organization_id, found or present)
+
+
+def _posting(record: AdjustmentRecord, month: date, decided_at: datetime) -> Posting:
+    receivable, adjustment = (
+        AccountKey(record.organization_id, kind, record.currency_code) for kind in (AccountKind.RECEIVABLE, AccountKind.ADJUSTMENT)
+    )
+    about = f"credit note to {record.invoice_number}" if record.invoice_number else "adjustment"
+    return Posting(
+        kind=TransactionKind.ADJUSTMENT,
+        organization_id=record.organization_id,
+        billing_month=month,
+        effective_at=decided_at,
+        description=f"{about}: {record.reason}",
+        source_id=record.id,
+        legs=(Leg(receivable, record.amount_picos), Leg(adjustment, -record.amount_picos)),
+    )
+
+
+def _select() -> Select[Adjustment, AdjustmentDecision | None, str | None]:
+    return (
+        select(Adjustment, AdjustmentDecision, InvoiceRow.number)
+        .outerjoin(AdjustmentDecision, AdjustmentDecision.adjustment_id == Adjustment.id)
+        .outerjoin(InvoiceRow, InvoiceRow.id == Adjustment.invoice_id)
+    )
+
+
+def _record(row: Row[Adjustment, AdjustmentDecision | None, str | None]) -> AdjustmentRecord:
+    adjustment, decision, invoice_number = row
+    state = AdjustmentState.PROPOSED
+    if decision is not None:
+        state = AdjustmentState.APPROVED if decision.approved else AdjustmentState.REJECTED
+    return AdjustmentRecord(
+        id=adjustment.id,
+        organization_id=adjustment.organization_id,
+        currency_code=adjustment.currency_code,
+        amount_picos=int(adjustment.amount_picos),
+        reason=adjustment.reason,
+        invoice_number=invoice_number or "",
+        state=state,
+        author=adjustment.author,
+        created_at=adjustment.created_at,
+        decided_by="" if decision is None else decision.decided_by,
+        decided_at=None if decision is None else decision.decided_at,
+        billing_month="" if decision is None or decision.billing_month is None else month_text(decision.billing_month),
+        credit_note_number="" if decision is None else decision.credit_note_number or "",
+    )

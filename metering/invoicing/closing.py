@@ -1,0 +1,453 @@
+"""Closing a month of a customer: open → closing → closed, once and for good, whoever does it and however often it is interrupted.
+
+All that a close writes is one transaction, which holds the customer's lane alone (`ledger.py`): nothing is posted to the month
+meanwhile, and after it nothing can be. Killed anywhere, it leaves a month that is open or closing, and the same call goes on. Two
+at once take turns, and the second finds it closed.
+
+Before it commits, a close reads the report again, as anybody will read it later, and compares the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from enum import StrEnum
+
+from sqlalchemy import func, insert, select, text, update
+from sqlalchemy.dialects.postgresql import insert as upsert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.core.audit import record_change
+from metering.core.errors import InvariantViolated, MonthNotClosable
+from metering.core.models import Organization
+from metering.core.money import exact_text
+from metering.invoicing.invoices import MonthClosing, Series, draw_number, write_invoice
+from metering.invoicing.month_reading import LONG_READ_S, prepaid_credit_of, read_month, read_patiently
+from metering.invoicing.month_report import ChargeKind, Closed, MonthReport, digests
+from metering.ledger.ledger import (
+    BEFORE,
+    AccountKey,
+    Leg,
+    Posting,
+    month_after,
+    month_bounds,
+    month_of,
+    month_text,
+    post,
+    take_lane,
+)
+from metering.ledger.models import AccountKind, BillingMonth, MonthState, TransactionKind
+from metering.ledger.rating import correct, misstated_usage, rate_all_pending, rate_customer, unratable_usage, why_not
+from metering.plans.credits import expire, spend
+from metering.plans.plans import CreditApplication
+from metering.plans.prepaid import refresh
+from metering.receipts.months import receipt_month, seal_month
+from metering.store.db import Sessions, patience
+from metering.tenants.tenants import find_organization
+
+GRACE = timedelta(hours=1)  # after the month's end: what began in it has ended by then, and clocks that differ agree on the month
+NAMED_MAX = 10  # ids that a description names
+
+# A hold that has its own id as request id was taken in advance for an outage: nothing runs under it.
+RUNNING = text("""
+SELECT request_id FROM holds
+WHERE state = 'held' AND organization_id = :organization_id AND admitted_at < :ends AND request_id <> id ORDER BY admitted_at
+""")
+
+
+class ObstacleKind(StrEnum):
+    """What stands in the way."""
+
+    MONTH_NOT_OVER = "MONTH_NOT_OVER"
+    EARLIER_MONTH_OPEN = "EARLIER_MONTH_OPEN"
+    LATER_MONTH_CLOSED = "LATER_MONTH_CLOSED"
+    MONTH_BEFORE_FIRST = "MONTH_BEFORE_FIRST"
+    USAGE_MISSTATED = "USAGE_MISSTATED"
+    USAGE_UNRATED = "USAGE_UNRATED"
+    REQUESTS_RUNNING = "REQUESTS_RUNNING"
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """One thing that stands in the way, in words with the remedy."""
+
+    kind: ObstacleKind
+    description: str
+
+
+async def find_obstacles(
+    session: AsyncSession,
+    organization_id: uuid.UUID,
+    month: date,
+    *,
+    now: datetime,
+    grace: timedelta,
+    leave_running: bool,
+    before_first: bool,
+    correcting: str,
+    all_rated: bool,
+) -> list[Obstacle]:
+    """All that stands in the way of closing a month, by its first day. now: the moment of the close.
+
+    leave_running: although requests of it still run. before_first: although it is before the customer's first month. correcting:
+    the id of an adjustment for misstated usage, or empty. all_rated: no backlog of usage is left. What has come since is not in the
+    way: it is late usage.
+    """
+    ends = month_end(month)
+    found: list[Obstacle] = []
+    if now < ends + grace:
+        found.append(
+            Obstacle(
+                ObstacleKind.MONTH_NOT_OVER,
+                f"{month_text(month)} can be closed from {ends + grace:%Y-%m-%d %H:%M} UTC on; it is {now:%Y-%m-%d %H:%M} now",
+            )
+        )
+    parameters = {"organization_id": organization_id, "ends": ends, "month": month}
+    before = (await session.execute(BEFORE, parameters)).one()
+    if before.last_closed is not None and before.last_closed >= month:
+        told = f"{month_text(before.last_closed)} is closed, and with it all before: what comes late is in the month after it"
+        found.append(Obstacle(ObstacleKind.LATER_MONTH_CLOSED, told))
+    elif before.first_open is not None and before.first_open < month:
+        told = f"{month_text(before.first_open)} is not closed: months are closed in their order, also those without usage"
+        found.append(Obstacle(ObstacleKind.EARLIER_MONTH_OPEN, told))
+    elif before.last_closed is None and before.first_open is not None and before.first_open > month and not before_first:
+        found.append(_before_first(month, before.first_open))
+    found += await _misstated(session, organization_id, ends, correcting)
+    if not all_rated:
+        told = "more usage waits for the ledger than one close rates: let the worker catch up, and try again"
+        found.append(Obstacle(ObstacleKind.USAGE_UNRATED, told))
+    if unratable := [str(each) for each in await unratable_usage(session, organization_id, ends)]:
+        told = f"{len(unratable)} usage events cannot be rated: {named(unratable)}; their prices are in another currency than"
+        found.append(
+            Obstacle(ObstacleKind.USAGE_UNRATED, f"{told} the customer, or they are lost: `weir fsck` tells what is wrong")
+        )
+    if not leave_running:
+        running = [str(each) for each in (await session.execute(RUNNING, parameters)).scalars()]
+        if running:
+            found.append(
+                Obstacle(
+                    ObstacleKind.REQUESTS_RUNNING,
+                    f"{len(running)} requests that were admitted before the month's end still run: {named(running)}; wait, end "
+                    "them (`weir requests kill`, `weir requests stuck`), or leave them to the month of their end (--leave-running)",
+                )
+            )
+    return found
+
+
+def _before_first(month: date, first: date) -> Obstacle:
+    """What a mistyped year would do."""
+    empty = (first.year - month.year) * 12 + first.month - month.month
+    told = (
+        f"{month_text(month)} is before the customer's first month, {month_text(first)}: closing it would be for good, and {empty} "
+        "empty months, from this one on, would have to be closed before that one can be; say so if you want that (--before-first)"
+    )
+    return Obstacle(ObstacleKind.MONTH_BEFORE_FIRST, told)
+
+
+async def _misstated(session: AsyncSession, organization_id: uuid.UUID, ends: datetime, correcting: str) -> list[Obstacle]:
+    found = await misstated_usage(session, organization_id, ends)
+    if found is None:
+        return []
+    refused = await why_not(session, organization_id, found, correcting) if correcting else ""
+    if correcting and not refused:
+        return []
+    told = f"{len(found.ids)} usage events do not cost what their tokens cost: {named([str(each) for each in found.ids])}"
+    remedy = (
+        f"{refused}; " if refused else ""
+    ) + f"find out why; then have {found.right_cost}, which the tokens cost, charged by an adjustment that somebody else approves"
+    return [Obstacle(ObstacleKind.USAGE_MISSTATED, f"{told}; {remedy}, and close with --corrected-by ADJUSTMENT")]
+
+
+def month_end(month: date) -> datetime:
+    """The first moment after a month, UTC."""
+    following = month_after(month)
+    return datetime(following.year, following.month, 1, tzinfo=UTC)
+
+
+def named(ids: list[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(ids) - NAMED_MAX} more" if len(ids) > NAMED_MAX else ""
+    return ", ".join(ids[:NAMED_MAX]) + more
+
+
+# Lines of a plan that change what usage costs. Adjustments are posted when they are approved, not here.
+DISCOUNTS = (ChargeKind.ALLOWANCE, ChargeKind.GRADUATED, ChargeKind.VOLUME)
+INSTANT = timedelta(microseconds=1)
+
+
+def spent_credit(draft: MonthReport) -> list[CreditApplication]:
+    """What the month takes of which grant."""
+    return [
+        CreditApplication(each.source_id, -each.amount_picos)
+        for each in draft.charges
+        if each.kind is ChargeKind.CREDIT and each.source_id is not None
+    ]
+
+
+def close_postings(draft: MonthReport, month: date, invoice_id: uuid.UUID) -> list[Posting]:
+    """What the close adds to the ledger: the plan's lines, the credit that pays, and what rounding moves."""
+    discount, commitment, spent = (
+        sum(each.amount_picos for each in draft.charges if each.kind in kinds)
+        for kinds in (DISCOUNTS, (ChargeKind.COMMITMENT,), (ChargeKind.CREDIT,))
+    )
+    rounded = draft.total_rounded_picos - draft.total_picos
+    moves = (
+        (TransactionKind.PLAN, "plan", ((AccountKind.DISCOUNT, discount), (AccountKind.COMMITMENT, commitment))),
+        (TransactionKind.CREDIT_APPLIED, "prepaid credit", ((AccountKind.PREPAID_CREDIT, spent),)),
+        (TransactionKind.ROUNDING, "rounding", ((AccountKind.ROUNDING, rounded),)),
+    )
+    return [
+        _posting(draft, month, invoice_id, kind, description, amounts)
+        for kind, description, amounts in moves
+        if any(picos for _, picos in amounts)
+    ]
+
+
+def _posting(
+    draft: MonthReport,
+    month: date,
+    invoice_id: uuid.UUID,
+    kind: TransactionKind,
+    description: str,
+    amounts: tuple[tuple[AccountKind, int], ...],
+) -> Posting:
+    """Amounts that the customer owes more, each against its account."""
+    receivable, *others = (
+        AccountKey(draft.organization_id, each, draft.currency_code) for each in (AccountKind.RECEIVABLE, *(a for a, _ in amounts))
+    )
+    total = sum(picos for _, picos in amounts)
+    legs = [Leg(account, -picos) for account, (_, picos) in zip(others, amounts, strict=True) if picos]
+    return Posting(
+        kind=kind,
+        organization_id=draft.organization_id,
+        billing_month=month,
+        effective_at=month_end(month) - INSTANT,
+        description=f"{description} of {draft.month}",
+        source_id=invoice_id,
+        legs=(Leg(receivable, total), *legs),
+    )
+
+
+Clock = Callable[[AsyncSession], Awaitable[datetime]]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRequest:
+    """What is to be closed, by whom. month: its first day. leave_running: although requests that were admitted in it still run.
+
+    before_first: although it is before the customer's first month, so that the empty ones up to that have to be closed too.
+    correcting: the id of an approved adjustment of what misstated usage costs, or empty.
+    """
+
+    organization_id: uuid.UUID
+    month: date
+    actor: str
+    leave_running: bool = False
+    clock: Clock | None = None
+    grace: timedelta = GRACE
+    before_first: bool = False
+    correcting: str = ""
+
+    async def now(self, session: AsyncSession) -> datetime:
+        """The moment of the close: the database's, unless a clock was given."""
+        return await (self.clock or database_clock)(session)
+
+
+@dataclass(frozen=True, slots=True)
+class CloseResult:
+    """The report as it is for ever, and whether the month had been closed before."""
+
+    report: MonthReport
+    already_closed: bool
+
+
+async def database_clock(session: AsyncSession) -> datetime:
+    """When the transaction began, by the database's clock."""
+    return (await session.scalars(select(func.now()))).one()
+
+
+async def close_month(
+    sessions: Sessions,
+    *,
+    organization: str,
+    month: str,
+    actor: str,
+    leave_running: bool = False,
+    before_first: bool = False,
+    correcting: str = "",
+    clock: Clock | None = None,
+    grace: timedelta = GRACE,
+) -> CloseResult:
+    """Close a month `YYYY-MM` of an organization, given by name or id, and issue its invoice if there is anything to invoice.
+
+    Rates first what is pending. Raises: NotFound, InvalidValue; MonthNotClosable with everything that stands in the way.
+    """
+    request = await _request(sessions, organization, month, actor, leave_running, clock, grace, before_first, correcting)
+    await _rate(sessions)
+    with patience(LONG_READ_S):
+        async with sessions.begin() as session:
+            await _refuse_obstacles(session, request)
+            if not await _is_closed(session, request):  # else there is nothing to mark, and months after it may be closed as well
+                await _mark_closing(session, request)
+                await seal_month(session, request.organization_id, request.month)
+        async with sessions.begin() as session:
+            return await _close(session, request)
+
+
+async def check_month(
+    sessions: Sessions,
+    *,
+    organization: str,
+    month: str,
+    leave_running: bool = False,
+    before_first: bool = False,
+    correcting: str = "",
+    clock: Clock | None = None,
+    grace: timedelta = GRACE,
+) -> list[Obstacle]:
+    """What would stand in the way of a close now; nothing for a closed month. Rates what is pending, as the worker always does.
+
+    Raises: NotFound, InvalidValue.
+    """
+    request = await _request(sessions, organization, month, "", leave_running, clock, grace, before_first, correcting)
+    await _rate(sessions)
+    with patience(LONG_READ_S):
+        async with sessions.begin() as session:
+            return await _obstacles(session, request)
+
+
+async def _request(
+    sessions: Sessions,
+    organization: str,
+    month: str,
+    actor: str,
+    leave_running: bool,
+    clock: Clock | None,
+    grace: timedelta,
+    before_first: bool,
+    correcting: str,
+) -> CloseRequest:
+    first_day = month_of(month_bounds(month)[0].date())
+    async with sessions() as session:
+        owner = await find_organization(session, organization)
+    return CloseRequest(owner.id, first_day, actor, leave_running, clock, grace, before_first, correcting)
+
+
+async def _rate(sessions: Sessions) -> None:
+    with contextlib.suppress(InvariantViolated):  # misstated events, of whomever: the obstacles name those of this customer
+        await rate_all_pending(sessions)
+
+
+async def _is_closed(session: AsyncSession, request: CloseRequest) -> bool:
+    row = await session.get(BillingMonth, (request.organization_id, request.month))
+    return row is not None and row.state == MonthState.CLOSED
+
+
+async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obstacle]:
+    """What stands in the way once the customer's usage is rated; nothing for a closed month. Has its lane alone from here on."""
+    await read_patiently(session)
+    await take_lane(session, request.organization_id)
+    if await _is_closed(session, request):
+        return []
+    all_rated = await rate_customer(session, request.organization_id)
+    return await find_obstacles(
+        session,
+        request.organization_id,
+        request.month,
+        now=await request.now(session),
+        grace=request.grace,
+        leave_running=request.leave_running,
+        before_first=request.before_first,
+        correcting=request.correcting,
+        all_rated=all_rated,
+    )
+
+
+async def _refuse_obstacles(session: AsyncSession, request: CloseRequest) -> None:
+    if found := await _obstacles(session, request):
+        raise MonthNotClosable(found)
+
+
+async def _mark_closing(session: AsyncSession, request: CloseRequest) -> None:
+    """Say who closes it and since when. Whoever began, stays."""
+    begun = {"state": MonthState.CLOSING, "closing_at": await request.now(session), "closing_by": request.actor}
+    statement = upsert(BillingMonth).values(organization_id=request.organization_id, month=request.month, **begun)
+    await session.execute(
+        statement.on_conflict_do_update(
+            index_elements=["organization_id", "month"], set_=begun, where=BillingMonth.state == MonthState.OPEN
+        )
+    )
+
+
+async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
+    """The transaction that closes it. Alone with the organization's ledger from its first statement to its commit."""
+    await _refuse_obstacles(session, request)
+    owner = await session.get_one(Organization, request.organization_id)
+    if await _is_closed(session, request):
+        return CloseResult(await read_month(session, owner, request.month), already_closed=True)
+    if request.correcting and (found := await misstated_usage(session, owner.id, month_end(request.month))) is not None:
+        await correct(session, owner.id, found, request.correcting, request.actor)
+    now = await request.now(session)
+    draft = await read_month(session, owner, request.month, to_close=True)
+    invoice_id = uuid.uuid4()
+    await post(session, close_postings(draft, request.month, invoice_id))
+    await spend(session, request.month, spent_credit(draft))
+    await expire(session, owner.id, request.month, at=month_end(request.month) - INSTANT)
+    receipts = await receipt_month(session, owner.id, request.month)
+    closed = Closed(now, request.actor, "", receipts.root.hex() if receipts.receipt_count else "")
+    if draft.lines or draft.charges:
+        ordinal, number = await draw_number(session, Series.INVOICE)
+        closed = replace(closed, invoice_number=number)
+        await write_invoice(
+            session,
+            draft,
+            invoice_id=invoice_id,
+            month=request.month,
+            ordinal=ordinal,
+            number=number,
+            issued_at=now,
+            issued_by=request.actor,
+        )
+    credit = await prepaid_credit_of(session, owner.id, request.month)
+    report = replace(draft, credit=credit, closed=closed)
+    await _freeze(session, request, report, now)
+    await refresh(session, owner.id, actor=request.actor)  # of one that pays in advance, the limit is that of what is left
+    if await read_month(session, owner, request.month) != report:
+        raise InvariantViolated(f"the report of {report.month} of {owner.name} cannot be reproduced: the month is not closed")
+    return CloseResult(report, already_closed=False)
+
+
+async def _freeze(session: AsyncSession, request: CloseRequest, report: MonthReport, now: datetime) -> None:
+    """Write down what a later reading needs and compares, and close the month."""
+    digest = digests(report)
+    facts = {
+        "organization_id": request.organization_id,
+        "month": request.month,
+        "organization_name": report.organization_name,
+        "currency_code": report.currency_code,
+        "carried_in_picos": Decimal(report.carried_in_picos),
+        "report_format": report.format_version,
+        "json_sha256": digest.json_sha256,
+        "csv_sha256": digest.csv_sha256,
+        "receipts_root": "" if report.closed is None else report.closed.receipts_root,
+        "billing_profile": None if report.billing_profile is None else report.billing_profile.as_json(),
+    }
+    await session.execute(insert(MonthClosing).values(facts))
+    closed = {"state": MonthState.CLOSED, "closed_at": now, "closed_by": request.actor}
+    key = (BillingMonth.organization_id == request.organization_id, BillingMonth.month == request.month)
+    await session.execute(update(BillingMonth).where(*key).values(closed).execution_options(synchronize_session=False))
+    after = {
+        "organization_id": str(report.organization_id),
+        "month": report.month,
+        "invoice_number": "" if report.closed is None else report.closed.invoice_number,
+        "total": exact_text(report.total_rounded_picos, report.currency_code),
+        "currency_code": report.currency_code,
+        "json_sha256": digest.json_sha256.hex(),
+        "csv_sha256": digest.csv_sha256.hex(),
+    }
+    subject = f"{report.organization_id}/{report.month}"
+    await record_change(session, actor=request.actor, action="month.close", subject_id=subject, before=None, after=after)

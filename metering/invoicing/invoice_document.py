@@ -1,0 +1,324 @@
+"""Whose letterhead stands on an invoice: the one it had when it first left the house, whatever the settings say later.
+
+Append-only by a trigger. Amounts, names and numbers of a closed month are kept by its close, which does not know the letterhead.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from sqlalchemy import ForeignKey, func, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
+
+from metering.core.models import Base
+from metering.core.money import PICO_DIGITS, exact_text
+from metering.invoicing.invoices import InvoiceRow
+from metering.invoicing.month_report import TAX_NOTE, ChargeKind, MonthReport
+from metering.ledger.ledger import month_bounds
+from metering.tenants.billing_profiles import BillingProfile
+
+TOKENS_PER_PRICE = 1_000_000  # prices are compared per million tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Issuer:
+    """Who sends the invoice: what stands in its letterhead and at its foot. Without a name it is a statement, not an invoice.
+
+    payment: how to pay, a line each. font, bold_font: TrueType files for names beyond Western European letters; None for Helvetica.
+    """
+
+    name: str = ""
+    address: tuple[str, ...] = ()
+    tax_id: str = ""
+    contact: str = ""
+    payment: tuple[str, ...] = ()
+    font: Path | None = None
+    bold_font: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLine:
+    """Tokens of one kind at one price. billed_picos: what this line adds to the rounded total."""
+
+    token_kind: str
+    tier: str
+    price_version: int
+    unit_price_picos: int
+    token_count: int
+    amount_picos: int
+    billed_picos: int
+
+    @property
+    def price_per_million_picos(self) -> int:
+        """Exact, since a price is a whole number of picos per token."""
+        return self.unit_price_picos * TOKENS_PER_PRICE
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGroup:
+    """The lines of one model. late_month: the month of use, if it was closed when the usage was found."""
+
+    model: str
+    lines: tuple[TokenLine, ...]
+    late_month: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AmountLine:
+    """An amount with its reason: a discount of the plan, an adjustment, an applied credit. detail stands below it, smaller.
+
+    billed_picos: what it adds to the rounded total; None for what is no part of it.
+    """
+
+    description: str
+    amount_picos: int
+    billed_picos: int | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AmountSection:
+    """Amounts of one sort with a heading."""
+
+    heading: str
+    lines: tuple[AmountLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryRow:
+    """A row of the sums at the end. amount_picos: exact; None where `text` stands instead. strong: what is owed."""
+
+    label: str
+    amount_picos: int | None = None
+    text: str = ""
+    strong: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InvoiceDocument:
+    """One invoice, draft or statement.
+
+    mark: a few words that must not be overlooked, on every page; empty on a final invoice. facts: label and text, beside the
+    customer. summary ends with what is owed. customer_lines: address, tax id and e-mail of the customer.
+    """
+
+    title: str
+    mark: str
+    reference: str
+    issuer: Issuer
+    customer_name: str
+    customer_id: str
+    currency_code: str
+    facts: tuple[tuple[str, str], ...]
+    usage: tuple[TokenGroup, ...]
+    sections: tuple[AmountSection, ...]
+    summary: tuple[SummaryRow, ...]
+    notes: tuple[str, ...]
+    customer_lines: tuple[str, ...] = ()
+
+
+def grouped(text: str) -> str:
+    """A decimal number as text with thousands separators before the point: `-1,234.5`."""
+    sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
+    whole, point, fraction = digits.partition(".")
+    assert len(fraction) <= PICO_DIGITS
+    return f"{sign}{int(whole):,}{point}{fraction}"
+
+
+def shown_by_helvetica(character: str) -> bool:
+    """Whether one of PDF's built-in fonts has it: the letters of Western Europe."""
+    return character >= " " and character.encode("cp1252", errors="ignore") != b""
+
+
+DRAFT = "DRAFT, month not closed"
+UNBALANCED = "NOT RECONCILED, do not send"
+HEADINGS = {ChargeKind.ADJUSTMENT: "Adjustments", ChargeKind.CREDIT: "Prepaid credit"}
+PLAN_HEADING = "Plan"
+
+
+def invoice_document(report: MonthReport, issuer: Issuer) -> InvoiceDocument:
+    """The document of a month."""
+    number = report.closed.invoice_number if report.closed else ""
+    profile = report.billing_profile or BillingProfile()
+    return InvoiceDocument(
+        title=title(report, issuer),
+        mark=UNBALANCED if not report.reconciliation.balanced else "" if report.closed else DRAFT,
+        reference=number,
+        issuer=issuer,
+        customer_name=profile.legal_name or report.organization_name,
+        customer_lines=profile.lines,
+        customer_id=f"{report.organization_name} · {report.organization_id}" if profile.legal_name else str(report.organization_id),
+        currency_code=report.currency_code,
+        facts=tuple(facts(report, number)),
+        usage=tuple(usage(report)),
+        sections=tuple(sections(report)),
+        summary=tuple(summary(report)),
+        notes=tuple(notes(report, issuer)),
+    )
+
+
+def title(report: MonthReport, issuer: Issuer) -> str:
+    """An invoice has an issuer and a number; what lacks one of them is a statement of the same amounts."""
+    if report.closed is None:
+        return "Draft invoice" if issuer.name else "Draft statement"
+    return "Invoice" if issuer.name and report.closed.invoice_number else "Statement"
+
+
+def facts(report: MonthReport, number: str) -> Iterator[tuple[str, str]]:
+    """What stands beside the customer; the period comes first."""
+    begins, ends = month_bounds(report.month)
+    yield "Billing period", f"{begins:%Y-%m-%d} to {ends - timedelta(days=1):%Y-%m-%d}"
+    yield "Time zone", "UTC"
+    yield "Currency", report.currency_code
+    yield "Invoice number", number or (DRAFT if report.closed is None else "none: nothing to invoice")
+    if report.closed is not None:
+        yield "Date", f"{report.closed.closed_at:%Y-%m-%d}"
+
+
+def usage(report: MonthReport) -> Iterator[TokenGroup]:
+    """The lines by model, in the order of the report: the month's own usage first, then what came late."""
+    groups: dict[tuple[str, str], list[TokenLine]] = defaultdict(list)
+    for line, billed_picos in zip(report.lines, report.rounded_parts_picos, strict=False):
+        groups[line.late_month, line.model].append(
+            TokenLine(
+                token_kind=line.token_kind.value.replace("_", " "),
+                tier=line.tier.value,
+                price_version=line.price_version,
+                unit_price_picos=line.unit_price_picos,
+                token_count=line.token_count,
+                amount_picos=line.amount_picos,
+                billed_picos=billed_picos,
+            )
+        )
+    for (late_month, model), lines in sorted(groups.items(), key=lambda item: bool(item[0][0])):
+        yield TokenGroup(model, tuple(lines), late_month)
+
+
+def sections(report: MonthReport) -> Iterator[AmountSection]:
+    """Plan, adjustments and credit, and beside them the credit notes, which are paid back apart."""
+    headed: dict[str, list[AmountLine]] = {PLAN_HEADING: [], **{heading: [] for heading in HEADINGS.values()}}
+    parts = report.rounded_parts_picos[len(report.lines) :]
+    for charge, billed_picos in zip(report.charges, parts, strict=True):
+        kind = f"{charge.token_kind.value.replace('_', ' ')} tokens" if charge.token_kind else ""
+        count = f"{charge.token_count:,}" if charge.token_count is not None else ""
+        detail = " · ".join(filter(None, (charge.model, " ".join(filter(None, (count, kind))))))
+        line = AmountLine(charge.description, charge.amount_picos, billed_picos, detail)
+        headed[HEADINGS.get(charge.kind, PLAN_HEADING)].append(line)
+    for heading, lines in headed.items():
+        if lines:
+            yield AmountSection(heading, tuple(lines))
+    if report.credit_notes:
+        returned = (
+            AmountLine(f"Credit note {note.number} to invoice {note.invoice_number}", -note.amount_picos, detail=note.reason)
+            for note in report.credit_notes
+        )
+        yield AmountSection("Credit notes of this month: paid back apart, not part of the total", tuple(returned))
+
+
+def summary(report: MonthReport) -> Iterator[SummaryRow]:
+    """From the exact sums to what is owed. Rows that say nothing are left out."""
+    late = sum(line.amount_picos for line in report.lines if line.late_month)
+    yield SummaryRow("Usage", sum(line.amount_picos for line in report.lines) - late)
+    if any(line.late_month for line in report.lines):
+        yield SummaryRow("Late usage of earlier months", late)
+    by_heading: dict[str, int] = {}
+    for charge in report.charges:
+        heading = HEADINGS.get(charge.kind, PLAN_HEADING)
+        by_heading[heading] = by_heading.get(heading, 0) + charge.amount_picos
+    for heading in (PLAN_HEADING, *HEADINGS.values()):
+        if heading in by_heading:
+            yield SummaryRow(heading, by_heading[heading])
+    if report.carried_in_picos:
+        yield SummaryRow("Carried over from rounding earlier invoices", report.carried_in_picos)
+    if report.carried_out_picos:
+        yield SummaryRow("Carried over to the next invoice by rounding", -report.carried_out_picos)
+    yield SummaryRow("Tax", text=TAX_NOTE.removeprefix("tax "))
+    owed = report.total_rounded_picos
+    yield SummaryRow("Total" if owed >= 0 else "Total in your favour", owed, strong=True)
+
+
+def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
+    """What a reader needs to trust the numbers."""
+    counts, currency = report.request_counts, report.currency_code
+    if not issuer.name:
+        yield "This is a statement and no invoice: no issuer is set. The operator sets one with WEIR_ISSUER_NAME."
+    if report.closed is None:
+        yield "The month is not closed: amounts may change, and the total is what the invoice would be now."
+    if report.unrated_event_count:
+        of = "1 usage event is" if report.unrated_event_count == 1 else f"{report.unrated_event_count:,} usage events are"
+        yield f"{of} recorded but not posted yet, and not in these lines."
+    if not report.reconciliation.balanced:
+        check = report.reconciliation
+        yield (
+            f"Usage and ledger do not agree: {check.usage_token_count:,} tokens used, {check.ledger_token_count:,} posted, "
+            f"{check.unrated_token_count:,} still to be posted."
+        )
+    yield (
+        f"{counts.total_count:,} requests: {counts.completed_count:,} completed, {counts.cancelled_count:,} cancelled, "
+        f"{counts.limited_count:,} ended by a limit, {counts.failed_count:,} failed. Tokens that were delivered are billed."
+    )
+    yield (
+        "Exact amounts are quantity times price. They are rounded once, in the total; the column at the right tells what each line "
+        "adds to it. Tokens are counted at the time they were settled, in UTC."
+    )
+    if any((report.credit.granted_picos, report.credit.expired_picos, report.credit.left_picos)):
+        yield (
+            f"Prepaid credit: {currency} {exact_text(report.credit.granted_picos, currency)} granted and "
+            f"{exact_text(report.credit.expired_picos, currency)} expired in this month, "
+            f"{exact_text(report.credit.left_picos, currency)} left at its end."
+        )
+    if report.closed is not None and report.closed.receipts_root:
+        yield f"Root of the receipts of this month: {report.closed.receipts_root}"
+
+
+class InvoiceLetterhead(Base):
+    """The issuer on an invoice, written with its first document. address, payment: a line each."""
+
+    __tablename__ = "invoice_letterheads"
+
+    invoice_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("invoices.id"), primary_key=True)
+    name: Mapped[str]
+    address: Mapped[list[str]]
+    tax_id: Mapped[str]
+    contact: Mapped[str]
+    payment: Mapped[list[str]]
+    recorded_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+async def letterhead_of(session: AsyncSession, organization_id: uuid.UUID, month: str, issuer: Issuer) -> Issuer:
+    """The issuer on the documents of a month `YYYY-MM`, with the fonts of this one.
+
+    Of an invoice the kept one, or this one, which is kept from now on if it has a name; of a month without an invoice this one.
+    Never commits. Two who ask first at once get the same. Raises: InvalidValue for a bad month.
+    """
+    first_day = month_bounds(month)[0].date()
+    of_month = (InvoiceRow.organization_id == organization_id, InvoiceRow.month == first_day)
+    invoice_id = await session.scalar(select(InvoiceRow.id).where(*of_month))
+    if issuer.name and invoice_id is not None:
+        values = {
+            "invoice_id": invoice_id,
+            "name": issuer.name,
+            "address": list(issuer.address),
+            "tax_id": issuer.tax_id,
+            "contact": issuer.contact,
+            "payment": list(issuer.payment),
+        }
+        await session.execute(insert(InvoiceLetterhead).values(values).on_conflict_do_nothing())
+    kept = await session.scalar(select(InvoiceLetterhead).where(InvoiceLetterhead.invoice_id == invoice_id))
+    if kept is None:
+        return issuer
+    return replace(
+        issuer,
+        name=kept.name,
+        address=tuple(kept.address),
+        tax_id=kept.tax_id,
+        contact=kept.contact,
+        payment=tuple(kept.payment),
+    )

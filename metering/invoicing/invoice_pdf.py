@@ -1,0 +1,381 @@
+"""Draws an `InvoiceDocument` as PDF: letterhead, table of lines with repeated head, sums, notes, page x of y.
+
+The same document gives the same bytes: no clock, no random ids. Nothing is computed here but what a page needs. Run as a program it
+reads a pickled document from the process that started it, and writes the file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from xml.sax.saxutils import escape
+
+from reportlab.lib.colors import Color, HexColor
+from reportlab.lib.pagesizes import A4
+from reportlab.lib.styles import ParagraphStyle
+from reportlab.lib.units import mm
+from reportlab.pdfbase import pdfmetrics
+from reportlab.pdfbase.ttfonts import TTFError, TTFont
+from reportlab.pdfgen.canvas import Canvas
+from reportlab.platypus import (
+    BaseDocTemplate,
+    CondPageBreak,
+    Flowable,
+    Frame,
+    KeepTogether,
+    NextPageTemplate,
+    PageTemplate,
+    Paragraph,
+    Spacer,
+    Table,
+)
+
+from metering.core.errors import InvalidValue
+from metering.core.money import exact_text
+from metering.invoicing.invoice_document import (
+    AmountSection,
+    InvoiceDocument,
+    Issuer,
+    SummaryRow,
+    TokenGroup,
+    TokenLine,
+    grouped,
+    shown_by_helvetica,
+)
+
+MARGIN = 18 * mm
+WIDTH = A4[0] - 2 * MARGIN
+INK, GREY, RULE, PALE = HexColor("#1a1a1a"), HexColor("#5f6368"), HexColor("#c8ccd0"), HexColor("#f1f3f4")
+AMBER = HexColor("#a04b00")
+PADDED = [
+    ("TOPPADDING", (0, 0), (-1, -1), 2.2),
+    ("BOTTOMPADDING", (0, 0), (-1, -1), 2.2),
+    ("LEFTPADDING", (0, 0), (0, -1), 3),
+    ("RIGHTPADDING", (-1, 0), (-1, -1), 3),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """The two faces of a document, and what they can show."""
+
+    regular: str
+    bold: str
+    shows: Callable[[str], bool]
+
+    def text(self, text: str) -> str:
+        """Text for a paragraph: markup escaped, and a character that the font lacks written as its code point."""
+        return escape("".join(each if self.shows(each) else f"[U+{ord(each):04X}]" for each in text))
+
+    def style(self, size: float = 8.5, *, bold: bool = False, right: bool = False, color: Color = INK) -> ParagraphStyle:
+        """Of a paragraph, sizes in points."""
+        name = f"{self.regular}-{size}-{bold}-{right}-{color.hexval()}"
+        font = self.bold if bold else self.regular
+        align: Literal[0, 2] = 2 if right else 0  # TA_RIGHT, TA_LEFT
+        return ParagraphStyle(name, fontName=font, fontSize=size, leading=size * 1.32, textColor=color, alignment=align)
+
+    def paragraph(self, text: str, size: float = 8.5, *, bold: bool = False, right: bool = False, color: Color = INK) -> Paragraph:
+        """A paragraph; long words are broken rather than let out of their column."""
+        return Paragraph(self.text(text), self.style(size, bold=bold, right=right, color=color))
+
+
+def load_type(issuer: Issuer) -> Type:
+    """The issuer's fonts, or Helvetica. Raises: InvalidValue naming the file that is no TrueType font."""
+    if issuer.font is None:
+        return Type("Helvetica", "Helvetica-Bold", shown_by_helvetica)
+    faces = {"WeirRegular": issuer.font, "WeirBold": issuer.bold_font or issuer.font}
+    known: list[Mapping[int, int]] = []
+    for name, path in faces.items():
+        try:
+            font = TTFont(name, str(path))
+        except (TTFError, OSError) as error:
+            raise InvalidValue("invoice_font", f"{path} cannot be used: {error}; give a TrueType file (.ttf)") from error
+        pdfmetrics.registerFont(font)
+        known.append(font.face.charToGlyph)
+    return Type("WeirRegular", "WeirBold", lambda character: all(ord(character) in glyphs for glyphs in known))
+
+
+def plain_table(
+    rows: Sequence[Sequence[Any]], widths: Sequence[float], look: Sequence[tuple[Any, ...]], *, repeat: int = 0
+) -> Table:
+    """A table without padding but for what `look` says."""
+    bare = [("LEFTPADDING", (0, 0), (-1, -1), 0), ("RIGHTPADDING", (0, 0), (-1, -1), 0)]
+    bare += [("TOPPADDING", (0, 0), (-1, -1), 0), ("BOTTOMPADDING", (0, 0), (-1, -1), 0)]
+    return Table(list(map(list, rows)), colWidths=list(widths), style=[*bare, *look], repeatRows=repeat, hAlign="LEFT")
+
+
+TOGETHER_LINES_MAX = 12  # lines of a model that stay on one page with its name; of more, each such part repeats the name
+COLUMNS = (27, 18, 12, 22, 24, 24, 28, 19)  # millimetres; they fill the width
+
+
+def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
+    """The table of usage: a heading per model with its sums, its lines below it, the head of the table on every page."""
+    if not document.usage:
+        yield type_.paragraph("No usage in this period.", 9, color=GREY)
+        return
+    places = decimal_places(document)
+    heads = ("Tokens", "Tier", "Price", "Per million", "Per token", "Quantity", "Exact amount", "Amount")
+    rows: list[list[Any]] = [
+        [type_.paragraph(head, 7.5, bold=True, right=index > 2, color=GREY) for index, head in enumerate(heads)]
+    ]
+    look: list[tuple[Any, ...]] = [("LINEBELOW", (0, 0), (-1, 0), 0.8, INK), ("VALIGN", (0, 0), (-1, -1), "BOTTOM")]
+    for group, part, of in parts(document.usage):
+        begin = len(rows)
+        with_sums = len(group.lines) > 1 and part == 0
+        rows.append(sum_cells(heading(group, part), group.lines if with_sums else (), places, document.currency_code, type_))
+        rows.extend(token_cells(line, places, document.currency_code, type_) for line in of)
+        look += [("SPAN", (0, begin), (4, begin)), ("BACKGROUND", (0, begin), (-1, begin), PALE)]
+        look += [("LINEBELOW", (0, begin + 1), (-1, len(rows) - 1), 0.25, RULE), ("NOSPLIT", (0, begin), (-1, len(rows) - 1))]
+    every = [line for group in document.usage for line in group.lines]
+    rows.append(sum_cells("All usage", every, places, document.currency_code, type_))
+    look += [("SPAN", (0, -1), (4, -1)), ("LINEABOVE", (0, -1), (-1, -1), 0.8, INK), ("NOSPLIT", (0, -2), (-1, -1))]
+    yield plain_table(rows, [each * mm for each in COLUMNS], [*PADDED, *look], repeat=1)
+    yield Spacer(0, 5 * mm)
+
+
+def sum_cells(name: str, of: Sequence[TokenLine], places: Places, currency: str, type_: Type) -> list[Any]:
+    """A row with a name, and the sums of some lines if there are any."""
+    sums = ["", "", ""]
+    if of:
+        billed = sum(line.billed_picos for line in of)
+        sums = [f"{sum(line.token_count for line in of):,}", aligned(sum(line.amount_picos for line in of), places.amount)]
+        sums.append(grouped(exact_text(billed, currency)))
+    right = [type_.paragraph(each, 7.8, bold=True, right=True) for each in sums]
+    return [type_.paragraph(name, 8.5, bold=True), "", "", "", "", *right]
+
+
+def parts(usage: Sequence[TokenGroup]) -> Iterator[tuple[TokenGroup, int, tuple[TokenLine, ...]]]:
+    """Each group in runs that fit a page, with the index of the run."""
+    for group in usage:
+        for part, start in enumerate(range(0, len(group.lines), TOGETHER_LINES_MAX)):
+            yield group, part, group.lines[start : start + TOGETHER_LINES_MAX]
+
+
+def heading(group: TokenGroup, part: int) -> str:
+    """The model, and the month of use if that was another one."""
+    late = f"Late usage of {group.late_month} · " if group.late_month else ""
+    return f"{late}{group.model}{' (continued)' if part else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Digits after the point in each column of exact numbers: as many as its finest number needs, so that points stand in line."""
+
+    million: int
+    token: int
+    amount: int
+
+
+def decimal_places(document: InvoiceDocument) -> Places:
+    """What the lines of the usage need."""
+    of = [line for group in document.usage for line in group.lines]
+    amounts = [line.amount_picos for line in of]
+    return Places(
+        needed((line.price_per_million_picos for line in of), document.currency_code),
+        needed((line.unit_price_picos for line in of), document.currency_code),
+        needed([*amounts, sum(amounts)], document.currency_code),
+    )
+
+
+def needed(amounts: Iterable[int], currency: str) -> int:
+    """Digits after the point of the finest of some amounts."""
+    return max(len(exact_text(picos, currency).partition(".")[2]) for picos in amounts)
+
+
+def aligned(picos: int, places: int) -> str:
+    """An exact amount with so many digits after the point, which it does not exceed."""
+    whole, _, fraction = exact_text(picos, "").partition(".")
+    fraction = fraction.ljust(places, "0")[: max(places, len(fraction.rstrip("0")))]
+    return grouped(f"{whole}.{fraction}" if fraction else whole)
+
+
+def token_cells(line: TokenLine, places: Places, currency: str, type_: Type) -> list[Paragraph]:
+    """The cells of one line."""
+    cells = [
+        line.token_kind.replace("_", " "),
+        line.tier,
+        f"v{line.price_version}",
+        aligned(line.price_per_million_picos, places.million),
+        aligned(line.unit_price_picos, places.token),
+        f"{line.token_count:,}",
+        aligned(line.amount_picos, places.amount),
+        grouped(exact_text(line.billed_picos, currency)),
+    ]
+    return [type_.paragraph(each, 7.8, right=index > 2) for index, each in enumerate(cells)]
+
+
+def sections(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
+    """Plan, adjustments, credits: each with its heading, which stays with its first lines."""
+    for section in document.sections:
+        yield CondPageBreak(24 * mm)
+        yield section_table(section, document, type_)
+        yield Spacer(0, 4 * mm)
+
+
+def section_table(section: AmountSection, document: InvoiceDocument, type_: Type) -> Table:
+    """Amounts with their reasons; the heading is repeated on the next page."""
+    currency = document.currency_code
+    rows: list[list[Any]] = [[type_.paragraph(section.heading, 8.5, bold=True), "", ""]]
+    for line in section.lines:
+        reason = [type_.paragraph(line.description, 8)]
+        reason += [type_.paragraph(line.detail, 7, color=GREY)] if line.detail else []
+        exact = type_.paragraph(grouped(exact_text(line.amount_picos, currency)), 7.8, right=True)
+        billed = grouped(exact_text(line.billed_picos, currency)) if line.billed_picos is not None else ""
+        rows.append([reason, exact, type_.paragraph(billed, 7.8, right=True)])
+    look = [("BACKGROUND", (0, 0), (-1, 0), PALE), ("LINEBELOW", (0, 1), (-1, -1), 0.25, RULE), ("VALIGN", (0, 0), (-1, -1), "TOP")]
+    last = COLUMNS[-1] * mm
+    return plain_table(rows, (WIDTH - 34 * mm - last, 34 * mm, last), [*PADDED, *look], repeat=1)
+
+
+def closing(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
+    """The sums, what is owed last, then how to pay and the notes; the sums are never torn apart."""
+    exact = [row.amount_picos for row in document.summary if row.amount_picos is not None and not row.strong]
+    places = needed(exact, document.currency_code) if exact else 0
+    rows = [summary_cells(row, places, document.currency_code, type_) for row in document.summary]
+    look: list[tuple[Any, ...]] = [("VALIGN", (0, 0), (-1, -1), "BOTTOM")]
+    for index, row in enumerate(document.summary):
+        if row.strong:
+            look += [("LINEABOVE", (1, index), (-1, index), 0.8, INK), ("BACKGROUND", (1, index), (-1, index), PALE)]
+    yield KeepTogether([plain_table(rows, (WIDTH * 0.40, WIDTH * 0.36, WIDTH * 0.24), [*PADDED, *look])])
+    yield Spacer(0, 6 * mm)
+    if document.issuer.payment and not document.mark:
+        how = [type_.paragraph("Payment", 8, bold=True), *(type_.paragraph(each, 8) for each in document.issuer.payment)]
+        yield KeepTogether([*how, Spacer(0, 4 * mm)])
+    for note in document.notes:
+        yield type_.paragraph(note, 7.5, color=GREY)
+        yield Spacer(0, 1.2 * mm)
+
+
+def summary_cells(row: SummaryRow, places: int, currency: str, type_: Type) -> list[Any]:
+    """The cells of one sum; what is owed has the digits of a coin, the sums before it one number of them."""
+    size = 10.5 if row.strong else 8.5
+    text = row.text
+    if row.amount_picos is not None:
+        text = grouped(exact_text(row.amount_picos, currency)) if row.strong else aligned(row.amount_picos, places)
+    label = type_.paragraph(row.label, size, bold=row.strong)
+    return ["", label, type_.paragraph(f"{currency} {text}" if row.strong else text, size, bold=row.strong, right=True)]
+
+
+NICENESS = 10  # whoever waits for tokens goes first
+HEAD = 10 * mm  # kept free on later pages for the running head
+FOOT, BOTTOM = 10 * mm, 10 * mm  # for the foot of each page, and below it
+
+
+def render_pdf(document: InvoiceDocument) -> bytes:
+    """The document as PDF 1.4, A4. Raises: InvalidValue if a font of the issuer cannot be used."""
+    type_ = load_type(document.issuer)
+    target = io.BytesIO()
+    template = BaseDocTemplate(
+        target,
+        pagesize=A4,
+        leftMargin=MARGIN,
+        rightMargin=MARGIN,
+        title=f"{document.title} {document.reference}".strip(),
+        author=document.issuer.name,
+        subject=f"{document.customer_name}, {document.currency_code}",
+        creator="Weir",
+        invariant=1,  # no time of making and no random id in the file
+        initialFontName=type_.regular,
+    )
+    first = Frame(MARGIN, BOTTOM + FOOT, WIDTH, A4[1] - MARGIN - BOTTOM - FOOT, 0, 0, 0, 0)
+    later = Frame(MARGIN, BOTTOM + FOOT, WIDTH, A4[1] - MARGIN - BOTTOM - FOOT - HEAD, 0, 0, 0, 0)
+    running = running_head(document, type_)
+    template.addPageTemplates([PageTemplate("first", [first]), PageTemplate("later", [later], onPage=running)])
+    story = [NextPageTemplate("later"), *letterhead(document, type_), *parties(document, type_), *lines(document, type_)]
+    story += [*sections(document, type_), *closing(document, type_)]
+    template.build(story, canvasmaker=numbered_canvas(document, type_))
+    return target.getvalue()
+
+
+def numbered_canvas(document: InvoiceDocument, type_: Type) -> type[Canvas]:
+    """A canvas that holds its pages back until their number is known, and puts the foot under each."""
+
+    class Numbered(Canvas):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._held: list[dict[str, Any]] = []
+
+        def showPage(self) -> None:
+            self._held.append(dict(self.__dict__))
+            self._startPage()  # type: ignore[attr-defined]  # the stubs lack it
+
+        def save(self) -> None:
+            for number, page in enumerate(self._held, 1):
+                self.__dict__.update(page)
+                draw_foot(self, document, type_, f"Page {number} of {len(self._held)}")
+                super().showPage()
+            super().save()
+
+    return Numbered
+
+
+def draw_foot(canvas: Canvas, document: InvoiceDocument, type_: Type, page: str) -> None:
+    """Who sends it, what must not be overlooked, and the page."""
+    canvas.saveState()
+    canvas.setStrokeColor(RULE)
+    canvas.setLineWidth(0.5)
+    canvas.line(MARGIN, BOTTOM + 6 * mm, A4[0] - MARGIN, BOTTOM + 6 * mm)
+    left = type_.paragraph(" · ".join(filter(None, (document.issuer.name, document.reference))), 7.5, color=GREY)
+    middle = type_.paragraph(document.mark, 7.5, bold=True, color=AMBER)
+    right = type_.paragraph(page, 7.5, right=True, color=GREY)
+    for part, x, width in ((left, 0.0, 0.45), (middle, 0.47, 0.33), (right, 0.8, 0.2)):
+        height = part.wrap(WIDTH * width, FOOT)[1]
+        part.drawOn(canvas, MARGIN + WIDTH * x, BOTTOM + 4.5 * mm - height)
+    canvas.restoreState()
+
+
+def running_head(document: InvoiceDocument, type_: Type) -> Callable[[Canvas, BaseDocTemplate], None]:
+    """What stands above the table on later pages: whose it is and which."""
+
+    def draw(canvas: Canvas, _: BaseDocTemplate) -> None:
+        text = " · ".join(filter(None, (document.title, document.reference, document.customer_name, document.facts[0][1])))
+        head = type_.paragraph(text, 8, color=GREY)
+        height = head.wrap(WIDTH, HEAD)[1]
+        head.drawOn(canvas, MARGIN, A4[1] - MARGIN - height)
+
+    return draw
+
+
+def letterhead(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
+    """The issuer at the left, what this is at the right."""
+    issuer = document.issuer
+    left = [type_.paragraph(issuer.name, 13, bold=True)] if issuer.name else []
+    left += [type_.paragraph(each, 8.5, color=GREY) for each in (*issuer.address, issuer.contact) if each]
+    left += [type_.paragraph(f"Tax ID {issuer.tax_id}", 8.5, color=GREY)] if issuer.tax_id else []
+    right = [type_.paragraph(document.title, 20, bold=True, right=True)]
+    right += [type_.paragraph(document.reference, 10, right=True)] if document.reference else []
+    right += [type_.paragraph(document.mark, 9, bold=True, right=True, color=AMBER)] if document.mark else []
+    yield plain_table([[left, right]], (WIDTH * 0.55, WIDTH * 0.45), [("VALIGN", (0, 0), (-1, -1), "TOP")])
+    yield Spacer(0, 9 * mm)
+
+
+def parties(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
+    """The customer at the left, period, time zone and currency at the right."""
+    customer = [
+        type_.paragraph("Billed to", 7.5, color=GREY),
+        type_.paragraph(document.customer_name, 11, bold=True),
+        *(type_.paragraph(each, 8.5) for each in document.customer_lines),
+        type_.paragraph(document.customer_id, 7.5, color=GREY),
+    ]
+    rows = [[type_.paragraph(label, 8, color=GREY), type_.paragraph(text, 8, right=True)] for label, text in document.facts]
+    tight = [("TOPPADDING", (0, 0), (-1, -1), 1), ("BOTTOMPADDING", (0, 0), (-1, -1), 1), ("VALIGN", (0, 0), (-1, -1), "TOP")]
+    facts = plain_table(rows, (WIDTH * 0.17, WIDTH * 0.31), tight)
+    yield plain_table([[customer, facts]], (WIDTH * 0.52, WIDTH * 0.48), [("VALIGN", (0, 0), (-1, -1), "TOP")])
+    yield Spacer(0, 7 * mm)
+
+
+def main() -> None:
+    """Draw for the process that started this one, at a priority below its own."""
+    os.nice(NICENESS)
+    document = pickle.load(sys.stdin.buffer)
+    assert isinstance(document, InvoiceDocument)
+    sys.stdout.buffer.write(render_pdf(document))
+
+
+if __name__ == "__main__":
+    main()

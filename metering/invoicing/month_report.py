@@ -1,0 +1,364 @@
+"""A month report as JSON and as CSV. Pure: the same report, the same bytes, in the format version that the report names."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from metering.core.errors import InvalidValue
+from metering.core.models import ServiceTier, TokenKind
+from metering.core.money import exact_text, round_parts
+from metering.tenants.billing_profiles import BillingProfile
+
+REPORT_FORMAT = 2  # 1: until months could be closed. A closed month is written in the format of its close, for ever
+TAX_NOTE = "tax not included"
+
+
+class ChargeKind(StrEnum):
+    """What a line beside the usage is: of the plan, a correction, or prepaid credit that pays."""
+
+    ALLOWANCE = "allowance"
+    GRADUATED = "graduated"
+    VOLUME = "volume"
+    COMMITMENT = "commitment"
+    ADJUSTMENT = "adjustment"
+    CREDIT = "credit"
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLine:
+    """Tokens of one kind, of one model, at one price. `cancelled_token_count` of the `token_count` are of cancelled requests.
+
+    late_month: the month `YYYY-MM` of the use, where that was closed before the usage was posted; else empty.
+    """
+
+    model: str
+    price_version: int
+    token_kind: TokenKind
+    request_count: int
+    token_count: int
+    cancelled_token_count: int
+    unit_price_picos: int
+    amount_picos: int
+    late_month: str = ""
+    tier: ServiceTier = ServiceTier.INTERACTIVE
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """A line beside the usage; what the customer pays less for is negative. source_id: of the adjustment or the credit grant."""
+
+    kind: ChargeKind
+    description: str
+    amount_picos: int
+    model: str = ""
+    token_kind: TokenKind | None = None
+    token_count: int | None = None
+    source_id: uuid.UUID | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """Requests that used something, by how they ended."""
+
+    total_count: int
+    completed_count: int
+    cancelled_count: int
+    limited_count: int
+    failed_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    """Tokens of all kinds: in usage events, in the ledger, and in events that are still to be rated."""
+
+    usage_token_count: int
+    ledger_token_count: int
+    unrated_token_count: int
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every token used is in the ledger or about to be."""
+        return self.usage_token_count == self.ledger_token_count + self.unrated_token_count
+
+
+@dataclass(frozen=True, slots=True)
+class CreditNoteIssued:
+    """A credit note of the month. It stands beside the invoice: its amount, above zero, is given back and in no invoice's total."""
+
+    number: str
+    invoice_number: str
+    amount_picos: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrepaidCredit:
+    """Prepaid credit of the month in picos: granted and expired in it, and left at its end. What was spent is among the charges."""
+
+    granted_picos: int = 0
+    expired_picos: int = 0
+    left_picos: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """How a month was closed. invoice_number: empty where there was nothing to invoice. receipts_root: of its receipts, if any."""
+
+    closed_at: datetime
+    closed_by: str
+    invoice_number: str
+    receipts_root: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MonthReport:
+    """One calendar month (UTC) of one organization. Lines are sorted by month of use, model, price version and kind of token.
+
+    Of a month that is not closed it tells what the invoice would be now. carried_in_picos: what rounding left of the months before.
+    billing_profile: addressee of the documents; of a closed month as it was at the close.
+    """
+
+    organization_name: str
+    organization_id: uuid.UUID
+    month: str
+    currency_code: str
+    lines: tuple[ReportLine, ...]
+    request_counts: RequestCounts
+    unrated_event_count: int
+    reconciliation: Reconciliation
+    charges: tuple[Charge, ...] = ()
+    carried_in_picos: int = 0
+    credit: PrepaidCredit = PrepaidCredit()
+    credit_notes: tuple[CreditNoteIssued, ...] = ()
+    closed: Closed | None = None
+    format_version: int = REPORT_FORMAT
+    billing_profile: BillingProfile | None = None
+
+    @property
+    def state(self) -> str:
+        """`closed`, or `open`: its numbers may change."""
+        return "open" if self.closed is None else "closed"
+
+    @property
+    def total_picos(self) -> int:
+        """Sum of lines and charges, exact."""
+        return sum(self._amounts())
+
+    @property
+    def rounded_parts_picos(self) -> tuple[int, ...]:
+        """Each line, then each charge, in whole minor units; their sum is `total_rounded_picos`."""
+        return round_parts(self._amounts(), self.carried_in_picos, self.currency_code)[0]
+
+    @property
+    def total_rounded_picos(self) -> int:
+        """What is owed: the total and what was carried, in whole minor units of the currency, rounded once."""
+        return sum(self.rounded_parts_picos)
+
+    @property
+    def carried_out_picos(self) -> int:
+        """What the rounding leaves for the next month."""
+        return round_parts(self._amounts(), self.carried_in_picos, self.currency_code)[1]
+
+    def _amounts(self) -> list[int]:
+        return [line.amount_picos for line in self.lines] + [charge.amount_picos for charge in self.charges]
+
+
+CSV_COLUMNS = (
+    "record_type",
+    "organization_name",
+    "organization_id",
+    "month",
+    "time_zone",
+    "model",
+    "price_version",
+    "token_kind",
+    "request_count",
+    "token_count",
+    "cancelled_token_count",
+    "unit_price",
+    "amount",
+    "currency_code",
+    "rounded_amount",
+    "late_month",
+    "tier",
+    "description",
+    "state",
+    "invoice_number",
+    "report_format",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """SHA-256 of a report's two documents."""
+
+    json_sha256: bytes
+    csv_sha256: bytes
+
+
+def digests(report: MonthReport) -> Digests:
+    """Of the report as it is written now, as UTF-8."""
+    json_sha256, csv_sha256 = (hashlib.sha256(text.encode()).digest() for text in (to_json(report), to_csv(report)))
+    return Digests(json_sha256, csv_sha256)
+
+
+def check_format(report: MonthReport) -> None:
+    """Raises: InvalidValue for a version that is not known here."""
+    if report.format_version != REPORT_FORMAT:
+        raise InvalidValue("report_format", f"version {report.format_version} is not known to this release: use a later one")
+
+
+def to_json(report: MonthReport) -> str:
+    """The whole report. Amounts are exact decimal strings in units of the currency."""
+    check_format(report)
+    parts = iter(report.rounded_parts_picos)
+    document = {
+        "report_format": report.format_version,
+        "organization_name": report.organization_name,
+        "organization_id": str(report.organization_id),
+        "month": report.month,
+        "time_zone": "UTC",
+        "currency_code": report.currency_code,
+        "state": report.state,
+        **closing_facts(report),
+        "lines": [line_fields(report, line, next(parts)) for line in report.lines],
+        "charges": [charge_fields(report, charge, next(parts)) for charge in report.charges],
+        "total": _text(report, report.total_picos),
+        "carried_in": _text(report, report.carried_in_picos),
+        "carried_out": _text(report, report.carried_out_picos),
+        "total_rounded": _text(report, report.total_rounded_picos),
+        "tax_note": TAX_NOTE,
+        "prepaid_credit": {
+            "granted": _text(report, report.credit.granted_picos),
+            "expired": _text(report, report.credit.expired_picos),
+            "left": _text(report, report.credit.left_picos),
+        },
+        "credit_notes": [
+            {
+                "number": note.number,
+                "invoice_number": note.invoice_number,
+                "amount": _text(report, note.amount_picos),
+                "reason": note.reason,
+            }
+            for note in report.credit_notes
+        ],
+        "request_counts": asdict(report.request_counts),
+        "unrated_event_count": report.unrated_event_count,
+        "reconciliation": {**asdict(report.reconciliation), "balanced": report.reconciliation.balanced},
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+def closing_facts(report: MonthReport) -> dict[str, str | None]:
+    """Who closed it and when, and what number the invoice has; all null of a month that is not closed."""
+    closed = report.closed
+    return {
+        "closed_at": None if closed is None else time_text(closed.closed_at),
+        "closed_by": None if closed is None else closed.closed_by,
+        "invoice_number": None if closed is None else closed.invoice_number or None,
+        "receipts_root": None if closed is None else closed.receipts_root or None,
+    }
+
+
+def line_fields(report: MonthReport, line: ReportLine, rounded_picos: int) -> dict[str, Any]:
+    """A line of usage."""
+    return {
+        "model": line.model,
+        "price_version": line.price_version,
+        "token_kind": line.token_kind.value,
+        "request_count": line.request_count,
+        "token_count": line.token_count,
+        "cancelled_token_count": line.cancelled_token_count,
+        "unit_price": _text(report, line.unit_price_picos),
+        "amount": _text(report, line.amount_picos),
+        "rounded_amount": _text(report, rounded_picos),
+        "late_month": line.late_month or None,
+        "tier": line.tier.value,
+    }
+
+
+def charge_fields(report: MonthReport, charge: Charge, rounded_picos: int) -> dict[str, Any]:
+    """A line beside the usage."""
+    return {
+        "kind": charge.kind.value,
+        "description": charge.description,
+        "model": charge.model or None,
+        "token_kind": None if charge.token_kind is None else charge.token_kind.value,
+        "token_count": charge.token_count,
+        "amount": _text(report, charge.amount_picos),
+        "rounded_amount": _text(report, rounded_picos),
+        "source_id": None if charge.source_id is None else str(charge.source_id),
+    }
+
+
+def to_csv(report: MonthReport) -> str:
+    """RFC 4180 with a header. Rows `usage` and `late_usage` are the lines, then come the charges by their kind, then the sums.
+
+    `total` is the exact sum, `carried_in` and `carried_out` what rounding takes over and passes on, `total_rounded` what is owed.
+    `credit_note` and `prepaid_credit_…` tell what stands beside the invoice. Nothing else is to be added up.
+    """
+    check_format(report)
+    text_file = io.StringIO()
+    writer = csv.DictWriter(text_file, CSV_COLUMNS, restval="", lineterminator="\r\n")
+    common = {
+        "organization_name": report.organization_name,
+        "organization_id": str(report.organization_id),
+        "month": report.month,
+        "time_zone": "UTC",
+        "currency_code": report.currency_code,
+        "state": report.state,
+        "invoice_number": "" if report.closed is None else report.closed.invoice_number,
+        "report_format": report.format_version,
+    }
+    writer.writeheader()
+    for row in _csv_rows(report):
+        writer.writerow(common | {name: "" if value is None else value for name, value in row.items()})
+    return text_file.getvalue()
+
+
+def _csv_rows(report: MonthReport) -> Iterator[dict[str, Any]]:
+    parts = iter(report.rounded_parts_picos)
+    for line in report.lines:
+        yield {"record_type": "late_usage" if line.late_month else "usage"} | line_fields(report, line, next(parts))
+    for charge in report.charges:
+        fields = charge_fields(report, charge, next(parts))
+        yield {"record_type": fields.pop("kind")} | {name: value for name, value in fields.items() if name in CSV_COLUMNS}
+    yield {
+        "record_type": "total",
+        "amount": _text(report, report.total_picos),
+        "request_count": report.request_counts.total_count,
+    }
+    yield {"record_type": "carried_in", "amount": _text(report, report.carried_in_picos)}
+    yield {"record_type": "carried_out", "amount": _text(report, report.carried_out_picos)}
+    yield {
+        "record_type": "total_rounded",
+        "amount": _text(report, report.total_rounded_picos),
+        "description": TAX_NOTE,
+    }
+    for note in report.credit_notes:
+        yield {
+            "record_type": "credit_note",
+            "amount": _text(report, -note.amount_picos),
+            "description": f"{note.number} to {note.invoice_number}: {note.reason}",
+        }
+    for name, picos in asdict(report.credit).items():
+        if picos:
+            yield {"record_type": f"prepaid_credit_{name.removesuffix('_picos')}", "amount": _text(report, picos)}
+
+
+def time_text(moment: datetime) -> str:
+    """ISO 8601 in UTC with `Z`."""
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _text(report: MonthReport, picos: int) -> str:
+    return exact_text(picos, report.currency_code)

@@ -1,0 +1,264 @@
+"""The ledger: postings, and the billing month that takes each of them."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+
+from sqlalchemy import func, select, text, tuple_
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.core.errors import AlreadyExists, InvalidValue, InvariantViolated, MonthClosed
+from metering.core.models import TokenKind
+from metering.ledger.models import AccountKind, LedgerAccount, LedgerEntry, TransactionKind
+
+LANE_COUNT = 64  # locks of one batch at most; a close holds up the postings of one organization in so many, beside its own
+LANE_LOCK = 1_466_263_923  # first key of the advisory locks, beside that of the quotas; the second one is the lane's number
+# The lane of `organization_id` in SQL; the triggers of the ledger say the same.
+LANE_OF = f"get_byte(uuid_send({{organization_id}}), 15) % {LANE_COUNT}"
+
+# The month of use, or the one after the last that is closed: months are closed in their order, each with what was left before it.
+POSTING_MONTH = """
+SELECT greatest(CAST({month} AS date), (SELECT CAST(max(b.month) + interval '1 month' AS date) FROM billing_months b
+                                        WHERE b.organization_id = {organization_id} AND b.state = 'closed'))
+"""
+SHARE_LANES = text(f"SELECT pg_advisory_xact_lock_shared({LANE_LOCK}, lane) FROM unnest(CAST(:lanes AS int[])) AS lane")
+TRY_LANES = text(f"""
+SELECT coalesce(array_agg(lane) FILTER (WHERE pg_try_advisory_xact_lock_shared({LANE_LOCK}, lane)), '{{}}')
+FROM generate_series(0, {LANE_COUNT - 1}) AS lane
+""")
+TAKE_LANE = text(f"SELECT pg_advisory_xact_lock({LANE_LOCK}, :lane)")
+FIND_POSTING_MONTH = text(POSTING_MONTH.format(month="CAST(:month AS date)", organization_id="CAST(:organization_id AS uuid)"))
+
+
+def lane_of(organization_id: uuid.UUID) -> int:
+    """The number of the lock that this organization's postings share."""
+    return organization_id.bytes[-1] % LANE_COUNT
+
+
+def month_of(day: date) -> date:
+    """The first day of its month."""
+    return date(day.year, day.month, 1)
+
+
+def month_after(month: date) -> date:
+    """The first day of the next month."""
+    return date(month.year + month.month // 12, month.month % 12 + 1, 1)
+
+
+def month_text(month: date) -> str:
+    """`YYYY-MM`."""
+    return f"{month:%Y-%m}"
+
+
+async def share_lanes(session: AsyncSession, organization_ids: Collection[uuid.UUID]) -> None:
+    """Keep the months of these organizations from being closed until the transaction ends; waits for a close that goes on."""
+    await session.execute(SHARE_LANES, {"lanes": sorted({lane_of(each) for each in organization_ids})})
+
+
+async def try_lanes(session: AsyncSession) -> list[int]:
+    """The same for whatever organizations are not being closed at the moment: the lanes that are held now. Never waits."""
+    lanes: list[int] = (await session.execute(TRY_LANES)).scalar_one()
+    return lanes
+
+
+async def take_lane(session: AsyncSession, organization_id: uuid.UUID) -> None:
+    """Keep everybody else from posting to this organization until the transaction ends.
+
+    For a close, before it reads what it closes; waits for postings that go on. What is read afterwards is complete.
+    """
+    await session.execute(TAKE_LANE, {"lane": lane_of(organization_id)})
+
+
+async def posting_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> date:
+    """The month that takes what happened in `month`: itself, or the first after it that is not closed. It stays so until commit.
+
+    Months are given and told by their first day.
+    """
+    await share_lanes(session, (organization_id,))
+    # A statement of its own: it sees whatever was closed while the lock was waited for.
+    found = await session.execute(FIND_POSTING_MONTH, {"organization_id": organization_id, "month": month_of(month)})
+    answer: date = found.scalar_one()
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class AccountKey:
+    """What identifies an account."""
+
+    organization_id: uuid.UUID
+    kind: AccountKind
+    currency_code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One side of a posting. Debits are positive: a customer's debt grows, our revenue is negative."""
+
+    account: AccountKey
+    amount_picos: int
+    token_kind: TokenKind | None = None
+    token_count: int | None = None
+    price_version_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Posting:
+    """A transaction to write. billing_month: by its first day. source_id: what it stems from, which is posted once per kind."""
+
+    kind: TransactionKind
+    organization_id: uuid.UUID
+    billing_month: date
+    effective_at: datetime
+    description: str
+    source_id: uuid.UUID | None
+    legs: tuple[Leg, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.organization_id} in {self.billing_month:%Y-%m} ({self.description})"
+
+
+CLOSED = text("""
+SELECT p.organization_id, p.month
+FROM unnest(CAST(:organization_ids AS uuid[]), CAST(:months AS date[])) AS p(organization_id, month)
+JOIN billing_months b ON b.organization_id = p.organization_id AND b.month >= p.month AND b.state = 'closed' LIMIT 1
+""")
+# The ids are drawn first, so that legs meet their transaction by its place in the list.
+DRAW_IDS = text(
+    "SELECT nextval(pg_get_serial_sequence('ledger_transactions', 'id')) FROM generate_series(1, CAST(:posting_count AS int))"
+)
+POST = text("""
+INSERT INTO ledger_transactions (id, kind, organization_id, billing_month, effective_at, description, source_id)
+OVERRIDING SYSTEM VALUE
+SELECT * FROM unnest(
+    CAST(:ids AS bigint[]), CAST(:kinds AS text[]), CAST(:organization_ids AS uuid[]), CAST(:months AS date[]),
+    CAST(:effective_ats AS timestamptz[]), CAST(:descriptions AS text[]), CAST(:source_ids AS uuid[]))
+ON CONFLICT (kind, source_id) WHERE source_id IS NOT NULL DO NOTHING RETURNING id
+""")
+POST_LEGS = text("""
+INSERT INTO ledger_entries (transaction_id, account_id, amount_picos, token_kind, token_count, price_version_id)
+SELECT * FROM unnest(
+    CAST(:transaction_ids AS bigint[]), CAST(:account_ids AS bigint[]), CAST(:amounts AS numeric[]),
+    CAST(:token_kinds AS text[]), CAST(:token_counts AS bigint[]), CAST(:price_version_ids AS bigint[]))
+""")
+
+
+async def post(session: AsyncSession, postings: Sequence[Posting]) -> list[int]:
+    """Write transactions, accounts included where they are new; their ids in the order given.
+
+    Waits for a close of one of the organizations that goes on. What it has written so far is for the caller to roll back when it
+    raises. Raises: InvariantViolated if one does not balance; MonthClosed; AlreadyExists for a source that was posted before.
+    """
+    if not postings:
+        return []
+    for posting in postings:
+        check_balanced(posting)
+    organization_ids = [posting.organization_id for posting in postings]
+    months = [posting.billing_month for posting in postings]
+    await share_lanes(session, organization_ids)
+    if (closed := (await session.execute(CLOSED, {"organization_ids": organization_ids, "months": months})).first()) is not None:
+        raise MonthClosed(closed.organization_id, closed.month)
+    legs = [(index, leg) for index, posting in enumerate(postings) for leg in posting.legs]
+    account_ids = await open_accounts(session, {leg.account for _, leg in legs})
+    ids = list((await session.execute(DRAW_IDS, {"posting_count": len(postings)})).scalars())
+    written = await session.execute(
+        POST,
+        {
+            "ids": ids,
+            "kinds": [str(posting.kind) for posting in postings],
+            "organization_ids": organization_ids,
+            "months": months,
+            "effective_ats": [posting.effective_at for posting in postings],
+            "descriptions": [posting.description for posting in postings],
+            "source_ids": [posting.source_id for posting in postings],
+        },
+    )
+    for again in set(ids) - set(written.scalars()):
+        raise AlreadyExists("ledger transaction", str(postings[ids.index(again)]), f"from {postings[ids.index(again)].source_id}")
+    await session.execute(
+        POST_LEGS,
+        {
+            "transaction_ids": [ids[index] for index, _ in legs],
+            "account_ids": [account_ids[leg.account] for _, leg in legs],
+            "amounts": [leg.amount_picos for _, leg in legs],
+            "token_kinds": [leg.token_kind for _, leg in legs],
+            "token_counts": [leg.token_count for _, leg in legs],
+            "price_version_ids": [leg.price_version_id for _, leg in legs],
+        },
+    )
+    return ids
+
+
+def check_balanced(posting: Posting) -> None:
+    """Raises: InvariantViolated unless there are legs, all of the posting's organization, that sum to zero in each currency."""
+    if not posting.legs:
+        raise InvariantViolated(f"the posting {posting} has no legs")
+    if any(leg.account.organization_id != posting.organization_id for leg in posting.legs):
+        raise InvariantViolated(f"the posting {posting} has a leg of another organization")
+    for currency_code in sorted({leg.account.currency_code for leg in posting.legs}):
+        rest = sum(leg.amount_picos for leg in posting.legs if leg.account.currency_code == currency_code)
+        if rest:
+            raise InvariantViolated(f"the posting {posting} is off by {rest} {currency_code} picos")
+
+
+async def open_accounts(session: AsyncSession, keys: Collection[AccountKey]) -> Mapping[AccountKey, int]:
+    """Ids of the accounts, opening those that are new. In one order, so that two who open the same ones do not deadlock."""
+    wanted = sorted((key.organization_id, str(key.kind), key.currency_code) for key in keys)
+    columns = (LedgerAccount.organization_id, LedgerAccount.kind, LedgerAccount.currency_code)
+    known = select(LedgerAccount).where(tuple_(*columns).in_(wanted))
+    ids = {_key(account): account.id for account in await session.scalars(known)}
+    if len(ids) < len(keys):
+        rows = [dict(zip(("organization_id", "kind", "currency_code"), values, strict=True)) for values in wanted]
+        await session.execute(insert(LedgerAccount).values(rows).on_conflict_do_nothing())
+        ids = {_key(account): account.id for account in await session.scalars(known)}
+    return ids
+
+
+async def balances(session: AsyncSession, organization_id: uuid.UUID) -> dict[AccountKey, int]:
+    """Of all accounts of an organization, in picos."""
+    query = (
+        select(LedgerAccount, func.coalesce(func.sum(LedgerEntry.amount_picos), 0))
+        .outerjoin(LedgerEntry, LedgerEntry.account_id == LedgerAccount.id)
+        .where(LedgerAccount.organization_id == organization_id)
+        .group_by(LedgerAccount.id)
+        .order_by(LedgerAccount.id)
+    )
+    return {_key(account): int(amount) for account, amount in await session.execute(query)}
+
+
+def _key(account: LedgerAccount) -> AccountKey:
+    return AccountKey(account.organization_id, AccountKind(account.kind), account.currency_code)
+
+
+# The first month that should have been closed before: the one after the last closed, or the first with anything in it.
+BEFORE = text("""
+SELECT max(month) AS last_closed, coalesce(
+    CAST(max(month) + interval '1 month' AS date),
+    (SELECT min(month) FROM (
+        SELECT billing_month FROM ledger_transactions WHERE organization_id = :organization_id
+        UNION ALL SELECT first_month FROM plan_assignments WHERE organization_id = :organization_id AND plan_version_id IS NOT NULL
+    ) AS used (month))) AS first_open
+FROM billing_months WHERE organization_id = :organization_id AND state = 'closed'
+""")
+
+
+async def first_open_month(session: AsyncSession, organization_id: uuid.UUID) -> date | None:
+    """The month that has to be closed next, by its first day; None for a customer that nothing was posted to yet."""
+    found: date | None = (await session.execute(BEFORE, {"organization_id": organization_id})).one().first_open
+    return found
+
+
+MONTH_FORM = re.compile(r"([2-9]\d{3})-(0[1-9]|1[0-2])", re.ASCII)
+
+
+def month_bounds(month: str) -> tuple[datetime, datetime]:
+    """First moment of a month `YYYY-MM` and of the next, UTC. Raises: InvalidValue."""
+    found = MONTH_FORM.fullmatch(month)
+    if found is None or month == "9999-12":
+        raise InvalidValue("month", f"{month[:64]!r} is not a month: give it as YYYY-MM")
+    year, number = int(found[1]), int(found[2])
+    return datetime(year, number, 1, tzinfo=UTC), datetime(year + number // 12, number % 12 + 1, 1, tzinfo=UTC)

@@ -1,0 +1,1 @@
+"""Plans, prepaid credit and simulations of both."""

@@ -1,0 +1,209 @@
+"""What a past month would have come to with other prices or plans: its real usage, rated anew. Changes nothing.
+
+Usage is summed up by the database, per customer, price version and kind of token, from the events of the month; the rest is pure.
+So a month of a million events costs one statement, whatever is proposed. Adjustments, credit and rounding are left out on both
+sides: they are the same, or follow from the difference.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.core.errors import InvalidValue
+from metering.core.models import Organization, ServiceTier, TokenKind
+from metering.core.money import checked_currency
+from metering.ledger.ledger import month_bounds
+from metering.plans.plan_admin import NO_PLAN, plan_in_force
+from metering.plans.plans import MonthUsage, PlanRules, plan_lines
+from metering.pricing.prices import MULTIPLIER_SCALE, RATES, checked_model, multiplied_rates
+from metering.tenants.tenants import find_organization
+
+# By the month in which it was settled, rated or not: what was used, whichever month bills it.
+USED = text("""
+SELECT o.id AS organization_id, o.name, o.currency_code, p.id AS price_version, p.model, p.tier, p.effective_at, kind.token_kind,
+       p.organization_id IS NOT NULL AS is_own, kind.unit_price_picos, sums.token_counts[kind.place] AS token_count
+FROM (
+    SELECT organization_id, price_version_id,
+           ARRAY[sum(input_token_count - cached_input_token_count), sum(cached_input_token_count),
+                 sum(billed_token_count), sum(embedding_token_count)]::bigint[] AS token_counts
+    FROM usage_events
+    WHERE settled_at >= :begins AND settled_at < :ends
+      AND (CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id)
+    GROUP BY 1, 2
+) sums
+JOIN organizations o ON o.id = sums.organization_id JOIN price_versions p ON p.id = sums.price_version_id,
+LATERAL (VALUES ('input', 1, p.input_picos_per_token), ('cached_input', 2, p.cached_input_picos_per_token),
+                ('output', 3, p.output_picos_per_token), ('embedding', 4, p.embedding_picos_per_token))
+    AS kind (token_kind, place, unit_price_picos)
+WHERE sums.token_counts[kind.place] > 0
+ORDER BY o.name, o.id, p.id, kind.place
+""")
+TIMEOUT = text("SET LOCAL statement_timeout = '5min'")  # a month of millions of events is read in one statement
+RATE_OF = {TokenKind.INPUT: 0, TokenKind.CACHED_INPUT: 1, TokenKind.OUTPUT: 2, TokenKind.EMBEDDING: 3}  # place in RATES
+
+
+@dataclass(frozen=True, slots=True)
+class ProposedPrice:
+    """A price that would have held all month: of the list, or one customer's own. batch_multiplier_milli: None as it was.
+
+    rates: in the order of `prices.RATES`.
+    """
+
+    model: str
+    currency_code: str
+    rates: tuple[int, ...]
+    organization: str = ""
+    batch_multiplier_milli: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProposedPlan:
+    """A plan that some customers would have had. organizations: their names; none for all in its currency."""
+
+    name: str
+    currency_code: str
+    rules: PlanRules
+    organizations: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCustomer:
+    """What a month came to for one customer, and would have come to. Amounts in picos, plan lines included."""
+
+    organization_id: uuid.UUID
+    organization_name: str
+    currency_code: str
+    token_count: int
+    old_picos: int
+    new_picos: int
+    old_plan: str
+    new_plan: str
+
+
+Prices = Mapping[tuple[str, str, str, ServiceTier], tuple[int, ...]]  # by model, currency, organization ("" for the list) and tier
+
+
+async def simulate(
+    session: AsyncSession,
+    *,
+    month: str,
+    prices: Sequence[ProposedPrice] = (),
+    plans: Sequence[ProposedPlan] = (),
+    organization: str = "",
+) -> list[SimulatedCustomer]:
+    """Each customer that used something in the month `YYYY-MM`, by name. What nothing is proposed for stays as it was.
+
+    Raises: NotFound; InvalidValue for what could not be set either, naming the proposal.
+    """
+    begins, ends = month_bounds(month)
+    owner = await find_organization(session, organization) if organization else None
+    await session.execute(TIMEOUT)
+    proposed = await _checked_prices(session, prices)
+    await _check_plans(session, plans)
+    parameters = {"begins": begins, "ends": ends, "organization_id": None if owner is None else owner.id}
+    usage: defaultdict[tuple[uuid.UUID, str, str], list[MonthUsage]] = defaultdict(list)
+    own: set[int] = set()
+    for row in await session.execute(USED, parameters):
+        used = MonthUsage(
+            row.model,
+            row.price_version,
+            ServiceTier(row.tier),
+            TokenKind(row.token_kind),
+            row.token_count,
+            row.unit_price_picos,
+            row.effective_at,
+        )
+        usage[row.organization_id, row.name, row.currency_code].append(used)
+        if row.is_own:
+            own.add(row.price_version)
+    customers = []
+    for (owner_id, name, currency_code), rows in usage.items():
+        standing = await plan_in_force(session, owner_id, begins.date())
+        chosen = plan_for(name, currency_code, plans)
+        rules = NO_PLAN if standing is None else standing.rules
+        anew = [repriced(row, name, currency_code, proposed, own) for row in rows]
+        customers.append(
+            SimulatedCustomer(
+                organization_id=owner_id,
+                organization_name=name,
+                currency_code=currency_code,
+                token_count=sum(row.token_count for row in rows),
+                old_picos=month_amount(rules, rows),
+                new_picos=month_amount(rules if chosen is None else chosen.rules, anew),
+                old_plan="" if standing is None else standing.name,
+                new_plan=chosen.name if chosen is not None else "" if standing is None else standing.name,
+            )
+        )
+    return customers
+
+
+def repriced(row: MonthUsage, organization: str, currency_code: str, prices: Prices, own: Container[int]) -> MonthUsage:
+    """Usage at the proposed price: the customer's own before the list's, its tier before the interactive one. Pure.
+
+    own: versions that were the customer's own price; those a proposal for the list does not change.
+    """
+    for owner in (organization,) if row.price_version in own else (organization, ""):
+        for tier in dict.fromkeys((row.tier, ServiceTier.INTERACTIVE)):
+            if (rates := prices.get((row.model, currency_code, owner, tier))) is not None:
+                return replace(row, unit_price_picos=rates[RATE_OF[row.token_kind]])
+    return row
+
+
+def month_amount(rules: PlanRules, usage: Sequence[MonthUsage]) -> int:
+    """What a month comes to, plan lines included. Pure."""
+    return sum(row.amount_picos for row in usage) + sum(line.amount_picos for line in plan_lines(rules, usage))
+
+
+def plan_for(name: str, currency_code: str, plans: Sequence[ProposedPlan]) -> ProposedPlan | None:
+    """The plan that a customer would have: one that names it before one for all. Pure."""
+    fitting = [each for each in plans if each.currency_code == currency_code]
+    named = [each for each in fitting if name in each.organizations]
+    return next(iter(named or [each for each in fitting if not each.organizations]), None)
+
+
+async def _checked_prices(session: AsyncSession, prices: Sequence[ProposedPrice]) -> Prices:
+    """Proposed prices by place. Raises: NotFound, InvalidValue."""
+    found: dict[tuple[str, str, str, ServiceTier], tuple[int, ...]] = {}
+    for index, each in enumerate(prices):
+        owner = await find_organization(session, each.organization) if each.organization else None
+        currency_code = each.currency_code or (owner.currency_code if owner else "USD")
+        place = (checked_model(each.model), checked_currency(currency_code), owner.name if owner else "")
+        if (*place, ServiceTier.INTERACTIVE) in found:
+            raise InvalidValue(f"prices[{index}]", f"{each.model} is proposed before: give each once")
+        for field, rate in zip(RATES, each.rates, strict=True):
+            if rate < 0:
+                raise InvalidValue(f"prices[{index}].{field}", "give 0 or more picos")
+        found[*place, ServiceTier.INTERACTIVE] = each.rates
+        multiplier = each.batch_multiplier_milli
+        if multiplier is None:
+            multiplier = await _multiplier(session, place[0], currency_code)
+        found[*place, ServiceTier.BATCH] = tuple(multiplied_rates(each.rates, multiplier))
+    return found
+
+
+async def _multiplier(session: AsyncSession, model: str, currency_code: str) -> int:
+    """What the batch tier pays of the list's price now."""
+    query = text("""
+        SELECT multiplier_milli FROM price_versions WHERE model = :model AND currency_code = :currency_code AND tier = 'batch'
+        AND organization_id IS NULL AND effective_at <= now() ORDER BY effective_at DESC LIMIT 1
+    """)
+    found: int | None = await session.scalar(query, {"model": model, "currency_code": currency_code})
+    return MULTIPLIER_SCALE if found is None else found
+
+
+async def _check_plans(session: AsyncSession, plans: Sequence[ProposedPlan]) -> None:
+    for index, plan in enumerate(plans):
+        checked_currency(plan.currency_code)
+        for name in sorted(plan.organizations):
+            owner: Organization = await find_organization(session, name)
+            if owner.currency_code != plan.currency_code or owner.name != name:
+                raise InvalidValue(
+                    f"plans[{index}].organizations",
+                    f"{name} is billed in {owner.currency_code}: give names of those billed in the plan's",
+                )

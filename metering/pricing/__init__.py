@@ -1,0 +1,1 @@
+"""Prices per token: versions, who pays which, and their arithmetic."""

@@ -1,0 +1,326 @@
+"""Reading the posted charges of a month, and writing them as FOCUS CSV, some at a time: a month may have a hundred thousand rows.
+
+Null is an empty field. The rows of a closed month never change, nor does their order.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Row, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.core.models import ServiceTier, TokenKind
+from metering.core.money import exact_text
+from metering.invoicing.month_report import Charge, ChargeKind, MonthReport
+from metering.ledger.ledger import month_bounds, month_text
+from metering.pricing.token_prices import COUNTS_OF_EVENT
+from metering.reports.usage_reports import KEYS, Grouping, UsageFilter, parameters_of, utc_date, where
+
+FOCUS_VERSION = "1.4"
+PROVIDER = "Weir"  # where no issuer is set: the specification wants a name, and this is what serves the tokens
+SERVICE = "LLM inference"
+TOKENS_PER_PRICE = 1_000_000
+PRICING_UNIT = f"{TOKENS_PER_PRICE} Tokens"
+
+COLUMNS = (
+    "BilledCost",
+    "BillingAccountId",
+    "BillingAccountName",
+    "BillingAccountType",
+    "BillingCurrency",
+    "BillingPeriodEnd",
+    "BillingPeriodStart",
+    "ChargeCategory",
+    "ChargeClass",
+    "ChargeDescription",
+    "ChargeFrequency",
+    "ChargePeriodEnd",
+    "ChargePeriodStart",
+    "ConsumedQuantity",
+    "ConsumedUnit",
+    "ContractedCost",
+    "ContractedUnitPrice",
+    "EffectiveCost",
+    "HostProviderName",
+    "InvoiceDetailId",
+    "InvoiceId",
+    "InvoiceIssuerName",
+    "ListCost",
+    "ListUnitPrice",
+    "PricingCategory",
+    "PricingQuantity",
+    "PricingUnit",
+    "ResourceId",
+    "ResourceName",
+    "ResourceType",
+    "ServiceCategory",
+    "ServiceName",
+    "ServiceProviderName",
+    "ServiceSubcategory",
+    "SkuId",
+    "SkuMeter",
+    "SkuPriceDetails",
+    "SkuPriceId",
+    "SubAccountId",
+    "SubAccountName",
+    "SubAccountType",
+    "x_FocusVersion",
+    "x_MonthState",
+    "x_Model",
+    "x_TokenKind",
+    "x_ServiceTier",
+    "x_PriceVersion",
+    "x_RequestCount",
+    "x_CancelledTokenCount",
+)
+FocusRow = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class UsageCharge:
+    """Posted tokens of one kind, day, API key and price version. list_price_picos: per token, what one without a contract pays."""
+
+    day: date
+    project_id: uuid.UUID
+    project_name: str
+    api_key_id: uuid.UUID
+    api_key_name: str
+    model: str
+    price_version: int
+    tier: ServiceTier
+    token_kind: TokenKind
+    token_count: int
+    cancelled_token_count: int
+    request_count: int
+    unit_price_picos: int
+    list_price_picos: int
+
+    @property
+    def amount_picos(self) -> int:
+        """At the price of its admission, as posted."""
+        return self.token_count * self.unit_price_picos
+
+
+class FocusMonth:
+    """Makes the rows of one month; knows what all of them share, and which line of the invoice each one is in."""
+
+    def __init__(self, report: MonthReport, issuer_name: str) -> None:
+        begins, ends = month_bounds(report.month)
+        self._report = report
+        self._invoice = report.closed.invoice_number if report.closed else ""
+        self._lines = {
+            (line.late_month, line.price_version, line.token_kind): str(number) for number, line in enumerate(report.lines, 1)
+        }
+        provider = issuer_name or PROVIDER
+        self._common: FocusRow = {
+            "BillingAccountId": str(report.organization_id),
+            "BillingAccountName": report.organization_name,
+            "BillingAccountType": "Organization",
+            "BillingCurrency": report.currency_code,
+            "BillingPeriodStart": moment(begins),
+            "BillingPeriodEnd": moment(ends),
+            "HostProviderName": provider,
+            "InvoiceIssuerName": provider,
+            "ServiceProviderName": provider,
+            "InvoiceId": self._invoice,
+            "ServiceCategory": "AI and Machine Learning",
+            "ServiceSubcategory": "Generative AI",
+            "ServiceName": SERVICE,
+            "x_FocusVersion": FOCUS_VERSION,
+            "x_MonthState": report.state,
+        }
+
+    def usage(self, charge: UsageCharge) -> FocusRow:
+        """The row of tokens."""
+        late_month = month_text(charge.day)
+        late_month = late_month if late_month < self._report.month else ""
+        begins = datetime(charge.day.year, charge.day.month, charge.day.day, tzinfo=UTC)
+        billed = self._money(charge.amount_picos)
+        kind = charge.token_kind
+        details = {"x_Model": charge.model, "x_TokenKind": kind.value, "x_ServiceTier": charge.tier.value}
+        line = self._lines.get((late_month, charge.price_version, kind), "")
+        return self._common | {
+            "BilledCost": billed,
+            "EffectiveCost": billed,
+            "ContractedCost": billed,
+            "ContractedUnitPrice": self._money(charge.unit_price_picos * TOKENS_PER_PRICE),
+            "ListCost": self._money(charge.token_count * charge.list_price_picos),
+            "ListUnitPrice": self._money(charge.list_price_picos * TOKENS_PER_PRICE),
+            "ChargeCategory": "Usage",
+            "ChargeClass": "Correction" if late_month else "",
+            "ChargeDescription": f"{charge.model}, {meter(kind).lower()}" + (f", late usage of {late_month}" if late_month else ""),
+            "ChargeFrequency": "Usage-Based",
+            "ChargePeriodStart": moment(begins),
+            "ChargePeriodEnd": moment(begins + timedelta(days=1)),
+            "ConsumedQuantity": str(charge.token_count),
+            "ConsumedUnit": "Tokens",
+            "PricingCategory": "Standard",
+            "PricingQuantity": millions(charge.token_count),
+            "PricingUnit": PRICING_UNIT,
+            "InvoiceDetailId": line if self._invoice else "",
+            "ResourceId": str(charge.api_key_id),
+            "ResourceName": charge.api_key_name,
+            "ResourceType": "API key",
+            "SkuId": f"{charge.model}/{kind.value}",
+            "SkuMeter": meter(kind),
+            "SkuPriceId": f"{charge.model}/{kind.value}/{charge.tier.value}",
+            "SkuPriceDetails": json.dumps(details),
+            "SubAccountId": str(charge.project_id),
+            "SubAccountName": charge.project_name,
+            "SubAccountType": "Project",
+            "x_Model": charge.model,
+            "x_TokenKind": kind.value,
+            "x_ServiceTier": charge.tier.value,
+            "x_PriceVersion": str(charge.price_version),
+            "x_RequestCount": str(charge.request_count),
+            "x_CancelledTokenCount": str(charge.cancelled_token_count),
+        }
+
+    def charges(self) -> Iterator[FocusRow]:
+        """The rows beside the usage: plan, adjustments, credit; and of an invoice what rounding adds to its lines."""
+        for number, charge in enumerate(self._report.charges, len(self._report.lines) + 1):
+            yield self._beside(charge) | {"InvoiceDetailId": str(number) if self._invoice else ""}
+        rounding = self._report.total_rounded_picos - self._report.total_picos
+        if self._invoice and rounding:
+            words = "Rounding of the total to whole coins, with what rounding left of earlier invoices"
+            yield self._row(rounding, "Adjustment", words, "One-Time") | {"InvoiceDetailId": "rounding"}
+
+    def _beside(self, charge: Charge) -> FocusRow:
+        match charge.kind:
+            case ChargeKind.CREDIT:
+                return self._row(charge.amount_picos, "Credit", charge.description, "One-Time")
+            case ChargeKind.ADJUSTMENT:
+                return self._row(charge.amount_picos, "Adjustment", charge.description, "One-Time") | {"ChargeClass": "Correction"}
+            case _:
+                of = {"x_Model": charge.model, "x_TokenKind": charge.token_kind.value if charge.token_kind else ""}
+                return self._row(charge.amount_picos, "Adjustment", charge.description, "Recurring") | of
+
+    def _row(self, amount_picos: int, category: str, description: str, frequency: str) -> FocusRow:
+        """An amount without a unit price: its costs are all the same."""
+        amount = self._money(amount_picos)
+        return self._common | {
+            "BilledCost": amount,
+            "EffectiveCost": amount,
+            "ContractedCost": amount,
+            "ListCost": amount,
+            "ChargeCategory": category,
+            "ChargeDescription": description,
+            "ChargeFrequency": frequency,
+            "ChargePeriodStart": self._common["BillingPeriodStart"],
+            "ChargePeriodEnd": self._common["BillingPeriodEnd"],
+        }
+
+    def _money(self, amount_picos: int) -> str:
+        return exact_text(amount_picos, self._report.currency_code)
+
+
+def meter(kind: TokenKind) -> str:
+    """What is counted, in words."""
+    return f"{kind.value.replace('_', ' ')} tokens".title()
+
+
+def moment(time: datetime) -> str:
+    """ISO 8601 in UTC, to the second, as the specification wants it."""
+    return f"{time.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def millions(token_count: int) -> str:
+    """A count in units of the price, exact."""
+    return exact_text(token_count * (10**12 // TOKENS_PER_PRICE), "JPY")
+
+
+BATCH_ROWS = 500  # groups read and written at a time: some milliseconds of work
+
+_SUMS = ", ".join(
+    f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE part = 0 AND {count} > 0) AS {kind}_requests, "
+    f"coalesce(sum({count}) FILTER (WHERE outcome = ANY(:cancelled)), 0) AS {kind}_cancelled"
+    for kind, (count, _) in COUNTS_OF_EVENT.items()
+)
+_PRICES = ", ".join(
+    f"v.{price} AS {kind}_price, coalesce(l.{price}, v.{price}) AS {kind}_list_price"
+    for kind, (_, price) in COUNTS_OF_EVENT.items()
+)
+# The list price beside a customer's own: that in force at the end of the day of use, of the same tier if it has one.
+CHARGES = """
+WITH used AS (
+    SELECT {day} AS day, u.project_id, u.api_key_id, u.price_version_id, {sums}
+    FROM usage_events u
+    WHERE {where} AND u.rated_at IS NOT NULL
+    GROUP BY 1, 2, 3, 4
+)
+SELECT used.*, p.name AS project_name, k.name AS api_key_name, v.model, v.tier, {prices}
+FROM used JOIN projects p ON p.id = used.project_id JOIN api_keys k ON k.id = used.api_key_id
+JOIN price_versions v ON v.id = used.price_version_id
+LEFT JOIN LATERAL (
+    SELECT * FROM price_versions l
+    WHERE v.organization_id IS NOT NULL AND l.organization_id IS NULL AND l.model = v.model AND l.currency_code = v.currency_code
+      AND l.tier IN (v.tier, '{interactive}') AND l.effective_at < used.day + interval '1 day'
+    ORDER BY l.tier = v.tier DESC, l.effective_at DESC LIMIT 1
+) l ON true
+ORDER BY used.day, used.project_id, used.api_key_id, used.price_version_id
+"""
+
+FORMULA_BEGINNINGS = ("=", "+", "-", "@", "\t", "\r")  # what OWASP names for CSV injection
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
+
+
+async def focus_csv(session: AsyncSession, report: MonthReport, issuer_name: str) -> AsyncIterator[str]:
+    """The file in pieces. issuer_name: who provides and bills; may be empty."""
+    of = UsageFilter(report.month, report.organization_id)
+    parameters = await parameters_of(session, of)
+    statement = CHARGES.format(
+        where=where(of, parameters), day=KEYS[Grouping.DAY], sums=_SUMS, prices=_PRICES, interactive=ServiceTier.INTERACTIVE
+    )
+    month = FocusMonth(report, issuer_name)
+    yield csv_text([dict(zip(COLUMNS, COLUMNS, strict=True))])
+    found = await session.stream(text(statement), parameters)
+    async for rows in found.partitions(BATCH_ROWS):
+        yield csv_text(month.usage(charge) for row in rows for charge in charges_of(row))
+    yield csv_text(month.charges())
+
+
+def charges_of(row: Row[Any]) -> Iterator[UsageCharge]:
+    """A charge per kind of token that there was any of."""
+    found = row._mapping
+    for kind in COUNTS_OF_EVENT:
+        if token_count := int(found[f"{kind}_tokens"]):
+            yield UsageCharge(
+                day=utc_date(row.day),
+                project_id=row.project_id,
+                project_name=row.project_name,
+                api_key_id=row.api_key_id,
+                api_key_name=row.api_key_name,
+                model=row.model,
+                price_version=row.price_version_id,
+                tier=ServiceTier(row.tier),
+                token_kind=kind,
+                token_count=token_count,
+                cancelled_token_count=int(found[f"{kind}_cancelled"]),
+                request_count=found[f"{kind}_requests"],
+                unit_price_picos=found[f"{kind}_price"],
+                list_price_picos=found[f"{kind}_list_price"],
+            )
+
+
+def cell(value: str) -> str:
+    """Return the value with a quote before what a spreadsheet would take for a formula. Numbers stay as they are."""
+    if not value.startswith(FORMULA_BEGINNINGS) or NUMBER.fullmatch(value):
+        return value
+    return f"'{value}"
+
+
+def csv_text(rows: Iterable[dict[str, str]]) -> str:
+    """RFC 4180 without a header; a column that a row lacks is null."""
+    target = io.StringIO()
+    writer = csv.DictWriter(target, COLUMNS, restval="", lineterminator="\r\n")
+    writer.writerows({name: cell(value) for name, value in row.items()} for row in rows)
+    return target.getvalue()
