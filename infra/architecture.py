@@ -452,16 +452,7 @@ PACKAGED = ("api/", "inference/", "metering/")  # folders whose packages are ord
 CYCLES: tuple[set[str], ...] = (
     {"api.chaos", "api.cli"},
     {"api.embedding", "api.observability", "api.process", "api.requests", "api.streams"},
-    {
-        "inference.checkpoint",
-        "inference.core",
-        "inference.decoder",
-        "inference.limits",
-        "inference.native",
-        "inference.sampling",
-        "inference.text",
-    },
-    {"inference.encoder", "inference.hosts", "inference.tensorrt"},
+    {"inference.core", "inference.native"},
 )
 
 Place = tuple[str, int]  # a file and a line
@@ -509,7 +500,7 @@ def reachable(imported: dict[str, dict[str, Place]], package: str) -> set[str]:
 
 
 # Size of the product: Python modules below the folders above, without generated code. To be lowered and never raised.
-MODULES_MAX, LINES_MAX = 544, 74_500
+MODULES_MAX, LINES_MAX = 426, 71_000
 
 
 def product_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
