@@ -499,6 +499,18 @@ def reachable(imported: dict[str, dict[str, Place]], package: str) -> set[str]:
     return found
 
 
+def borders_guard_something(sources: Iterable[Source]) -> Iterator[Finding]:
+    """Every file and module that a border names exists. One that did not move with the code would guard nothing."""
+    paths = [source.path for source in sources]
+    modules = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths if path.endswith(".py")]
+    tops = {module.split(".")[0] for module in modules}
+    for border in BORDERS:
+        ours = [name for name in (*border.imported, *border.but) if name.split(".")[0] in tops]
+        lost = [prefix for prefix in (*border.inside, *border.save_for) if not any(path.startswith(prefix) for path in paths)]
+        for name in lost + [name for name in ours if not any(within(module, (name,)) for module in modules)]:
+            yield Finding("infra/architecture.py", 1, f"a border names {name}, which does not exist: {border.why}")
+
+
 # Size of the product: Python modules below the folders above, without generated code. To be lowered and never raised.
 MODULES_MAX, LINES_MAX = 426, 71_000
 
@@ -520,7 +532,7 @@ PYTHON_RULES: tuple[Rule, ...] = (
     modules_say_what_they_are,
 )
 TEXT_RULES: tuple[Rule, ...] = (nothing_is_left_undone, nothing_names_one_machine, packages_are_installed_from_a_clone)
-REPOSITORY_RULES: tuple[RepositoryRule, ...] = (packages_form_no_cycle, product_does_not_grow)
+REPOSITORY_RULES: tuple[RepositoryRule, ...] = (packages_form_no_cycle, borders_guard_something, product_does_not_grow)
 
 
 def repository() -> list[Source]:

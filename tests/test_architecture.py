@@ -304,6 +304,23 @@ def test_a_known_cycle_is_not_reported_and_does_not_grow(monkeypatch: pytest.Mon
     assert list(architecture.packages_form_no_cycle([*known, Source("api/c.py", "import api.a.x")]))
 
 
+@pytest.mark.parametrize(
+    ("border", "lost"),
+    [
+        (architecture.Border(("api.lost",), inside=("api/",), why="x"), "api.lost"),
+        (architecture.Border(("grpc",), inside=("api/lost/",), why="x"), "api/lost/"),
+        (architecture.Border(("grpc",), inside=("api/",), save_for=("api/lost.py",), why="x"), "api/lost.py"),
+        (architecture.Border(("api",), inside=("api/",), but=("api.lost",), why="x"), "api.lost"),
+    ],
+)
+def test_a_border_around_nothing_is_reported(monkeypatch: pytest.MonkeyPatch, border: architecture.Border, lost: str) -> None:
+    monkeypatch.setattr(architecture, "BORDERS", (border, architecture.Border(("api.a", "grpc"), inside=("api/",), why="x")))
+
+    [found] = architecture.borders_guard_something([Source("api/a.py", "")])
+
+    assert f"a border names {lost}," in found.what
+
+
 @pytest.mark.parametrize(("name", "size"), [("MODULES_MAX", 2), ("LINES_MAX", 4)])
 def test_a_product_that_has_grown_is_reported(monkeypatch: pytest.MonkeyPatch, name: str, size: int) -> None:
     product = [
