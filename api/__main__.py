@@ -45,10 +45,9 @@ from api.draining import drain, stop_signals
 from api.fleet.fleet import build_serving
 from api.inference_service import InferenceServicer
 from api.logs import configure_logs
+from api.metrics.families import Parts
+from api.metrics.operator_http import Handle, MetricsListener, Probes, Scrapes
 from api.observability.observer import Observer
-from api.observability.probes import Handle, Probes
-from api.observability.process_metrics import Parts
-from api.observability.scrape import MetricsListener, Scrapes
 from api.observability.spans import open_spans
 from api.openai.listener import Listener
 from api.operating_system import allow_open_files, return_freed_memory

@@ -16,8 +16,8 @@ from api.core.endpoint import base_url
 from api.core.pace import FramePace
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
+from api.metrics.operator_http import Probes
 from api.observability.observer import Observer
-from api.observability.probes import Probes
 from api.openai.door import Door
 from api.openai.http_requests import Handle, visited
 from api.openai.listener import Listener

@@ -24,7 +24,7 @@ from api.core.pace import VISIT
 from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_quote import quote_embed
 from api.embedding.embedding_wire import parse_embed
-from api.observability.trace_context import trace_of_metadata
+from api.observability.spans import trace_of_metadata
 from api.process import Process
 from api.requests.conversation import thinking_of
 from api.requests.quoting import quote

@@ -24,7 +24,7 @@ from api.core.pace import REFUSAL_COST_S
 from api.embedding.embedding_limits import parts_of
 from api.embedding.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
 from api.observability.observer import Ending
-from api.observability.trace_context import NO_TRACE, TraceContext
+from api.observability.spans import NO_TRACE, TraceContext
 from api.queue.places import Arrival, Outlook, Place
 from api.requests.admission import AdmissionRequest, Lease
 from api.requests.interruption import Interruption

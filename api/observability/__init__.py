@@ -1,1 +1,1 @@
-"""Where the milliseconds and tokens went, for operators: what Prometheus scrapes, and spans for whoever collects them."""
+"""Where the milliseconds and tokens went, for operators: counts of requests, and spans for whoever collects them."""

@@ -5,30 +5,87 @@ Whoever calls waits for nothing and never sees an error. Prompts and answers do 
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import structlog
 
 from api.core.statuses import reason_of
-from api.observability.hold_batches import HoldBatches
-from api.observability.loop_lag import LoopLag
-from api.observability.request_counts import UNKNOWN_MODEL, RequestCounts
-from api.observability.spans import Record, Spans
+from api.observability.counts import UNKNOWN_MODEL, Histogram, RequestCounts
+from api.observability.spans import Record, Spans, TraceContext
 from metering.core.models import Outcome, ServiceTier
 from metering.holds.operations import Settled
+from metering.quotas.quota_rules import Payer
 
-if TYPE_CHECKING:
-    from api.embedding.embedding import EmbedCaller
-    from api.embedding.embedding_wire import ValidEmbed
-    from api.requests.live import Caller
-    from api.requests.start_frame import ValidStart
+BATCH_SECONDS_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000)
+BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+INTERVAL_S = 0.05  # between two looks: some 20 µs of CPU each
+LAG_BOUNDS_MS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000)
 
 log = structlog.get_logger(__name__)
 
 HTTP = "http"  # the call of what comes through the door for OpenAI's clients
+
+
+class HoldBatches:
+    """How the writes of holds were batched. `measured` is what `HoldStore` tells."""
+
+    def __init__(self) -> None:
+        self.sizes = Histogram(BATCH_SIZE_BOUNDS)
+        self.durations = Histogram(BATCH_SECONDS_BOUNDS_MS)
+
+    def measured(self, operation_count: int, duration_s: float) -> None:
+        """One batch was written, or failed."""
+        self.sizes.observe(operation_count)
+        self.durations.observe(duration_s * 1000)
+
+
+class LoopLag:
+    """Measured by a timer, and by how much later than asked it comes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: in seconds."""
+        self.lags = Histogram(LAG_BOUNDS_MS)
+        self._clock = clock
+
+    async def measure(self, late: Callable[[float], None] = lambda _: None, interval_s: float = INTERVAL_S) -> None:
+        """Until cancelled. late: told of each lag, in seconds."""
+        while True:
+            due_at = self._clock() + interval_s
+            await asyncio.sleep(interval_s)
+            lag_s = max(self._clock() - due_at, 0.0)
+            self.lags.observe(lag_s * 1000)
+            late(lag_s)
+
+
+class Asking(Protocol):
+    """The part of a caller that is counted. trace: the one that its request belongs to."""
+
+    @property
+    def payer(self) -> Payer: ...
+
+    @property
+    def trace(self) -> TraceContext: ...
+
+
+class Asked(Protocol):
+    """The part of a request that is counted, of any kind. operation: by OpenTelemetry's names."""
+
+    @property
+    def request_id(self) -> uuid.UUID: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def tier(self) -> ServiceTier: ...
+
+    @property
+    def operation(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -40,8 +97,8 @@ class Ending:
     side by side; 0 if they did not come token by token.
     """
 
-    caller: Caller | EmbedCaller
-    start: ValidStart | ValidEmbed
+    caller: Asking
+    start: Asked
     outcome: Outcome | None
     broken: Exception | None
     timings: Mapping[str, float]

@@ -9,27 +9,60 @@ Off unless OpenTelemetry's own variables name a collector; needs the extra `otel
 from __future__ import annotations
 
 import os
+import re
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
-from prometheus_client.core import Metric
 
 from api.core.setting_values import SettingInvalid
-from api.observability.families import counter, gauge
-from api.observability.trace_context import TraceContext
 from metering.holds.operations import Settled
 
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)  # version 00, and no other is defined
+
+# Lists of members, as W3C has them: what is none is not handed to a library that would log it, line breaks and all.
+MEMBER = re.compile(r"[a-z0-9][a-z0-9_*/@-]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]", re.ASCII)
+TRACESTATE_CHARS_MAX = 512  # that whoever passes one on has to keep; more is not kept
 RECORDS_MAX = 4096  # requests that wait to be sent, of less than a kilobyte each: some ten seconds of a busy process
 BATCH_MAX = 64  # requests sent in one message, of up to eleven spans each
 INTERVAL_S = 1.0  # how long the last request waits for others
 CLOSE_MAX_S = 5.0  # for sending what still waits when the process ends
 
 log = structlog.get_logger(__name__)
+
+
+class TraceContext(NamedTuple):
+    """Both empty if the client has no trace, or told nothing that could be one."""
+
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+NO_TRACE = TraceContext()
+
+
+def trace_of(traceparent: str | None, tracestate: str | None) -> TraceContext:
+    """From what a client tells; what is no traceparent is ignored, as W3C asks."""
+    if not traceparent or TRACEPARENT.fullmatch(traceparent) is None:
+        return NO_TRACE
+    return TraceContext(traceparent, tracestate if tracestate and _is_tracestate(tracestate) else "")
+
+
+def _is_tracestate(told: str) -> bool:
+    if len(told) > TRACESTATE_CHARS_MAX:
+        return False
+    members = [member.strip(" \t") for member in told.split(",")]
+    return all(not member or MEMBER.fullmatch(member) for member in members)
+
+
+def trace_of_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> TraceContext:
+    """From the metadata of a gRPC call."""
+    told = {key: value for key, value in metadata or () if key in ("traceparent", "tracestate") and isinstance(value, str)}
+    return trace_of(told.get("traceparent"), told.get("tracestate")) if told else NO_TRACE
 
 
 @dataclass(slots=True)
@@ -49,6 +82,14 @@ class Record:
     migration_count: int
     trace: TraceContext
     ended_at_ns: int
+
+
+class SpanCounts(NamedTuple):
+    """Traces since the start: sent, and dropped because the collector was away or too slow; and those that wait now."""
+
+    sent: int
+    dropped: int
+    waiting: int
 
 
 class Sender(Protocol):
@@ -93,12 +134,9 @@ class Spans:
         self._wake.set()
         self._thread.join(wait_s)
 
-    def metrics(self) -> Iterator[Metric]:
-        """What became of the traces."""
-        yield counter("weir_traces_sent", "Requests whose spans the collector has taken.", self._sent_count)
-        lost = self._dropped_count + self._lost_count
-        yield counter("weir_traces_dropped", "Requests whose spans it has not: it was away, or too slow.", lost)
-        yield gauge("weir_traces_waiting", "Requests whose spans are to be sent.", len(self._waiting))
+    def counts(self) -> SpanCounts:
+        """Return what became of the traces so far."""
+        return SpanCounts(self._sent_count, self._dropped_count + self._lost_count, len(self._waiting))
 
     def _run(self) -> None:
         while True:

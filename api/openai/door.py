@@ -22,7 +22,7 @@ from api.core.statuses import status_of
 from api.embedding.embedding import EmbedCaller
 from api.embedding.embedding_wire import parse_embed
 from api.observability.observer import HTTP
-from api.observability.trace_context import trace_of
+from api.observability.spans import trace_of
 from api.openai import answers
 from api.openai.chat_answer import ChatAnswer
 from api.openai.chat_parameters import ChatParameters, chat_asked

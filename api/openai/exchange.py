@@ -23,7 +23,7 @@ from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded
 from api.core.pace import REFUSAL_COST_S, START_FREE_S, VISIT
 from api.core.statuses import status_of
 from api.core.wire import finish_reason
-from api.observability.trace_context import NO_TRACE, TraceContext
+from api.observability.spans import NO_TRACE, TraceContext
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
 from api.openai.listener import Connection

@@ -20,7 +20,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import ApiError, CancelledEarly, Cause, DeadlineBeforeStart, EngineLost, EngineLostMidway, NotAdmittedYet
 from api.core.statuses import status_of
 from api.observability.observer import Ending
-from api.observability.trace_context import NO_TRACE, TraceContext
+from api.observability.spans import NO_TRACE, TraceContext
 from api.queue.places import Outlook, Place
 from api.requests.admission import Lease
 from api.requests.endings import cause_of

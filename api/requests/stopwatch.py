@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from api.observability.counts import STAGES
 from inference.engine import EngineTimings
 
-STAGES = ("auth", "tokenize", "admission", "queue", "cold_start", "prefill", "decode", "client_stall", "settle")
 NAMES = {stage: f"{stage}_ms" for stage in STAGES}  # as in `weir.v1.Timings`
 NO_TIMINGS = dict.fromkeys(NAMES.values(), 0.0)
 

@@ -31,7 +31,7 @@ from api.core.interceptor import READ_BYTES, READ_S, ReceivedMessages
 from api.core.pace import BYTE_COST_S, LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from api.core.statuses import status_of
 from api.core.wire import parse_request_id
-from api.observability.trace_context import NO_TRACE, TraceContext, trace_of
+from api.observability.spans import NO_TRACE, TraceContext, trace_of
 from api.process import Process
 from api.requests.live import Caller, LiveRequest
 from api.requests.start_frame import ValidStart, parse_start

@@ -12,9 +12,8 @@ import pytest
 from aiohttp import web
 
 from api.core.health import STORE, Health, reasons, services
-from api.observability import scrape
-from api.observability.probes import Probes
-from api.observability.scrape import CONNECTIONS_MAX, MetricsServer
+from api.metrics import operator_http as scrape
+from api.metrics.operator_http import CONNECTIONS_MAX, MetricsServer, Probes
 from tests.probing import probe
 from tests.service import until
 

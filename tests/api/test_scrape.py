@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from api.core.settings import Settings
-from api.observability import scrape
-from api.observability.histogram import Histogram
-from api.observability.loop_lag import LoopLag
-from api.observability.observer import Observer
-from api.observability.request_counts import COLD_START_MS_MIN, RequestCounts
-from api.observability.scrape import MetricsListener
+from api.metrics import operator_http as scrape
+from api.metrics.operator_http import MetricsListener
+from api.observability.counts import COLD_START_MS_MIN, Histogram, RequestCounts
+from api.observability.observer import LoopLag, Observer
 from metering.core.errors import StoreAway
 from metering.core.models import ServiceTier
 from metering.holds.journal import Delivered, UsageJournal, journal_backlog

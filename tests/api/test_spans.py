@@ -9,9 +9,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from api.core.setting_values import SettingInvalid
+from api.metrics.families import span_metrics
 from api.observability.observer import Observer, record_of
-from api.observability.spans import Record, Spans, open_spans
-from api.observability.trace_context import NO_TRACE, TraceContext, trace_of_metadata
+from api.observability.spans import NO_TRACE, Record, Spans, TraceContext, open_spans, trace_of_metadata
 from tests.api.endings import ending
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -41,7 +41,7 @@ class SlowCollector:
 
 def told(spans: Spans) -> dict[str, float]:
     """Its metrics."""
-    return {sample.name: sample.value for family in spans.metrics() for sample in family.samples}
+    return {sample.name: sample.value for family in span_metrics(spans.counts()) for sample in family.samples}
 
 
 def test_while_the_collector_is_slow_traces_are_dropped_and_counted() -> None:

@@ -6,16 +6,16 @@ A request costs some microseconds here, a token nothing. Owns the counts of this
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from api.core.statuses import reason_of
-from api.observability.histogram import Histogram
-from api.requests.stopwatch import STAGES
 from metering.core.models import ServiceTier
 from metering.holds.operations import Settled
 from metering.quotas.quotas import QuotaExceeded
 
+STAGES = ("auth", "tokenize", "admission", "queue", "cold_start", "prefill", "decode", "client_stall", "settle")  # of a request
 # In ms: from what a lookup in memory takes to what nobody waits for. Two or three to a decade: a quantile is then right to a third.
 STAGE_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 120_000)
 TOTAL_BOUNDS_MS = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 20_000, 30_000, 60_000, 120_000, 300_000, 600_000)
@@ -24,8 +24,44 @@ COLD_START_MS_MIN = 10.0  # below it no engine was waited for: none starts so qu
 UNKNOWN_MODEL = ""  # of requests for models that there are not: what clients write there is no label
 WATCHED_CALLS = ("Generate", "Embed", "http")  # incidents of others are told from their second on
 INCIDENT = "INTERNAL"
-
 Labels = tuple[str, ...]
+
+
+class Histogram:
+    """Counts of values by the first bound that they do not exceed, and their sum."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """bounds: ascending; one more bucket takes what exceeds them all."""
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """The same value so many times."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def copy(self) -> Histogram:
+        """As it is now."""
+        made = Histogram(self.bounds)
+        made.counts, made.sum = self.counts[:], self.sum
+        return made
+
+    @property
+    def count(self) -> int:
+        """Of all values."""
+        return sum(self.counts)
+
+    def buckets(self, unit: float = 1.0) -> list[tuple[str, float]]:
+        """Bounds, in so many of their units, and how many values do not exceed each: as the exposition format wants them."""
+        found, below = [], 0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            below += count
+            found.append((f"{bound * unit:g}", float(below)))
+        found.append(("+Inf", float(below + self.counts[-1])))
+        return found
 
 
 class Times:

@@ -1,18 +1,22 @@
-"""The endpoint that Prometheus scrapes: `GET /metrics` on a port of its own, in the clear, for whoever may reach it.
+"""HTTP for operators, without a key: `GET /metrics` on a port of its own, and health checks on that port and the one for clients.
 
 Nothing here says who asked for what. The numbers are read on the event loop, which is where they change, and become text in a
-thread, since a thousand lines take milliseconds. Owns the socket, and what was last asked of the database.
+thread, since a thousand lines take milliseconds. Owns the socket of the metrics port, and what was last asked of the database.
+
+Health checks (`/livez`, `/readyz`, `/healthz`, `/health`) answer from what `health.py` has found last: no lookup, no thread, no
+queue. The event loop answers, so a process whose loop hangs does not answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from aiohttp import web
@@ -21,11 +25,20 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from api.observability.engine_metrics import engine_metrics, queue_metrics
-from api.observability.families import gauge, gauges
-from api.observability.process_metrics import Parts, books_metrics, journal_metrics, process_metrics
-from api.observability.request_counts import RequestCounts
-from api.observability.request_metrics import request_metrics
+from api.core.health import Health
+from api.metrics.families import (
+    Parts,
+    books_metrics,
+    engine_metrics,
+    gauge,
+    gauges,
+    journal_metrics,
+    process_metrics,
+    queue_metrics,
+    request_metrics,
+    span_metrics,
+)
+from api.observability.counts import RequestCounts
 from metering.backlog import Backlog, read_backlog
 from metering.core.errors import StoreAway
 from metering.holds.journal import JournalBacklog, journal_backlog
@@ -43,7 +56,9 @@ SHUTDOWN_S = 1.0
 log = structlog.get_logger(__name__)
 
 Value = TypeVar("Value")
-Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+METHODS = ("GET", "HEAD")
+HEADERS = {"content-type": "application/json", "cache-control": "no-store"}
+Handle = Callable[[web.BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
 
 
 class Families(Collector):
@@ -100,7 +115,7 @@ class Scrapes:
         if backlog is not None:
             yield from books_metrics(backlog)
         if process.observer.spans is not None:
-            yield from process.observer.spans.metrics()
+            yield from span_metrics(process.observer.spans.counts())
 
     def _write(self, families: list[Metric], counts: RequestCounts) -> bytes:
         return generate_latest(Families([*families, *request_metrics(counts), *self._process.collect()]))
@@ -234,3 +249,42 @@ def bound_socket(address: tuple[str, int], port_count: int) -> socket.socket:
         wrong = f"cannot listen on {host}, port {ports}, for metrics: {error}; WEIR_METRICS_LISTEN names another, or off"
         raise OSError(wrong) from error
     raise AssertionError("there is at least one port")
+
+
+LIVE, READY = "/livez", frozenset({"/readyz", "/healthz", "/health"})
+
+
+class Probes:
+    """Answers health checks."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+
+    def before(self, handle: Handle) -> Handle:
+        """A handler that answers health checks itself and passes on every other request."""
+
+        async def answer_or_pass_on(request: web.BaseRequest) -> web.StreamResponse:
+            answer = self.answer(request)
+            return await handle(request) if answer is None else answer
+
+        return answer_or_pass_on
+
+    def answer(self, request: web.BaseRequest) -> web.Response | None:
+        """The answer to a health check; None for any other path."""
+        path = request.path
+        if path != LIVE and path not in READY:
+            return None
+        if request.method not in METHODS:
+            wrong = {"status": "error", "reasons": [f"{path} takes {' and '.join(METHODS)}"]}
+            return answered(405, wrong, {"allow": ", ".join(METHODS)})
+        if path == LIVE:
+            return answered(200, {"status": "live"})
+        reasons = self._health.reasons
+        if reasons:
+            return answered(503, {"status": "not ready", "reasons": list(reasons)})
+        return answered(200, {"status": "ready"})
+
+
+def answered(status: int, body: Mapping[str, object], more: Mapping[str, str] | None = None) -> web.Response:
+    """A response that no proxy keeps. more: further headers."""
+    return web.Response(status=status, body=json.dumps(body).encode() + b"\n", headers={**HEADERS, **(more or {})})
