@@ -18,6 +18,8 @@ from typing import Any, TypeVar, cast
 
 import structlog
 
+from common.backoff import backoff_s
+
 SHORTEST_S = 1.0  # before an item is tried again; doubled by each failure
 LONGEST_S = 300.0  # an incident is repeated in the log no more often than this once its cause lasts
 ITEMS_MAX = 10_000  # that a loop remembers as failed; the oldest failures are forgotten first, and so are tried again at once
@@ -91,7 +93,7 @@ class Retries:
         failure = self._failures.pop(item, None)
         if failure is None or now - failure.due_at > self._longest_s:
             failure = _Failure(0, now)
-        delay_s = min(self._shortest_s * 2.0 ** min(failure.count, 50), self._longest_s)
+        delay_s = backoff_s(failure.count + 1, self._shortest_s, self._longest_s)
         self._failures[item] = _Failure(failure.count + 1, now + delay_s)
         if len(self._failures) > ITEMS_MAX:
             self._failures.popitem(last=False)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import psycopg
 
+from common.backoff import Backoff
 from common.incidents import Retries
 from metering.holds.holds import CHANNEL
 from metering.store.db import KEEPALIVES, psycopg_conninfo
@@ -36,6 +37,7 @@ class UsageListener(threading.Thread):
 
     def run(self) -> None:
         """Listen until `stop`; connects again, ever more slowly, whenever the connection breaks."""
+        backoff = Backoff(RECONNECT_MIN_S, RECONNECT_MAX_S)
         delay_s = 0.0
         while not self._stopping.wait(delay_s):
             try:
@@ -47,14 +49,13 @@ class UsageListener(threading.Thread):
                     **KEEPALIVES,
                 ) as connection:
                     connection.execute(f"LISTEN {CHANNEL}".encode())
-                    delay_s = 0.0
+                    backoff.reset()
                     self._listen(connection)
             except (psycopg.OperationalError, psycopg.InterfaceError, OSError) as away:
                 log.info("usage is not listened for: %s", str(away).partition("\n")[0])
             except Exception as error:  # whatever it is, the schedule goes on, and so must this
                 self._retries.failed(error)
-                delay_s = max(delay_s, self._retries.wait_s())
-            delay_s = min(max(delay_s * 2, RECONNECT_MIN_S), RECONNECT_MAX_S)
+            delay_s = max(backoff.next_s(), self._retries.wait_s())
 
     def stop(self) -> None:
         """Ask it to stop; it dies with the process if it does not hear."""

@@ -24,8 +24,8 @@ from metering.export.export_models import PaymentState
 from metering.export.export_settings import Collection, stripe_settings, webhook_settings
 from metering.export.reconciliation import MeterReconciliation, reconcile
 from metering.export.stripe_gateway import StripeGateway
+from metering.export.stripe_inbox import serve_webhooks
 from metering.export.stripe_sync import Sync, payment_method_page
-from metering.export.webhook_server import serve_webhooks
 from metering.store.db import Sessions
 
 stripe = typer.Typer(help="Bill with Stripe: sync, compare, correct.", no_args_is_help=True)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import psycopg
 import structlog
 
+from common.backoff import Backoff
 from common.incidents import Retries
 from metering.control.stop_orders import CHANNEL, PEERS, REPORT, DrainOrder, StopOrder
 from metering.store.db import KEEPALIVES, BoundedConnection, connection_options, patience, psycopg_conninfo
@@ -141,29 +142,29 @@ class ControlChannel:
         self.connected = False
 
     async def run(self) -> None:
-        """Listen until cancelled. Connect again, at once and then ever more slowly, whenever the connection breaks.
+        """Listen until cancelled. Connect again, ever more slowly, whenever the connection breaks.
 
         An unexpected error is an incident and costs a connection at most.
         """
-        delay_s = 0.0
+        backoff = Backoff(RECONNECT_MIN_S, RECONNECT_MAX_S)
         while True:
+            rest_s = 0.0
             try:
                 with patience(ANSWER_TIMEOUT_S):
                     async with await self._connect() as connection:
-                        self.connected, delay_s = True, 0.0
+                        self.connected = True
+                        backoff.reset()
                         await self._serve(connection)
             except AWAY as away:
                 level = log.info if self.connected else log.debug  # once per outage, not once per attempt
                 level("control_channel_lost", cause=str(away).strip() or type(away).__name__)
                 if isinstance(away, psycopg.errors.ReadOnlySqlTransaction):
-                    delay_s = RECONNECT_MAX_S  # it lets everybody connect, and would let this one do nothing else
+                    rest_s = RECONNECT_MAX_S  # it lets everybody connect, and would let this one do nothing else
             except Exception as error:
                 self._retries.failed(error)
-                delay_s = max(delay_s, self._retries.wait_s())
             finally:
                 self.connected = False
-            await asyncio.sleep(delay_s)
-            delay_s = min(max(delay_s * 2, RECONNECT_MIN_S), RECONNECT_MAX_S)
+            await asyncio.sleep(max(backoff.next_s(), self._retries.wait_s(), rest_s))
 
     async def _connect(self) -> BoundedConnection:
         return await BoundedConnection.connect(

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from common.backoff import backoff_s
 from common.incidents import Retries
 from metering.core.errors import StoreAway
 from metering.core.models import TokenKind
@@ -307,7 +308,7 @@ async def _claim(run: Run, stream: Stream) -> Claimed | None:
 
 async def _record(run: Run, batch: Claimed, answer: Answer, *, is_trouble: bool = True) -> None:
     state = state_after(batch.was, answer)
-    delay_s = answer.retry_after_s if answer.retry_after_s is not None else backoff_s(batch.attempt_count)
+    delay_s = answer.retry_after_s if answer.retry_after_s is not None else rest_s(batch.attempt_count)
     parameters = {
         "id": batch.id,
         "state": str(state),
@@ -338,10 +339,9 @@ def state_after(was: str, answer: Answer) -> BatchState:
             return BatchState.SENT if in_doubt or not answer.certain else BatchState.PENDING
 
 
-def backoff_s(attempt: int) -> float:
-    """Seconds until the next attempt: doubling, with a random part so that many do not come back at once."""
-    longest = min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2.0 ** min(attempt - 1, BACKOFF_DOUBLINGS_MAX))
-    return longest * random.uniform(0.5, 1.0)
+def rest_s(attempt_count: int) -> float:
+    """Seconds until the next attempt, with a random part so that many do not come back at once."""
+    return backoff_s(attempt_count, BACKOFF_S_MIN, BACKOFF_S_MAX) * random.uniform(0.5, 1.0)
 
 
 async def _note(run: Run) -> None:

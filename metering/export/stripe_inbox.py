@@ -1,18 +1,23 @@
 """Stripe's events: each verified, stored once by its id, and handled whenever and in whatever order it came.
 
-Storing is all that the endpoint does; the worker handles what is stored, found by a query. Handling is idempotent, and what it
-writes does not depend on the order of events.
+The endpoint answers 2xx only after the event is committed, and does nothing else with it; the worker handles what is stored, found
+by a query. Handling is idempotent, and what it writes does not depend on the order of events.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
+import signal
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import Any
 
+from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -20,14 +25,23 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from common.incidents import Retries
 from metering.core.errors import InvalidValue, StoreAway, StripeFailed
 from metering.export.export_models import StripeEvent
+from metering.export.export_settings import WebhookSettings
 from metering.export.invoice_payments import alert_on_payment
 from metering.export.month_items import hold_draft
 from metering.export.stripe_gateway import MeterErrors, StripeGateway, verify_signature
 from metering.store.db import Sessions
 
 log = logging.getLogger(__name__)
+http_log = logging.getLogger(f"{__name__}.http")  # aiohttp logs a traceback of each request that is not HTTP
+http_log.setLevel(logging.CRITICAL)
 retries = Retries("stripe_events", passing=(StoreAway,))  # by event
 
+PATH = "/stripe/events"
+HEAD_MAX_BYTES = 16 * 1024  # of a line; all of Stripe's heads are below 1 kB
+BODY_MAX_BYTES = 1024 * 1024  # of an event; an invoice with many lines is some 100 kB
+REQUEST_TIMEOUT_S = 10.0  # Stripe's own patience is longer; a slow sender must not keep a connection
+CONNECTIONS_MAX = 256  # beyond it the connection whose request has been awaited for longest gives way
+SHUTDOWN_S = 2.0  # for events that are being stored
 EVENTS_MAX = 100  # handled in one run
 ATTEMPTS_MAX = 20  # after which an event is left to a person; `weir stripe status` counts it
 ERROR_LENGTH_MAX = 500
@@ -189,3 +203,88 @@ def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         "hosted_url": invoice.get("hosted_invoice_url"),
         "told_at": told_at,
     }
+
+
+class EventServer(web.Server):
+    """aiohttp's server for Stripe's events: one path, one method, one request per connection, bounded in size, time and number.
+
+    TLS is the business of the proxy in front.
+    """
+
+    def __init__(self, sessions: Sessions, secrets: Sequence[str]) -> None:
+        self._sessions, self._secrets = sessions, secrets
+        # Ends of connections whose requests are not complete, the oldest first.
+        self._reading: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        super().__init__(
+            self._answer, max_line_size=HEAD_MAX_BYTES, max_field_size=HEAD_MAX_BYTES, access_log=None, logger=http_log
+        )
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """See `web.Server`. Of too many connections, the one whose request has been awaited for longest is aborted."""
+        super().connection_made(handler, transport)
+        self._reading[handler] = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, transport.abort)
+        if len(self.connections) > CONNECTIONS_MAX:  # slow senders must not keep Stripe's events away
+            oldest = next(iter(self._reading))
+            (oldest.transport or transport).abort()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        """See `web.Server`."""
+        super().connection_lost(handler, exc)
+        self._end_reading(handler)
+
+    def _end_reading(self, handler: web.RequestHandler) -> None:
+        if (end := self._reading.pop(handler, None)) is not None:
+            end.cancel()
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        status, why = await self._take(request)
+        response = web.Response(status=status, text=f"{why or status.phrase}\n")
+        response.force_close()
+        return response
+
+    async def _take(self, request: web.BaseRequest) -> tuple[HTTPStatus, str]:
+        if request.path != PATH:
+            return HTTPStatus.NOT_FOUND, ""
+        if request.method != "POST":
+            return HTTPStatus.METHOD_NOT_ALLOWED, ""
+        if request.content_length is None:
+            return HTTPStatus.LENGTH_REQUIRED, ""
+        if request.content_length > BODY_MAX_BYTES:
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, ""
+        body = await request.read()
+        self._end_reading(request.protocol)
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                new = await store_event(self._sessions, body, request.headers.get("Stripe-Signature", ""), self._secrets)
+        except InvalidValue as error:
+            return HTTPStatus.BAD_REQUEST, str(error)
+        except (StoreAway, TimeoutError):
+            log.warning("an event of Stripe is not stored: the database is away")
+            return HTTPStatus.SERVICE_UNAVAILABLE, "come again"
+        except Exception:  # whatever it was, Stripe sends the event again
+            log.exception("an event of Stripe is not stored")
+            return HTTPStatus.INTERNAL_SERVER_ERROR, "come again"
+        return HTTPStatus.OK, "stored" if new else "known"
+
+
+@contextlib.asynccontextmanager
+async def webhook_server(sessions: Sessions, settings: WebhookSettings) -> AsyncIterator[str]:
+    """Listens inside the block, which gets the address."""
+    events = EventServer(sessions, settings.secrets)
+    server = await asyncio.get_running_loop().create_server(events, settings.listen_host, settings.listen_port)
+    host, port = server.sockets[0].getsockname()[:2]
+    try:
+        yield f"http://{host}:{port}{PATH}"
+    finally:
+        server.close()
+        await events.shutdown(SHUTDOWN_S)
+
+
+async def serve_webhooks(sessions: Sessions, settings: WebhookSettings, report: Callable[[str], None]) -> None:
+    """Take events until SIGTERM or SIGINT."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    async with webhook_server(sessions, settings) as address:
+        report(address)
+        await stopping.wait()

@@ -26,6 +26,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
 
+from common.backoff import Backoff
 from metering.core.errors import StoreAway
 
 BACKOFF_LEAST_S = 0.05  # a database that is restarted is missed for no longer than that
@@ -41,7 +42,7 @@ class StoreGate:
         self._clock = clock
         self._jitter = jitter
         self._away_since: float | None = None
-        self._failure_count = 0
+        self._backoff = Backoff(BACKOFF_LEAST_S, BACKOFF_MOST_S)
         self._next_attempt_at = -math.inf
         self._attempting = False
 
@@ -83,14 +84,13 @@ class StoreGate:
     def answered(self) -> None:
         """The database has answered something."""
         self._away_since = None
-        self._failure_count = 0
+        self._backoff.reset()
 
     def failed(self) -> None:
         """An attempt to connect came to nothing, or the database went silent."""
         if self._away_since is None:
             self._away_since = self._clock()
-        pause_s = min(BACKOFF_LEAST_S * 2**self._failure_count, BACKOFF_MOST_S) * (0.5 + self._jitter())
-        self._failure_count = min(self._failure_count + 1, 32)
+        pause_s = self._backoff.next_s() * (0.5 + self._jitter())
         self._next_attempt_at = self._clock() + pause_s
 
 

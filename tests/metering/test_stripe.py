@@ -27,7 +27,7 @@ from api.cli.stack import StackFailed, optional_children
 from metering.celery_app import refuse_without_database
 from metering.core.errors import AlreadyExists, BillingDetailsMissing, InvalidValue, StripeFailed
 from metering.core.money import MINOR_DIGITS
-from metering.export import webhook_server as server_module
+from metering.export import stripe_inbox
 from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.export_admin import export_status, resend, settle
 from metering.export.export_settings import (
@@ -40,10 +40,9 @@ from metering.export.export_settings import (
 )
 from metering.export.reconciliation import reconcile
 from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_inbox import INVOICE_TIMES, handle_events
+from metering.export.stripe_inbox import BODY_MAX_BYTES, INVOICE_TIMES, PATH, handle_events, webhook_server
 from metering.export.stripe_objects import stripe_digits, unit_amount_decimal
 from metering.export.stripe_sync import Sync, payment_method_page
-from metering.export.webhook_server import BODY_MAX_BYTES, PATH, webhook_server
 from metering.pricing.prices import ModelPrice, set_price, withdraw_price
 from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, set_billing_profile
@@ -537,6 +536,10 @@ async def delivered_without_sync(
         return list(await session.scalars(text("SELECT id FROM meter_batches ORDER BY token_kind")))
 
 
+TO_EVENTS = b"POST /stripe/events HTTP/1.1\r\nHost: here\r\n"
+NO_ANSWER = 0  # to a sender that has gone
+
+
 async def raw_post(sessions: Sessions, request: bytes) -> tuple[int, str]:
     """Status and body that the endpoint answers to these bytes."""
     async with webhook_server(sessions, WebhookSettings(("whsec_of_another_destination", SECRET), listen_port=0)) as address:
@@ -548,6 +551,8 @@ async def raw_post(sessions: Sessions, request: bytes) -> tuple[int, str]:
         answer = (await reader.read()).decode()
         writer.close()
         await writer.wait_closed()
+    if not answer:
+        return NO_ANSWER, ""
     return int(answer.split(" ")[1]), answer.rpartition("\r\n\r\n")[2].strip()
 
 
@@ -582,21 +587,26 @@ async def test_an_event_is_stored_once_and_only_if_stripe_signed_it_lately(sessi
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
-        (b"GET /stripe/events HTTP/1.1\r\n\r\n", 405),
-        (b"POST /elsewhere HTTP/1.1\r\nContent-Length: 1\r\n\r\nx", 404),
-        (b"POST /stripe/events HTTP/1.1\r\n\r\n", 411),
-        (b"POST /stripe/events HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nx", 411),
-        (b"POST /stripe/events HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\nx", 411),
-        (b"POST /stripe/events HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (BODY_MAX_BYTES + 1), 413),
-        (b"POST /stripe/events HTTP/1.1\r\nContent-Length: " + b"9" * 99 + b"\r\n\r\n", 413),
-        (b"POST /stripe/events HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", 431),
-        (b"nonsense\r\n\r\n", 400),
-        (b"POST /stripe/events HTTP/1.1\r\nContent-Length: 9\r\n\r\nEOF", 400),
+        (b"GET /stripe/events HTTP/1.1\r\nHost: here\r\n\r\n", 405),
+        (b"POST /elsewhere HTTP/1.1\r\nHost: here\r\nContent-Length: 1\r\n\r\nx", 404),
         (b"POST /stripe/events HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}", 400),
+        (TO_EVENTS + b"\r\n", 411),
+        (TO_EVENTS + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n", 411),
+        (TO_EVENTS + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nx", 400),
+        (TO_EVENTS + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\nx", 400),
+        (TO_EVENTS + b"Content-Length: %d\r\n\r\n" % (BODY_MAX_BYTES + 1), 413),
+        (TO_EVENTS + b"Content-Length: " + b"9" * 99 + b"\r\n\r\n", 400),
+        (TO_EVENTS + b"X: " + b"a" * 20_000 + b"\r\n\r\n", 400),
+        (b"nonsense\r\n\r\n", 400),
+        (TO_EVENTS + b"Content-Length: 9\r\n\r\nEOF", NO_ANSWER),
+        (TO_EVENTS + b"Content-Length: 2\r\n\r\n{}", 400),
     ],
 )
 async def test_what_is_no_event_gets_a_status_and_nothing_is_stored(request_bytes: bytes, status: int, sessions: Sessions) -> None:
     assert (await raw_post(sessions, request_bytes))[0] == status
+
+    async with sessions() as session:
+        assert await session.scalar(text("SELECT count(*) FROM stripe_events")) == 0
 
 
 def invoice_event(kind: str, created: int, paid: int = 0) -> dict[str, Any]:
@@ -653,17 +663,17 @@ async def test_the_status_names_who_is_not_known_at_stripe(
 
 async def test_senders_that_never_finish_keep_no_event_away(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection that has been silent for longest gives way."""
-    monkeypatch.setattr(server_module, "CONNECTIONS_MAX", 8)
-    endpoint = server_module.Endpoint(sessions, ["whsec"])
-    server = await asyncio.start_server(endpoint.serve, "127.0.0.1", 0)
+    monkeypatch.setattr(stripe_inbox, "CONNECTIONS_MAX", 8)
+    events = stripe_inbox.EventServer(sessions, ["whsec"])
+    server = await asyncio.get_running_loop().create_server(events, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()[:2]
     async with server:
         silent = [await asyncio.open_connection(host, port) for _ in range(8)]
         async with asyncio.timeout(60):
-            while endpoint.open_count < 8:  # noqa: ASYNC110
+            while len(events.connections) < 8:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"POST /stripe/events HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}")
+        writer.write(TO_EVENTS + b"Content-Length: 2\r\n\r\n{}")
         answer = await reader.read()
         first_end = await silent[0][0].read()
         for _, each in [*silent, (reader, writer)]:
