@@ -1,4 +1,11 @@
-"""Usage and invoice alerts: their tables, the look at the counters that fires them, and their list."""
+"""Alerts on usage, credit and payments: their tables, the periodic look at the counters that finds them, and their list.
+
+A limit is crossed in a window when `used` has reached a threshold of the limit in force; what running requests hold does not count.
+The worker looks at the present window, and at those before it for as long as their counters are kept, by the limit that they ended
+with: a worker that was away finds later what it would have found. A window that ended before its limit was last changed is left
+alone, since its limit is not known any more. Prepaid credit is crossed when no more than the threshold is left. What is found is
+written in the same statement, and the database takes each alert once; alerts are append-only (trigger). Admissions never read this.
+"""
 
 from __future__ import annotations
 

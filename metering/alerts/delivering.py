@@ -1,9 +1,10 @@
-"""Alerts on their way to webhooks: attempted by the worker until they are answered, for a day, at least once each.
+"""Delivery of alerts to webhooks: attempted by the worker until they are answered, for a day, at least once each.
 
 One worker at a time sends to one organization's webhook: an advisory lock on a connection of its own, which the server frees when
-the worker dies. An attempt is noted before it is made, so a worker that dies in it leaves a trace, and whoever comes next sends the
-same again. After a failure the webhook rests, longer each time; what was attempted least goes first. So one that hangs holds up
-nobody else, and one alert that is always refused holds up no other.
+the worker dies. An attempt is recorded before it is made, so a worker that dies in it leaves a trace, and the next worker sends the
+same again. After a failure the webhook rests, longer each time; what was attempted least goes first. So a webhook that hangs delays
+no other, and an alert that is always refused delays no other. An attempt sends the same body each time, follows no redirect, reads
+only the head of the answer, and has a time limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Webhooks of organizations: set, listed, tried, removed.
+"""Webhooks of organizations: set, listed, tried, removed; and which URLs and addresses they may have.
 
-Functions take a session and never commit; every change of a webhook writes the audit log.
+A webhook is called from inside the operator's network. So unless the operator allows it, only https is spoken, and only with public
+addresses: a name is resolved once, the address is checked, and that very address is connected to. A name that resolves elsewhere a
+moment later changes nothing. Functions take a session and never commit; every change of a webhook writes the audit log.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Changes of prices and quotas that a configuration asks for, each counted as applied, unchanged or failed."""
+"""The prices and limits of a configuration, compared with what is in force, and changed where they differ.
+
+A price version is added where those in force differ; none is removed. Limits of a subject are set, raised or removed. Each change
+runs in a savepoint (`Attempts`).
+"""
 
 from __future__ import annotations
 

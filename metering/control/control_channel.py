@@ -1,8 +1,11 @@
-"""How the api processes of one database talk to each other: a LISTEN connection of its own in each, and a look at the orders.
+"""Communication of the api processes of one database: a LISTEN connection in each, and a periodic read of the orders.
 
-Owns the connection and what this process has read of the orders. Notifications make it quick; the look at every interval makes it
-certain: an order is acted on within `LOOK_INTERVAL_S` if its notification was lost, and within `LOOK_INTERVAL_S` +
-`ANSWER_TIMEOUT_S` + `CONNECT_TIMEOUT_S`, five seconds, if the connection had died without a word.
+Notifications make it quick; the read at every interval makes it certain: an order is acted on within `LOOK_INTERVAL_S` if its
+notification was lost, and within `LOOK_INTERVAL_S` + `ANSWER_TIMEOUT_S` + `CONNECT_TIMEOUT_S`, five seconds, if the connection had
+died silently.
+
+Broadcasts are short texts that nothing depends on: no row is written, processes that do not listen at that moment miss them, and
+each process sends one a second at most.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of live control and key rotation: small, short-lived rows beside those of `models.py`, which owns the base."""
+"""Tables of live control: small, short-lived rows."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""Handing batches to the biller: the second half of the stage posted → exported.
+"""The stage posted → exported: rated usage → batches of tokens per customer, price version, kind and hour → the biller.
 
-The intent is committed, then the biller is called outside any transaction, then its answer is recorded. A worker that dies in
-between leaves the batch `sent`; whoever comes next hands it over again under the same identifier. One stream (customer and meter)
-is worked on by one worker at a time: an advisory lock on a connection of its own, which the server frees when the worker dies.
+What is missing is computed, never remembered: a new part of an hour is what its usage events add up to, less the parts that exist.
+The part's number is unique, so two workers that compute it at once write it once.
+
+Delivery commits the intent, calls the biller outside any transaction, then records its answer. A worker that dies in between leaves
+the batch `sent`; the next worker delivers it again under the same identifier. One stream (customer and meter) is delivered by one
+worker at a time: an advisory lock on a connection of its own, which the server frees when the worker dies.
 """
 
 from __future__ import annotations

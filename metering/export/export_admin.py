@@ -1,4 +1,8 @@
-"""State of the export for operators, and their decisions on deliveries that need a person."""
+"""State of the export for operators, and their decisions on batches: to send one again, to settle a parked one.
+
+Stripe takes an event back within 24 hours of receiving it. Usage itself never shrinks here, so nothing has to be offset by a
+negative quantity; money is given back by a credit on the invoice.
+"""
 
 from __future__ import annotations
 

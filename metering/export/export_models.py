@@ -1,4 +1,4 @@
-"""The tables of the export: what was handed to the biller, and what the biller told us. Beside `models.py`, which owns the base.
+"""The tables of the export: what was handed to the biller, and what the biller told us.
 
 A batch's tokens never change and no batch is deleted (trigger `meter_batches_keep_tokens`); only its state moves on.
 """

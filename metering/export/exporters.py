@@ -1,4 +1,8 @@
-"""One run of the stage posted → exported, to wherever the settings say."""
+"""The exporter that the settings name: Stripe, or a file of JSON lines for other billers.
+
+A line of the file is on disk before its quantity counts as delivered, and an identifier is written once, also by several workers:
+each writer holds the file's lock and has read all that others wrote. A torn last line, left by a crash, was never acknowledged.
+"""
 
 from __future__ import annotations
 

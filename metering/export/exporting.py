@@ -1,6 +1,9 @@
-"""What an exporter is: the border between our batches of tokens and whoever bills them. Pure; exporters are beside it.
+"""The interface of an exporter: the border between our batches of tokens and the biller. Pure.
 
-An exporter counts each quantity once by its identifier, however often it is handed over, for as long as it promises to.
+An exporter counts each quantity once by its identifier, however often it is delivered, for as long as it promises to. Identifiers
+are derived from what they identify: a database that has lost commits in a failover makes the same ones again, so the biller counts
+nothing twice. A quantity is not part of its identifier: where some usage was lost as well, the biller keeps what it counted first,
+and `weir reconcile` names the difference.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Our tokens against the biller's, per customer, price version and kind, for one month: used, posted, exported, counted.
+"""Our tokens compared with the biller's, per customer, price version and kind, for one month: used, posted, exported, counted.
 
-Hours that are not over yet are left out on both sides of the export. Stripe counts some seconds after it has answered.
+A difference says where, how much, since when and what to do about it. Hours that are not over are left out on both sides of the
+export. Stripe counts some seconds after it has answered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Prices and invoices at Stripe, as far as other modules have to know them."""
+"""Prices and invoices as Stripe has them.
+
+Prices are picos per token as `unit_amount_decimal`, exactly or not at all. Invoices are those of our subscriptions, read from
+Stripe whatever a webhook reported of them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What one batch of hold operations decides, one operation after the other, in memory.
 
-By `models.py` about room, and here about all else: who may, what has ended, what is recorded. Reads and writes nothing itself.
+By `quotas.py` about room, and here about all else: who may, what has ended, what is recorded. Reads and writes nothing itself.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Closing a month of a customer: open → closing → closed, once and for good, whoever does it and however often it is interrupted.
+"""Closing a month of a customer: open → closing → closed, exactly once, however often it is interrupted.
 
-All that a close writes is one transaction, which holds the customer's lane alone (`ledger.py`): nothing is posted to the month
-meanwhile, and after it nothing can be. Killed anywhere, it leaves a month that is open or closing, and the same call goes on. Two
-at once take turns, and the second finds it closed.
+All that a close writes is one transaction, which holds the customer's lane exclusively (`ledger.py`): nothing is posted to the
+month meanwhile, and after it nothing can be. Killed anywhere, it leaves a month that is open or closing, and the same call
+continues. Of two at once, the second waits and finds it closed. Before it commits, a close reads the report again, as readers will
+later, and compares the bytes.
 
-Before it commits, a close reads the report again, as anybody will read it later, and compares the bytes.
+Obstacles are what keeps a month from being closed, each with its remedy. Postings of a close are the plan's lines, the credit that
+pays, and what rounding moves.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Whose letterhead stands on an invoice: the one it had when it first left the house, whatever the settings say later.
+"""An invoice as the customer reads it: plain values in reading order, made of a month report and an issuer.
 
-Append-only by a trigger. Amounts, names and numbers of a closed month are kept by its close, which does not know the letterhead.
+Pure: the same report and issuer give the same document, which `invoice_pdf.py` draws. Amounts are picos throughout; nothing is
+priced or rounded here. The issuer of a closed month is the one that its document was first written with (`letterheads`,
+append-only by a trigger), whatever the settings say later.
 """
 
 from __future__ import annotations

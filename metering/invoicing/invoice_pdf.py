@@ -1,7 +1,7 @@
 """Draws an `InvoiceDocument` as PDF: letterhead, table of lines with repeated head, sums, notes, page x of y.
 
-The same document gives the same bytes: no clock, no random ids. Nothing is computed here but what a page needs. Run as a program it
-reads a pickled document from the process that started it, and writes the file.
+The same document gives the same bytes: no clock, no random ids. Only pagination is computed here. Run as a program it reads a
+pickled document from the process that started it, and writes the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Writing invoices at the close of a month, and reading them. Functions take a session and never commit."""
+"""Invoices: their lines and totals, their tables, and writing and reading them.
+
+An invoice is made of a month's report, line by line in its order. Each line has its exact amount, and beside it the whole minor
+units that the customer pays for it. All tables are append-only, by triggers; only `document_series` counts on: the next number is
+drawn in the transaction that uses it and given back if that fails, so numbers have no gaps. Functions never commit.
+"""
 
 from __future__ import annotations
 

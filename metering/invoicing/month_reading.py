@@ -1,6 +1,7 @@
 """Reading the month of a customer: what the ledger says it used and owes, and whether that is what it used.
 
-Amounts come from the ledger, never from today's prices.
+Amounts come from the ledger, never from today's prices. While a month is open, its plan, adjustments and prepaid credit are worked
+out here; of a closed month they are the lines of its invoice. Functions take a session, read and never commit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A month report as JSON and as CSV. Pure: the same report, the same bytes, in the format version that the report names."""
+"""The month of a customer as a value: its usage, its charges and what it owes; as JSON and as CSV. Pure.
+
+`month_reading.py` reads it from the ledger, `invoices.py` makes an invoice of it. The same report gives the same bytes, in the
+format version that the report names.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Whether a closed month is still what it was: its report is made again from the ledger and compared with what the close froze.
+"""The months of a customer: where each stands, and whether a closed one is still what its close froze.
 
-Reads only. Four things are compared: the documents with their digests, the receipts with their root, the invoice's lines with the
-report's, and what the month posted to the customer's account with what was invoiced.
+Reads only. Verification makes the report again from the ledger and compares four things: the documents with their digests, the
+receipts with their root, the invoice's lines with the report's, and what the month posted to the customer's account with what was
+invoiced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""The ledger: postings, and the billing month that takes each of them."""
+"""The double-entry ledger: balanced transactions, balances as sums, and the billing month that takes each posting.
+
+Append-only by triggers, which also refuse a transaction that does not sum to zero in each currency, and one in a closed month. All
+legs of a transaction are written by one statement. Usage is posted by `rating.py`, many events at a time; everything else here.
+
+Whoever posts holds its organization's lane shared until the transaction ends, and whoever closes a month holds it exclusively: so
+nothing enters a month while it is being closed, nor after. Triggers take the same locks. A lane is a lock that some organizations
+share, so that a batch takes few locks, whatever number of customers is in it. Functions take a session and never commit.
+"""
 
 from __future__ import annotations
 

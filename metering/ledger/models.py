@@ -1,7 +1,4 @@
-"""Tables of the ledger and of the months that are billed.
-
-The ledger is append-only, balanced and closed month by month, each by triggers in the migrations.
-"""
+"""Tables of the ledger and of billing months. Append-only, balanced and closed month by month, by triggers in the migrations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,17 @@
-"""Usage that does not cost what its tokens cost: found, and billed by an adjustment in place of the ledger's usage.
+"""Rating: usage events become ledger transactions, each exactly once, whoever runs this and however often.
 
-Such a record cannot be rated, since nobody knows which of the two is wrong, and cannot be changed. Two people agree on an
-adjustment of exactly what its tokens cost; the close that is told of it takes the records out of what waits for rating, for good.
+Work is found by a query, never by a message: an event is pending while it is in `unrated_usage`, which it leaves in the statement
+that posts it. Two workers skip what the other has locked; one that dies leaves its batch pending. Events of customers whose month
+is being closed are passed over, and so are events whose stored cost is not that of their tokens; the rest of a batch waits for
+neither. A batch is one statement. Postings are sums: one transaction per customer, billing month, day of use (UTC) and batch, with
+a leg per price version and kind of token. Each event points to its transaction.
+
+Misstated usage, whose cost is not that of its tokens, cannot be rated, since nobody knows which of the two is wrong, and cannot be
+changed. Two people agree on an adjustment of exactly what the tokens cost; the close that names it removes the events from
+`unrated_usage` for good.
+
+Partitions of usage events, one per month (UTC), are made months ahead by functions in the database. A row without a partition is in
+the default one, counts like all others, and is moved as soon as its month is made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Plans and who has which: versions of rules, and assignments of an organization from a month on. Neither is ever changed.
+"""Plans and their assignments: versions of rules, stored as JSON, and the plan of an organization from a month on.
 
-For whoever closes a month: `rules_in_force(session, organization_id, month)` is what `plans.plan_lines` needs.
-Functions take a session and never commit; every change writes the audit log. Months are given by their first day.
+Neither is ever changed. For a close, `rules_in_force(session, organization_id, month)` is what `plans.plan_lines` needs. Functions
+take a session and never commit; every change writes the audit log. Months are given by their first day.
 """
 
 from __future__ import annotations

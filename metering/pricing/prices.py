@@ -1,7 +1,8 @@
-"""Price versions: what a model's tokens cost whom, in which tier, since when. None is ever changed; a correction is a later one.
+"""Price versions: what a model's tokens cost a customer in a tier from a moment on. None is changed; a correction is a later one.
 
-A version belongs to the list, or to one customer as its own price. Which one a request has is decided by `pricing.PriceBook`.
-Functions take a session and never commit. Time is the database's: `now` is the beginning of the transaction.
+A version belongs to the list, or to one customer as its own price; `token_prices.PriceBook` decides which one a request has. A tier
+may multiply prices, exactly or not at all. Functions take a session and never commit. Time is the database's: `now` is the
+beginning of the transaction.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prices: what tokens cost, here and in SQL, and which price a request has. Pure; the rows live in `price_versions`."""
+"""Token prices: the cost of tokens, here and in SQL, and which price a request has. Pure; the rows are in `price_versions`."""
 
 from __future__ import annotations
 

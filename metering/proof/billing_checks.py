@@ -1,4 +1,9 @@
-"""Checks of the ledger, of invoices and of what is exported."""
+"""Checks of the ledger, of closed months and of the export.
+
+Every usage event is posted once, every transaction balances, and its legs are the tokens used, at their prices. Invoices are what
+the ledger says, add up, are numbered without a gap, and are what the customer owes; they are few beside usage, so all of them are
+checked whatever the time to begin with. The batches of an hour are what was used in it, each token once.
+"""
 
 from __future__ import annotations
 

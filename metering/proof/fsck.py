@@ -1,4 +1,4 @@
-"""`weir fsck`: every check on one snapshot of a database, read-only."""
+"""`weir fsck`: every check on one snapshot of a database, read-only; and the checks of its guards and constraints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Checks of holds and of quota counters."""
+"""Checks of holds and of quota counters.
+
+Each hold ends once, with the usage events of its end, and is charged to nobody else's account. A counter is a sum over holds: what
+a live hold claims and its extensions have posted, by calendar window; what the usage events of a settled hold bill; the lease of an
+expired hold until its owner reports; nothing of a voided hold. `held` and `used` together are within the limit.
+"""
 
 from __future__ import annotations
 

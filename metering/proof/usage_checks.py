@@ -1,4 +1,9 @@
-"""Checks of usage events and of their receipts."""
+"""Checks of usage events and of their receipts.
+
+Each event belongs to a hold, repeats its facts, bills what was delivered, and costs what its tokens cost. Each receipt says what
+its event says, names the one before, and is under the signature of its batch. Signatures themselves are not checked here, since SQL
+cannot: `weir receipt verify` does, with nothing but public keys.
+"""
 
 from __future__ import annotations
 

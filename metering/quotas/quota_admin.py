@@ -1,4 +1,4 @@
-"""Setting, raising and removing quotas. What is charged to them is the business of `models.py`, reading them of `quota_states.py`.
+"""Setting, raising and removing quotas. What is charged to them is the business of `quotas.py`, reading them of `quota_states.py`.
 
 Functions take a session and never commit; every change writes the audit log in the same transaction. Changes to the quotas of one
 subject take turns, so the log tells them in the order in which they happened.

@@ -1,6 +1,6 @@
 """What a request would be, without being it: prices, what to expect, and whether the quotas would let it in. Changes nothing.
 
-The decision is that of an admission (`models.py`), taken on copies of the counters without locking any: true at its moment.
+The decision is that of an admission (`quotas.py`), taken on copies of the counters without locking any: true at its moment.
 """
 
 from __future__ import annotations

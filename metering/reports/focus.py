@@ -1,6 +1,10 @@
-"""Reading the posted charges of a month, and writing them as FOCUS CSV, some at a time: a month may have a hundred thousand rows.
+"""A month as FOCUS CSV: one row per charge, with the columns of the FinOps Open Cost and Usage Specification 1.4.
 
-Null is an empty field. The rows of a closed month never change, nor does their order.
+Dataset: Cost and Usage. A charge of usage is a day (UTC) of one API key, price version and kind of token; then come the lines of
+plan, adjustments and credit, and what rounding adds, so that the BilledCost of an invoice sums up to its total. Costs are exact.
+Prices are per million tokens, as they are published; consumed quantities are tokens. Columns of our own begin with `x_`. Null is an
+empty field. Rows of a closed month never change, nor does their order. They are read and written in batches: a month may have a
+hundred thousand.
 """
 
 from __future__ import annotations

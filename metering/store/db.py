@@ -1,6 +1,12 @@
-"""Connections to PostgreSQL: one SQLAlchemy engine per process, and the URL forms that drivers want.
+"""Connections to PostgreSQL: one SQLAlchemy engine per process, psycopg connections with bounded waits, and the store gate.
 
-Administration and reports use sessions; the hot path (`models.py`) uses psycopg directly on its own connections.
+The gate knows whether PostgreSQL is away. While it is, one attempt at a time is let through, after growing pauses with a random
+part; all other calls raise `StoreAway` at once. So an outage costs a process a few attempts per second however many clients come,
+and processes that lost the database together do not come back together.
+
+A bounded connection waits for an answer no longer than it may, whatever the server or the network does. The server's own limits do
+not help where it is frozen or the network swallows everything, and cancelling a call makes psycopg ask that same server to cancel.
+So the socket is shut down: readers fail at once, and the server learns of it as soon as it reads anything.
 """
 
 from __future__ import annotations

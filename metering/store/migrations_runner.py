@@ -1,4 +1,9 @@
-"""Brings a database to the schema of this code. The revisions are in `migrations/`, beside the package also when installed."""
+"""Brings a database to the schema of this code, and grants the application role its rights.
+
+The revisions are in `migrations/`, beside the package also when installed. The owner of the tables runs them. The application role,
+which api processes and workers connect as, owns nothing: it cannot switch off a trigger, truncate a table or change a function, so
+facts stay append-only and closed months closed even if its password is stolen.
+"""
 
 from __future__ import annotations
 

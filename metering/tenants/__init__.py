@@ -1,1 +1,1 @@
-"""Who uses the service: organizations, projects, API keys, and the log of who changed what."""
+"""Organizations, projects and API keys: who may use the service."""

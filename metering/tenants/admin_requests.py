@@ -1,6 +1,8 @@
-"""Admin calls that may be repeated: request ids of clients, objects ensured by name, and the lock of a configuration.
+"""Admin calls that may be repeated: request ids that clients mint, get or create by name, and the lock of changes.
 
-Functions take a session and never commit: a request id is kept if, and only if, what it made is.
+A request id is kept if, and only if, what it made is. An object that exists but is not as requested is refused, never changed.
+Single changes share the lock and a whole configuration holds it exclusively, so that its plan is exact at its commit. Functions
+take a session and never commit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""API keys: the form of a secret, and the checks of what a key may do."""
+"""API keys: the form of a secret, stored only as its SHA-256, and parsers of the values that an admin gives for a key."""
 
 from __future__ import annotations
 
