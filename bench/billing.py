@@ -40,8 +40,7 @@ from metering.ledger.rating import rate_all_pending
 from metering.quotas.quota_rules import Payer
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.store.migrations_runner import migrate
-from metering.usage_listener import APPLICATION
-from metering.worker_command import worker_command
+from metering.worker import APPLICATION, worker_command
 
 PLAIN_ROWS = 1_000  # of one INSERT
 POLL_S = 0.002

@@ -28,9 +28,7 @@ from kombu.transport import virtual
 from common.incidents import Retries
 from metering.core.errors import InvalidValue
 from metering.export.export_settings import export_settings
-from metering.usage_listener import Hurry, UsageListener
-from metering.worker_command import READY_FILE
-from metering.worker_incidents import record_worker_incidents
+from metering.worker import READY_FILE, Hurry, UsageListener, record_worker_incidents
 
 log = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
         *,
         private_webhooks: bool = False,
     ) -> None:
-        """signer: of the receipts of overdue requests, if they are signed. private_webhooks: see `alerts/webhook_urls.py`."""
+        """signer: of the receipts of overdue requests, if they are signed. private_webhooks: see `alerts/webhooks.py`."""
         super().__init__(authenticator, sessions, database_url, signer)
         self._router = router
         self._private_webhooks = private_webhooks

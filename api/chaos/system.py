@@ -27,7 +27,7 @@ from metering.receipts.signing import KEY_FILE
 from metering.store import embedded_postgres
 from metering.store.embedded_postgres import EmbeddedPostgres
 from metering.store.migrations_runner import migrate
-from metering.worker_command import worker_command
+from metering.worker import worker_command
 
 API_COUNT = 2
 LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"  # all processes share the journals' directory

@@ -28,7 +28,7 @@ from metering.core.errors import InvalidValue
 from metering.export.export_settings import export_settings, webhook_settings
 from metering.store import embedded_postgres
 from metering.store.migrations_runner import migrate
-from metering.worker_command import READY_FILE, worker_command
+from metering.worker import READY_FILE, worker_command
 
 READY_TIMEOUT_S = 300.0  # a large checkpoint from a cold disk
 STOP_TIMEOUT_S = 60.0  # the drain time of the api server and a task of the worker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from api.cli.local import HomeOption, fail, read_settings
-from metering.worker_command import worker_command
+from metering.worker import worker_command
 
 
 def worker(home: HomeOption = None) -> None:

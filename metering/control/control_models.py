@@ -75,7 +75,7 @@ class ReplicaDrain(Base):
 
 
 class WorkerIncident(Base):
-    """Unexpected failures in the workers, counted by background loop since the first worker. See `worker_incidents.py`."""
+    """Unexpected failures in the workers, counted by background loop since the first worker. See `worker.py`."""
 
     __tablename__ = "worker_incidents"
 

@@ -29,7 +29,7 @@ from metering.ledger.rating import rate_all_pending
 from metering.plans import prepaid
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, psycopg_conninfo
-from metering.worker_incidents import record_worker_incidents
+from metering.worker import record_worker_incidents
 from tests.common.test_incidents import Clock
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
 from tests.metering.export_books import hours_ago, states, use_and_rate

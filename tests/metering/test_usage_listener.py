@@ -13,7 +13,7 @@ from metering.holds import holds
 from metering.holds.holds import CHANNEL, UsageNotices
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, create_engine, create_sessions
-from metering.usage_listener import APPLICATION, Hurry, UsageListener
+from metering.worker import APPLICATION, Hurry, UsageListener
 from tests.metering.books import Consumed, Customer, add_usage
 from tests.metering.workers import wait_until, worker
 

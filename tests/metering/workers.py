@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from metering.worker_command import worker_command
+from metering.worker import worker_command
 
 PATIENCE_S = 60.0  # far above what anything here takes on a busy machine
 POLL_S = 0.02

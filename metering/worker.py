@@ -1,21 +1,42 @@
-"""Listens for usage to rate, in a thread of the worker, and asks for the rating task. Its connection may break at any time.
+"""The background worker, as far as it knows nothing of Celery: its command line, its usage listener, its incident counts.
 
-What is settled while nobody listens is found by the schedule, a second later.
+The listener is a thread that asks for the rating task when usage is settled; what is settled while nobody listens is found by the
+schedule, a second later. A worker has no metrics page, so its incidents are counted in the database and read by the api processes.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import psycopg
 
 from common.backoff import Backoff
-from common.incidents import Retries
+from common.incidents import INCIDENT_COUNTS, Retries
 from metering.holds.holds import CHANNEL
-from metering.store.db import KEEPALIVES, psycopg_conninfo
+from metering.store.db import KEEPALIVES, connection_options, psycopg_conninfo
+
+READY_FILE = "WEIR_READY_FILE"  # the environment's variable for a file that a worker writes its pid to once it takes tasks
+
+
+def worker_command() -> list[str]:
+    """Command line of one worker that also sends the scheduled tasks. It reads its settings from the environment.
+
+    Any number of them may run: a task that runs twice does no harm, and each clock stands in for the others. SIGTERM ends it within
+    three seconds; kill -9 leaves no process behind and loses nothing.
+    """
+    return [
+        *(sys.executable, "-m", "celery", "--quiet", "--app=metering.celery_app", "worker"),
+        "--clock",
+        "--pool=solo",  # the work is waiting for PostgreSQL; more processes would wait as well
+        "--loglevel=WARNING",
+        # Workers need to know nothing of each other.
+        *("--without-gossip", "--without-mingle", "--without-heartbeat"),
+    ]
+
 
 LISTEN_S = 1.0  # at a time, and so how long the thread may take to stop
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0
@@ -86,3 +107,31 @@ class Hurry:
     def begun(self) -> None:
         """The task has begun: what is used from now on needs another one."""
         self._asked_at = None
+
+
+ADD = """
+INSERT INTO worker_incidents AS known (source, incident_count) VALUES (%s, %s)
+ON CONFLICT (source) DO UPDATE SET incident_count = known.incident_count + excluded.incident_count, last_at = now()
+"""
+
+_recorded: dict[str, int] = {}  # of `INCIDENT_COUNTS`, what the database has
+
+
+def record_worker_incidents(environment: Mapping[str, str]) -> None:
+    """Add what has happened since the last call, at first 0 of each source: alerts look for growth.
+
+    Where the database is away, the next call adds it.
+    """
+    counts = dict(INCIDENT_COUNTS)
+    new = {source: count - _recorded.get(source, 0) for source, count in counts.items() if count != _recorded.get(source)}
+    if not new:
+        return
+    try:
+        conninfo = psycopg_conninfo(environment["WEIR_DATABASE_URL"])
+        with psycopg.connect(conninfo, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options()) as connection:
+            for source, count in sorted(new.items()):
+                connection.execute(ADD, (source, count))
+    except psycopg.Error as error:
+        log.warning("incidents are not counted in the database yet: %s", str(error).partition("\n")[0])
+        return
+    _recorded.update(counts)
