@@ -14,7 +14,8 @@ from api.observability.observer import Observer
 from api.queue.fair_queue import FairQueue
 from api.queue.places import QueueLimits
 from api.requests.admission import Admission
-from api.requests.live import Caller, LiveRequest, Phase
+from api.requests.life import WAITING
+from api.requests.live import Caller, LiveRequest
 from api.requests.start_frame import ValidStart
 from api.requests.text_work import TextWork
 from api.streams.mailbox import Key, Mailboxes
@@ -160,7 +161,7 @@ class Process:
 
     def _tell_progress(self, first: int) -> int:
         """Tell those that wait, from the given one on; whom to begin with the next time."""
-        waiting = [request for request in self._live if request.phase in (Phase.LOADING, Phase.QUEUED)]
+        waiting = [request for request in self._live if request.life.state in WAITING]
         outlooks = {outlook.place: outlook for queue in self.queues.values() for outlook in queue.outlook()} if waiting else {}
         for request in waiting[first : first + PROGRESS_FRAMES_MAX]:
             with self._progress.survive(request.start.request_id):

@@ -95,6 +95,13 @@ class SequenceStream(Protocol):
         """
         ...
 
+    def deliver_to(self, take: Callable[[TokensGenerated], bool]) -> None:
+        """Pass new tokens to this function while the reader waits for them, instead of waking its task.
+
+        take: returns whether it took the event, which is not read then; what it raises is raised to the reader. Must not block.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:

@@ -27,9 +27,8 @@ from api.observability.observer import Ending
 from api.observability.spans import NO_TRACE, TraceContext
 from api.queue.places import Arrival, Outlook, Place
 from api.requests.admission import AdmissionRequest, Lease
-from api.requests.interruption import Interruption
 from api.requests.key_bounds import check_input_bound
-from api.requests.live import Phase
+from api.requests.life import End, Life, State
 from api.requests.readiness import RETRY_S_MIN, wait_until_ready
 from api.requests.stopwatch import Stopwatch
 from api.requests.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
@@ -73,18 +72,16 @@ class LiveEmbedding:
     def __init__(self, caller: EmbedCaller, start: ValidEmbed, process: Process) -> None:
         self.caller = caller
         self.start = start
-        self.phase = Phase.PREPARING
+        self.life = Life()
         self.place: Place | None = None  # of its first part, once it has been let in
         self.usage = UsageSoFar()
         self._served = ""  # the name of its encoder, once it has one
         self._process = process
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._answer: asyncio.Future[pb.EmbedResponse] = asyncio.get_running_loop().create_future()
-        self._interruption = Interruption()
         self._lease: Lease | None = None
         self._work_s = 0.0  # of a thread, for its texts
         self._settled: Settled | None = None
-        self._stop_error: Exception | None = None
 
     @property
     def routed_model(self) -> str:
@@ -117,11 +114,8 @@ class LiveEmbedding:
             raise
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
-        """End the request as soon as possible, for this reason; the first one given stands. Never blocks."""
-        if self._stop_error is not None or self.phase is Phase.ENDING:
-            return
-        self._stop_error = error or CancelledEarly(f"the request ended as {outcome} before its texts were embedded")
-        self._interruption.interrupt()
+        """See `Life.stop`. Nothing is delivered before all texts are embedded, so every such end is an error."""
+        self.life.stop(outcome, error or CancelledEarly(f"the request ended as {outcome} before its texts were embedded"))
 
     def end_if_lapsed(self) -> None:
         """End the request if its hold has lapsed, whatever it was about to do."""
@@ -148,6 +142,7 @@ class LiveEmbedding:
                 self._process.pace.spent(self.caller.payer, REFUSAL_COST_S + self._work_s)
             self._answer.cancel()
             self._process.ended(self)
+            self.life.over()
 
     def _tell(self, broken: Exception | None) -> None:
         """Tell operators how it has ended, and where its time went."""
@@ -164,7 +159,8 @@ class LiveEmbedding:
     async def _embed(self) -> pb.EmbedResponse:
         """All of it. Raises what breaks it."""
         async with contextlib.AsyncExitStack() as stack:
-            with self._interruption.possible(lambda: self._stop_error):
+            self.life.become(State.PREPARING)
+            with self.life.interruptible(error_of):
                 route = self._process.router.route_encoder(self.start.model, str(self.start.request_id))
                 self.start = replace(self.start, model=route.model)  # by its own name it is limited and billed
                 encoder, self._served = route.encoder, route.served
@@ -182,10 +178,11 @@ class LiveEmbedding:
                 lease = await self._process.admission.admit(self._admission_request(token_count_of(texts)), self.usage)
                 stack.callback(self._note_settled, lease)
                 await stack.enter_async_context(lease)
+                self.life.become(State.ADMITTED)
                 self._watch.lap("admission")
             self._lease = lease
             try:
-                with self._interruption.possible(lambda: self._stop_error):
+                with self.life.interruptible(error_of):
                     vectors = await self._encode(encoder, places)
                 self._deliver(lease, texts)
             finally:
@@ -243,12 +240,12 @@ class LiveEmbedding:
         vectors: list[Vector] = []
         queue_ms = encode_ms = 0.0
         for place, part in places.items():
-            self.phase = Phase.QUEUED
+            self.life.become(State.QUEUED)
             joined_at = time.monotonic()
             await place.turn()
             queue_ms += (time.monotonic() - joined_at) * 1000
             await self._wait_until_ready(encoder)  # it may have gone meanwhile
-            self.phase = Phase.STREAMING
+            self.life.become(State.RUNNING)
             begun = functools.partial(self._begun, place, sum(map(len, part)))
             embedded = await encoder.embed(EmbeddingRequest(part, rank=place.rank, on_begin=begun))
             place.generated(0)
@@ -266,7 +263,7 @@ class LiveEmbedding:
     async def _wait_until_ready(self, encoder: Encoder) -> None:
         if encoder.healthy():
             return
-        self.phase = Phase.LOADING
+        self.life.become(State.LOADING)
         await wait_until_ready(encoder, self.start.model, self._process.admission.settings.cold_start_wait_s)
 
     def _deliver(self, lease: Lease, texts: list[TokenizedText]) -> None:
@@ -275,13 +272,19 @@ class LiveEmbedding:
             raise lapse
         token_count = token_count_of(texts)
         self._process.admission.journal.record([Delivered(lease.admitted.hold_id, token_count, 0, 0, 0)])
-        self.phase = Phase.ENDING
+        self.life.become(State.SETTLING)
         self.usage.input_token_count = token_count
         lease.outcome = Outcome.STOP
         lease.timings = self._watch.timings()
 
 
 Part = tuple[tuple[int, ...], ...]
+
+
+def error_of(end: End) -> Exception:
+    """What a request that was stopped ends with."""
+    assert end.error is not None, "an embedding is stopped with an error"
+    return end.error
 
 
 def token_count_of(texts: list[TokenizedText]) -> int:

@@ -14,7 +14,7 @@ from api.observability.counts import Histogram, RequestCounts
 from api.observability.spans import SpanCounts
 from api.process import Process
 from api.queue.places import QueueStatistics
-from api.requests.live import Phase
+from api.requests.life import PHASES
 from common.incidents import INCIDENT_COUNTS
 from inference.engine import EngineStatistics
 from inference.routing.router import ReplicaReport, ReplicaState, Router
@@ -215,8 +215,8 @@ class Parts:
 def process_metrics(parts: Parts) -> Iterator[Metric]:
     """All of this process but engines, queues, and what became of requests."""
     process, admission = parts.process, parts.process.admission
-    phases = Counter(request.phase for request in process.running())
-    running = (((phase.name.lower(),), float(phases[phase])) for phase in Phase)
+    phases = Counter(request.life.state.phase for request in process.running())
+    running = (((phase,), float(phases[phase])) for phase in dict.fromkeys(PHASES.values()))
     yield gauges("weir_live_requests", "Requests that run or wait in this process, by where they stand.", ("phase",), running)
     yield gauge("weir_permits_taken", "Requests that count against this process's bound.", admission.capacity.taken_count)
     yield gauge("weir_permits", "That bound: WEIR_REQUESTS_PER_PROCESS_MAX.", admission.settings.requests_per_process_max)

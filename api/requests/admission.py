@@ -137,11 +137,16 @@ class Lease:
         """
         while token_count > self._leased_token_count:
             await self._extend_beyond(self._leased_token_count)
-        if self._leased_token_count - token_count <= self._admission.settings.lease_margin_tokens:
-            self._anticipate()
+        self.anticipate(token_count)
 
-    def _anticipate(self) -> None:
-        """Extend in the background, so that the stream does not wait for the database at the end of the slice."""
+    def covers(self, token_count: int) -> bool:
+        """Whether so many output tokens in all may be delivered without asking the database."""
+        return token_count <= self._leased_token_count
+
+    def anticipate(self, token_count: int) -> None:
+        """Extend in the background once little is left, so that the stream does not wait for the database later."""
+        if self._leased_token_count - token_count > self._admission.settings.lease_margin_tokens:
+            return
         if not self._anticipating and self._leased_token_count < self._max_output_token_count:
             self._anticipating = True
             self._admission.tasks.create_task(self._extend_quietly(self._leased_token_count), name="lease extension")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import structlog
@@ -10,6 +9,7 @@ import structlog
 from api.core.errors import FieldViolation, InvalidRequest
 from api.core.wire import OUTCOMES
 from api.queue.places import Place
+from api.requests.life import Life, State
 from api.requests.output_limits import OutputLimits
 from api.requests.reply import Reply
 from api.requests.stopwatch import Stopwatch
@@ -44,6 +44,7 @@ class EngineRun:
         limits: OutputLimits,
         reply: Reply,
         watch: Stopwatch,
+        life: Life,
         usage: UsageSoFar,
     ) -> None:
         self.migration_count = 0
@@ -55,28 +56,28 @@ class EngineRun:
         self._watch = watch
         self._usage = usage
         self._sequence: SequenceStream | None = None
-        self._is_cancelled = False
+        self._life = life
         self._output: list[int] = []  # of a request that may be continued
         self._first_timings: EngineTimings | None = None  # of one that was continued
 
     def cancel(self) -> None:
-        """Stop it; idempotent, never blocks."""
-        self._is_cancelled = True
+        """The request was stopped: so is its sequence. Idempotent, never blocks."""
         if self._sequence is not None:
             self._sequence.cancel()
 
-    async def run(self, engine: Engine, on_begun: Callable[[], None]) -> Outcome:
-        """Hand on what the engine generates; the outcome as the engine saw it. Raises what breaks it.
-
-        on_begun: called when the engine has let it enter.
-        """
+    async def run(self, engine: Engine) -> Outcome:
+        """Hand on what the engine generates; the outcome as the engine saw it. Raises what breaks it."""
         request = replace(self._request, rank=self._place.rank)
         while True:
             async with engine.generate(request) as sequence:
                 self._sequence = sequence
-                if self._is_cancelled:  # while the engine was taking it
+                sequence.deliver_to(self._take)
+                if self._life.end is not None:  # while the engine was taking it
                     sequence.cancel()
-                outcome = await self._stream(sequence, on_begun)
+                try:
+                    outcome = await self._stream(sequence)
+                finally:
+                    self._sequence = None  # which refers to this run
             if outcome is not None:
                 return outcome
             limits = self._limits
@@ -84,24 +85,20 @@ class EngineRun:
             stop = replace(request.stop, max_output_tokens=limits.engine_token_count_max)
             request = replace(request, stop=stop, output_token_ids=tuple(self._output))
 
-    async def _stream(self, sequence: SequenceStream, on_begun: Callable[[], None]) -> Outcome | None:
+    async def _stream(self, sequence: SequenceStream) -> Outcome | None:
         """The outcome, or None if it is to go on from where it has ended."""
         usage, request = self._usage, self._request
         async for event in sequence:
             match event:
                 case Scheduled():
                     if not self._first_timings:
-                        on_begun()
+                        self._life.become(State.RUNNING)
                         self._place.begun()
                         usage.input_token_count = len(request.prompt_token_ids)
                         usage.cached_input_token_count = event.cached_token_count
                         self._limits.begun(usage.input_token_count, usage.cached_input_token_count)
                 case TokensGenerated():
-                    self._watch.first_token()
-                    self._place.generated(len(event.token_ids))
-                    usage.generated_token_count += len(event.token_ids)
-                    if request.may_be_continued:
-                        self._output += event.token_ids
+                    self._count(event)
                     await self._reply.hand_on(event)
                 case ChoiceFinished():
                     await self._reply.hand_on_rest(event.choice_index, event.text)
@@ -110,12 +107,28 @@ class EngineRun:
                     return await self._finish(event)
         raise EngineFailed("the engine's events ended without a last one")
 
+    def _take(self, event: TokensGenerated) -> bool:
+        """New output while the task waits for it; False leaves to the task what it may have to wait for."""
+        if not self._reply.can_hand_on_now(event):
+            return False
+        self._count(event)
+        self._reply.hand_on_now(event)
+        return True
+
+    def _count(self, event: TokensGenerated) -> None:
+        token_count = len(event.token_ids)
+        self._watch.first_token()
+        self._place.generated(token_count)
+        self._usage.generated_token_count += token_count
+        if self._request.may_be_continued:
+            self._output += event.token_ids
+
     async def _finish(self, event: SequenceFinished) -> Outcome | None:
         self._usage.generated_token_count = event.generated_token_count
         if event.migration_count:
             self.migration_count += event.migration_count
             log.info("request_migrated", migration_count=event.migration_count)
-        if event.reason is EngineFinishReason.LENGTH and self._limits.is_raised and not self._is_cancelled:
+        if event.reason is EngineFinishReason.LENGTH and self._limits.is_raised and self._life.end is None:
             # What is held back is not told: the engine that goes on reads the same tokens, and holds it back itself.
             self._first_timings = self._first_timings or event.timings
             return None

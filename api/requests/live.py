@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import structlog
@@ -25,12 +24,12 @@ from api.queue.places import Outlook, Place
 from api.requests.admission import Lease
 from api.requests.endings import cause_of
 from api.requests.engine_run import EngineRun, check_output_change
-from api.requests.interruption import Interruption
 from api.requests.key_bounds import check_output_bound, is_bounded
+from api.requests.life import End, Life, State
 from api.requests.output_limits import LimitChange, OutputLimits, parse_update
 from api.requests.preparation import admission_request, arrival_of, prepare, routed, smallest_admission
 from api.requests.readiness import RETRY_S_MIN, wait_until_ready
-from api.requests.reply import UNDELIVERED_OUTCOMES, Reply
+from api.requests.reply import Reply
 from api.requests.start_frame import ValidStart
 from api.requests.stopwatch import Stopwatch
 from api.requests.tools import call_reading
@@ -58,16 +57,6 @@ if TYPE_CHECKING:
 
 
 log = structlog.get_logger(__name__)
-
-
-class Phase(Enum):
-    """Where a request stands."""
-
-    PREPARING = auto()
-    LOADING = auto()
-    QUEUED = auto()
-    STREAMING = auto()
-    ENDING = auto()
 
 
 class Stopped(Exception):
@@ -100,18 +89,19 @@ class LiveRequest:
     def __init__(self, caller: Caller, start: ValidStart, process: Process, receiver: Receiver) -> None:
         self.caller = caller
         self.start = start
-        self.phase = Phase.PREPARING
+        self.life = Life(self._on_stop)
         self.place: Place | None = None  # in the queue, once it has been let in
         self._process = process
         flow = FlowControl(
-            start.initial_credit_tokens, process.admission.settings.client_stall_max_s, lambda: self.stop(Outcome.SLOW_CONSUMER)
+            start.initial_credit_tokens,
+            process.admission.settings.client_stall_max_s,
+            lambda: self.life.stop(Outcome.SLOW_CONSUMER),
         )
         mailbox = None if start.keep_s is None else process.mailboxes.open(caller.payer.organization_id)
         self.feed = Feed(receiver, start.model, flow, mailbox)
-        self.attendance = Attendance(self.feed, start.keep_s, self.stop, self.update)
-        self._reply = Reply(self.feed, start, self.stop)
+        self.attendance = Attendance(self.feed, start.keep_s, self.life, self.update)
+        self._reply = Reply(self.feed, start, self.life)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
-        self._interruption = Interruption()
         self._engine_run: EngineRun | None = None  # once it was its turn
         self._lease: Lease | None = None  # while the request waits or runs under it
         self._engine_outcome: Outcome | None = None  # once the engine has ended it
@@ -119,8 +109,6 @@ class LiveRequest:
         self._request: GenerationRequest | None = None
         self._route: Route | None = None  # once it is known where it goes
         self._work_s = 0.0  # of a thread, for its prompt
-        self._stop_outcome: Outcome | None = None
-        self._stop_error: Exception | None = None
         self.end_cause: Cause | None = None  # once it has ended
 
     @property
@@ -146,7 +134,7 @@ class LiveRequest:
 
     def ends(self) -> dict[int, Outcome]:
         """How each choice has ended, by index, once nothing more is generated."""
-        ended = self._stop_outcome or self._engine_outcome or Outcome.FAILED
+        ended = self.life.end.outcome if self.life.end is not None else self._engine_outcome or Outcome.FAILED
         return self._reply.ends_of_choices(ended) or {0: ended}
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
@@ -154,33 +142,25 @@ class LiveRequest:
         tasks.create_task(self._run(), name=f"request {self.start.request_id}")
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
-        """End the request as soon as possible, for this reason; the first reason given stands. Never blocks.
+        """See `Life.stop`."""
+        self.life.stop(outcome, error)
 
-        error: what to tell the client instead of a finish reason. What was delivered is settled all the same.
-        """
-        if self._stop_outcome is not None or self.phase is Phase.ENDING:
-            return
-        self._stop_outcome, self._stop_error = outcome, error
-        self.attendance.stopping = True
-        broken = error is not None and self.feed.takes_whole  # a part of an answer is no answer
-        self._reply.cut_off(discard=broken or outcome in UNDELIVERED_OUTCOMES)
-        if error is not None:
+    def _on_stop(self, end: End) -> None:
+        if end.error is not None and self.feed.takes_whole:  # a part of an answer is no answer
+            self.life.discards = True
+        self._reply.stopped()
+        if end.error is not None:
             self.feed.fail()
         if self._engine_run is not None:
             self._engine_run.cancel()
-        else:
-            self._interruption.interrupt()
 
     @property
     def _migration_count(self) -> int:
         return self._engine_run.migration_count if self._engine_run is not None else 0
 
-    def _begun(self) -> None:
-        self.phase = Phase.STREAMING
-
     def update(self, message: pb.UpdateFrame) -> None:
         """Change the limits of the request, and tell the client which ones hold. Never raises; the request goes on in any case."""
-        if self._stop_outcome is not None or (self._engine_run is not None and self._engine_run.has_ended):
+        if self.life.end is not None or (self._engine_run is not None and self._engine_run.has_ended):
             return
         refusal = None
         try:
@@ -211,16 +191,18 @@ class LiveRequest:
         timings: dict[str, float] = {}
         try:
             structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
-            with self._interruption.possible(self._interruption_error):
+            self.life.become(State.PREPARING)
+            with self.life.interruptible(self._error_before_hold):
                 route, request = await self._prepare()
                 place = self._enter_queue(route, request)
                 asked = admission_request(self.start, request, self.caller.payer)
                 lease = await self._process.admission.admit(asked, self.usage)
+                self.life.become(State.ADMITTED)
             async with lease:
                 self._watch.lap("admission")
                 await self._generate(route.engine, request, lease, place)
             self._watch.lap("settle")
-            ends = self._reply.ends_of_choices(self._stop_outcome or Outcome.CANCELLED)
+            ends = self._reply.ends_of_choices(self.life.end.outcome if self.life.end is not None else Outcome.CANCELLED)
             reply, timings = self._reply, self._watch.timings()
             end = frames.finished(lease, timings, reply.exhausted, ends, self._migration_count, reply.called_choices)
         except RequestSettled as error:
@@ -246,7 +228,7 @@ class LiveRequest:
             if end is not None:
                 self._tell(lease, broken, timings or self._watch.timings())
             # What refers to itself in a circle goes only with a collection, which stops all streams meanwhile.
-            self._reply.close()
+            self.life.over()
             broken = None
 
     def _tell(self, lease: Lease | None, broken: Exception | None, timings: Mapping[str, float]) -> None:
@@ -318,19 +300,17 @@ class LiveRequest:
         self._reply.push(frames.admitted(lease.admitted, request, predicted, bounded_by_key=bounded))
         timer = self._start_timer()
         try:
-            with self._interruption.possible(self._interruption_error):
+            with self.life.interruptible(lambda end: end.error or Stopped()):
                 await self._wait_for_turn(engine, place, lease)
-            self._engine_run = EngineRun(request, place, limits, self._reply, self._watch, self.usage)
-            if self._stop_outcome is not None:
-                self._engine_run.cancel()
-            self._engine_outcome = await self._engine_run.run(engine, self._begun)
+            self._engine_run = EngineRun(request, place, limits, self._reply, self._watch, self.life, self.usage)
+            self._engine_outcome = await self._engine_run.run(engine)
         except Stopped:
-            assert self._stop_outcome is not None
-            lease.outcome = self._stop_outcome
+            assert self.life.end is not None
+            lease.outcome = self.life.end.outcome
             return
         except Exception:
             if self.feed.takes_whole:
-                self._reply.cut_off(discard=True)
+                self._reply.discard()
             raise
         finally:
             self._lease = None
@@ -340,14 +320,15 @@ class LiveRequest:
             place.leave()  # the engine is done with it; settling it is nothing that others wait for
             # On every way out: what still waits here would be delivered after it had been settled without.
             await self._reply.flush()
-        if self._stop_error is not None:
-            if self._stop_outcome is not Outcome.FAILED:  # ended by others, not broken: it counts as what it was ended as
-                lease.outcome = self._stop_outcome
-            raise self._stop_error
-        if self._engine_outcome is Outcome.CANCELLED and self._stop_outcome is None:
+            self.life.become(State.SETTLING)
+        end = self.life.end
+        if end is not None and end.error is not None:
+            if end.outcome is not Outcome.FAILED:  # ended by others, not broken: it counts as what it was ended as
+                lease.outcome = end.outcome
+            raise end.error
+        if self._engine_outcome is Outcome.CANCELLED and end is None:
             raise EngineFailed("the engine was closed while the request ran")
-        self.phase = Phase.ENDING
-        lease.outcome = self._stop_outcome or self._engine_outcome
+        lease.outcome = self._engine_outcome if end is None else end.outcome
         self._watch.lap("client_stall")
         lease.timings = self._watch.timings()
 
@@ -359,7 +340,7 @@ class LiveRequest:
     def _may_send(self, lease: Lease) -> bool:
         """Whether tokens may leave. Where one hold has lapsed, most have: this process was asleep."""
         lapsed = lease.lapse() is not None
-        if lapsed and self._stop_outcome is None:
+        if lapsed and self.life.end is None:
             self._process.end_lapsed()
         return not lapsed
 
@@ -372,18 +353,18 @@ class LiveRequest:
 
     def _stop_unless_begun(self) -> None:
         if not self.usage.input_token_count:
-            self.stop(Outcome.DEADLINE)
+            self.life.stop(Outcome.DEADLINE)
 
     async def _wait_for_turn(self, engine: Engine, place: Place, lease: Lease) -> None:
         """Wait for the engine, and for the turn with it."""
         await self._wait_until_ready(engine)
         self._watch.lap("cold_start")
-        self.phase = Phase.QUEUED
+        self.life.become(State.QUEUED)
         await place.turn()
         self._watch.lap("queue")
         await self._wait_until_ready(engine)  # it may have gone meanwhile
         self._watch.lap("cold_start")
-        self.phase = Phase.QUEUED
+        self.life.become(State.QUEUED)
         # This process may have slept while the request waited: then the engine is to spend nothing on it.
         if (lapse := lease.lapse()) is not None:
             raise lapse
@@ -391,28 +372,25 @@ class LiveRequest:
     async def _wait_until_ready(self, engine: Engine) -> None:
         if engine.healthy():
             return
-        self.phase = Phase.LOADING
+        self.life.become(State.LOADING)
         self.tell_progress(None)
         await wait_until_ready(engine, self.start.model, self._process.admission.settings.cold_start_wait_s)
 
-    def _interruption_error(self) -> Exception | None:
-        """What a request that was stopped before it streamed ends with; None while nobody has stopped it."""
-        if self._stop_outcome is None:
-            return None
-        if self._stop_error is not None:
-            return self._stop_error
-        if self.hold_id is not None:
-            return Stopped()
-        if self._stop_outcome is Outcome.DEADLINE:
+    @staticmethod
+    def _error_before_hold(end: End) -> Exception:
+        """What a request that was stopped before it had its hold ends with."""
+        if end.error is not None:
+            return end.error
+        if end.outcome is Outcome.DEADLINE:
             return DeadlineBeforeStart("the deadline passed before the request was admitted")
         return CancelledEarly("the request was cancelled before it was admitted")
 
     def tell_progress(self, outlook: Outlook | None) -> None:
         """Send a progress frame if the request waits for something that takes long. outlook: None if it is the engine's already."""
-        if self.phase is Phase.LOADING and self._route is not None:
+        if self.life.state is State.LOADING and self._route is not None:
             condition = self._route.engine.condition()
             if condition.state is not EngineState.READY:
                 self._reply.push(frames.loading(condition))
-        elif self.phase is Phase.QUEUED:
+        elif self.life.state is State.QUEUED:
             position, wait_s = (outlook.position, outlook.wait_s) if outlook is not None else (0, None)
             self._reply.push(frames.queued(position, wait_s))

@@ -12,7 +12,7 @@ from api.access.auth import Authenticator
 from api.access.standing_key import SECRET_REPLACED
 from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
 from api.process import Process, Running
-from api.requests.live import Phase
+from api.requests.life import State
 from metering.control.stop_orders import DrainOrder, StopOrder
 from metering.core.models import Outcome
 from metering.tenants.networks import allows, networks_of
@@ -98,6 +98,6 @@ def record(request: Running, now: float) -> dict[str, Any]:
 
 def phase_word(request: Running) -> str:
     """Where a request stands; what the engine works on is told apart by whether a token has come."""
-    if request.phase is Phase.STREAMING:
+    if request.life.state is State.RUNNING:
         return "decode" if request.usage.generated_token_count else "prefill"
-    return request.phase.name.lower()
+    return request.life.state.phase

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import structlog
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
 from api.requests.admission import Lease
+from api.requests.life import Life
 from api.requests.output_filter import OutputFilter, open_filters
 from api.requests.output_limits import UNBOUNDED, OutputLimits
 from api.requests.start_frame import ValidStart
@@ -22,22 +21,17 @@ from metering.core.models import Outcome
 from metering.quotas.quota_rules import QuotaState
 from metering.quotas.quotas import QuotaExceeded
 
-UNDELIVERED_OUTCOMES = frozenset({Outcome.CANCELLED, Outcome.DEADLINE, Outcome.SLOW_CONSUMER})
-
 log = structlog.get_logger(__name__)
 
 
 class Reply:
-    """The frames of one request. No output is handed on before `open` nor after `cut_off`."""
+    """The frames of one request. No output is handed on before `open`, nor once the request was stopped."""
 
-    def __init__(self, feed: Feed, start: ValidStart, stop: Callable[[Outcome], None]) -> None:
-        """stop: ends the request for this reason."""
+    def __init__(self, feed: Feed, start: ValidStart, life: Life) -> None:
         self.feed = feed
         self.exhausted: tuple[QuotaState, ...] = ()  # the quotas that ended the request, if any did
         self._start = start
-        self._stop = stop
-        self._is_cut_off = False
-        self._is_discarded = False
+        self._life = life
         self._filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
         self._choice_ends: dict[int, Outcome] = {}  # of several choices, those that have ended
         self.call_reading: CallReading | None = None  # how tool calls are read; None: there are none
@@ -63,23 +57,39 @@ class Reply:
         kept = self._start.response_format
         return self.call_reading is not None or (kept is not None and kept.kind is GrammarKind.JSON_SCHEMA)
 
-    def cut_off(self, *, discard: bool) -> None:
-        """Hand on no more output. discard: nor what still waits for the transport."""
-        if not discard and not self._is_cut_off:
+    def stopped(self) -> None:
+        """The request was stopped: what was held back as a part of a call goes out, or nothing that waits does."""
+        if not self._life.discards:
             for choice_index in list(self._parsers):
                 self._say_rest(choice_index, "")
-        self._is_cut_off = True
-        self._is_discarded = self._is_discarded or discard
-        if discard:
+        else:
             self.feed.discard()
 
-    def close(self) -> None:
-        """The request has ended: from now on this refers to nothing of it."""
-        self._stop = _ended
+    def discard(self) -> None:
+        """Deliver nothing of what still waits for the transport."""
+        self._life.discards = True
+        self.feed.discard()
 
     def push(self, frame: pb.ServerFrame) -> None:
         """Say something of this request that is no output."""
         self.feed.push(frame)
+
+    def can_hand_on_now(self, event: TokensGenerated) -> bool:
+        """Whether `hand_on_now` may be called instead of `hand_on`: neither checks, nor the client, nor a lease are waited for."""
+        if self._filters or self._start.beam_search:
+            return False
+        return self._lease.covers(self.feed.queued_token_count + len(event.token_ids))
+
+    def hand_on_now(self, event: TokensGenerated) -> None:
+        """Give on new output for which `can_hand_on_now` was true."""
+        if self._life.end is not None:
+            return
+        token_count = self.feed.queued_token_count + len(event.token_ids)
+        if token_count > self._limits.token_count_max:
+            self._life.stop(self._limits.outcome)
+            return
+        self._lease.anticipate(token_count)
+        self._say(event)
 
     async def hand_on(self, event: TokensGenerated) -> None:
         """Give on what of the new output, and of what was held back before, the safety stage lets go.
@@ -90,7 +100,7 @@ class Reply:
             await self.flush()
         if not self._filters:
             await self._hand_on_checked(event)
-        elif not self._is_cut_off:
+        elif self._life.end is None:
             output = self._filters[event.choice_index]
             for part in await output.push(event):
                 await self._hand_on_checked(part)
@@ -98,7 +108,7 @@ class Reply:
 
     async def hand_on_rest(self, choice_index: int, text: str) -> None:
         """A choice has ended: what was held back of it goes out, unless the request was stopped."""
-        if self._is_cut_off:
+        if self._life.end is not None:
             return
         if self._filters:
             output = self._filters[choice_index]
@@ -106,12 +116,12 @@ class Reply:
                 await self._hand_on_checked(part)
             self._note_filtered(output, choice_index)
             text = ""
-        if not self._is_cut_off:
+        if self._life.end is None:
             self._say_rest(choice_index, text)
 
     def end_choice(self, choice_index: int, outcome: Outcome) -> None:
         """One of several choices ended by itself. One whose last tokens were not handed on ended as the request does."""
-        if not self._is_cut_off:
+        if self._life.end is None:
             self._choice_ends[choice_index] = outcome
 
     def ends_of_choices(self, cut: Outcome) -> dict[int, Outcome]:
@@ -128,7 +138,7 @@ class Reply:
         Nothing is waited for once what waits was discarded: what the transport has already was counted when it was handed over.
         An answer that is taken whole waits for its other parts, and whoever writes it looks after the client.
         """
-        if self._is_discarded:
+        if self._life.discards:
             return
         if self.feed.takes_whole:
             self.feed.complete()
@@ -141,34 +151,37 @@ class Reply:
             before = progress
             if await self.feed.all_taken(self._settings.client_stall_max_s):
                 return
-        self._stop(Outcome.SLOW_CONSUMER)
+        self._life.stop(Outcome.SLOW_CONSUMER)
         self.feed.discard()
 
     async def _hand_on_checked(self, event: TokensGenerated) -> None:
-        """Give one step's tokens to the outbox, if the lease covers them and nobody has stopped the request."""
-        if self._is_cut_off:
+        """Give one step's tokens to the outbox once the lease covers them, unless the request was stopped."""
+        if self._life.end is not None:
             return
         token_count = self.feed.queued_token_count + len(event.token_ids)
         if token_count > self._limits.token_count_max:
-            self._stop(self._limits.outcome)
+            self._life.stop(self._limits.outcome)
             return
         try:
             await self._lease.cover(token_count)
         except QuotaExceeded as refusal:
             self.exhausted = refusal.failing
-            self._stop(Outcome.QUOTA_EXHAUSTED)
-        if self._is_cut_off:
-            return
+            self._life.stop(Outcome.QUOTA_EXHAUSTED)
+        if self._life.end is None:
+            self._say(event)
+
+    def _say(self, event: TokensGenerated) -> None:
+        """Give one step's tokens to the outbox, and end the request where its limits or its client's reading want it."""
         logprobs = frames.token_logprobs(event.logprobs) if event.logprobs else ()
         text, calls, parser = event.text, list[pb.ToolCallDelta](), self._parsers.get(event.choice_index)
         if parser is not None:
             text, calls = self._parsed(event.choice_index, parser.push(text))
         self.feed.say(event.choice_index, text, event.token_ids, logprobs, calls)
         if parser is not None and self.call_reading is not None and self.call_reading.ends_with_call and parser.complete_count:
-            self._stop(Outcome.STOP)
+            self._life.stop(Outcome.STOP)
         self.end_at_limit()
         if not self.feed.takes_whole and self.feed.unsent_token_count > self._settings.outbox_tokens_per_request_max:
-            self._stop(Outcome.SLOW_CONSUMER)
+            self._life.stop(Outcome.SLOW_CONSUMER)
 
     def _say_rest(self, choice_index: int, text: str) -> None:
         """The last of a choice: text that belongs to no further token, and what was held since it might have become a call."""
@@ -188,17 +201,13 @@ class Reply:
     def end_at_limit(self) -> None:
         """End the request if it has all the output that it may have."""
         if (
-            not self._is_cut_off
+            self._life.end is None
             and self._limits.token_count_max < UNBOUNDED
             and self.feed.queued_token_count >= self._limits.token_count_max
         ):
-            self._stop(self._limits.outcome)
+            self._life.stop(self._limits.outcome)
 
     def _note_filtered(self, output: OutputFilter, choice_index: int) -> None:
         if output.hit is not None:
             log.info("output_filtered", rule=output.hit, choice_index=choice_index)
-            self._stop(Outcome.FILTERED)
-
-
-def _ended(_: Outcome) -> None:
-    """What there was to stop has ended."""
+            self._life.stop(Outcome.FILTERED)

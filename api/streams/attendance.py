@@ -8,6 +8,7 @@ from collections.abc import Callable
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import FieldViolation, InvalidRequest
+from api.requests.life import Life
 from api.streams.feed import Feed
 from api.streams.receiver import Receiver
 from metering.core.errors import RequestInFlight
@@ -15,20 +16,19 @@ from metering.core.models import Outcome
 
 
 class Attendance:
-    """The `Source` of a request while it runs. stop: ends it for a reason, with what else to tell; the first one stands."""
+    """The `Source` of a request while it runs."""
 
     def __init__(
         self,
         feed: Feed,
         keep_s: float | None,
-        stop: Callable[[Outcome, Exception | None], None],
+        life: Life,
         update: Callable[[pb.UpdateFrame], None],
     ) -> None:
-        """keep_s: how long it goes on unattended; None: not at all."""
+        """keep_s: how long it goes on unattended; None: not at all. update: changes its limits."""
         self.feed = feed
-        self.stopping = False
+        self._life = life
         self._keep_s = keep_s
-        self._stop = stop
         self._update = update
         self._unattended: asyncio.TimerHandle | None = None
         if feed.receiver is not None:
@@ -36,13 +36,13 @@ class Attendance:
 
     def stop(self, outcome: Outcome) -> None:
         """End the request."""
-        self._stop(outcome, None)
+        self._life.stop(outcome)
 
     def grant(self, token_count: int) -> None:
         """The client takes so many more tokens; a number below 1 ends the request as a cancellation does."""
         if token_count < 1:
             wrong = FieldViolation("credit.token_count", f"must be at least 1, not {token_count}")
-            self._stop(Outcome.CANCELLED, InvalidRequest([wrong]))
+            self._life.stop(Outcome.CANCELLED, InvalidRequest([wrong]))
         else:
             self.feed.grant(token_count)
 
@@ -52,7 +52,7 @@ class Attendance:
 
     def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
         """From now on this one receives it. Raises: OutputGone; RequestInFlight if it is just being ended."""
-        if self.stopping and self.feed.mailbox is None:
+        if self._life.end is not None and self.feed.mailbox is None:
             raise RequestInFlight("the request with this request_id is just being ended: ask again in a moment")
         receiver.source = self
         self.feed.attach(receiver, after_seq, credit_token_count, running=True)
@@ -61,7 +61,7 @@ class Attendance:
     def shut_out(self, receiver: Receiver, error: Exception) -> None:
         """End the request: who may not receive it may not have it run, either."""
         if self.feed.receiver is receiver:
-            self._stop(Outcome.CANCELLED, error)
+            self._life.stop(Outcome.CANCELLED, error)
 
     def leave(self, receiver: Receiver, outcome: Outcome) -> None:
         """The stream that received it is gone, in this way: it ends, or goes on unattended for as long as the client wants."""
@@ -76,7 +76,7 @@ class Attendance:
     def ended(self) -> None:
         """The request is over: whoever still reads its output turns to what is kept of it, and nobody here to the request."""
         self._attended()
-        self._stop, self._update = _ended, _ended
+        self._update = _ended
         if self.feed.receiver is not None:
             self.feed.receiver.source = self.feed
 
@@ -87,4 +87,4 @@ class Attendance:
 
 
 def _ended(*_: object) -> None:
-    """What there was to stop or to change has ended."""
+    """What there was to change has ended."""

@@ -385,6 +385,7 @@ class Attempt:
             if self._is_probe and not self._has_told:
                 self.replica.breaker.told_nothing()
         await self._stack.aclose()
+        self.stream = None  # which refers to this attempt
 
     def _charge(self, token_count: int) -> None:
         """Set what of the replica's outstanding tokens is this one's."""
@@ -406,6 +407,7 @@ class FleetStream:
         self._fleet = fleet
         self._request = request
         self._attempt: Attempt | None = None
+        self._take: Callable[[TokensGenerated], bool] | None = None
         self._events: AsyncIterator[SequenceEvent] | None = None
         self._cancelled = False
         self._cancel_asked = asyncio.Event()
@@ -430,7 +432,7 @@ class FleetStream:
     async def close(self) -> None:
         """Cancel what still runs and forget it."""
         self._ended = True
-        attempt, self._attempt = self._attempt, None
+        attempt, self._attempt, self._events = self._attempt, None, None
         if attempt is not None:
             await attempt.leave()
 
@@ -469,6 +471,11 @@ class FleetStream:
         self._cancel_asked.set()
         if self._attempt is not None and self._attempt.stream is not None:
             self._attempt.stream.cancel()
+
+    def deliver_to(self, take: Callable[[TokensGenerated], bool]) -> None:
+        """See `SequenceStream.deliver_to`."""
+        self._take = take
+        self._deliver_from(self._attempt)
 
     def move_from(self, name: str) -> bool:
         """Leave the replica of this name for another, if it runs there, can go on elsewhere, and there is a place.
@@ -599,8 +606,23 @@ class FleetStream:
 
     def _entered(self, attempt: Attempt, events: AsyncIterator[SequenceEvent]) -> None:
         self._attempt, self._events = attempt, events
+        self._deliver_from(attempt)
         if self._cancelled and attempt.stream is not None:  # while the engine was taking it
             attempt.stream.cancel()
+
+    def _deliver_from(self, attempt: Attempt | None) -> None:
+        """Let new tokens of the engine that has it now take the short way."""
+        if self._take is None or attempt is None or attempt.stream is None:
+            return
+        take = self._take
+
+        def deliver(event: TokensGenerated) -> bool:
+            if not take(event):
+                return False
+            self._tell(attempt, event)
+            return True
+
+        attempt.stream.deliver_to(deliver)
 
     def _note_moved(self, lost: Replica) -> None:
         assert self._attempt is not None

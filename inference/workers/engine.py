@@ -56,12 +56,17 @@ class BufferedStream:
         self._events: deque[SequenceEvent] = deque()
         self._failure: EngineError | None = None
         self._reader: asyncio.Future[None] | None = None  # while it waits; an `asyncio.Event` costs three times as much per token
+        self._take: Callable[[TokensGenerated], bool] | None = None
+        self._take_error: Exception | None = None
 
     def __aiter__(self) -> AsyncIterator[SequenceEvent]:
         return self
 
     async def __anext__(self) -> SequenceEvent:
         while not self._events:
+            if (error := self._take_error) is not None:
+                self._take_error = None
+                raise error
             if self._failure is not None:
                 raise self._failure
             if self.ended:
@@ -79,12 +84,18 @@ class BufferedStream:
             self._cancel_sent = True
             self._cancel(self)
 
+    def deliver_to(self, take: Callable[[TokensGenerated], bool]) -> None:
+        """See `SequenceStream.deliver_to`."""
+        self._take = take
+
     def put(self, event: SequenceEvent) -> None:
         """Called by the engine: the sequence's next event."""
         match event:
             case TokensGenerated():
                 self.has_output = True
                 self.outputs[event.choice_index] += event.token_ids
+                if self._take is not None and self._reader_waits and self._taken(self._take, event):
+                    return
             case Scheduled():
                 self.scheduled = True
             case ChoiceFinished():
@@ -100,6 +111,19 @@ class BufferedStream:
             self.ended = True
             self._failure = error
             self._wake()
+
+    @property
+    def _reader_waits(self) -> bool:
+        """Whether the reader has read everything and was not woken."""
+        return self._reader is not None and not self._events and not self._reader.done()
+
+    def _taken(self, take: Callable[[TokensGenerated], bool], event: TokensGenerated) -> bool:
+        try:
+            return take(event)
+        except Exception as error:
+            self._take_error = error
+            self._wake()
+            return True
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

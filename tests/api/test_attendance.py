@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from api.requests.life import Life
 from api.streams.attendance import Attendance
 from api.streams.feed import Feed, FlowControl
 from api.streams.mailbox import Mailboxes
@@ -34,13 +35,14 @@ class World:
     def __init__(self, journal: UsageJournal, keep_s: float | None) -> None:
         self.journal = journal
         self.stopped: list[Outcome] = []
+        self.life = Life(lambda end: self.stopped.append(end.outcome))
         self.ended: list[Receiver] = []
         self.first = self.receiver()
         mailboxes = Mailboxes(journal, bytes_max=10**6, bytes_per_request_max=10**6)
         mailbox = None if keep_s is None else mailboxes.open(ORGANIZATION)
         self.feed = Feed(self.first, "m", FlowControl(None, 60.0, lambda: None), mailbox)
         self.feed.tally.hold_id = uuid.uuid4()
-        self.attendance = Attendance(self.feed, keep_s, lambda outcome, _: self.stopped.append(outcome), lambda _: None)
+        self.attendance = Attendance(self.feed, keep_s, self.life, lambda _: None)
 
     def receiver(self) -> Receiver:
         """Of one more stream."""
@@ -91,7 +93,8 @@ async def test_whoever_comes_back_in_time_finds_it_running_for_as_long_as_it_tak
 
 async def test_a_request_that_is_being_ended_is_no_ones_to_take_over_unless_it_is_kept(journal: UsageJournal) -> None:
     plain, kept = World(journal, None), World(journal, 3600.0)
-    plain.attendance.stopping = kept.attendance.stopping = True
+    for world in (plain, kept):
+        world.life.stop(Outcome.CANCELLED)
 
     with pytest.raises(RequestInFlight):
         plain.attendance.attach(plain.receiver(), 0, 0)

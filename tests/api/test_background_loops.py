@@ -70,7 +70,7 @@ async def test_a_request_whose_progress_cannot_be_told_holds_up_no_other() -> No
 
     class Request:
         def __init__(self, name: str) -> None:
-            self.name, self.start, self.phase, self.place = name, MagicMock(request_id=name), root_phase(), None
+            self.name, self.start, self.life, self.place = name, MagicMock(request_id=name), queued(), None
 
         def end_if_lapsed(self) -> None:
             self.tell_progress(None)
@@ -91,8 +91,10 @@ async def test_a_request_whose_progress_cannot_be_told_holds_up_no_other() -> No
     assert told == ["last", "first", "first", "last"]
 
 
-def root_phase() -> Any:
-    """A phase in which progress is told."""
-    from api.requests.live import Phase
+def queued() -> Any:
+    """The life of a request whose progress is told."""
+    from api.requests.life import Life, State
 
-    return Phase.QUEUED
+    life = Life()
+    life.state = State.QUEUED
+    return life

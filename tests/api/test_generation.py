@@ -15,7 +15,8 @@ from api.core.errors import MessageUnreadable
 from api.core.interceptor import Context, ReceivedMessages, first_error, readable, tolerant
 from api.core.pace import FramePace
 from api.core.settings import Settings
-from api.requests.live import Caller, LiveRequest, Phase
+from api.requests.life import State
+from api.requests.live import Caller, LiveRequest
 from api.requests.start_frame import parse_start
 from api.streams.generation import ClientStream, outcome_of_leaving
 from api.streams.outbox import Outbox
@@ -40,8 +41,8 @@ def test_a_deadline_is_told_from_a_cancel(granted_s: float | None, left_s: float
     assert outcome_of_leaving(granted_s, left_s) is outcome
 
 
-@pytest.mark.parametrize("phase", [Phase.PREPARING, Phase.QUEUED, Phase.STREAMING, Phase.ENDING])
-def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(phase: Phase) -> None:
+@pytest.mark.parametrize("state", State)
+def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(state: State) -> None:
     """It may come before the request has found out; and it runs in the one task group that holds the server together."""
     router = Router({})
     with pytest.raises(ModelUnknown):
@@ -51,7 +52,7 @@ def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(phase: Phase
     caller = Caller(payer, 0.0, 0.0)
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="gpt", text="x"))
     request = LiveRequest(caller, start, process, Receiver(Outbox(cast(Any, None)), start.given_id, lambda _: None))
-    request.phase = phase
+    request.life.state = state
 
     request.tell_progress(None)
 

@@ -15,6 +15,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
 from api.requests.admission import Lease
+from api.requests.life import Life
 from api.requests.output_limits import OutputLimits
 from api.requests.reply import Reply
 from api.requests.start_frame import ValidStart, parse_start
@@ -71,7 +72,7 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
         sent += sum(len(frame.delta.token_ids) for frame in message.frames)
 
     outbox = Outbox(journal)
-    reply = Reply(feed_of(outbox, start), start, stopped.append)
+    reply = Reply(feed_of(outbox, start), start, Life(lambda end: stopped.append(end.outcome)))
     settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=60.0))
     reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, None)
     async with asyncio.TaskGroup() as tasks:
@@ -105,7 +106,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     replies = []
     for _ in range(2):
         start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi"))
-        reply = Reply(feed_of(outbox, start), start, stopped.append)
+        reply = Reply(feed_of(outbox, start), start, Life(lambda end: stopped.append(end.outcome)))
         reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, None)
         replies.append(reply)
     first, last = replies
@@ -142,7 +143,7 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
     settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=1000, client_stall_max_s=60.0))
     ends: list[Outcome] = []
     outbox = Outbox(journal)
-    reply = Reply(feed_of(outbox, start), start, ends.append)
+    reply = Reply(feed_of(outbox, start), start, Life(lambda end: ends.append(end.outcome)))
     if start.tool_use.tools:
         reply.call_reading = CallReading(CallFormat.HERMES, ("book",), ends_with_call=False)
     reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, rules)

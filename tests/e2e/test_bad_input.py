@@ -24,7 +24,7 @@ from weir.v1 import live_requests_pb2, months_pb2, types_pb2
 from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.chaos.processes import children_of
-from api.requests.live import Phase
+from api.requests.life import Life
 from api.requests.live_control import record
 from api.streams.outbox import UsageSoFar
 from metering.core.models import QuotaDimension
@@ -176,7 +176,7 @@ async def test_what_has_not_been_routed_is_shown_to_admins_without_a_model() -> 
         hold_id=None,
         start=SimpleNamespace(request_id=SOME_UUID, model="as it was sent"),
         routed_model="",
-        phase=Phase.PREPARING,
+        life=Life(),
         tokens_per_second=0.0,
     )
 

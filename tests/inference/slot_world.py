@@ -19,6 +19,7 @@ from inference.engine import (
     SequenceEvent,
     SequenceFinished,
     SequenceStream,
+    TokensGenerated,
 )
 from inference.errors import CheckpointInvalid, EngineStartFailed, EngineUnavailable
 from inference.routing.memory import MemoryBudget
@@ -71,6 +72,9 @@ class FakeStream:
 
     def cancel(self) -> None:
         self.ended.set()
+
+    def deliver_to(self, take: Callable[[TokensGenerated], bool]) -> None:
+        """It tells no tokens."""
 
     async def __aiter__(self) -> AsyncIterator[SequenceEvent]:
         await self.ended.wait()
