@@ -22,12 +22,11 @@ from api.core.interceptor import METHOD, Context
 from api.core.messages import effective_quota_statuses
 from api.core.pace import VISIT
 from api.embedding.embedding import EmbedCaller
-from api.embedding.embedding_quote import quote_embed
 from api.embedding.embedding_wire import parse_embed
 from api.observability.spans import trace_of_metadata
 from api.process import Process
 from api.requests.conversation import thinking_of
-from api.requests.quoting import quote
+from api.requests.quoting import quote, quote_embed
 from api.requests.start_frame import parse_count_tokens
 from api.requests.tokenizing import TextJob, tokenize
 from api.requests.tools import ToolUse, call_reading

@@ -21,16 +21,14 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
 from api.core.messages import input_count_max
 from api.core.pace import REFUSAL_COST_S
-from api.embedding.embedding_limits import parts_of
 from api.embedding.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
 from api.observability.observer import Ending
 from api.observability.spans import NO_TRACE, TraceContext
 from api.queue.places import Arrival, Outlook, Place
 from api.requests.admission import AdmissionRequest, Lease
-from api.requests.key_bounds import check_input_bound
-from api.requests.life import End, Life, State
-from api.requests.readiness import RETRY_S_MIN, wait_until_ready
-from api.requests.stopwatch import Stopwatch
+from api.requests.engine_run import RETRY_S_MIN, wait_until_ready
+from api.requests.life import End, Life, State, Stopwatch
+from api.requests.preparation import check_input_bound
 from api.requests.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
 from api.requests.tokenizing import TextJob, check_chars
 from api.streams.outbox import UsageSoFar
@@ -46,6 +44,8 @@ from metering.tenants.networks import Address
 
 if TYPE_CHECKING:
     from api.process import Process
+from collections.abc import Sequence
+from typing import TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,3 +335,21 @@ async def tokenize_inputs(
         if check_room is not None:
             await check_room(1)
         return await job.work.run(job.payer.organization_id, cost, tokenize_all)
+
+
+PART_TOKENS = 16_384  # tokens that have their turn together: seconds of work on a laptop, for which others may have to wait
+
+Text = TypeVar("Text", bound=Sequence[int])
+
+
+def parts_of(texts: Sequence[Text], token_count_max: int = PART_TOKENS) -> list[tuple[Text, ...]]:
+    """Texts in order, divided so that no part has more tokens, but for one of a single text."""
+    parts: list[list[Text]] = []
+    room = 0
+    for text in texts:
+        if not parts or len(text) > room:
+            parts.append([])
+            room = token_count_max
+        parts[-1].append(text)
+        room -= len(text)
+    return [tuple(part) for part in parts]

@@ -34,9 +34,8 @@ from api.process import Process
 from api.requests.endings import OUTCOMES
 from api.requests.live import Caller, LiveRequest
 from api.requests.start_frame import ValidStart, parse_start
-from api.streams.outbox import Outbox
+from api.streams.outbox import Outbox, WholeOutbox
 from api.streams.receiver import Receiver
-from api.streams.whole_outbox import WholeOutbox
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import structlog
@@ -9,12 +10,12 @@ import structlog
 from api.core.errors import FieldViolation, InvalidRequest
 from api.core.wire import OUTCOMES
 from api.queue.places import Place
-from api.requests.life import Life, State
+from api.requests.life import Life, State, Stopwatch
 from api.requests.output_limits import OutputLimits
 from api.requests.reply import Reply
-from api.requests.stopwatch import Stopwatch
 from api.streams.outbox import UsageSoFar
 from inference.engine import (
+    Backend,
     ChoiceFinished,
     Engine,
     EngineFinishReason,
@@ -26,7 +27,7 @@ from inference.engine import (
     SequenceStream,
     TokensGenerated,
 )
-from inference.errors import EngineFailed
+from inference.errors import EngineFailed, EngineStartFailed
 from metering.core.models import Outcome
 
 log = structlog.get_logger(__name__)
@@ -155,3 +156,22 @@ def check_output_change(request: GenerationRequest, model: ModelInfo, max_output
         wrong = f"cannot be raised above {request.stop.max_output_tokens} {why}"
     if wrong:
         raise InvalidRequest([FieldViolation("update.max_output_tokens", wrong)])
+
+
+RETRY_S_MIN = 0.1  # seconds: below it a client that was told of a broken engine would be back before anybody noticed
+
+
+async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
+    """Start an engine, and return when it takes requests. model: as clients call it.
+
+    Raises: EngineStartFailed, EngineUnavailable.
+    """
+    try:
+        async with asyncio.timeout(wait_s):
+            await backend.start()
+    except TimeoutError:
+        condition = backend.condition()
+        raise EngineStartFailed(
+            f"the engine of model {model!r} is still not ready: {condition.reason or condition.state.value}",
+            max(condition.retry_after_s, RETRY_S_MIN),
+        ) from None

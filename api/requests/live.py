@@ -23,15 +23,20 @@ from api.observability.spans import NO_TRACE, TraceContext
 from api.queue.places import Outlook, Place
 from api.requests.admission import Lease
 from api.requests.endings import cause_of
-from api.requests.engine_run import EngineRun, check_output_change
-from api.requests.key_bounds import check_output_bound, is_bounded
-from api.requests.life import End, Life, State
+from api.requests.engine_run import RETRY_S_MIN, EngineRun, check_output_change, wait_until_ready
+from api.requests.life import End, Life, State, Stopwatch
 from api.requests.output_limits import LimitChange, OutputLimits, parse_update
-from api.requests.preparation import admission_request, arrival_of, prepare, routed, smallest_admission
-from api.requests.readiness import RETRY_S_MIN, wait_until_ready
+from api.requests.preparation import (
+    admission_request,
+    arrival_of,
+    check_output_bound,
+    is_bounded,
+    prepare,
+    routed,
+    smallest_admission,
+)
 from api.requests.reply import Reply
 from api.requests.start_frame import ValidStart
-from api.requests.stopwatch import Stopwatch
 from api.requests.tools import call_reading
 from api.streams import frames
 from api.streams.attendance import Attendance

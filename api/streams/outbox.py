@@ -88,7 +88,7 @@ class Pending(NamedTuple):
 class Outbox:
     """Frames of one stream in the order in which they were pushed. One writer, any number of requests."""
 
-    takes_whole = False  # whether the client wants each answer in one piece; see `whole_outbox.py`
+    takes_whole = False  # whether the client wants each answer in one piece; see `outbox.py`
 
     def __init__(self, journal: UsageJournal) -> None:
         self._journal = journal
@@ -251,3 +251,47 @@ def journal_entry(tally: Tally, delivered_token_count: int) -> Delivered:
         max(usage.generated_token_count, delivered_token_count),
         delivered_token_count,
     )
+
+
+class WholeOutbox(Outbox):
+    """Holds all frames back until each of its requests has generated everything, or has ended; then they go out as one message."""
+
+    takes_whole = True
+
+    def __init__(self, journal: UsageJournal, request_count: int, on_failure: Callable[[str], None]) -> None:
+        """request_count: so many requests make up the answer. on_failure: called with the id of each that has failed."""
+        super().__init__(journal)
+        self._request_count = request_count
+        self._on_failure = on_failure
+        self._complete: set[Delivery] = set()  # those that add no more output
+        self._is_open = False
+
+    def push(self, delivery: Delivery, frame: pb.ServerFrame, token_count: int = 0) -> None:
+        """See `Outbox.push`."""
+        super().push(delivery, frame, token_count)
+        if frame.HasField("failed"):
+            self._on_failure(delivery.request_id)
+        if frame.HasField("failed") or frame.HasField("finished"):
+            self.complete(delivery)
+
+    def complete(self, delivery: Delivery) -> None:
+        """See `Outbox.complete`."""
+        self._complete.add(delivery)
+        if len(self._complete) == self._request_count:
+            self._is_open = True
+            self._arrived.set()
+
+    def close(self) -> None:
+        """See `Outbox.close`."""
+        self._is_open = True
+        super().close()
+
+    def _note_arrival(self) -> None:
+        if self._is_open:
+            super()._note_arrival()
+
+    def _take_batch(self) -> list[Pending]:
+        """All of it: the answer's length is bounded by the context windows of its requests."""
+        batch = list(self._pending)
+        self._pending.clear()
+        return batch

@@ -22,8 +22,7 @@ from api.core.statuses import status_of
 from api.streams import frames
 from api.streams.mailbox import Key
 from api.streams.outbox import Delivery
-from api.streams.peer_channels import PeerChannels
-from api.streams.peers import VOUCHER, Identity, Peer
+from api.streams.peers import VOUCHER, Identity, Peer, PeerChannels
 from api.streams.receiver import Receiver
 from metering.control.live import Owner, find_owner
 from metering.core.errors import MeteringError, RequestInFlight

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.messages import input_count_max
-from api.embedding.embedding_limits import parts_of
+from api.embedding.embedding import parts_of
 from api.embedding.embedding_wire import TokenizedText, embedding_message
 from inference.engine import ModelInfo
 

@@ -13,10 +13,9 @@ from collections.abc import Callable
 import pytest
 
 from api.core.errors import QueueFull, StartsTooLate
-from api.queue.fair_queue import FairQueue
-from api.queue.lookahead import COMPILING_MAX, PENDING_MAX, WINDOW_FIRST, WINDOW_MAX, WINDOW_MIN, Lookahead
+from api.queue.entrance import Promise, Promises
+from api.queue.fair_queue import COMPILING_MAX, PENDING_MAX, WINDOW_FIRST, WINDOW_MAX, WINDOW_MIN, FairQueue, Lookahead
 from api.queue.places import Arrival, Place, QueueLimits, ServiceTier, State
-from api.queue.promises import Promise, Promises
 from inference.engine import EngineStatistics
 from tests.api.queue_world import EngineModel, Request, World, agent, percentile, tenant_id
 

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from api.streams import peer_channels
-from api.streams.peer_channels import PeerChannels
-from api.streams.peers import Peer, make_certificate
+from api.streams import peers as peer_channels
+from api.streams.peers import Peer, PeerChannels, make_certificate
 from tests.service import until
 
 CERTIFICATE = make_certificate()[1].decode()
