@@ -43,6 +43,10 @@ from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
 from api.draining import drain, stop_signals
 from api.fleet.fleet import build_serving
+from api.generation.admission import Admission, Capacity
+from api.generation.peers import PeerCertificates, make_identity
+from api.generation.process import Process
+from api.generation.relay import Relays
 from api.inference_service import InferenceServicer
 from api.logs import configure_logs
 from api.metrics.families import Parts
@@ -51,12 +55,8 @@ from api.observability.observer import Observer
 from api.observability.spans import open_spans
 from api.openai.listener import Listener
 from api.operating_system import allow_open_files, return_freed_memory
-from api.process import Process
-from api.requests.admission import Admission, Capacity
 from api.server import Servicers, build_peer_server, build_server
 from api.statistics_log import log_statistics_regularly
-from api.streams.peers import PeerCertificates, make_identity
-from api.streams.relay import Relays
 from common.incidents import IncidentTaskGroup, Retries
 from inference.engine import Backend
 from inference.errors import EngineError

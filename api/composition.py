@@ -16,15 +16,15 @@ from api.core.endpoint import base_url
 from api.core.pace import FramePace
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
+from api.generation.live_control import keep_out_of_use, obey, process_name, report, report_replicas
+from api.generation.peers import Peer, PeerCertificates
+from api.generation.process import Process
 from api.metrics.operator_http import Probes
 from api.observability.observer import Observer
 from api.openai.door import Door
 from api.openai.http_requests import Handle, visited
 from api.openai.listener import Listener
-from api.process import Process
-from api.requests.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.server import Servicers
-from api.streams.peers import Peer, PeerCertificates
 from inference.routing.router import Router
 from inference.safety.safety import SafetyRulesInvalid
 from inference.safety.safety_file import Safety, read_safety

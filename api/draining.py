@@ -12,9 +12,9 @@ import structlog
 
 from api.core.errors import Draining
 from api.core.settings import Settings
+from api.generation.admission import Capacity
+from api.generation.process import Process
 from api.openai.listener import Listener
-from api.process import Process
-from api.requests.admission import Capacity
 
 SETTLE_GRACE_S = 10.0  # after the drain time, for the settlement of what was still running
 

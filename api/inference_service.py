@@ -21,18 +21,18 @@ from api.core.errors import AddressNotAllowed, FieldViolation, InvalidRequest, O
 from api.core.interceptor import METHOD, Context
 from api.core.messages import effective_quota_statuses
 from api.core.pace import VISIT
-from api.embedding.embedding import EmbedCaller
-from api.embedding.embedding_wire import parse_embed
+from api.generation.client_stream import ClientStream, remaining_s
+from api.generation.conversation import thinking_of
+from api.generation.embedding import EmbedCaller
+from api.generation.embedding_wire import parse_embed
+from api.generation.open_streams import OpenStreams
+from api.generation.peers import VOUCHER, vouched_address, voucher_of
+from api.generation.process import Process
+from api.generation.quoting import quote, quote_embed
+from api.generation.start_frame import parse_count_tokens
+from api.generation.tokenizing import TextJob, tokenize
+from api.generation.tools import ToolUse, call_reading
 from api.observability.spans import trace_of_metadata
-from api.process import Process
-from api.requests.conversation import thinking_of
-from api.requests.quoting import quote, quote_embed
-from api.requests.start_frame import parse_count_tokens
-from api.requests.tokenizing import TextJob, tokenize
-from api.requests.tools import ToolUse, call_reading
-from api.streams.generation import ClientStream, remaining_s
-from api.streams.open_streams import OpenStreams
-from api.streams.peers import VOUCHER, vouched_address, voucher_of
 from metering.control.live import certificate_of
 from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions

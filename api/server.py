@@ -26,9 +26,9 @@ from api.core.health import INFERENCE_SERVICE, SERVICES, Health
 from api.core.interceptor import Context, Failed, Guard, GuardedServices, tell_nobody
 from api.core.pace import FramePace
 from api.core.settings import Settings
+from api.generation.open_streams import BoundedCalls
+from api.generation.peers import PEER_KEEPALIVE_MS, Identity, Peer, PeerCertificates, advertised, peer_listen_address
 from api.inference_service import InferenceServicer
-from api.streams.open_streams import BoundedCalls
-from api.streams.peers import PEER_KEEPALIVE_MS, Identity, Peer, PeerCertificates, advertised, peer_listen_address
 
 # Beyond its own limit the transport resets streams without a word, if they come before the client knows it, and lets later ones
 # wait for others to end. So it takes more than the service does, which refuses them with a reason and a wait; and not many times

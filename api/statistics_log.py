@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from api.process import Process
+from api.generation.process import Process
 
 INTERVAL_S = 60.0  # an operator's graph needs no more, and a day of it is less than the log of one busy second
 

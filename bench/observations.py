@@ -20,14 +20,14 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from weir.v1 import inference_service_pb2 as pb
 
+from api.generation.live import Caller
+from api.generation.start_frame import parse_start
 from api.metrics.families import request_metrics
 from api.metrics.operator_http import Families
 from api.observability.counts import STAGES
 from api.observability.observer import Ending, Observer, record_of
 from api.observability.otlp import OtlpSender
 from api.observability.spans import TraceContext
-from api.requests.live import Caller
-from api.requests.start_frame import parse_start
 from metering.core.models import Outcome
 from metering.holds.operations import Settled
 from metering.quotas.quota_rules import Payer

@@ -127,7 +127,7 @@ BORDERS = (
     Border(
         ("cryptography",),
         inside=PRODUCT,
-        save_for=("metering/receipts/signing.py", "api/streams/peers.py", "sdk/"),
+        save_for=("metering/receipts/signing.py", "api/generation/peers.py", "sdk/"),
         why="one place signs, one identifies processes",
     ),
     Border(
@@ -189,7 +189,7 @@ BORDERS = (
         why="the engine is the same in any process and in none",
     ),
     Border(
-        ("api.requests", "api.streams", "api.admin", "api.billing", "api.openai", "grpc", "weir", "metering"),
+        ("api.generation", "api.admin", "api.billing", "api.openai", "grpc", "weir", "metering"),
         inside=("api/queue/",),
         but=("metering.core.models",),
         why="who is next is decided without sockets and without the database",
@@ -213,7 +213,7 @@ BORDERS = (
     ),
     Border(
         ("api.admin", "api.billing", "api.openai", "api.cli", "api.chaos"),
-        inside=("api/access/", "api/queue/", "api/requests/", "api/streams/", "api/embedding/", "api/fleet/"),
+        inside=("api/access/", "api/queue/", "api/generation/", "api/fleet/"),
         why="a request runs the same whoever administers, bills, or asked for it",
     ),
     Border(
@@ -451,7 +451,6 @@ PACKAGED = ("api/", "inference/", "metering/")  # folders whose packages are ord
 # Packages that still import each other. Groups may only be split, lose members and vanish.
 CYCLES: tuple[set[str], ...] = (
     {"api.chaos", "api.cli"},
-    {"api.embedding", "api.process", "api.requests", "api.streams"},
     {"inference.core", "inference.native"},
 )
 
@@ -484,7 +483,7 @@ def package_imports(sources: Iterable[Source]) -> dict[str, dict[str, Place]]:
 
 
 def package_of(source: Source) -> str:
-    """`api.requests` of a module below `api/requests/`, `api.settings` of `api/settings.py`; empty for `api/__init__.py`."""
+    """`api.queue` of a module below `api/queue/`, `api.settings` of `api/settings.py`; empty for `api/__init__.py`."""
     parts = source.path.removesuffix(".py").split("/")[:2]
     return "" if parts[-1] == "__init__" else ".".join(parts)
 

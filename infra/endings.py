@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from api.core.errors import Cause
-from api.requests.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action, Cell
+from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action, Cell
 
 INTRODUCTION = """\
 # How requests end, and what each end costs
 
-This page is generated from `api/requests/endings.py`, by which holds are settled or voided:
+This page is generated from `api/generation/endings.py`, by which holds are settled or voided:
 `python -m infra.endings > docs/endings.md`. [ADR 0043](../infra/adr/0043-charges-follow-the-cause.md)
 has the reasons.
 

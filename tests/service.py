@@ -38,9 +38,9 @@ import api.__main__ as api_main
 from api.chaos.processes import children_of
 from api.core.endpoint import forget_endpoint, read_endpoint, read_metrics_url, read_openai_url
 from api.core.settings import Settings
-from api.process import Process
+from api.generation.admission import Capacity
+from api.generation.process import Process
 from api.queue.places import QueueStatistics
-from api.requests.admission import Capacity
 from inference.text.tokenizer import Tokenizer
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import set_price

@@ -42,20 +42,24 @@ def test_the_walk_sees_the_repository(sources: list[Source]) -> None:
 
 
 IMPORT_FAULTS = [
-    ("api/streams/generation.py", "from inference.adapters.torch_engine import TorchEngine", "inference.adapters.torch_engine"),
-    ("api/streams/generation.py", "from inference.core import scheduler", "inference.core.scheduler"),
-    ("api/streams/generation.py", "import inference.core.kv_cache", "inference.core.kv_cache"),
     (
-        "api/streams/generation.py",
+        "api/generation/client_stream.py",
+        "from inference.adapters.torch_engine import TorchEngine",
+        "inference.adapters.torch_engine",
+    ),
+    ("api/generation/client_stream.py", "from inference.core import scheduler", "inference.core.scheduler"),
+    ("api/generation/client_stream.py", "import inference.core.kv_cache", "inference.core.kv_cache"),
+    (
+        "api/generation/client_stream.py",
         "def late():\n    from inference.adapters.torch_engine import TorchEngine",
         "inference.adapters.torch_engine",
     ),
     (
-        "api/streams/generation.py",
+        "api/generation/client_stream.py",
         "import importlib\nimportlib.import_module('inference.adapters.torch_engine')",
         "inference.adapters.torch_engine",
     ),
-    ("api/streams/generation.py", "import torch", "torch"),
+    ("api/generation/client_stream.py", "import torch", "torch"),
     ("api/__main__.py", "import torch.nn", "torch.nn"),
     ("inference/core/scheduler.py", "from api.core.wire import to_domain", "api.core.wire"),
     ("inference/core/scheduler.py", "from metering.ledger import ledger", "metering.ledger.ledger"),
@@ -94,10 +98,10 @@ IMPORT_FAULTS = [
     ("inference/core/scheduler.py", "from inference.workers.protocol import Scheduled", "inference.workers.protocol"),
     ("inference/workers/engine.py", "import torch", "torch"),
     ("inference/sampling/sampler.py", "from inference.core.scheduler import Scheduler", "inference.core.scheduler"),
-    ("api/queue/fair_queue.py", "from api.requests.live import Live", "api.requests.live"),
+    ("api/queue/fair_queue.py", "from api.generation.live import Live", "api.generation.live"),
     ("api/console/calls.py", "from metering.invoicing.month_report import month_bounds", "metering.invoicing.month_report"),
     ("api/openai/door.py", "from api.console.console import Console", "api.console.console"),
-    ("api/requests/live.py", "from api.admin.admin_live import AdminLive", "api.admin.admin_live"),
+    ("api/generation/live.py", "from api.admin.admin_live import AdminLive", "api.admin.admin_live"),
 ]
 
 
@@ -113,7 +117,7 @@ def test_a_crossed_border_is_reported(path: str, text: str, name: str) -> None:
     ("path", "text"),
     [
         (
-            "api/streams/generation.py",
+            "api/generation/client_stream.py",
             "from inference.engine import Engine\nfrom inference.routing import router\nimport metering.ledger.ledger",
         ),
         ("api/core/wire.py", "from weir.v1 import types_pb2"),
@@ -161,7 +165,7 @@ def test_tensorrt_imported_with_its_module_is_reported() -> None:
     ],
 )
 def test_a_task_without_a_parent_is_reported(text: str) -> None:
-    assert list(architecture.tasks_have_parents(Source("api/streams/generation.py", text)))
+    assert list(architecture.tasks_have_parents(Source("api/generation/client_stream.py", text)))
     assert list(architecture.tasks_have_parents(Source("tests/api/test_x.py", text))) == []
 
 
@@ -177,7 +181,7 @@ def test_a_task_without_a_parent_is_reported(text: str) -> None:
     ],
 )
 def test_a_task_on_a_group_is_not_reported(text: str) -> None:
-    assert list(architecture.tasks_have_parents(Source("api/streams/generation.py", text))) == []
+    assert list(architecture.tasks_have_parents(Source("api/generation/client_stream.py", text))) == []
 
 
 def test_every_exception_for_detached_tasks_is_needed_and_has_a_reason(sources: list[Source]) -> None:

@@ -10,11 +10,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from api.access.auth import Authenticator
 from api.core.health import store_is_well
+from api.generation.life import PHASES
+from api.generation.process import Process
 from api.observability.counts import Histogram, RequestCounts
 from api.observability.spans import SpanCounts
-from api.process import Process
 from api.queue.places import QueueStatistics
-from api.requests.life import PHASES
 from common.incidents import INCIDENT_COUNTS
 from inference.engine import EngineStatistics
 from inference.routing.router import ReplicaReport, ReplicaState, Router

@@ -6,6 +6,7 @@ from typing import Any
 
 from weir.v1 import inference_service_pb2 as pb
 
+from api.generation.decoding import CHOICE_COUNT_MAX, LOGIT_BIAS_COUNT_MAX, STOP_SEQUENCE_COUNT_MAX
 from api.openai import formats
 from api.openai.messages import Message, conversation
 from api.openai.parameters import (
@@ -28,7 +29,6 @@ from api.openai.parameters import (
 )
 from api.openai.refusals import wrong_parameter
 from api.openai.tools import Choice, ToolParameter, fill_tools
-from api.requests.decoding import CHOICE_COUNT_MAX, LOGIT_BIAS_COUNT_MAX, STOP_SEQUENCE_COUNT_MAX
 
 NAMES = COMMON_NAMES | {
     "prompt": "messages",

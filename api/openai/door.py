@@ -19,8 +19,9 @@ from api.core.addresses import FORWARDED_FOR, Origin
 from api.core.errors import Draining
 from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from api.core.statuses import status_of
-from api.embedding.embedding import EmbedCaller
-from api.embedding.embedding_wire import parse_embed
+from api.generation.embedding import EmbedCaller
+from api.generation.embedding_wire import parse_embed
+from api.generation.process import Process
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
 from api.openai import answers
@@ -39,7 +40,6 @@ from api.openai.refusals import HttpFault, refusal_of, wrong_parameter
 from api.openai.response_answer import ResponseAnswer
 from api.openai.response_parameters import ResponseParameters, response_asked
 from api.openai.token_texts import TokenTexts
-from api.process import Process
 from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal

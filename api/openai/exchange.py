@@ -23,6 +23,12 @@ from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded
 from api.core.pace import REFUSAL_COST_S, START_FREE_S, VISIT
 from api.core.statuses import status_of
 from api.core.wire import finish_reason
+from api.generation.endings import OUTCOMES
+from api.generation.live import Caller, LiveRequest
+from api.generation.outbox import Outbox, WholeOutbox
+from api.generation.process import Process
+from api.generation.receiver import Receiver
+from api.generation.start_frame import ValidStart, parse_start
 from api.observability.spans import NO_TRACE, TraceContext
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
@@ -30,12 +36,6 @@ from api.openai.listener import Connection
 from api.openai.parameters import Asked
 from api.openai.rate_limits import headers_of
 from api.openai.refusals import CLIENT_CLOSED, Refusal, refusal_of
-from api.process import Process
-from api.requests.endings import OUTCOMES
-from api.requests.live import Caller, LiveRequest
-from api.requests.start_frame import ValidStart, parse_start
-from api.streams.outbox import Outbox, WholeOutbox
-from api.streams.receiver import Receiver
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer

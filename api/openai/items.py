@@ -8,10 +8,10 @@ from typing import Any
 from msgspec import Struct
 from weir.v1 import inference_service_pb2 as pb
 
+from api.generation.conversation import MESSAGE_COUNT_MAX
 from api.openai.messages import ROLES, ContentPart, Turns, text_of
 from api.openai.parameters import check_count
 from api.openai.refusals import wrong_parameter
-from api.requests.conversation import MESSAGE_COUNT_MAX
 
 MESSAGE, CALL, RESULT = "message", "function_call", "function_call_output"
 KINDS = (MESSAGE, CALL, RESULT)

@@ -10,10 +10,10 @@ from msgspec import Struct
 from msgspec.structs import astuple
 from weir.v1 import inference_service_pb2 as pb
 
+from api.generation.conversation import MESSAGE_COUNT_MAX
 from api.openai.parameters import check_count
 from api.openai.refusals import wrong_parameter
 from api.openai.tools import CallParameter, call_messages
-from api.requests.conversation import MESSAGE_COUNT_MAX
 
 ROLES: Mapping[str, pb.Role.ValueType] = {
     "system": pb.ROLE_SYSTEM,

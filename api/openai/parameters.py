@@ -17,8 +17,8 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.violations import Violations
 from api.core.wire import LABEL_COUNT_MAX
+from api.generation.decoding import STOP_TOKEN_ID_COUNT_MAX
 from api.openai.refusals import HttpFault, wrong_parameter
-from api.requests.decoding import STOP_TOKEN_ID_COUNT_MAX
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]

@@ -9,10 +9,10 @@ import msgspec
 from msgspec import Raw, Struct
 from weir.v1 import inference_service_pb2 as pb
 
+from api.generation.conversation import CALL_COUNT_MAX
+from api.generation.tools import TOOL_COUNT_MAX
 from api.openai.parameters import check_count
 from api.openai.refusals import wrong_parameter
-from api.requests.conversation import CALL_COUNT_MAX
-from api.requests.tools import TOOL_COUNT_MAX
 
 ABSENT = Raw(b"null")
 MODES: Mapping[str, pb.ToolMode.ValueType] = {

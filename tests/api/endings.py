@@ -9,11 +9,11 @@ from typing import Any
 
 from weir.v1 import inference_service_pb2 as pb
 
+from api.generation.live import Caller
+from api.generation.start_frame import parse_start
 from api.observability.counts import STAGES
 from api.observability.observer import Ending
 from api.observability.spans import NO_TRACE, TraceContext
-from api.requests.live import Caller
-from api.requests.start_frame import parse_start
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer
 

@@ -18,14 +18,14 @@ from weir.v1 import inference_service_pb2 as pb
 from api.access.auth import Authenticator
 from api.access.standing_key import StandingKey
 from api.core.settings import Settings
-from api.process import Process
-from api.requests.admission import Admission, Capacity
-from api.requests.live import Caller, LiveRequest
-from api.requests.start_frame import ValidStart
-from api.streams.generation import ClientStream
-from api.streams.peers import make_identity
-from api.streams.receiver import Receiver
-from api.streams.relay import Relays
+from api.generation.admission import Admission, Capacity
+from api.generation.client_stream import ClientStream
+from api.generation.live import Caller, LiveRequest
+from api.generation.peers import make_identity
+from api.generation.process import Process
+from api.generation.receiver import Receiver
+from api.generation.relay import Relays
+from api.generation.start_frame import ValidStart
 from inference.core.cost_model import CostModel
 from inference.core.engine_core import EngineCore, EngineOptions
 from inference.engine import (

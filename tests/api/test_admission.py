@@ -14,8 +14,8 @@ import pytest
 
 from api.core.errors import Draining, Overloaded
 from api.core.settings import Settings
-from api.requests.admission import Admission, AdmissionRequest, Capacity, Lease
-from api.streams.outbox import UsageSoFar
+from api.generation.admission import Admission, AdmissionRequest, Capacity, Lease
+from api.generation.outbox import UsageSoFar
 from metering.core.errors import HoldEnded, RequestInFlight
 from metering.core.models import Outcome, QuotaDimension
 from metering.holds.holds import HoldStore

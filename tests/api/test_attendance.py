@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from api.requests.life import Life
-from api.streams.attendance import Attendance
-from api.streams.feed import Feed, FlowControl
-from api.streams.mailbox import Mailboxes
-from api.streams.outbox import Outbox
-from api.streams.receiver import Receiver
+from api.generation.attendance import Attendance
+from api.generation.feed import Feed, FlowControl
+from api.generation.life import Life
+from api.generation.mailbox import Mailboxes
+from api.generation.outbox import Outbox
+from api.generation.receiver import Receiver
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal

@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from api import __main__ as root
-from api.process import Process
+from api.generation.process import Process
 from common import incidents
 from common.incidents import INCIDENT_COUNTS, IncidentTaskGroup
 
@@ -93,7 +93,7 @@ async def test_a_request_whose_progress_cannot_be_told_holds_up_no_other() -> No
 
 def queued() -> Any:
     """The life of a request whose progress is told."""
-    from api.requests.life import Life, State
+    from api.generation.life import Life, State
 
     life = Life()
     life.state = State.QUEUED

@@ -18,7 +18,7 @@ from api.core.errors import MessageTooLarge, PromptTooLong, TooManyCalls
 from api.core.health import SERVICES
 from api.core.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX, READ_S, ReceivedMessages, readable, tolerant
 from api.core.pace import FramePace, Visit, measured
-from api.requests.start_frame import parse_start
+from api.generation.start_frame import parse_start
 from metering.quotas.quota_rules import Payer
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import Principal

@@ -23,9 +23,9 @@ from api.core.errors import (
     SiblingEnded,
 )
 from api.core.statuses import CODES
-from api.requests.admission import AdmissionRequest
-from api.requests.endings import CAUSES, OUTCOMES, PHASES, TABLE, WAYS, Action, Charge, EndPhase, cause_of, charge_of, phase_of
-from api.streams.outbox import UsageSoFar
+from api.generation.admission import AdmissionRequest
+from api.generation.endings import CAUSES, OUTCOMES, PHASES, TABLE, WAYS, Action, Charge, EndPhase, cause_of, charge_of, phase_of
+from api.generation.outbox import UsageSoFar
 from inference.errors import EngineError, EngineFailed, EngineUnavailable, RequestImpossible, SafetyUnavailable
 from metering.core.errors import HoldEnded, KeyInvalid, RequestIdReused, StoreAway
 from metering.core.models import Outcome, QuotaDimension

@@ -21,14 +21,14 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Draining
 from api.core.settings import Settings
-from api.embedding.embedding import EmbedCaller
-from api.embedding.embedding_wire import ValidEmbed, parse_embed
+from api.generation.embedding import EmbedCaller
+from api.generation.embedding_wire import ValidEmbed, parse_embed
+from api.generation.peers import PeerCertificates, make_identity
 from api.inference_service import InferenceServicer
 from api.openai.door import Door
 from api.openai.exchange import Exchange
 from api.openai.listener import Listener
 from api.server import build_peer_server
-from api.streams.peers import PeerCertificates, make_identity
 from metering.core.models import Outcome, QuotaDimension
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions

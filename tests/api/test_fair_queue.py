@@ -13,8 +13,17 @@ from collections.abc import Callable
 import pytest
 
 from api.core.errors import QueueFull, StartsTooLate
-from api.queue.entrance import Promise, Promises
-from api.queue.fair_queue import COMPILING_MAX, PENDING_MAX, WINDOW_FIRST, WINDOW_MAX, WINDOW_MIN, FairQueue, Lookahead
+from api.queue.fair_queue import (
+    COMPILING_MAX,
+    PENDING_MAX,
+    WINDOW_FIRST,
+    WINDOW_MAX,
+    WINDOW_MIN,
+    FairQueue,
+    Lookahead,
+    Promise,
+    Promises,
+)
 from api.queue.places import Arrival, Place, QueueLimits, ServiceTier, State
 from inference.engine import EngineStatistics
 from tests.api.queue_world import EngineModel, Request, World, agent, percentile, tenant_id

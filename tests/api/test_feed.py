@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import OutputGone
-from api.streams.feed import FRAMES_IN_OUTBOX_MAX, TOKENS_PER_FRAME_MAX, Feed, FlowControl, WaitingOutput
-from api.streams.mailbox import Mailboxes
-from api.streams.outbox import Outbox
-from api.streams.receiver import Receiver
+from api.generation.feed import FRAMES_IN_OUTBOX_MAX, TOKENS_PER_FRAME_MAX, Feed, FlowControl, WaitingOutput
+from api.generation.mailbox import Mailboxes
+from api.generation.outbox import Outbox
+from api.generation.receiver import Receiver
 from metering.holds.journal import Delivered, UsageJournal
 
 EXAMPLES = int(os.environ.get("WEIR_TEST_FEED_EXAMPLES", "100"))

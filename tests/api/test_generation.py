@@ -15,12 +15,12 @@ from api.core.errors import MessageUnreadable
 from api.core.interceptor import Context, ReceivedMessages, first_error, readable, tolerant
 from api.core.pace import FramePace
 from api.core.settings import Settings
-from api.requests.life import State
-from api.requests.live import Caller, LiveRequest
-from api.requests.start_frame import parse_start
-from api.streams.generation import ClientStream, outcome_of_leaving
-from api.streams.outbox import Outbox
-from api.streams.receiver import Receiver
+from api.generation.client_stream import ClientStream, outcome_of_leaving
+from api.generation.life import State
+from api.generation.live import Caller, LiveRequest
+from api.generation.outbox import Outbox
+from api.generation.receiver import Receiver
+from api.generation.start_frame import parse_start
 from inference.routing.router import ModelUnknown, Router
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer
@@ -105,7 +105,7 @@ class DeafContext:
 
 async def test_a_client_that_sends_and_never_reads_is_not_read_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the answers that it does not take would fill the memory of the server."""
-    monkeypatch.setattr("api.streams.outbox.FRAMES_WAITING_MAX", 50)
+    monkeypatch.setattr("api.generation.outbox.FRAMES_WAITING_MAX", 50)
     process = cast(Any, SimpleNamespace(admission=SimpleNamespace(journal=None, settings=Settings()), pace=FramePace(1.0)))
     context = DeafContext()
     taken = 0

@@ -18,6 +18,7 @@ from api.core.errors import Draining, FieldViolation, InvalidRequest, PromptTooL
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
 from api.core.statuses import CODES, status_of
+from api.generation.conversation import MESSAGE_COUNT_MAX
 from api.openai import answers
 from api.openai.chat_parameters import NAMES
 from api.openai.items import Item, conversation_of
@@ -27,7 +28,6 @@ from api.openai.rate_limits import duration_text, headers_of
 from api.openai.refusals import HTTP_STATUSES, parameter, refusal_of
 from api.openai.response_parameters import NAMES as RESPONSE_NAMES
 from api.openai.response_parameters import ResponseParameters
-from api.requests.conversation import MESSAGE_COUNT_MAX
 from inference.capabilities import RequestField
 from inference.errors import RequestImpossible
 

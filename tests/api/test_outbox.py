@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
-from api.streams import outbox as outbox_module
-from api.streams.outbox import Delivery, Outbox, Tally, UsageSoFar
+from api.generation import outbox as outbox_module
+from api.generation.outbox import Delivery, Outbox, Tally, UsageSoFar
 from metering.holds.journal import Delivered, UsageJournal, decode
 
 

@@ -12,10 +12,10 @@ import grpc
 from sqlalchemy.exc import OperationalError
 from weir.v1 import inference_service_pb2 as pb
 
-from api.streams.outbox import Outbox
-from api.streams.peers import make_certificate
-from api.streams.receiver import Receiver
-from api.streams.relay import FRAMES_UNWRITTEN_MAX, Relays
+from api.generation.outbox import Outbox
+from api.generation.peers import make_certificate
+from api.generation.receiver import Receiver
+from api.generation.relay import FRAMES_UNWRITTEN_MAX, Relays
 from metering.holds.journal import UsageJournal
 from metering.store.db import Sessions
 

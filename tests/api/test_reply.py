@@ -14,16 +14,16 @@ import regex
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
-from api.requests.admission import Lease
-from api.requests.life import Life
-from api.requests.output_limits import OutputLimits
-from api.requests.reply import Reply
-from api.requests.start_frame import ValidStart, parse_start
-from api.requests.tools import CallReading
-from api.streams import outbox as outbox_module
-from api.streams.feed import Feed, FlowControl
-from api.streams.outbox import Outbox
-from api.streams.receiver import Receiver
+from api.generation import outbox as outbox_module
+from api.generation.admission import Lease
+from api.generation.feed import Feed, FlowControl
+from api.generation.life import Life
+from api.generation.outbox import Outbox
+from api.generation.output_limits import OutputLimits
+from api.generation.receiver import Receiver
+from api.generation.reply import Reply
+from api.generation.start_frame import ValidStart, parse_start
+from api.generation.tools import CallReading
 from inference.engine import TokensGenerated
 from inference.safety.safety_file import Rule, RuleChecker
 from inference.text.tools import CallFormat

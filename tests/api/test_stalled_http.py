@@ -14,10 +14,10 @@ import pytest
 from aiohttp import web
 
 from api.core.settings import Settings
+from api.generation.live import LiveRequest
 from api.openai import listener as listener_module
 from api.openai.door import Door
 from api.openai.listener import Connection, Listener
-from api.requests.live import LiveRequest
 from metering.store.db import Sessions
 from metering.tenants.tenants import create_api_key
 from tests.api.small_process import SmallProcess

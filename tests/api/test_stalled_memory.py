@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.streams.feed import Feed, FlowControl
-from api.streams.mailbox import Mailboxes
-from api.streams.outbox import Outbox
-from api.streams.receiver import Receiver
+from api.generation.feed import Feed, FlowControl
+from api.generation.mailbox import Mailboxes
+from api.generation.outbox import Outbox
+from api.generation.receiver import Receiver
 from metering.holds.journal import UsageJournal
 
 ORGANIZATION = uuid.uuid4()

@@ -10,11 +10,11 @@ import pytest
 import regex
 
 from api.core.errors import InvalidRequest, PromptFiltered
+from api.generation.conversation import thinking_of
+from api.generation.text_work import TextWork
+from api.generation.tokenizing import TextJob, check_prompt, tokenize
 from api.openai.chat_parameters import ChatParameters, chat_asked
 from api.openai.parameters import decode
-from api.requests.conversation import thinking_of
-from api.requests.text_work import TextWork
-from api.requests.tokenizing import TextJob, check_prompt, tokenize
 from inference.safety.safety_file import Rule, RuleChecker
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool, ToolCall

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.streams.outbox import FRAMES_PER_MESSAGE_MAX, Delivery, Tally, UsageSoFar, WholeOutbox
+from api.generation.outbox import FRAMES_PER_MESSAGE_MAX, Delivery, Tally, UsageSoFar, WholeOutbox
 from metering.holds.journal import UsageJournal
 
 

@@ -19,9 +19,9 @@ from weir.v1 import types_pb2
 from api.core import wire
 from api.core.errors import InvalidRequest
 from api.core.violations import VIOLATION_COUNT_MAX
-from api.requests import tools
-from api.requests.start_frame import parse_count_tokens, parse_start
-from api.requests.tools import SCHEMA_BYTES_MAX, SCHEMAS_BYTES_MAX
+from api.generation import tools
+from api.generation.start_frame import parse_count_tokens, parse_start
+from api.generation.tools import SCHEMA_BYTES_MAX, SCHEMAS_BYTES_MAX
 from inference.engine import EngineFinishReason
 from inference.text.tokenizer import ChatMessage
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject

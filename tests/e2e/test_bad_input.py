@@ -24,9 +24,9 @@ from weir.v1 import live_requests_pb2, months_pb2, types_pb2
 from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.chaos.processes import children_of
-from api.requests.life import Life
-from api.requests.live_control import record
-from api.streams.outbox import UsageSoFar
+from api.generation.life import Life
+from api.generation.live_control import record
+from api.generation.outbox import UsageSoFar
 from metering.core.models import QuotaDimension
 from metering.store.db import psycopg_conninfo
 from tests.service import (

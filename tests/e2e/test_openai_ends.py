@@ -19,8 +19,8 @@ import pytest_asyncio
 from structlog.testing import capture_logs
 
 from api.core.errors import Draining
+from api.generation.live import LiveRequest
 from api.openai import http_requests
-from api.requests.live import LiveRequest
 from metering.core.models import Outcome, QuotaDimension
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, connect_async, cost_of, extension, says

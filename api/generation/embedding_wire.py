@@ -13,8 +13,8 @@ from api.core import wire
 from api.core.messages import quota_statuses, receipt_messages
 from api.core.payload_hash import payload_hash
 from api.core.violations import Violations
+from api.generation.frames import settled_usage
 from api.queue.places import ServiceTier
-from api.streams.frames import settled_usage
 from inference.engine import ModelInfo, Vector
 from metering.holds.operations import Admitted, Settled
 

@@ -17,10 +17,10 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import AttachedElsewhere, OutputGone
 from api.core.statuses import status_of
-from api.streams import frames
-from api.streams.mailbox import Mailbox
-from api.streams.outbox import Delivery, Tally, do_nothing, no_fence
-from api.streams.receiver import Receiver
+from api.generation import frames
+from api.generation.mailbox import Mailbox
+from api.generation.outbox import Delivery, Tally, do_nothing, no_fence
+from api.generation.receiver import Receiver
 from metering.core.models import Outcome
 from metering.pricing.token_prices import TokenPrices
 

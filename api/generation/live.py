@@ -18,15 +18,16 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import ApiError, CancelledEarly, Cause, DeadlineBeforeStart, EngineLost, EngineLostMidway, NotAdmittedYet
 from api.core.statuses import status_of
-from api.observability.observer import Ending
-from api.observability.spans import NO_TRACE, TraceContext
-from api.queue.places import Outlook, Place
-from api.requests.admission import Lease
-from api.requests.endings import cause_of
-from api.requests.engine_run import RETRY_S_MIN, EngineRun, check_output_change, wait_until_ready
-from api.requests.life import End, Life, State, Stopwatch
-from api.requests.output_limits import LimitChange, OutputLimits, parse_update
-from api.requests.preparation import (
+from api.generation import frames
+from api.generation.admission import Lease
+from api.generation.attendance import Attendance
+from api.generation.endings import cause_of
+from api.generation.engine_run import RETRY_S_MIN, EngineRun, check_output_change, wait_until_ready
+from api.generation.feed import Feed, FlowControl
+from api.generation.life import End, Life, State, Stopwatch
+from api.generation.outbox import UsageSoFar
+from api.generation.output_limits import LimitChange, OutputLimits, parse_update
+from api.generation.preparation import (
     admission_request,
     arrival_of,
     check_output_bound,
@@ -35,14 +36,13 @@ from api.requests.preparation import (
     routed,
     smallest_admission,
 )
-from api.requests.reply import Reply
-from api.requests.start_frame import ValidStart
-from api.requests.tools import call_reading
-from api.streams import frames
-from api.streams.attendance import Attendance
-from api.streams.feed import Feed, FlowControl
-from api.streams.outbox import UsageSoFar
-from api.streams.receiver import Receiver
+from api.generation.receiver import Receiver
+from api.generation.reply import Reply
+from api.generation.start_frame import ValidStart
+from api.generation.tools import call_reading
+from api.observability.observer import Ending
+from api.observability.spans import NO_TRACE, TraceContext
+from api.queue.places import Outlook, Place
 from inference.engine import (
     Engine,
     EngineState,
@@ -58,7 +58,7 @@ from metering.tenants.keys import NO_BOUNDS, TokenBounds
 from metering.tenants.networks import Address
 
 if TYPE_CHECKING:
-    from api.process import Process
+    from api.generation.process import Process
 
 
 log = structlog.get_logger(__name__)

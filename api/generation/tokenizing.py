@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from api.core.errors import FieldViolation, InvalidRequest, PromptFiltered, PromptTooLarge
-from api.requests.conversation import Prompt
-from api.requests.json_text import shown_texts
-from api.requests.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS, TextWork, conversation_size
+from api.generation.conversation import Prompt
+from api.generation.json_text import shown_texts
+from api.generation.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS, TextWork, conversation_size
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool

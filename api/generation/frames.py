@@ -10,9 +10,9 @@ from weir.v1 import types_pb2
 
 from api.core import wire
 from api.core.messages import fill_quota_status, in_order, quota_statuses, receipt_messages
-from api.requests.admission import Lease
-from api.requests.output_limits import OutputLimits
-from api.streams.outbox import UsageSoFar
+from api.generation.admission import Lease
+from api.generation.outbox import UsageSoFar
+from api.generation.output_limits import OutputLimits
 from inference.engine import EngineCondition, GenerationRequest, TokenLogprobs
 from inference.text.tool_calls import CallPiece
 from metering.core.models import Outcome

@@ -14,9 +14,8 @@ from api.core.errors import PromptTooLong
 from api.core.payload_hash import payload_hash
 from api.core.violations import Violations
 from api.core.wire import TIERS, check_model_name, check_tier_and_labels, parse_request_id, seconds_of
-from api.queue.places import ServiceTier
-from api.requests.conversation import Prompt, check_prompt, parse_prompt, thinking_of
-from api.requests.decoding import (
+from api.generation.conversation import Prompt, check_prompt, parse_prompt, thinking_of
+from api.generation.decoding import (
     SamplingOverrides,
     StopRules,
     check_decoding,
@@ -25,8 +24,9 @@ from api.requests.decoding import (
     parse_sampling,
     parse_stop,
 )
-from api.requests.output_limits import Cost, check_cost, cost_of
-from api.requests.tools import NO_TOOLS, ToolUse, check_tool_use, check_tools, parse_tool_use, parse_tools
+from api.generation.output_limits import Cost, check_cost, cost_of
+from api.generation.tools import NO_TOOLS, ToolUse, check_tool_use, check_tools, parse_tool_use, parse_tools
+from api.queue.places import ServiceTier
 from inference.engine import BeamSearchParams, ResponseFormat
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool

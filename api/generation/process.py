@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from api.core.interceptor import READ_BYTES, READ_S
 from api.core.pace import FramePace
 from api.core.settings import Settings
-from api.embedding.embedding import EmbedCaller, LiveEmbedding
-from api.embedding.embedding_wire import ValidEmbed
+from api.generation.admission import Admission
+from api.generation.embedding import EmbedCaller, LiveEmbedding
+from api.generation.embedding_wire import ValidEmbed
+from api.generation.life import WAITING
+from api.generation.live import Caller, LiveRequest
+from api.generation.mailbox import Key, Mailboxes
+from api.generation.receiver import Receiver
+from api.generation.relay import Relays
+from api.generation.start_frame import ValidStart
+from api.generation.text_work import TextWork
 from api.observability.observer import Observer
 from api.queue.fair_queue import FairQueue
 from api.queue.places import QueueLimits
-from api.requests.admission import Admission
-from api.requests.life import WAITING
-from api.requests.live import Caller, LiveRequest
-from api.requests.start_frame import ValidStart
-from api.requests.text_work import TextWork
-from api.streams.mailbox import Key, Mailboxes
-from api.streams.receiver import Receiver
-from api.streams.relay import Relays
 from common.incidents import Retries
 from inference.routing.router import Router
 from inference.safety.safety import SafetyChecker

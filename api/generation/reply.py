@@ -8,13 +8,13 @@ import structlog
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
-from api.requests.admission import Lease
-from api.requests.life import Life
-from api.requests.output_limits import UNBOUNDED, OutputLimits
-from api.requests.start_frame import ValidStart
-from api.requests.tools import CallReading
-from api.streams import frames
-from api.streams.feed import Feed, UsageTelling
+from api.generation import frames
+from api.generation.admission import Lease
+from api.generation.feed import Feed, UsageTelling
+from api.generation.life import Life
+from api.generation.output_limits import UNBOUNDED, OutputLimits
+from api.generation.start_frame import ValidStart
+from api.generation.tools import CallReading
 from inference.engine import GrammarKind, TokensGenerated
 from inference.safety.safety import EscapedOutputCheck, OutputCheck, SafetyChecker, Verdict
 from inference.text.tool_calls import Parsed, ToolCallParser

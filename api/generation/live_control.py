@@ -11,8 +11,8 @@ from typing import Any
 from api.access.auth import Authenticator
 from api.access.standing_key import SECRET_REPLACED
 from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
-from api.process import Process, Running
-from api.requests.life import State
+from api.generation.life import State
+from api.generation.process import Process, Running
 from metering.control.stop_orders import DrainOrder, StopOrder
 from metering.core.models import Outcome
 from metering.tenants.networks import allows, networks_of

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.streams.outbox import Tally, journal_entry
+from api.generation.outbox import Tally, journal_entry
 from metering.holds.journal import UsageJournal
 
 if TYPE_CHECKING:
-    from api.streams.feed import Feed
+    from api.generation.feed import Feed
 
 FRAME_BYTES = 48  # that a kept frame takes beside its own bytes, in CPython
 DROPPED_SHARE = 8  # when a mailbox is full an eighth of it goes at once: shifting the rest costs more than a frame

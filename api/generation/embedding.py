@@ -1,7 +1,7 @@
 """The life of one `Embed` call: tokenized, let in, embedded, journalled, settled, answered.
 
 It runs as a task of the process, like a request of a stream, so that nobody's cancellation cuts its settlement short. Until all
-texts are embedded it can be stopped, and `requests/endings.py` says what that costs; from then on it is settled and answered.
+texts are embedded it can be stopped, and `generation/endings.py` says what that costs; from then on it is settled and answered.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
 from api.core.messages import input_count_max
 from api.core.pace import REFUSAL_COST_S
-from api.embedding.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
+from api.generation.admission import AdmissionRequest, Lease
+from api.generation.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
+from api.generation.engine_run import RETRY_S_MIN, wait_until_ready
+from api.generation.life import End, Life, State, Stopwatch
+from api.generation.outbox import UsageSoFar
+from api.generation.preparation import check_input_bound
+from api.generation.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
+from api.generation.tokenizing import TextJob, check_chars
 from api.observability.observer import Ending
 from api.observability.spans import NO_TRACE, TraceContext
 from api.queue.places import Arrival, Outlook, Place
-from api.requests.admission import AdmissionRequest, Lease
-from api.requests.engine_run import RETRY_S_MIN, wait_until_ready
-from api.requests.life import End, Life, State, Stopwatch
-from api.requests.preparation import check_input_bound
-from api.requests.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
-from api.requests.tokenizing import TextJob, check_chars
-from api.streams.outbox import UsageSoFar
 from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
 from inference.errors import EngineFailed
 from inference.text.tokenizer import TokenLimitExceeded
@@ -43,7 +43,7 @@ from metering.tenants.keys import NO_BOUNDS, TokenBounds
 from metering.tenants.networks import Address
 
 if TYPE_CHECKING:
-    from api.process import Process
+    from api.generation.process import Process
 from collections.abc import Sequence
 from typing import TypeVar
 

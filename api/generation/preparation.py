@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from api.core.errors import FieldViolation, InvalidRequest, KeyBoundExceeded, PromptTooLong
+from api.generation.admission import AdmissionRequest
+from api.generation.decoding import check_against_model
+from api.generation.start_frame import ValidStart
+from api.generation.text_work import TextWork
+from api.generation.tokenizing import TextJob, check_prompt, tokenize
+from api.generation.tools import call_reading, format_of_calls
 from api.queue.places import Arrival
-from api.requests.admission import AdmissionRequest
-from api.requests.decoding import check_against_model
-from api.requests.start_frame import ValidStart
-from api.requests.text_work import TextWork
-from api.requests.tokenizing import TextJob, check_prompt, tokenize
-from api.requests.tools import call_reading, format_of_calls
 from inference.engine import GenerationRequest, SequenceId
 from inference.routing.router import Route, Router
 from inference.safety.safety import SafetyChecker

@@ -9,11 +9,11 @@ import structlog
 
 from api.core.errors import FieldViolation, InvalidRequest
 from api.core.wire import OUTCOMES
+from api.generation.life import Life, State, Stopwatch
+from api.generation.outbox import UsageSoFar
+from api.generation.output_limits import OutputLimits
+from api.generation.reply import Reply
 from api.queue.places import Place
-from api.requests.life import Life, State, Stopwatch
-from api.requests.output_limits import OutputLimits
-from api.requests.reply import Reply
-from api.streams.outbox import UsageSoFar
 from inference.engine import (
     Backend,
     ChoiceFinished,

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import FieldViolation, InvalidRequest
-from api.requests.life import Life
-from api.streams.feed import Feed
-from api.streams.receiver import Receiver
+from api.generation.feed import Feed
+from api.generation.life import Life
+from api.generation.receiver import Receiver
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 

@@ -31,14 +31,14 @@ from api.core.interceptor import READ_BYTES, READ_S, ReceivedMessages
 from api.core.pace import BYTE_COST_S, LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from api.core.statuses import status_of
 from api.core.wire import parse_request_id
+from api.generation import frames
+from api.generation.live import Caller, LiveRequest
+from api.generation.mailbox import Key
+from api.generation.outbox import Delivery, Outbox
+from api.generation.process import Process
+from api.generation.receiver import Receiver, Source
+from api.generation.start_frame import ValidStart, parse_start
 from api.observability.spans import NO_TRACE, TraceContext, trace_of
-from api.process import Process
-from api.requests.live import Caller, LiveRequest
-from api.requests.start_frame import ValidStart, parse_start
-from api.streams import frames
-from api.streams.mailbox import Key
-from api.streams.outbox import Delivery, Outbox
-from api.streams.receiver import Receiver, Source
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.tenants.tenants import as_uuid

@@ -12,12 +12,12 @@ from api.access.auth import check_model
 from api.access.auth import payer as payer_of
 from api.core import wire
 from api.core.messages import effective_quota_statuses, input_count_max, quota_status
-from api.embedding.embedding import token_count_of, tokenize_inputs
-from api.embedding.embedding_wire import check_against_model, parse_embed
-from api.process import Process
-from api.requests.preparation import check_input_bound, prepare, routed
-from api.requests.start_frame import parse_start
-from api.requests.tokenizing import TextJob
+from api.generation.embedding import token_count_of, tokenize_inputs
+from api.generation.embedding_wire import check_against_model, parse_embed
+from api.generation.preparation import check_input_bound, prepare, routed
+from api.generation.process import Process
+from api.generation.start_frame import parse_start
+from api.generation.tokenizing import TextJob
 from metering.quotas import quoting
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal

@@ -20,8 +20,8 @@ import structlog
 
 from api.core.errors import Cause, Draining, Overloaded
 from api.core.settings import Settings
-from api.requests.endings import OUTCOMES, Action, cause_of, charge_of, phase_of
-from api.streams.outbox import UsageSoFar
+from api.generation.endings import OUTCOMES, Action, cause_of, charge_of, phase_of
+from api.generation.outbox import UsageSoFar
 from metering.core.errors import MeteringError
 from metering.core.models import Outcome, ServiceTier
 from metering.holds.holds import HoldStore

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.streams.outbox import Delivery, Outbox
+from api.generation.outbox import Delivery, Outbox
 from metering.core.models import Outcome
 
 

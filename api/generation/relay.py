@@ -19,11 +19,11 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from api.core.accounts import find_generation
 from api.core.errors import Overloaded, OwnerAway, RequestOver, UnknownRequest
 from api.core.statuses import status_of
-from api.streams import frames
-from api.streams.mailbox import Key
-from api.streams.outbox import Delivery
-from api.streams.peers import VOUCHER, Identity, Peer, PeerChannels
-from api.streams.receiver import Receiver
+from api.generation import frames
+from api.generation.mailbox import Key
+from api.generation.outbox import Delivery
+from api.generation.peers import VOUCHER, Identity, Peer, PeerChannels
+from api.generation.receiver import Receiver
 from metering.control.live import Owner, find_owner
 from metering.core.errors import MeteringError, RequestInFlight
 from metering.core.models import Outcome
