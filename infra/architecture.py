@@ -510,8 +510,27 @@ def borders_guard_something(sources: Iterable[Source]) -> Iterator[Finding]:
             yield Finding("infra/architecture.py", 1, f"a border names {name}, which does not exist: {border.why}")
 
 
+PAGE = "docs/architecture.md"
+NAMED_PATH = re.compile(r"`((?:api|bench|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)/[\w./-]*)`")
+
+
+def page_names_what_exists(sources: Iterable[Source]) -> Iterator[Finding]:
+    """Every path in docs/architecture.md exists, and every package of the product stands there."""
+    sources = list(sources)
+    paths = [source.path for source in sources]
+    page = next((source for source in sources if source.path == PAGE), Source(PAGE, ""))
+    named = [(number, path) for number, line in enumerate(page.text.splitlines(), 1) for path in NAMED_PATH.findall(line)]
+    for number, name in named:
+        if name not in paths and not any(path.startswith(name.rstrip("/") + "/") for path in paths):
+            yield Finding(PAGE, number, f"names {name}, which does not exist")
+    folders = {package.replace(".", "/") + "/" for package in package_imports(sources)}
+    for folder in sorted(folders - {name for _, name in named}):
+        if any(path.startswith(folder) for path in paths):
+            yield Finding(PAGE, 1, f"does not name the package {folder}")
+
+
 # Size of the product: Python modules below the folders above, without generated code. To be lowered and never raised.
-MODULES_MAX, LINES_MAX = 426, 71_000
+MODULES_MAX, LINES_MAX = 400, 71_000
 
 
 def product_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
@@ -531,7 +550,12 @@ PYTHON_RULES: tuple[Rule, ...] = (
     modules_say_what_they_are,
 )
 TEXT_RULES: tuple[Rule, ...] = (nothing_is_left_undone, nothing_names_one_machine, packages_are_installed_from_a_clone)
-REPOSITORY_RULES: tuple[RepositoryRule, ...] = (packages_form_no_cycle, borders_guard_something, product_does_not_grow)
+REPOSITORY_RULES: tuple[RepositoryRule, ...] = (
+    packages_form_no_cycle,
+    borders_guard_something,
+    page_names_what_exists,
+    product_does_not_grow,
+)
 
 
 def repository() -> list[Source]:

@@ -325,6 +325,26 @@ def test_a_border_around_nothing_is_reported(monkeypatch: pytest.MonkeyPatch, bo
     assert f"a border names {lost}," in found.what
 
 
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("`api/a/` and `api/a/x.py`, `infra/adr/` and `other/x.py`", None),
+        ("`api/a/x.py`", "does not name the package api/a/"),
+        ("`api/a/`\n`api/a/y.py`", "names api/a/y.py, which does not exist"),
+        ("`api/a/`\n`api/b/`", "names api/b/, which does not exist"),
+    ],
+)
+def test_a_wrong_page_on_the_architecture_is_reported(page: str, found: str | None) -> None:
+    files = [
+        Source("api/a/x.py", ""),
+        Source("api/b.py", ""),
+        Source("infra/adr/0001.md", ""),
+        Source("docs/architecture.md", page),
+    ]
+
+    assert [finding.what for finding in architecture.page_names_what_exists(files)] == ([found] if found else [])
+
+
 @pytest.mark.parametrize(("name", "size"), [("MODULES_MAX", 2), ("LINES_MAX", 4)])
 def test_a_product_that_has_grown_is_reported(monkeypatch: pytest.MonkeyPatch, name: str, size: int) -> None:
     product = [
