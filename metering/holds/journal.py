@@ -47,7 +47,7 @@ class BindingLog:
     """The file of this process. Not thread-safe: one event loop writes."""
 
     def __init__(self, directory: Path, owner_id: uuid.UUID) -> None:
-        self._path = directory / f"{owner_id}{SUFFIX}"
+        self._path = directory / f"{owner_id}{BINDINGS_SUFFIX}"
         self._fd = -1
         self._size_bytes = 0
         self._torn = False
@@ -114,7 +114,7 @@ def encode_binding(bind: Bind) -> bytes:
 def read_bindings(directory: Path, owner_id: uuid.UUID) -> list[Bind]:
     """What a dead process has written, up to the first torn line: under a binding that was not written whole nothing was sent."""
     try:
-        data = (directory / f"{owner_id}{SUFFIX}").read_bytes()
+        data = (directory / f"{owner_id}{BINDINGS_SUFFIX}").read_bytes()
     except FileNotFoundError:
         return []
     return list(decode_bindings(data))

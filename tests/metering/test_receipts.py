@@ -245,7 +245,7 @@ async def test_many_processes_write_one_chain(world: HoldWorld) -> None:
 SETTLING = """
 import asyncio, sys, uuid
 from metering.holds.holds import HoldStore
-from metering.operations import Payer
+from metering.quotas.quota_rules import Payer
 from metering.receipts.signing import read_key
 from pathlib import Path
 from tests.metering.hold_world import admit, settle
