@@ -35,7 +35,7 @@ from metering.core.errors import InvalidValue, StoreAway
 from metering.core.models import QuotaDimension
 from metering.core.money import to_decimal
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Kind, window_end
-from metering.store.db import Sessions, lock_holder
+from metering.store.db import Sessions, lock_holder, try_lock
 
 ATTEMPT_S = 5.0  # from the look-up to the head of the answer: who has more to do than to take it, does it afterwards
 SIGNATURE_HEADER = "Weir-Signature"
@@ -200,7 +200,6 @@ WHERE (rests_until IS NULL OR rests_until <= now())
   AND EXISTS (SELECT FROM alert_deliveries d WHERE d.organization_id = w.organization_id AND d.state = 'pending')
 ORDER BY rests_until NULLS FIRST, organization_id LIMIT :limit
 """)
-LOCK = text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))")
 UNLOCK = text("SELECT pg_advisory_unlock_all()")
 CLAIM = text("""
 UPDATE alert_deliveries SET attempt_count = attempt_count + 1, attempted_at = now()
@@ -259,7 +258,7 @@ async def deliver_alerts(sessions: Sessions, *, private: bool = False, budget_s:
 async def _lock(locks: AsyncSession) -> list[uuid.UUID]:
     held: list[uuid.UUID] = []
     for organization_id in (await locks.scalars(CANDIDATES, {"limit": CANDIDATES_MAX})).all():
-        if retries.is_due(organization_id) and await locks.scalar(LOCK, {"name": f"alerts of {organization_id}"}):
+        if retries.is_due(organization_id) and await try_lock(locks, f"alerts of {organization_id}"):
             held.append(organization_id)
         if len(held) == WEBHOOKS_AT_ONCE:
             break

@@ -68,33 +68,10 @@ def round_parts(amounts_picos: Iterable[int], carried_picos: int, currency_code:
     return tuple(parts), exact + carried_picos - rounded
 
 
-def split_units(amount_picos: int) -> tuple[int, int]:
-    """Whole units and the picos left over, both with the sign of the amount."""
-    units, picos = divmod(abs(amount_picos), PICOS_PER_UNIT)
-    return (units, picos) if amount_picos >= 0 else (-units, -picos)
-
-
 def to_decimal(amount_picos: int) -> Decimal:
     """The amount in units, exact at any size (arithmetic on the result is not: it follows the decimal context)."""
     digits = tuple(int(digit) for digit in str(abs(amount_picos)))
     return Decimal((int(amount_picos < 0), digits, -PICO_DIGITS))
-
-
-def from_decimal(amount: Decimal, field: str = "amount") -> int:
-    """Picos of an amount in units. Raises: InvalidValue naming `field` if it is no number or has a fraction of a pico."""
-    if not amount.is_finite():
-        raise InvalidValue(field, "give a number")
-    sign, digits, exponent = amount.as_tuple()
-    assert isinstance(exponent, int)  # holds for every finite number
-    number = int("".join(map(str, digits)))
-    shift = exponent + PICO_DIGITS
-    if shift < 0:
-        number, lost = divmod(number, 10**-shift)
-        if lost:
-            raise InvalidValue(field, f"give at most {PICO_DIGITS} digits after the point")
-    elif number:
-        number *= 10**shift
-    return -number if sign else number
 
 
 def exact_text(amount_picos: int, currency_code: str) -> str:

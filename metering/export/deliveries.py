@@ -30,7 +30,7 @@ from metering.export.export_models import BatchState
 from metering.export.exporting import Answer, Exporter, Quantity, Stream, Verdict, derived_id
 from metering.ledger.ledger import LANE_LOCK
 from metering.pricing.token_prices import TOKENS_BY_KIND
-from metering.store.db import Sessions, lock_holder, patience
+from metering.store.db import Sessions, lock_holder, patience, try_lock
 
 CLOSE_DELAY = timedelta(
     minutes=2
@@ -178,7 +178,6 @@ WHERE state IN ('pending', 'sent') AND next_attempt_at <= now() AND (
                     WHERE (account, kind, ref) = (:account, 'meter', b.price_version_id || ':' || b.token_kind))))
 GROUP BY 1, 2, 3 ORDER BY min(hour), 1, 2, 3 LIMIT :limit
 """)
-LOCK = text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))")
 UNLOCK = text("SELECT pg_advisory_unlock_all()")
 # `was` is how the batch stood before: one that was `sent` stays in doubt, whatever this attempt is told.
 CLAIM = text("""
@@ -265,7 +264,7 @@ async def _lock_streams(locks: AsyncSession, account: str) -> list[Stream]:
     held: list[Stream] = []
     for organization_id, price_version, token_kind in found:
         stream = Stream(organization_id, price_version, TokenKind(token_kind))
-        if retries.is_due(stream.lock_name) and await locks.scalar(LOCK, {"name": stream.lock_name}):
+        if retries.is_due(stream.lock_name) and await try_lock(locks, stream.lock_name):
             held.append(stream)
         if len(held) == STREAMS_AT_ONCE:
             break

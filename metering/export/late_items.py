@@ -23,7 +23,7 @@ from metering.export.exporting import derived_id
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_objects import finalized_at, minor_unit_picos, usage_invoices
 from metering.pricing.token_prices import COUNTS_OF_EVENT
-from metering.store.db import Sessions, lock_holder
+from metering.store.db import Sessions, lock_holder, try_lock
 
 # A batch that was first handed over so long after the invoice was finalised cannot be on it, whatever the two clocks say. One in
 # between may be, so a person decides: `weir reconcile` names it.
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 retries = Retries("late_items", passing=(StoreAway,))  # by organization, and by item
 
 PRICE = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
-LOCK = text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))")
 # Invoices from before there were such items may have been corrected by hand: they are left alone. Subscriptions to metered prices
 # end with the calendar month: an invoice that ends otherwise is of something else. A customer may have several of one month, of
 # several subscriptions; usage is late if it came after the last of them. Which is the last, Stripe is asked (`last`): a webhook may
@@ -93,7 +92,7 @@ RECORD = text("UPDATE stripe_late_items SET stripe_id = :stripe_id WHERE id = :i
 async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
     """Make the items that are missing, here and at Stripe; tells how many were created there. One worker at a time does it."""
     async with lock_holder(sessions) as locks:
-        if not await locks.scalar(LOCK, {"name": LOCK_NAME}):
+        if not await try_lock(locks, LOCK_NAME):
             return 0
         nobody = {"account": gateway.account, "margin": SURELY_LATE, "organization_id": None, "ends": None, "last": None}
         async with sessions() as session:

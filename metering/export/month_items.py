@@ -29,7 +29,7 @@ from metering.export.stripe_objects import begins_within, minor_unit_picos, subs
 from metering.invoicing.invoices import invoice_of_month, is_charge, read_lines
 from metering.ledger.ledger import month_text
 from metering.pricing.token_prices import COUNTS_OF_EVENT
-from metering.store.db import Sessions, lock_holder
+from metering.store.db import Sessions, lock_holder, try_lock
 
 METADATA = "weir_month_item"
 LOCK_NAME = "month items"
@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 retries = Retries("month_items", passing=(StoreAway,))  # by organization and month
 
 PRICE = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
-LOCK = text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))")
 # Closed months that are not settled, the oldest of each customer. Those closed before there were such items are left alone.
 UNSETTLED = text("""
 SELECT * FROM (
@@ -122,7 +121,7 @@ class AtStripe:
 async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
     """Bring each customer's oldest month that is not settled further; tells how many are settled now. One worker at a time."""
     async with lock_holder(sessions) as locks:
-        if not await locks.scalar(LOCK, {"name": LOCK_NAME}):
+        if not await try_lock(locks, LOCK_NAME):
             return 0
         async with sessions() as session:
             months = (

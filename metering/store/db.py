@@ -286,3 +286,8 @@ async def lock_holder(sessions: Sessions) -> AsyncIterator[AsyncSession]:
         finally:
             with contextlib.suppress(StoreAway, PendingRollbackError):  # of a broken connection; the server frees its locks
                 await session.execute(text("SELECT pg_advisory_unlock_all()"))
+
+
+async def try_lock(locks: AsyncSession, name: str) -> bool:
+    """Take the advisory lock of a name on the session of `lock_holder`; False if another session has it."""
+    return bool(await locks.scalar(text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))"), {"name": name}))
