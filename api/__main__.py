@@ -21,19 +21,24 @@ import uvloop
 
 from api.access.tls import open_tls
 from api.admin.admin_service import AdminServicer
-from api.billing.billing_calls import Reports
-from api.billing.billing_service import BillingServicer
-from api.billing.receipt_service import ReceiptServicer
+from api.billing.billing_service import BillingServicer, ReceiptServicer
+from api.billing.billing_wire import Reports
 from api.composition import (
+    allow_open_files,
     build_safety,
+    configure_logs,
     console_url,
+    drain,
     http_handle,
     load_tokenizers,
+    log_statistics_regularly,
     open_control,
     open_door,
     open_holds,
     open_signer,
     openai_url,
+    return_freed_memory,
+    stop_signals,
 )
 from api.core.endpoint import Endpoint, make_private
 from api.core.health import Health, keep_health
@@ -41,22 +46,18 @@ from api.core.pace import FramePace
 from api.core.payload_hash import use_signer
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
-from api.draining import drain, stop_signals
 from api.fleet.fleet import build_serving
 from api.generation.admission import Admission, Capacity
 from api.generation.peers import PeerCertificates, make_identity
 from api.generation.process import Process
 from api.generation.relay import Relays
 from api.inference_service import InferenceServicer
-from api.logs import configure_logs
 from api.metrics.families import Parts
 from api.metrics.operator_http import Handle, MetricsListener, Probes, Scrapes
 from api.observability.observer import Observer
 from api.observability.spans import open_spans
 from api.openai.listener import Listener
-from api.operating_system import allow_open_files, return_freed_memory
 from api.server import Servicers, build_peer_server, build_server
-from api.statistics_log import log_statistics_regularly
 from common.incidents import IncidentTaskGroup, Retries
 from inference.engine import Backend
 from inference.errors import EngineError

@@ -1,29 +1,44 @@
-"""Parts of an api process, each made of the settings. `__main__.py` puts them together."""
+"""Parts of an api process, each made of the settings, its limits in the operating system, its log, and its end by draining.
+
+`__main__.py` puts them together.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import ctypes
+import io
+import logging
+import resource
+import signal
+import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TextIO, cast
 
+import grpc.aio
 import structlog
 
 from api.access.auth import Authenticator
-from api.access.shared_failures import SharedFailures
+from api.access.throttle import SharedFailures
 from api.access.tls import Tls
 from api.console.console import ROOT, Console
 from api.core.addresses import Proxies
 from api.core.endpoint import base_url
+from api.core.errors import Draining
 from api.core.pace import FramePace
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
+from api.generation.admission import Capacity
 from api.generation.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.generation.peers import Peer, PeerCertificates
 from api.generation.process import Process
 from api.metrics.operator_http import Probes
 from api.observability.observer import Observer
 from api.openai.door import Door
-from api.openai.http_requests import Handle, visited
-from api.openai.listener import Listener
+from api.openai.listener import Handle, Listener, visited
 from api.server import Servicers
 from inference.routing.router import Router
 from inference.safety.safety import SafetyRulesInvalid
@@ -38,7 +53,166 @@ from metering.receipts.signing import Signer, load_signer
 from metering.store.db import Sessions, StoreGate
 from metering.tenants.key_uses import KeyUses
 
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+OTHERS = 1000  # files that are no client's connection: journals, libraries, pipes to engines, the database, other processes
+LARGE_BYTES = 64 * 2**10  # a piece of a message; what a request needs otherwise is far smaller
+ARENAS_MAX = 2  # threads of the transport take pieces of messages, and give them back from others
+
 log = structlog.get_logger(__name__)
+
+INTERVAL_S = 60.0  # an operator's graph needs no more, and a day of it is less than the log of one busy second
+SETTLE_GRACE_S = 10.0  # after the drain time, for the settlement of what was still running
+
+
+class Unfailing(io.TextIOBase):
+    """A text stream that drops what cannot be written: a full disk must not break the work that is being logged."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As much as goes."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As far as it goes."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+def configure_logs(level: str) -> None:
+    """Events of this level and above; readable on a terminal, JSON elsewhere."""
+    minimum = LEVELS.get(level.lower(), logging.INFO)
+    on_terminal = sys.stderr.isatty()
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if on_terminal else structlog.processors.JSONRenderer(sort_keys=True)
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([] if on_terminal else [structlog.processors.format_exc_info]),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(minimum),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Unfailing(sys.stderr))),
+    )
+    logging.basicConfig(level=max(minimum, logging.WARNING), format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+
+
+# Of malloc.h of the GNU C library.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+
+
+def allow_open_files(settings: Settings) -> None:
+    """Raise what the system lets this process open to what its bounds on connections need, as far as it may be raised."""
+    wanted = settings.connections_max + settings.http_connections_max + OTHERS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (OSError, ValueError) as error:  # macOS has a bound of its own beside the one that it tells
+        log.warning("open_files_not_raised", open_file_count_max=soft, cause=str(error))
+        return
+    if allowed < wanted:
+        remedy = "let the system allow more, or lower WEIR_CONNECTIONS_MAX and WEIR_HTTP_CONNECTIONS_MAX"
+        log.warning("open_files_too_few", open_file_count_max=allowed, wanted=wanted, remedy=remedy)
+
+
+def return_freed_memory() -> None:
+    """Give large blocks back to the operating system at once: a burst of messages of megabytes is not kept for the next one.
+
+    Without that the library raises its threshold with each large block that is freed, up to 32 MiB. Other C libraries have no such
+    settings, and keep what they keep.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        library = ctypes.CDLL(None)
+        library.mallopt(M_ARENA_MAX, ARENAS_MAX)
+        library.mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, LARGE_BYTES)
+
+
+def statistics_of(process: Process) -> dict[str, Any]:
+    """Admissions, refusals by limit (`dimension/subject`), each model's queue with what one more would wait, and replicas."""
+    refusals = process.admission.holds.statistics().refusals
+    return {
+        "admitted_count": process.admission.admitted_count,
+        "quota_refusals": {f"{dimension}/{subject}": count for (dimension, subject), count in sorted(refusals.items())},
+        "live_request_count": len(process.running()),
+        "queues": {
+            model: {
+                "waiting_count": queue.waiting_count,
+                "waiting_count_peak": queue.waiting_count_peak,
+                "refused_count": queue.refused_count,
+                "promise_count": queue.promise_count,
+                "engine_pending_count": queue.engine_pending_count,
+                "longest_wait_s": None if queue.longest_wait_s is None else round(queue.longest_wait_s, 3),
+            }
+            for model, queue in ((model, queue.statistics()) for model, queue in process.queues.items())
+        },
+        "replicas": {
+            report.name: {"state": report.state.value, "live_sequence_count": report.live_sequence_count}
+            for _, report in process.router.reports()
+        },
+    }
+
+
+async def log_statistics_regularly(process: Process, interval_s: float = INTERVAL_S) -> None:
+    """Log what has changed, until cancelled."""
+    before: dict[str, Any] = {}
+    while True:
+        await asyncio.sleep(interval_s)
+        now = statistics_of(process)
+        if now != before:
+            log.info("admission_statistics", **now)
+        before = now
+
+
+async def drain(settings: Settings, capacity: Capacity, process: Process, server: grpc.aio.Server, listener: Listener) -> None:
+    """Let running requests finish within the drain time; the rest ends settled. Clients are sent to other servers meanwhile."""
+    capacity.drain()
+    async with asyncio.TaskGroup() as tasks:
+        sending_away = tasks.create_task(send_away(settings, server, listener), name="sending away")
+        await finish(settings, capacity, process)
+        sending_away.cancel()
+
+
+async def send_away(settings: Settings, server: grpc.aio.Server, listener: Listener) -> None:
+    """Take no connections any more, and no calls on those there are. Streams go on; what they begin is refused."""
+    await asyncio.sleep(settings.drain_notice_s)
+    listener.send_away()
+    await server.stop(grace=settings.drain_s + SETTLE_GRACE_S)
+
+
+async def finish(settings: Settings, capacity: Capacity, process: Process) -> None:
+    """Wait for what runs, and end what takes too long."""
+    try:
+        async with asyncio.timeout(settings.drain_s):
+            await capacity.idle()
+            if process.relays is not None:
+                await process.relays.idle()
+    except TimeoutError:
+        log.warning("drain_time_over", running_request_count=capacity.taken_count)
+        process.fail_all(Draining("this server has shut down before the request was done; what was delivered is settled"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_GRACE_S):
+                await capacity.idle()
+
+
+@contextlib.contextmanager
+def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT begin the drain."""
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stopping.set)
+    yield
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(signal_number)
 
 
 def build_safety(settings: Settings) -> Safety:

@@ -12,8 +12,7 @@ from google.protobuf.message import Message
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.access.auth import Authenticator, bearer_token, check_model, metadata_values, payer
-from api.access.standing_key import StandingKey
+from api.access.auth import Authenticator, StandingKey, bearer_token, check_model, metadata_values, payer
 from api.core import wire
 from api.core.accounts import find_generation, models_for, restrictions
 from api.core.addresses import Origin

@@ -20,8 +20,7 @@ from weir.v1 import (
 
 from api.access.tls import Tls
 from api.admin.admin_service import AdminServicer
-from api.billing.billing_service import BillingServicer
-from api.billing.receipt_service import ReceiptServicer
+from api.billing.billing_service import BillingServicer, ReceiptServicer
 from api.core.health import INFERENCE_SERVICE, SERVICES, Health
 from api.core.interceptor import Context, Failed, Guard, GuardedServices, tell_nobody
 from api.core.pace import FramePace

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
-from api.cli.workload import percentile
+from api.cli.demo import percentile
 from api.core.settings import DEMO_MODEL_NAME, bundled_models
 from bench.virtual_time import VirtualEngine, VirtualTimeLoop
 from inference.core.cost_model import CostModel

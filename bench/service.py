@@ -22,8 +22,8 @@ from pathlib import Path
 
 from weir_client import AsyncClient
 
+from api.cli.demo import OUTPUT_TOKENS, percentile, reference_prompts
 from api.cli.stack import run_stack
-from api.cli.workload import OUTPUT_TOKENS, percentile, reference_prompts
 from api.core.settings import DEMO_MODEL_NAME, Settings
 from bench.engine import KV_CACHE_BYTES, Prompts
 from bench.shapes import SHAPES, write_checkpoint

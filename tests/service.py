@@ -35,7 +35,7 @@ from weir.v1 import types_pb2
 from weir_client import AsyncClient
 
 import api.__main__ as api_main
-from api.chaos.processes import children_of
+from api.chaos.system import children_of
 from api.core.endpoint import forget_endpoint, read_endpoint, read_metrics_url, read_openai_url
 from api.core.settings import Settings
 from api.generation.admission import Capacity

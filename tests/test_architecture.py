@@ -64,7 +64,7 @@ IMPORT_FAULTS = [
     ("inference/core/scheduler.py", "from api.core.wire import to_domain", "api.core.wire"),
     ("inference/core/scheduler.py", "from metering.ledger import ledger", "metering.ledger.ledger"),
     ("inference/core/scheduler.py", "import grpc", "grpc"),
-    ("api/fleet/remote_engines.py", "from smg_grpc_proto.generated import common_pb2", "smg_grpc_proto.generated.common_pb2"),
+    ("api/fleet/engines.py", "from smg_grpc_proto.generated import common_pb2", "smg_grpc_proto.generated.common_pb2"),
     ("inference/core/scheduler.py", "from grpc import aio", "grpc.aio"),
     ("inference/core/scheduler.py", "from sqlalchemy.orm import Mapped", "sqlalchemy.orm"),
     ("inference/core/scheduler.py", "from weir.v1 import types_pb2", "weir.v1"),
@@ -99,7 +99,7 @@ IMPORT_FAULTS = [
     ("inference/workers/engine.py", "import torch", "torch"),
     ("inference/sampling/sampler.py", "from inference.core.scheduler import Scheduler", "inference.core.scheduler"),
     ("api/queue/fair_queue.py", "from api.generation.live import Live", "api.generation.live"),
-    ("api/console/calls.py", "from metering.invoicing.month_report import month_bounds", "metering.invoicing.month_report"),
+    ("api/console/console.py", "from metering.invoicing.month_report import month_bounds", "metering.invoicing.month_report"),
     ("api/openai/door.py", "from api.console.console import Console", "api.console.console"),
     ("api/generation/live.py", "from api.admin.admin_live import AdminLive", "api.admin.admin_live"),
 ]

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import copy
 import hashlib
+import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Generic, TypeVar
 
-from api.access.key_changes import KeyChanges
-from api.access.scopes import SCOPES, Scope
-from api.access.shared_lookups import SharedLookups
-from api.access.standing_key import StandingKeys
 from api.access.throttle import Throttle
 from api.core.addresses import FORWARDED_FOR, Origin, Proxies, address_of
-from api.core.errors import AddressNotAllowed, ModelNotAllowed, PermissionDenied, Unauthenticated
+from api.core.errors import (
+    AddressNotAllowed,
+    AuthenticationThrottled,
+    KeyRevokedMidway,
+    ModelNotAllowed,
+    PermissionDenied,
+    Unauthenticated,
+)
 from api.core.interceptor import METHOD, Context
 from api.core.pace import VISIT, FramePace
 from metering.core.errors import KeyInvalid, StoreAway
@@ -24,10 +33,135 @@ from metering.store.db import Sessions, patience
 from metering.tenants.networks import Network, allows
 from metering.tenants.tenants import Principal, authenticate
 
+Answer = TypeVar("Answer")
+KEYS_MAX = 10_000  # that are remembered; a look-up that is older than the oldest of them counts as one of a changed key
 BEARER = "bearer "
 NO_PROXIES = Proxies()
 ANSWER_WAIT_S = 5.0  # a call that waits longer for its first lookup is better told to come again
 REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each and what they may
+SECRET_REPLACED = "the secret of the API key that this request was begun with was replaced: use the new one"
+
+
+class Scope(StrEnum):
+    """What a key may be good for."""
+
+    INFERENCE = "inference"  # to use models and to look up one's own requests and quotas
+    ADMIN = "admin"  # of the whole service: everything but models
+    BILLING = "billing"  # finance: reads usage and bills of its own organization, changes nothing, sees no prompt and no key
+
+
+MODELS = frozenset({Scope.INFERENCE})
+ADMINS = frozenset({Scope.ADMIN})
+READERS = frozenset({Scope.BILLING, Scope.ADMIN})
+ANY = frozenset(Scope)
+BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
+    "weir.v1.InferenceService": {
+        MODELS: ("Generate", "CountTokens", "ListModels", "GetQuota", "Quote", "GetGeneration", "Embed"),
+    },
+    "weir.v1.AdminService": {
+        ADMINS: (
+            *("CreateOrganization", "ListOrganizations", "SetBillingProfile", "CreateProject", "ListProjects"),
+            *("CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey", "ListApiKeys"),
+            *("SetQuota", "RaiseQuota", "DeleteQuota", "ListQuotas"),
+            *("SetPrice", "ListPrices", "WithdrawPrice", "SimulatePrices"),
+            *("CreatePlan", "ListPlans", "AssignPlan"),
+            *("GrantCredit", "ListCreditGrants", "GetCreditBalance", "SetPrepaid"),
+            "ListAuditEntries",
+            *("ListLiveRequests", "GetRequest", "KillRequest", "EndOverdueHolds"),
+            *("ListReplicas", "DrainReplica", "UndrainReplica"),
+            *("SetAlertWebhook", "ListAlertWebhooks", "DeleteAlertWebhook", "TestAlertWebhook"),
+            *("ApplyConfiguration", "ExportConfiguration"),
+        ),
+    },
+    "weir.v1.BillingService": {
+        READERS: (
+            *("GetMonthReport", "GetUsage", "GetForecast", "ExportMonth", "GetMonthDocument"),
+            *("ListMonths", "VerifyMonth", "GetReconciliation", "GetInvoice", "ListAdjustments", "ListAlerts"),
+        ),
+        ADMINS: ("CloseMonth", "CreateAdjustment", "CreateCreditNote", "ApproveAdjustment", "RejectAdjustment"),
+    },
+    "weir.v1.ReceiptService": {
+        ANY: ("ListReceiptKeys",),  # public keys are no secret
+        READERS: ("ListReceipts", "GetReceiptMonth"),
+    },
+}
+
+
+def _by_method() -> Iterator[tuple[str, frozenset[Scope]]]:
+    for service, groups in BY_SERVICE.items():
+        for scopes, names in groups.items():
+            yield from ((f"/{service}/{name}", scopes) for name in names)
+
+
+# By the path of the call, as gRPC names it; any one of the scopes is enough.
+SCOPES: Mapping[str, frozenset[Scope]] = dict(_by_method())
+
+
+@dataclass(slots=True)
+class Question(Generic[Answer]):
+    """What is asked by some at the moment. begun: how often it was asked; answered: the last of these whose answer is here."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    asking_count: int = 0
+    begun: int = 0
+    answered: int = 0
+    answer: Answer | Exception | None = None
+
+
+class SharedLookups(Generic[Answer]):
+    """Questions by their keys. Whoever asks one is cancelled alone: the next of those that wait asks it."""
+
+    def __init__(self) -> None:
+        self._questions: dict[Hashable, Question[Answer]] = {}
+
+    def __len__(self) -> int:
+        return len(self._questions)
+
+    async def ask(self, key: Hashable, look: Callable[[], Awaitable[Answer]]) -> Answer:
+        """The answer of a look that began after this call. Raises what the look raises."""
+        question = self._questions.setdefault(key, Question())
+        before = question.begun
+        question.asking_count += 1
+        try:
+            async with question.lock:
+                if question.answered <= before:
+                    question.begun += 1
+                    number = question.begun
+                    try:
+                        question.answer = await look()
+                    except Exception as error:
+                        question.answer = error
+                    question.answered = number
+                answer = question.answer
+        finally:
+            question.asking_count -= 1
+            if not question.asking_count:
+                del self._questions[key]
+        if isinstance(answer, Exception):
+            raise copy.copy(answer)  # one instance raised in many tasks would gather the traces of all
+        assert answer is not None, "a look answers or raises"
+        return answer
+
+
+class KeyChanges:
+    """Those that this process has heard of. count: how many that are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last: OrderedDict[uuid.UUID, int] = OrderedDict()  # the number of its last change, by key
+        self._forgotten = 0  # the number up to which changes are not remembered any more
+
+    def note(self, api_key_id: uuid.UUID) -> None:
+        """The key has changed."""
+        self.count += 1
+        self._last[api_key_id] = self.count
+        self._last.move_to_end(api_key_id)
+        if len(self._last) > KEYS_MAX:
+            self._forgotten = self._last.popitem(last=False)[1]
+
+    def since(self, count: int, api_key_id: uuid.UUID) -> bool:
+        """Whether the key may have changed since there were so many."""
+        return self._last.get(api_key_id, self._forgotten) > count
 
 
 class Authenticator:
@@ -118,7 +252,7 @@ class Authenticator:
     async def principal_of(self, secret: str, *, method: str, origin: Origin, age_max_s: float = 0.0) -> Principal:
         """Who has this secret, whatever wire it came over, if it is good for the call, and from where it comes.
 
-        method: path of the call in the contract, as in `api/access/scopes.py`; another wire names the call that it stands for.
+        method: path of the call in the contract, as in `api/access/auth.py`; another wire names the call that it stands for.
         age_max_s: how old what is known of the key may be, where this process has heard of no change of it.
         Raises: PermissionDenied, StoreAway, AuthenticationThrottled, TooManyCalls;
         KeyInvalid for an unknown, expired or revoked key.
@@ -216,3 +350,99 @@ def check_model(principal: Principal, model: str) -> None:
 def payer(principal: Principal) -> Payer:
     """Whom this principal's requests are charged to."""
     return Payer(principal.organization_id, principal.project_id, principal.api_key_id, principal.currency_code)
+
+
+def tell_nobody(_: Exception) -> None:
+    """Of a key that nothing is open with."""
+
+
+class StandingKey:
+    """What the key allows as far as is known. A refusal holds for what begins from then on; what runs goes on."""
+
+    def __init__(
+        self,
+        principal: Principal,
+        look_up: Callable[[], Awaitable[Principal]],
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """principal: as found just now. look_up: finds it again. interval_s: how old an answer may be."""
+        self._principal = principal
+        self._look_up = look_up
+        self._interval_s = interval_s
+        self._clock = clock
+        self._looked_at = clock()
+        self._is_stale = False
+        self._refusal: Exception | None = None
+        self.on_shut_out: Callable[[Exception], None] = tell_nobody  # called if it may not be used from there any more
+
+    @property
+    def principal(self) -> Principal:
+        """Whose key it is, and what it was good for when it was last good."""
+        return self._principal
+
+    async def look_again(self) -> None:
+        """Ask whether the key is still good, and for what, if the last answer is too old. Never raises what is found."""
+        now = self._clock()
+        if now - self._looked_at < self._interval_s and not self._is_stale:
+            return
+        self._is_stale = False  # before: what changes meanwhile is looked at again
+        try:
+            self._principal, self._refusal = await self._look_up(), None
+        except (KeyInvalid, PermissionDenied) as refusal:
+            self._refusal = refusal
+        except (StoreAway, AuthenticationThrottled):
+            self._is_stale = True
+            return  # nothing is known; the next message asks again
+        self._looked_at = now
+
+    def change(self, networks: Sequence[Network], ended_secrets: Collection[bytes] = ()) -> None:
+        """The key has changed: the next message looks at it. networks: from outside of these nothing goes on.
+
+        ended_secrets: hashes of secrets with which nothing goes on.
+        """
+        self._is_stale = True
+        principal = self._principal
+        if principal.secret_hash in ended_secrets:
+            self._refusal = KeyRevokedMidway(SECRET_REPLACED)
+            self.on_shut_out(self._refusal)
+        elif not allows(networks, principal.address):
+            self._refusal = AddressNotAllowed(principal.address)
+            self.on_shut_out(self._refusal)
+
+    def check(self) -> None:
+        """Whether a request may begin. Raises: Unauthenticated, KeyInvalid, PermissionDenied."""
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
+        lifetime_s = self._principal.secret_lifetime_s
+        if lifetime_s is not None and self._clock() >= self._looked_at + lifetime_s:
+            raise Unauthenticated("the API key of this stream has expired or was rotated: open a stream with the new secret")
+
+
+class StandingKeys:
+    """Those of all that is open, by key."""
+
+    def __init__(self) -> None:
+        self._open: dict[uuid.UUID, set[StandingKey]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._open.values()))
+
+    @contextlib.contextmanager
+    def hold(self, key: StandingKey) -> Iterator[StandingKey]:
+        """For the block, the key hears of changes."""
+        api_key_id = key.principal.api_key_id
+        self._open.setdefault(api_key_id, set()).add(key)
+        try:
+            yield key
+        finally:
+            held = self._open[api_key_id]
+            held.discard(key)
+            key.on_shut_out = tell_nobody  # a stream that has ended goes at once, without a collector
+            if not held:
+                del self._open[api_key_id]
+
+    def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network], ended_secrets: Collection[bytes] = ()) -> None:
+        """Tell all that is open with a key."""
+        for key in tuple(self._open.get(api_key_id, ())):
+            key.change(networks, ended_secrets)

@@ -10,19 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 
+import msgspec
 import structlog
+from msgspec import Struct
 
 from api.core.addresses import address_of
 from api.core.errors import AuthenticationThrottled
+from metering.control.control_channel import BYTES_MAX
 from metering.core.errors import KeyInvalid
 
 ADDRESSES_MAX = 10_000  # some 500 bytes each; beyond it the address that came least recently is forgotten
 ROUNDING = 1e-6  # failures: who comes when it was told must not be early by the last digit of a float
 
 log = structlog.get_logger(__name__)
+
+ADDRESS_BYTES = 60  # of one address with its count, at most
+ADDRESSES_AT_ONCE = BYTES_MAX // ADDRESS_BYTES - 1  # those with most failures first, the others the next time
 
 
 class Bucket:
@@ -157,3 +164,34 @@ class Throttle:
                 self._buckets.popitem(last=False)
         self._buckets.move_to_end(address)
         return bucket
+
+
+class Failures(Struct, forbid_unknown_fields=True):
+    """One text. owner: the process that has seen them. counts: by address."""
+
+    owner: str
+    counts: dict[str, int]
+
+
+class SharedFailures:
+    """The `Gossip` of a throttle."""
+
+    def __init__(self, throttle: Throttle, owner_id: uuid.UUID) -> None:
+        """owner_id: this process, which hears itself."""
+        self._throttle = throttle
+        self._owner = owner_id.hex
+
+    def told(self) -> str:
+        """See `Gossip`."""
+        counts = self._throttle.take_untold(ADDRESSES_AT_ONCE)
+        return msgspec.json.encode(Failures(self._owner, counts)).decode() if counts else ""
+
+    def heard(self, text: str) -> None:
+        """See `Gossip`."""
+        try:
+            failures = msgspec.json.decode(text, type=Failures)
+        except msgspec.MsgspecError as error:  # of a process of another version
+            log.info("failures_unread", cause=str(error))
+            return
+        if failures.owner != self._owner:
+            self._throttle.add(failures.counts)

@@ -2,13 +2,242 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+
 from weir.v1 import configuration_pb2 as pb
 
 from api.admin.admin_calls import AdminCalls
-from api.admin.configuration_wire import Parsing, applied_message, configuration_message, mistaken_message
+from api.core import wire
 from api.core.interceptor import Context
+from api.core.messages import billing_profile_message, parse_billing_profile
 from inference.routing.router import Router
 from metering.configuration.applying import apply_configuration, present_state
+from metering.configuration.configuration import (
+    Action,
+    Change,
+    Configuration,
+    KeySpec,
+    Mistake,
+    OrganizationSpec,
+    PriceSpec,
+    ProjectSpec,
+    QuotaPlace,
+    QuotaSpec,
+    Value,
+    said_thresholds,
+)
+from metering.configuration.parts import Attempts
+from metering.tenants.networks import in_one_form
+
+ACTIONS = {
+    Action.CREATE: pb.ConfigurationChange.ACTION_CREATE,
+    Action.UPDATE: pb.ConfigurationChange.ACTION_UPDATE,
+    Action.DELETE: pb.ConfigurationChange.ACTION_DELETE,
+    Action.KEEP: pb.ConfigurationChange.ACTION_KEEP,
+}
+
+WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
+
+# Columns whose times the contract names as times.
+NAMES = {"expires_at": "expire_time", "raised_until": "raised_until_time", "effective_at": "effective_time"}
+Quotas = tuple[tuple[QuotaPlace, QuotaSpec], ...]
+
+
+class Parsing:
+    """A configuration being read. Whatever cannot be read is noted, and read as something that can."""
+
+    def __init__(self) -> None:
+        self.mistakes: list[Mistake] = []
+
+    def configuration(self, message: pb.Configuration) -> Configuration:
+        """The whole of it."""
+        organizations = (self.organization(f"organizations[{n}]", each) for n, each in enumerate(message.organizations))
+        prices = (price_spec(f"prices[{n}]", each) for n, each in enumerate(message.prices))
+        return Configuration(tuple(organizations), tuple(prices))
+
+    def organization(self, path: str, message: pb.OrganizationConfiguration) -> OrganizationSpec:
+        """One customer."""
+        projects = (self.project(f"{path}.projects[{n}]", each) for n, each in enumerate(message.projects))
+        quotas = self.quotas(path, message.quotas)
+        profile = parse_billing_profile(message.billing_profile) if message.HasField("billing_profile") else None
+        return OrganizationSpec(message.name, message.currency_code, quotas, tuple(projects), message.prune_quotas, profile)
+
+    def project(self, path: str, message: pb.ProjectConfiguration) -> ProjectSpec:
+        """One project."""
+        keys = (self.key(f"{path}.keys[{n}]", each) for n, each in enumerate(message.keys))
+        quotas = self.quotas(path, message.quotas)
+        return ProjectSpec(message.name, quotas, tuple(keys), message.prune_quotas, message.prune_keys)
+
+    def key(self, path: str, message: pb.ApiKeyConfiguration) -> KeySpec:
+        """One key."""
+        ends = message.HasField("expire_time")
+        return KeySpec(
+            name=message.name,
+            prefix=message.prefix,
+            scopes=tuple(sorted(set(message.scopes))) or ("inference",),
+            models=tuple(sorted(set(message.models))),
+            allowed_networks=in_one_form(message.allowed_networks),
+            max_input_tokens=message.max_input_tokens or None,
+            max_output_tokens=message.max_output_tokens or None,
+            expires_at=wire.parse_timestamp(message.expire_time, f"{path}.expire_time") if ends else None,
+            quotas=self.quotas(path, message.quotas),
+            prune_quotas=message.prune_quotas,
+        )
+
+    def quotas(self, path: str, messages: Iterable[pb.QuotaConfiguration]) -> Quotas:
+        """The limits of one subject."""
+        return tuple(self.quota(f"{path}.quotas[{n}]", each) for n, each in enumerate(messages))
+
+    def quota(self, path: str, message: pb.QuotaConfiguration) -> tuple[QuotaPlace, QuotaSpec]:
+        """One limit."""
+        dimensions = {value: dimension for dimension, value in wire.DIMENSIONS.items()}
+        if message.dimension not in dimensions:
+            self.mistakes.append(Mistake(f"{path}.dimension", "give what the quota counts"))
+        said = {field.name for field, _ in message.ListFields()}
+        given = [message.HasField("raised_limit_value"), message.HasField("raised_until_time"), bool(message.raise_reason)]
+        if any(given) and not all(given):
+            self.mistakes.append(
+                Mistake(f"{path}.raised_limit_value", "a raise has a limit, an end and a reason: give all three or none")
+            )
+        place = QuotaPlace(dimensions.get(message.dimension, next(iter(wire.DIMENSIONS))), message.model, message.for_new_keys)
+        values = {name: getattr(message, name) for name in ("enforced", *WEIGHTS) if name in said}
+        if message.HasField("alert_at"):
+            values["alert_at"] = said_thresholds(place.dimension, message.alert_at.values)
+        if all(given):
+            values |= {"raised_limit_value": message.raised_limit_value, "raise_reason": message.raise_reason}
+            values["raised_until"] = wire.parse_timestamp(message.raised_until_time, f"{path}.raised_until_time")
+        return place, QuotaSpec(limit_value=message.limit_value, **values)
+
+
+def price_spec(path: str, message: pb.PriceConfiguration) -> PriceSpec:
+    """The prices of one model."""
+    has = message.HasField
+    return PriceSpec(
+        model=message.model,
+        currency_code=message.currency_code or ("" if message.organization else "USD"),
+        organization=message.organization,
+        embedding_picos_per_token=message.embedding_picos_per_token if has("embedding_picos_per_token") else None,
+        batch_multiplier_milli=message.batch_multiplier_milli if has("batch_multiplier_milli") else None,
+        effective_at=wire.parse_timestamp(message.effective_time, f"{path}.effective_time") if has("effective_time") else None,
+        input_picos_per_token=message.input_picos_per_token,
+        cached_input_picos_per_token=message.cached_input_picos_per_token,
+        output_picos_per_token=message.output_picos_per_token,
+    )
+
+
+def configuration_message(configuration: Configuration) -> pb.Configuration:
+    """What is, to be written down."""
+    return pb.Configuration(
+        organizations=[
+            pb.OrganizationConfiguration(
+                name=organization.name,
+                currency_code=organization.currency_code,
+                quotas=map(quota_message, organization.quotas),
+                projects=map(project_message, organization.projects),
+                billing_profile=(
+                    None if organization.billing_profile is None else billing_profile_message(organization.billing_profile)
+                ),
+            )
+            for organization in configuration.organizations
+        ],
+        prices=[
+            pb.PriceConfiguration(
+                model=price.model,
+                currency_code=price.currency_code,
+                input_picos_per_token=price.input_picos_per_token,
+                cached_input_picos_per_token=price.cached_input_picos_per_token,
+                output_picos_per_token=price.output_picos_per_token,
+                organization=price.organization,
+                embedding_picos_per_token=price.embedding_picos_per_token,
+                batch_multiplier_milli=price.batch_multiplier_milli,
+            )
+            for price in configuration.prices
+        ],
+    )
+
+
+def project_message(project: ProjectSpec) -> pb.ProjectConfiguration:
+    """One project."""
+    keys = (
+        pb.ApiKeyConfiguration(
+            name=key.name,
+            prefix=key.prefix,
+            scopes=key.scopes,
+            models=key.models,
+            allowed_networks=key.allowed_networks,
+            max_input_tokens=key.max_input_tokens or 0,
+            max_output_tokens=key.max_output_tokens or 0,
+            expire_time=wire.timestamp(key.expires_at),
+            quotas=map(quota_message, key.quotas),
+        )
+        for key in project.keys
+    )
+    return pb.ProjectConfiguration(name=project.name, quotas=map(quota_message, project.quotas), keys=keys)
+
+
+def quota_message(quota: tuple[QuotaPlace, QuotaSpec]) -> pb.QuotaConfiguration:
+    """One limit; what is as usual stays unset."""
+    place, spec = quota
+    message = place_message(place)
+    usual = QuotaSpec(limit_value=spec.limit_value)
+    message.limit_value = spec.limit_value
+    for name in ("enforced", *WEIGHTS):
+        if getattr(spec, name) != getattr(usual, name):
+            setattr(message, name, getattr(spec, name))
+    if spec.alert_at is not None:
+        message.alert_at.SetInParent()
+        message.alert_at.values.extend(spec.alert_at)
+    if spec.raised_until is not None:
+        message.raised_limit_value = spec.raised_limit_value or 0
+        message.raised_until_time.FromDatetime(spec.raised_until)
+        message.raise_reason = spec.raise_reason or ""
+    return message
+
+
+def place_message(place: QuotaPlace) -> pb.QuotaConfiguration:
+    """Which limit of its subject."""
+    dimension = wire.DIMENSIONS[place.dimension]
+    return pb.QuotaConfiguration(dimension=dimension, model=place.model, for_new_keys=place.for_new_keys)
+
+
+def applied_message(work: Attempts, *, secrets: bool) -> pb.ApplyConfigurationResponse:
+    """What was done. secrets: whether those of new keys hold; after a dry run they do not."""
+    return pb.ApplyConfigurationResponse(
+        changes=[change_message(change, secrets=secrets) for change in work.changes],
+        kept=[change_message(change, secrets=False) for change in work.kept],
+    )
+
+
+def mistaken_message(mistakes: Iterable[Mistake]) -> pb.ApplyConfigurationResponse:
+    """Why nothing was done."""
+    return pb.ApplyConfigurationResponse(
+        mistakes=[pb.ConfigurationMistake(field=mistake.path, description=mistake.message) for mistake in mistakes]
+    )
+
+
+def change_message(change: Change, *, secrets: bool) -> pb.ConfigurationChange:
+    """One difference."""
+    is_unmade = change.kind == "key" and change.action is Action.CREATE and not secrets
+    return pb.ConfigurationChange(
+        action=ACTIONS[change.action],
+        kind=change.kind,
+        path=change.path,
+        quota=None if change.quota is None else place_message(change.quota),
+        fields=[
+            pb.FieldChange(
+                field=NAMES.get(each.name, each.name), before_json=json_text(each.before), after_json=json_text(each.after)
+            )
+            for each in change.fields
+        ],
+        api_key_prefix="" if is_unmade else change.key_prefix,
+        secret=change.secret if secrets else "",
+    )
+
+
+def json_text(value: Value) -> str:
+    """As JSON; empty for none."""
+    return "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 class ConfigurationCalls(AdminCalls):

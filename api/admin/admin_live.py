@@ -6,18 +6,24 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Sequence
+from datetime import timedelta
 
+from google.protobuf.duration_pb2 import Duration
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
-from weir.v1 import live_requests_pb2 as pb
+from weir.v1 import live_requests_pb2 as live_pb
+from weir.v1 import replicas_pb2 as replica_pb
 
 from api.access.auth import Authenticator
 from api.admin.admin_calls import AdminCalls
 from api.core import wire
 from api.core.accounts import find_generation
 from api.core.interceptor import Context
-from metering.control import live
+from inference.routing.router import Router
+from metering.control import live, replica_drains
+from metering.control.control_models import ReplicaDrain
+from metering.control.replica_drains import ReplicaRow
 from metering.control.stop_orders import order_end_of_request
 from metering.core.audit import record_change
 from metering.core.errors import InvalidValue, NotFound
@@ -31,15 +37,14 @@ REASON_CHARS_MAX = 200
 PAGE_SIZE = 200
 END_WAIT_S = 2.0  # a process that is well ends a request within some milliseconds
 END_POLL_S = 0.005
-
 PHASES = {
-    "": pb.REQUEST_PHASE_UNSPECIFIED,
-    "preparing": pb.REQUEST_PHASE_PREPARING,
-    "queued": pb.REQUEST_PHASE_QUEUED,
-    "loading": pb.REQUEST_PHASE_LOADING,
-    "prefill": pb.REQUEST_PHASE_PREFILL,
-    "decode": pb.REQUEST_PHASE_DECODE,
-    "ending": pb.REQUEST_PHASE_ENDING,
+    "": live_pb.REQUEST_PHASE_UNSPECIFIED,
+    "preparing": live_pb.REQUEST_PHASE_PREPARING,
+    "queued": live_pb.REQUEST_PHASE_QUEUED,
+    "loading": live_pb.REQUEST_PHASE_LOADING,
+    "prefill": live_pb.REQUEST_PHASE_PREFILL,
+    "decode": live_pb.REQUEST_PHASE_DECODE,
+    "ending": live_pb.REQUEST_PHASE_ENDING,
 }
 
 
@@ -51,7 +56,9 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
         self._database_url = database_url
         self._signer = signer
 
-    async def ListLiveRequests(self, request: pb.ListLiveRequestsRequest, context: Context) -> pb.ListLiveRequestsResponse:
+    async def ListLiveRequests(
+        self, request: live_pb.ListLiveRequestsRequest, context: Context
+    ) -> live_pb.ListLiveRequestsResponse:
         """Lists what runs."""
         await self._caller(context)
         async with self._sessions() as session:
@@ -62,21 +69,21 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
             page_size=request.page_size or PAGE_SIZE,
             stuck_only=request.stuck_only,
         )
-        return pb.ListLiveRequestsResponse(
+        return live_pb.ListLiveRequestsResponse(
             requests=map(live_request_message, view.requests),
             organizations=map(load_message, view.organizations),
             request_count=view.request_count,
             silent_owner_ids=map(str, view.silent_owner_ids),
         )
 
-    async def GetRequest(self, request: pb.GetRequestRequest, context: Context) -> pb.GetRequestResponse:
+    async def GetRequest(self, request: live_pb.GetRequestRequest, context: Context) -> live_pb.GetRequestResponse:
         """Looks up a request of any project."""
         await self._caller(context)
         request_id = wire.parse_request_id(request.request_id)
         async with self._sessions() as session:
             project_id = (await tenants.find_project(session, request.project)).id if request.project else None
             owner = await self._owner(session, request_id, project_id)
-            return pb.GetRequestResponse(
+            return live_pb.GetRequestResponse(
                 generation=await find_generation(session, owner.project_id, request_id),
                 organization_name=owner.organization_name,
                 project_name=owner.project_name,
@@ -93,7 +100,7 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
             raise InvalidValue("project", f"several projects have a request of this id, say which: {names}")
         return owners[0]
 
-    async def KillRequest(self, request: pb.KillRequestRequest, context: Context) -> pb.KillRequestResponse:
+    async def KillRequest(self, request: live_pb.KillRequestRequest, context: Context) -> live_pb.KillRequestResponse:
         """Ends a request wherever it runs."""
         await self._caller(context)
         request_id = wire.parse_request_id(request.request_id)
@@ -101,15 +108,15 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
             raise InvalidValue("reason", f"give at most {REASON_CHARS_MAX} printable characters")
         place, had_ended = await self._place(request_id, request.project)
         if had_ended:
-            return await self._killed(pb.KillRequestResponse.RESULT_HAD_ENDED, request_id, place)
+            return await self._killed(live_pb.KillRequestResponse.RESULT_HAD_ENDED, request_id, place)
         async with self._transaction(context) as (session, actor):
             await record_kill(session, actor, request_id, place, request.reason)
             await order_end_of_request(session, project_id=place.project_id, request_id=request_id, reason=request.reason)
         ended = await self._wait_for_end(request_id, place)
-        result = pb.KillRequestResponse.RESULT_ENDED if ended else pb.KillRequestResponse.RESULT_PENDING
+        result = live_pb.KillRequestResponse.RESULT_ENDED if ended else live_pb.KillRequestResponse.RESULT_PENDING
         return await self._killed(result, request_id, place)
 
-    async def EndOverdueHolds(self, request: pb.EndOverdueHoldsRequest, context: Context) -> pb.EndOverdueHoldsResponse:
+    async def EndOverdueHolds(self, request: live_pb.EndOverdueHoldsRequest, context: Context) -> live_pb.EndOverdueHoldsResponse:
         """Does what the worker's sweep does."""
         await self._caller(context)
         ended_count = await sweep_expired_holds(self._database_url, signer=self._signer)
@@ -117,7 +124,7 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
             async with self._transaction(context) as (session, actor):
                 after = {"ended_count": ended_count}
                 await record_change(session, actor=actor, action="holds.end_overdue", subject_id="", before=None, after=after)
-        return pb.EndOverdueHoldsResponse(ended_count=ended_count)
+        return live_pb.EndOverdueHoldsResponse(ended_count=ended_count)
 
     async def _place(self, request_id: uuid.UUID, project: str) -> tuple[live.Place, bool]:
         """Where a request is, and whether it had ended. Raises: NotFound; InvalidValue if it runs in several projects."""
@@ -150,13 +157,15 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
             return any(found.is_held for found in await live.find_places(session, request_id, place.project_id))
 
     async def _killed(
-        self, result: pb.KillRequestResponse.Result.ValueType, request_id: uuid.UUID, place: live.Place
-    ) -> pb.KillRequestResponse:
-        answer = pb.KillRequestResponse(result=result)
+        self, result: live_pb.KillRequestResponse.Result.ValueType, request_id: uuid.UUID, place: live.Place
+    ) -> live_pb.KillRequestResponse:
+        answer = live_pb.KillRequestResponse(result=result)
         with contextlib.suppress(NotFound):
             async with self._sessions() as session:
                 answer.generation.CopyFrom(await find_generation(session, place.project_id, request_id))
-                if result == pb.KillRequestResponse.RESULT_PENDING and (hold := await held(session, place.project_id, request_id)):
+                if result == live_pb.KillRequestResponse.RESULT_PENDING and (
+                    hold := await held(session, place.project_id, request_id)
+                ):
                     answer.expire_time.FromDatetime(hold.expires_at)
         return answer
 
@@ -185,9 +194,9 @@ async def project_names(session: AsyncSession, project_ids: Sequence[uuid.UUID])
     return sorted(await session.scalars(names.where(Project.id.in_(project_ids))))
 
 
-def live_request_message(row: live.LiveRequestRow) -> pb.LiveRequest:
+def live_request_message(row: live.LiveRequestRow) -> live_pb.LiveRequest:
     """One request."""
-    return pb.LiveRequest(
+    return live_pb.LiveRequest(
         request_id=str(row.request_id),
         organization_id=str(row.organization_id),
         organization_name=row.organization_name,
@@ -210,13 +219,133 @@ def live_request_message(row: live.LiveRequestRow) -> pb.LiveRequest:
     )
 
 
-def load_message(load: live.OrganizationLoad) -> pb.LiveOrganization:
+def load_message(load: live.OrganizationLoad) -> live_pb.LiveOrganization:
     """All that runs for one organization."""
-    return pb.LiveOrganization(
+    return live_pb.LiveOrganization(
         organization_id=str(load.organization_id),
         name=load.name,
         request_count=load.request_count,
         hold_count=load.hold_count,
         held_token_count=load.held_token_count,
         tokens_per_second=load.tokens_per_second,
+    )
+
+
+class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
+    """See `proto/weir/v1/replicas.proto`."""
+
+    _router: Router
+
+    async def ListReplicas(self, request: replica_pb.ListReplicasRequest, context: Context) -> replica_pb.ListReplicasResponse:
+        """Lists engines and orders."""
+        await self._caller(context)
+        view = await replica_drains.replica_view(self._sessions)
+        async with self._sessions() as session:
+            drains = await replica_drains.list_drains(session)
+        rows = [row for row in view.replicas if not request.model or row.is_of(request.model)]
+        drains = [drain for drain in drains if not request.model or replica_drains.is_of(drain.model, request.model)]
+        if request.model and not (rows or drains or self._own(request.model)):
+            raise NotFound("model with replicas", request.model)
+        return replica_pb.ListReplicasResponse(
+            replicas=map(replica_message, rows),
+            drains=map(drain_message, drains),
+            silent_owner_ids=map(str, view.silent_owner_ids),
+        )
+
+    async def DrainReplica(self, request: replica_pb.DrainReplicaRequest, context: Context) -> replica_pb.DrainReplicaResponse:
+        """Takes a replica out of use."""
+        await self._caller(context)
+        check_reason(request.reason)
+        move_after = span(request.move_after) if request.HasField("move_after") else None
+        model = await self._served_name(request.model, request.replica)
+        async with self._transaction(context) as (session, actor):
+            order = await replica_drains.order_drain(
+                session, model=model, replica=request.replica, reason=request.reason, move_after=move_after, actor=actor
+            )
+            drain = drain_message(order)
+        view = await replica_drains.replica_view(self._sessions)
+        return replica_pb.DrainReplicaResponse(
+            drain=drain,
+            replicas=map(replica_message, view.named(model, request.replica)),
+            silent_owner_ids=map(str, view.silent_owner_ids),
+        )
+
+    async def UndrainReplica(
+        self, request: replica_pb.UndrainReplicaRequest, context: Context
+    ) -> replica_pb.UndrainReplicaResponse:
+        """Puts a replica into use again."""
+        await self._caller(context)
+        check_reason(request.reason)
+        model = await self._served_name(request.model, request.replica)
+        async with self._transaction(context) as (session, actor):
+            undrained = await replica_drains.end_drain(
+                session, model=model, replica=request.replica, reason=request.reason, actor=actor
+            )
+        view = await replica_drains.replica_view(self._sessions)
+        return replica_pb.UndrainReplicaResponse(
+            undrained=undrained,
+            replicas=map(replica_message, view.named(model, request.replica)),
+            silent_owner_ids=map(str, view.silent_owner_ids),
+        )
+
+    async def _served_name(self, model: str, replica: str) -> str:
+        """The name that a replica serves, of all that processes and orders know. Raises: NotFound, InvalidValue."""
+        view = await replica_drains.replica_view(self._sessions)
+        async with self._sessions() as session:
+            known = {(drain.model, drain.replica) for drain in await replica_drains.list_drains(session)}
+        known |= {(row.model, row.replica) for row in view.replicas}
+        of_model = sorted({entry for entry in known if replica_drains.is_of(entry[0], model)} | self._own(model))
+        if not of_model:
+            raise NotFound("model with replicas", model)
+        served = [served for served, name in of_model if name == replica]
+        if not served:
+            raise NotFound("replica", replica)
+        if len(served) > 1:
+            raise InvalidValue("model", f"several versions have a replica of this name, say which: {', '.join(served)}")
+        return served[0]
+
+    def _own(self, model: str) -> set[tuple[str, str]]:
+        """What this process has of a model, which a busy one may not have told in time."""
+        return {(served, report.name) for served, report in self._router.reports() if replica_drains.is_of(served, model)}
+
+
+def check_reason(reason: str) -> None:
+    """Raises: InvalidValue."""
+    if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
+        raise InvalidValue("reason", f"give at most {REASON_CHARS_MAX} printable characters")
+
+
+def span(message: Duration) -> timedelta:
+    """A length of time. Raises: InvalidValue for one that Python cannot hold."""
+    try:
+        return message.ToTimedelta()
+    except (ValueError, OverflowError) as error:
+        raise InvalidValue("move_after", "give a duration of at most 30 days") from error
+
+
+def replica_message(row: ReplicaRow) -> replica_pb.Replica:
+    """One replica of one process."""
+    return replica_pb.Replica(
+        model=row.model,
+        replica=row.replica,
+        region=row.region,
+        state=replica_pb.ReplicaState.Value(f"REPLICA_STATE_{row.state.upper()}"),
+        reason=row.reason,
+        drained=row.is_drained,
+        request_count=row.request_count,
+        outstanding_token_count=row.outstanding_token_count,
+        owner_id=str(row.owner_id),
+        owner_name=row.owner_name,
+    )
+
+
+def drain_message(order: ReplicaDrain) -> replica_pb.ReplicaDrain:
+    """One order."""
+    move_after_ms = order.move_after_ms
+    return replica_pb.ReplicaDrain(
+        model=order.model,
+        replica=order.replica,
+        reason=order.reason,
+        drain_time=wire.timestamp(order.drained_at),
+        move_after=None if move_after_ms is None else wire.duration(move_after_ms / 1000),
     )

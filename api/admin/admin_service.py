@@ -14,13 +14,10 @@ from weir.v1 import admin_service_pb2 as pb
 from weir.v1.types_pb2 import QuotaStatus
 
 from api.access.auth import Authenticator
-from api.admin.admin_alerts import AlertWebhookCalls
 from api.admin.admin_configuration import ConfigurationCalls
-from api.admin.admin_live import LiveCalls
-from api.admin.admin_prices import PriceCalls
-from api.admin.admin_replicas import ReplicaCalls
-from api.admin.admin_tenants import TenantCalls
-from api.admin.admin_terms import TermCalls
+from api.admin.admin_live import LiveCalls, ReplicaCalls
+from api.admin.admin_tenants import AlertWebhookCalls, TenantCalls
+from api.admin.admin_terms import PriceCalls, TermCalls
 from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import effective_quota_statuses, quota_status

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from weir.v1 import admin_service_pb2 as pb
+from weir.v1 import alerts_pb2 as alert_pb
 
 from api.admin.admin_calls import AdminCalls
 from api.core import wire
 from api.core.interceptor import Context
-from api.core.messages import billing_profile_message, parse_billing_profile
+from api.core.messages import alert_message, billing_profile_message, parse_billing_profile, webhook_message
 from inference.routing.router import Router
-from metering.core.errors import InvalidValue
+from metering.alerts import webhooks
+from metering.alerts.alerts import find_alert
+from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import Organization, Project
 from metering.tenants import admin_requests, key_changes, tenants
 from metering.tenants.billing_profiles import BillingProfile, billing_profile, billing_profiles, set_billing_profile
@@ -209,3 +213,58 @@ def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
         max_input_tokens=key.bounds.max_input_tokens or 0,
         max_output_tokens=key.bounds.max_output_tokens or 0,
     )
+
+
+class AlertWebhookCalls(AdminCalls):
+    """See `proto/weir/v1/alerts.proto`."""
+
+    _private_webhooks: bool
+
+    async def SetAlertWebhook(self, request: alert_pb.SetAlertWebhookRequest, context: Context) -> alert_pb.SetAlertWebhookResponse:
+        """Gives an organization a webhook and shows its secret, once."""
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                standing = await webhooks.list_webhooks(acting.session, organization=earlier)
+                return alert_pb.SetAlertWebhookResponse(webhook=webhook_message(standing[0]) if standing else None)
+            state, secret = await webhooks.set_webhook(
+                acting.session,
+                organization=request.organization,
+                url=request.url,
+                private=self._private_webhooks,
+                actor=acting.actor,
+            )
+            await acting.made(request, state.organization.id)
+            return alert_pb.SetAlertWebhookResponse(webhook=webhook_message(state), secret=secret)
+
+    async def ListAlertWebhooks(
+        self, request: alert_pb.ListAlertWebhooksRequest, context: Context
+    ) -> alert_pb.ListAlertWebhooksResponse:
+        """Lists webhooks."""
+        async with self._transaction(context) as (session, _):
+            found = await webhooks.list_webhooks(session, organization=request.organization)
+            return alert_pb.ListAlertWebhooksResponse(webhooks=map(webhook_message, found))
+
+    async def DeleteAlertWebhook(
+        self, request: alert_pb.DeleteAlertWebhookRequest, context: Context
+    ) -> alert_pb.DeleteAlertWebhookResponse:
+        """Takes a webhook away."""
+        async with self._transaction(context) as (session, actor):
+            try:
+                await webhooks.remove_webhook(session, organization=request.organization, actor=actor)
+            except NotFound:
+                if not request.allow_missing:
+                    raise
+                return alert_pb.DeleteAlertWebhookResponse(deleted=False)
+            return alert_pb.DeleteAlertWebhookResponse(deleted=True)
+
+    async def TestAlertWebhook(
+        self, request: alert_pb.TestAlertWebhookRequest, context: Context
+    ) -> alert_pb.TestAlertWebhookResponse:
+        """Has a test sent."""
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                alert_id = uuid.UUID(earlier)
+            else:
+                alert_id = await webhooks.try_webhook(acting.session, organization=request.organization)
+                await acting.made(request, alert_id)
+            return alert_pb.TestAlertWebhookResponse(alert=alert_message(await find_alert(acting.session, alert_id)))

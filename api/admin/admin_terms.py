@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
-from datetime import date
+from collections.abc import Collection, Iterable, Mapping
+from datetime import date, datetime
 
+from google.protobuf.timestamp_pb2 import Timestamp
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
+from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import configuration_pb2, types_pb2
-from weir.v1 import plans_pb2 as pb
+from weir.v1 import plans_pb2 as plan_pb
+from weir.v1 import prices_pb2 as price_pb
 from weir.v1.inference_service_pb2 import SERVICE_TIER_UNSPECIFIED
 
 from api.admin.admin_calls import AdminCalls
@@ -20,6 +23,9 @@ from metering.core.models import Organization, TokenKind
 from metering.ledger.ledger import month_bounds
 from metering.plans import credits, plan_admin, prepaid, simulation
 from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
+from metering.pricing import prices
+from metering.pricing.prices import CustomerPrice, ModelPrice
+from metering.tenants.tenants import find_organization
 
 KINDS = {str(kind): kind for kind in TokenKind}
 Names = Mapping[uuid.UUID, str]
@@ -28,7 +34,7 @@ Names = Mapping[uuid.UUID, str]
 class TermCalls(AdminCalls):
     """See `proto/weir/v1/plans.proto`."""
 
-    async def SimulatePrices(self, request: pb.SimulatePricesRequest, context: Context) -> pb.SimulatePricesResponse:
+    async def SimulatePrices(self, request: plan_pb.SimulatePricesRequest, context: Context) -> plan_pb.SimulatePricesResponse:
         """Rates a past month anew."""
         await self._caller(context)
         async with self._sessions() as session:
@@ -39,9 +45,9 @@ class TermCalls(AdminCalls):
                 plans=[proposed_plan(f"plans[{index}]", each) for index, each in enumerate(request.plans)],
                 organization=request.organization,
             )
-        return pb.SimulatePricesResponse(customers=map(simulated_message, found))
+        return plan_pb.SimulatePricesResponse(customers=map(simulated_message, found))
 
-    async def CreatePlan(self, request: pb.CreatePlanRequest, context: Context) -> pb.CreatePlanResponse:
+    async def CreatePlan(self, request: plan_pb.CreatePlanRequest, context: Context) -> plan_pb.CreatePlanResponse:
         """Makes a version of a plan."""
         async with self._acting(context) as acting:
             plan, existed = await plan_admin.create_plan(
@@ -51,20 +57,20 @@ class TermCalls(AdminCalls):
                 rules=rules_of("plan", request.plan),
                 actor=acting.actor,
             )
-            return pb.CreatePlanResponse(plan=plan_message(plan), existed=existed)
+            return plan_pb.CreatePlanResponse(plan=plan_message(plan), existed=existed)
 
-    async def ListPlans(self, request: pb.ListPlansRequest, context: Context) -> pb.ListPlansResponse:
+    async def ListPlans(self, request: plan_pb.ListPlansRequest, context: Context) -> plan_pb.ListPlansResponse:
         """Lists plans and assignments."""
         async with self._transaction(context) as (session, _):
             assigned = await plan_admin.list_assignments(session, organization=request.organization)
             wanted = [each for each in assigned if not request.name or (each.plan and each.plan.name == request.name)]
             names = await organization_names(session, {each.organization_id for each in wanted})
-            return pb.ListPlansResponse(
+            return plan_pb.ListPlansResponse(
                 plans=map(plan_message, await plan_admin.list_plans(session, name=request.name)),
                 assignments=[assignment_message(each, names) for each in wanted],
             )
 
-    async def AssignPlan(self, request: pb.AssignPlanRequest, context: Context) -> pb.AssignPlanResponse:
+    async def AssignPlan(self, request: plan_pb.AssignPlanRequest, context: Context) -> plan_pb.AssignPlanResponse:
         """Gives an organization a plan."""
         async with self._acting(context) as acting:
             assignment, existed = await plan_admin.assign_plan(
@@ -76,9 +82,9 @@ class TermCalls(AdminCalls):
                 actor=acting.actor,
             )
             names = await organization_names(acting.session, {assignment.organization_id})
-            return pb.AssignPlanResponse(assignment=assignment_message(assignment, names), existed=existed)
+            return plan_pb.AssignPlanResponse(assignment=assignment_message(assignment, names), existed=existed)
 
-    async def GrantCredit(self, request: pb.GrantCreditRequest, context: Context) -> pb.GrantCreditResponse:
+    async def GrantCredit(self, request: plan_pb.GrantCreditRequest, context: Context) -> plan_pb.GrantCreditResponse:
         """Grants credit; a prepaid organization may use it at once."""
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is None:
@@ -99,21 +105,25 @@ class TermCalls(AdminCalls):
             else:
                 grant = await credits.find_grant(acting.session, uuid.UUID(earlier))
             names = await organization_names(acting.session, {grant.organization_id})
-            return pb.GrantCreditResponse(grant=grant_message(grant, names))
+            return plan_pb.GrantCreditResponse(grant=grant_message(grant, names))
 
-    async def ListCreditGrants(self, request: pb.ListCreditGrantsRequest, context: Context) -> pb.ListCreditGrantsResponse:
+    async def ListCreditGrants(
+        self, request: plan_pb.ListCreditGrantsRequest, context: Context
+    ) -> plan_pb.ListCreditGrantsResponse:
         """Lists credit."""
         async with self._transaction(context) as (session, _):
             found = await credits.list_grants(session, organization=request.organization)
             names = await organization_names(session, {each.organization_id for each in found})
-            return pb.ListCreditGrantsResponse(grants=[grant_message(each, names) for each in found])
+            return plan_pb.ListCreditGrantsResponse(grants=[grant_message(each, names) for each in found])
 
-    async def GetCreditBalance(self, request: pb.GetCreditBalanceRequest, context: Context) -> pb.GetCreditBalanceResponse:
+    async def GetCreditBalance(
+        self, request: plan_pb.GetCreditBalanceRequest, context: Context
+    ) -> plan_pb.GetCreditBalanceResponse:
         """Tells what is left."""
         async with self._transaction(context) as (session, _):
             balance = await prepaid.credit_balance(session, organization=request.organization)
             currency_code = balance.organization.currency_code
-            return pb.GetCreditBalanceResponse(
+            return plan_pb.GetCreditBalanceResponse(
                 organization_id=str(balance.organization.id),
                 organization_name=balance.organization.name,
                 prepaid=balance.prepaid,
@@ -123,7 +133,7 @@ class TermCalls(AdminCalls):
                 available=wire.money(currency_code, balance.available_picos),
             )
 
-    async def SetPrepaid(self, request: pb.SetPrepaidRequest, context: Context) -> pb.SetPrepaidResponse:
+    async def SetPrepaid(self, request: plan_pb.SetPrepaidRequest, context: Context) -> plan_pb.SetPrepaidResponse:
         """Keeps an organization to its credit, or no longer."""
         async with self._acting(context) as acting:
             _, existed = await prepaid.set_prepaid(
@@ -133,7 +143,7 @@ class TermCalls(AdminCalls):
                 alert_at=request.alert_at.values if request.HasField("alert_at") else None,
                 actor=acting.actor,
             )
-            return pb.SetPrepaidResponse(existed=existed)
+            return plan_pb.SetPrepaidResponse(existed=existed)
 
 
 async def organization_names(session: AsyncSession, ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, str]:
@@ -150,7 +160,7 @@ def parse_month(text: str, field: str) -> date | None:
         raise InvalidValue(field, wrong.remedy) from None
 
 
-def rules_of(path: str, message: pb.PlanConfiguration) -> PlanRules:
+def rules_of(path: str, message: plan_pb.PlanConfiguration) -> PlanRules:
     """What a plan says. Raises: InvalidValue naming the field in `path`."""
     try:
         return PlanRules(
@@ -169,14 +179,14 @@ def rules_of(path: str, message: pb.PlanConfiguration) -> PlanRules:
         raise InvalidValue(f"{path}.{wrong.field}", wrong.remedy) from None
 
 
-def selector_of(message: pb.TokenSelector) -> Selector:
+def selector_of(message: plan_pb.TokenSelector) -> Selector:
     """Which tokens. Raises: InvalidValue."""
     if message.token_kind and message.token_kind not in KINDS:
         raise InvalidValue("token_kind", f"{message.token_kind[:64]!r} is none of {', '.join(KINDS)}")
     return Selector(message.model, KINDS.get(message.token_kind), wire.TIERS[message.tier] if message.tier else None)
 
 
-def step_of(message: pb.PlanPriceStep) -> PriceStep:
+def step_of(message: plan_pb.PlanPriceStep) -> PriceStep:
     """One step."""
     has = message.HasField
     return PriceStep(
@@ -186,17 +196,17 @@ def step_of(message: pb.PlanPriceStep) -> PriceStep:
     )
 
 
-def plan_message(plan: plan_admin.Plan) -> pb.Plan:
+def plan_message(plan: plan_admin.Plan) -> plan_pb.Plan:
     """One version of a plan."""
-    configuration = pb.PlanConfiguration(
+    configuration = plan_pb.PlanConfiguration(
         name=plan.name, currency_code=plan.currency_code, commitment_picos=plan.rules.commitment_picos
     )
     for allowance in plan.rules.allowances:
         configuration.allowances.add(selector=selector_message(allowance.selector), token_count=allowance.token_count)
     for tiered in plan.rules.tiered_prices:
-        steps = (pb.PlanPriceStep(**step_fields(step)) for step in tiered.steps)
+        steps = (plan_pb.PlanPriceStep(**step_fields(step)) for step in tiered.steps)
         configuration.tiered_prices.add(selector=selector_message(tiered.selector), kind=str(tiered.kind), steps=steps)
-    return pb.Plan(configuration=configuration, version=plan.version, create_time=wire.timestamp(plan.created_at))
+    return plan_pb.Plan(configuration=configuration, version=plan.version, create_time=wire.timestamp(plan.created_at))
 
 
 def step_fields(step: PriceStep) -> dict[str, int]:
@@ -205,16 +215,16 @@ def step_fields(step: PriceStep) -> dict[str, int]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def selector_message(selector: Selector) -> pb.TokenSelector:
+def selector_message(selector: Selector) -> plan_pb.TokenSelector:
     """Which tokens."""
     tier = SERVICE_TIER_UNSPECIFIED if selector.tier is None else wire.TIER_NUMBERS[selector.tier]
-    return pb.TokenSelector(model=selector.model, token_kind=str(selector.token_kind or ""), tier=tier)
+    return plan_pb.TokenSelector(model=selector.model, token_kind=str(selector.token_kind or ""), tier=tier)
 
 
-def assignment_message(assignment: plan_admin.Assignment, names: Names) -> pb.PlanAssignment:
+def assignment_message(assignment: plan_admin.Assignment, names: Names) -> plan_pb.PlanAssignment:
     """Which plan from when on."""
     plan = assignment.plan
-    return pb.PlanAssignment(
+    return plan_pb.PlanAssignment(
         organization_id=str(assignment.organization_id),
         organization_name=names[assignment.organization_id],
         first_month=f"{assignment.first_month:%Y-%m}",
@@ -224,13 +234,13 @@ def assignment_message(assignment: plan_admin.Assignment, names: Names) -> pb.Pl
     )
 
 
-def grant_message(grant: credits.Grant, names: Names) -> pb.CreditGrant:
+def grant_message(grant: credits.Grant, names: Names) -> plan_pb.CreditGrant:
     """Credit as it stands."""
 
     def money(picos: int) -> types_pb2.Money:
         return wire.money(grant.currency_code, picos)
 
-    return pb.CreditGrant(
+    return plan_pb.CreditGrant(
         grant_id=str(grant.id),
         organization_id=str(grant.organization_id),
         organization_name=names[grant.organization_id],
@@ -262,19 +272,19 @@ def proposed_price(message: configuration_pb2.PriceConfiguration) -> simulation.
     )
 
 
-def proposed_plan(path: str, message: pb.PlanConfiguration) -> simulation.ProposedPlan:
+def proposed_plan(path: str, message: plan_pb.PlanConfiguration) -> simulation.ProposedPlan:
     """A plan as it would have been. Raises: InvalidValue."""
     rules = rules_of(path, message)
     return simulation.ProposedPlan(message.name, message.currency_code or "USD", rules, frozenset(message.organizations))
 
 
-def simulated_message(customer: simulation.SimulatedCustomer) -> pb.SimulatedCustomer:
+def simulated_message(customer: simulation.SimulatedCustomer) -> plan_pb.SimulatedCustomer:
     """What a month would have come to."""
 
     def money(picos: int) -> types_pb2.Money:
         return wire.money(customer.currency_code, picos)
 
-    return pb.SimulatedCustomer(
+    return plan_pb.SimulatedCustomer(
         organization_id=str(customer.organization_id),
         organization_name=customer.organization_name,
         token_count=customer.token_count,
@@ -284,3 +294,117 @@ def simulated_message(customer: simulation.SimulatedCustomer) -> pb.SimulatedCus
         old_plan=customer.old_plan,
         new_plan=customer.new_plan,
     )
+
+
+class PriceCalls(AdminCalls):
+    """See `proto/weir/v1/prices.proto`."""
+
+    async def SetPrice(self, request: admin_pb.SetPriceRequest, context: Context) -> admin_pb.SetPriceResponse:
+        """Adds a price version, and one for the batch tier where that pays another price."""
+        effective_at = given_time(request.effective_time, present=request.HasField("effective_time"), field="effective_time")
+        has_embedding, has_multiplier = request.HasField("embedding_picos_per_token"), request.HasField("batch_multiplier_milli")
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                price = await prices.get_price(acting.session, int(earlier))
+            else:
+                price = await prices.set_price(
+                    acting.session,
+                    model=request.model,
+                    currency_code=request.currency_code,
+                    input_picos_per_token=request.input_picos_per_token,
+                    cached_input_picos_per_token=request.cached_input_picos_per_token,
+                    output_picos_per_token=request.output_picos_per_token,
+                    embedding_picos_per_token=request.embedding_picos_per_token if has_embedding else None,
+                    organization=request.organization,
+                    batch_multiplier_milli=request.batch_multiplier_milli if has_multiplier else None,
+                    effective_at=effective_at,
+                    actor=acting.actor,
+                )
+                await acting.made(request, price.prices.version)
+            written = await prices.written_with(acting.session, price)
+            names = await owner_names(acting.session, written)
+            return admin_pb.SetPriceResponse(version=price.prices.version, versions=version_messages(written, names))
+
+    async def WithdrawPrice(self, request: price_pb.WithdrawPriceRequest, context: Context) -> price_pb.WithdrawPriceResponse:
+        """Ends an own price."""
+        effective_at = given_time(request.effective_time, present=request.HasField("effective_time"), field="effective_time")
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                price = await prices.get_price(acting.session, int(earlier))
+            else:
+                price, *_ = await prices.withdraw_price(
+                    acting.session,
+                    model=request.model,
+                    organization=request.organization,
+                    effective_at=effective_at,
+                    actor=acting.actor,
+                )
+                await acting.made(request, price.prices.version)
+            written = await prices.written_with(acting.session, price)
+            return price_pb.WithdrawPriceResponse(versions=version_messages(written, await owner_names(acting.session, written)))
+
+    async def ListPrices(self, request: price_pb.ListPricesRequest, context: Context) -> price_pb.ListPricesResponse:
+        """Tells who pays what, where that comes from and since when."""
+        at = given_time(request.time, present=request.HasField("time"), field="time")
+        async with self._transaction(context) as (session, _):
+            owner = await find_organization(session, request.organization) if request.organization else None
+            owner_id = None if owner is None else owner.id
+            currency_code = request.currency_code or (owner.currency_code if owner else None)
+            model = request.model or None
+            found = await prices.versions_in_force(
+                session, model=model, currency_code=currency_code, organization_id=owner_id, at=at
+            )
+            history: list[ModelPrice] = []
+            if request.history:
+                history = await prices.price_history(session, model=model, currency_code=currency_code, organization_id=owner_id)
+            names = {} if owner is None else {owner.id: owner.name}
+            return price_pb.ListPricesResponse(
+                prices=[applied_message(each, names) for each in prices.customer_prices(found, owner_id)],
+                versions=version_messages(history, names),
+            )
+
+
+async def owner_names(session: AsyncSession, versions: Collection[ModelPrice]) -> dict[uuid.UUID, str]:
+    """Of the customers whose own prices are among the versions."""
+    return await organization_names(session, (each.organization_id for each in versions if each.organization_id is not None))
+
+
+def version_messages(versions: Iterable[ModelPrice], names: Names) -> list[price_pb.PriceVersion]:
+    """Price versions. names: by organization."""
+    return [version_message(each, names) for each in versions]
+
+
+def version_message(version: ModelPrice, names: Names) -> price_pb.PriceVersion:
+    """One price version."""
+    owner = version.organization_id
+    return price_pb.PriceVersion(
+        version=version.prices.version,
+        model=version.model,
+        currency_code=version.prices.currency_code,
+        tier=wire.TIER_NUMBERS[version.tier],
+        organization_id="" if owner is None else str(owner),
+        organization_name="" if owner is None else names[owner],
+        input_picos_per_token=version.prices.input_picos_per_token,
+        cached_input_picos_per_token=version.prices.cached_input_picos_per_token,
+        output_picos_per_token=version.prices.output_picos_per_token,
+        embedding_picos_per_token=version.prices.embedding_picos_per_token,
+        multiplier_milli=version.multiplier_milli,
+        effective_time=wire.timestamp(version.effective_at),
+        withdrawn=version.withdrawn,
+    )
+
+
+def applied_message(applied: CustomerPrice, names: Names) -> price_pb.AppliedPrice:
+    """What somebody pays in a tier."""
+    is_own = applied.price.organization_id is not None
+    return price_pb.AppliedPrice(
+        model=applied.price.model,
+        tier=wire.TIER_NUMBERS[applied.tier],
+        source=price_pb.AppliedPrice.SOURCE_ORGANIZATION if is_own else price_pb.AppliedPrice.SOURCE_LIST,
+        version=version_message(applied.price, names),
+    )
+
+
+def given_time(message: Timestamp, *, present: bool, field: str) -> datetime | None:
+    """A time of a request; None if it is unset. Raises: InvalidRequest."""
+    return wire.parse_timestamp(message, field) if present else None

@@ -8,17 +8,36 @@ from __future__ import annotations
 import hashlib
 import uuid
 
+from sqlalchemy import select
+from weir.v1 import alerts_pb2 as alert_pb
 from weir.v1 import billing_service_pb2 as pb
-from weir.v1 import months_pb2
+from weir.v1 import months_pb2, receipts_pb2
+from weir.v1 import receipt_service_pb2 as receipt_pb
+from weir.v1 import receipt_service_pb2_grpc as pb_grpc
+from weir.v1 import reconciliation_pb2 as reconcile_pb
 
-from api.billing.alert_calls import AlertCalls
-from api.billing.billing_calls import may_see, visible
-from api.billing.billing_wire import adjustment_message, invoice_message, month_message, picos_of, report_message
-from api.billing.reconciliation_calls import ReconciliationCalls
+from api.access.auth import Authenticator, Scope
+from api.billing.billing_wire import (
+    BillingCalls,
+    Reports,
+    adjustment_message,
+    invoice_message,
+    may_see,
+    month_message,
+    picos_of,
+    report_message,
+    visible,
+    visible_or_own,
+)
 from api.billing.usage_calls import UsageCalls
+from api.core import wire
 from api.core.interceptor import Context
+from api.core.messages import alert_message, chain_message, receipt_messages
+from metering.alerts.alerts import list_alerts
 from metering.core.errors import InvalidValue, NotFound
 from metering.export.invoice_payments import payments_by_month
+from metering.export.month_reconciliation import reconciled_here
+from metering.export.reconciliation import Difference, StageSum
 from metering.invoicing import adjustments
 from metering.invoicing.closing import check_month, close_month
 from metering.invoicing.invoices import find_invoice_row, invoice_of_month, read_invoice
@@ -26,9 +45,48 @@ from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import to_csv, to_json
 from metering.invoicing.months import list_months, month_entry, verify_month
 from metering.ledger.ledger import month_bounds
+from metering.receipts.models import ReceiptKey
+from metering.receipts.months import BEGINNING, PageMark, receipt_month, receipts_page
 from metering.tenants.tenants import find_organization
 
 DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}
+PAGE_SIZE = 500
+
+
+class AlertCalls(BillingCalls):
+    """See `proto/weir/v1/alerts.proto`."""
+
+    async def ListAlerts(self, request: alert_pb.ListAlertsRequest, context: Context) -> alert_pb.ListAlertsResponse:
+        """Lists alerts of one organization, or for an admin of all."""
+        reader = await self._caller(context)
+        async with self._reading(reader) as session:
+            of_all = not request.organization and Scope.ADMIN in reader.scopes
+            organization_id = None if of_all else (await visible_or_own(session, reader, request.organization)).id
+            found, next_token = await list_alerts(
+                session, organization_id=organization_id, page_size=request.page_size or 100, page_token=request.page_token
+            )
+            return alert_pb.ListAlertsResponse(alerts=map(alert_message, found), next_page_token=next_token)
+
+
+class ReconciliationCalls(BillingCalls):
+    """See `proto/weir/v1/reconciliation.proto`."""
+
+    async def GetReconciliation(
+        self, request: reconcile_pb.GetReconciliationRequest, context: Context
+    ) -> reconcile_pb.GetReconciliationResponse:
+        """Compares the stages of a month, all at one moment."""
+        reader = await self._caller(context)
+        async with self._reading(reader) as session:
+            organization = await visible_or_own(session, reader, request.organization)
+            found, is_exported = await reconciled_here(session, request.month, organization.id)
+        return reconcile_pb.GetReconciliationResponse(
+            organization_name=organization.name,
+            month=request.month,
+            sums=map(sum_message, found.ours.sums),
+            differences=map(difference_message, found.differences),
+            exported=is_exported,
+            due_time=wire.timestamp(found.ours.until),
+        )
 
 
 class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
@@ -201,3 +259,88 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
             organization = await visible(session, reader, request.organization)
             found = await adjustments.list_adjustments(session, organization.id, undecided_only=request.undecided_only)
             return months_pb2.ListAdjustmentsResponse(adjustments=map(adjustment_message, found))
+
+
+def sum_message(each: StageSum) -> reconcile_pb.StageSum:
+    """One price version and kind of token."""
+    return reconcile_pb.StageSum(
+        model=each.model,
+        tier=each.tier,
+        price_version=each.price_version,
+        token_kind=each.token_kind,
+        used_token_count=each.used,
+        posted_token_count=each.posted,
+        billed_token_count=each.billed,
+        invoiced_token_count=each.invoiced,
+        due_token_count=each.due,
+        batched_token_count=each.batched,
+        delivered_token_count=each.delivered,
+    )
+
+
+def difference_message(each: Difference) -> reconcile_pb.StageDifference:
+    """One difference."""
+    return reconcile_pb.StageDifference(
+        stage=each.stage,
+        model=each.model,
+        price_version=each.price_version or 0,
+        token_kind=each.token_kind,
+        token_count=each.token_count,
+        amount=wire.money(each.currency_code, each.amount_picos) if each.currency_code else None,
+        since_time=wire.timestamp(each.since),
+        detail=each.detail,
+        remedy=each.remedy,
+    )
+
+
+class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
+    """See `proto/weir/v1/receipt_service.proto`."""
+
+    def __init__(self, authenticator: Authenticator, reports: Reports) -> None:
+        self._authenticator = authenticator
+        self._reports = reports
+
+    async def ListReceiptKeys(
+        self, request: receipt_pb.ListReceiptKeysRequest, context: Context
+    ) -> receipt_pb.ListReceiptKeysResponse:
+        """All public keys: they are no secret."""
+        principal = await self._authenticator.principal(context)
+        async with self._reports.turn(principal) as sessions, sessions() as session:
+            keys = (await session.scalars(select(ReceiptKey).order_by(ReceiptKey.created_at, ReceiptKey.id))).all()
+        return receipt_pb.ListReceiptKeysResponse(
+            keys=[
+                receipts_pb2.ReceiptKey(key_id=key.id, public_key=key.public_key, create_time=wire.timestamp(key.created_at))
+                for key in keys
+            ]
+        )
+
+    async def ListReceipts(self, request: receipt_pb.ListReceiptsRequest, context: Context) -> receipt_pb.ListReceiptsResponse:
+        """A page of a month."""
+        principal = await self._authenticator.principal(context)
+        month = month_bounds(request.month)[0].date()
+        after = PageMark.parse(request.page_token) if request.page_token else BEGINNING
+        async with self._reports.turn(principal) as sessions, sessions() as session:
+            owner = await visible(session, principal, request.organization)
+            page_size = request.page_size or PAGE_SIZE
+            receipts, last = await receipts_page(session, owner.id, month, after=after, page_size=page_size)
+        return receipt_pb.ListReceiptsResponse(
+            receipts=receipt_messages(receipts), next_page_token="" if last is None else str(last)
+        )
+
+    async def GetReceiptMonth(
+        self, request: receipt_pb.GetReceiptMonthRequest, context: Context
+    ) -> receipt_pb.GetReceiptMonthResponse:
+        """The sum of a month."""
+        principal = await self._authenticator.principal(context)
+        month = month_bounds(request.month)[0].date()
+        async with self._reports.turn(principal) as sessions, sessions() as session:
+            owner = await visible(session, principal, request.organization)
+            found = await receipt_month(session, owner.id, month)
+        return receipt_pb.GetReceiptMonthResponse(
+            organization_id=str(owner.id),
+            month=request.month,
+            root=found.root,
+            receipt_count=found.receipt_count,
+            chains=[chain_message(piece) for piece in found.chains],
+            unreceipted_count=found.unreceipted_count,
+        )

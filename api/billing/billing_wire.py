@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import contextlib
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import billing_service_pb2 as pb
 from weir.v1 import months_pb2
 from weir.v1.types_pb2 import Money
 
+from api.access.auth import Authenticator, Scope
+from api.admin.admin_calls import AdminCalls
 from api.core import wire
+from api.core.errors import TooManyReports
 from api.core.messages import billing_profile_message
-from metering.core.models import TokenKind
+from metering.core.errors import NotFound
+from metering.core.models import Organization, TokenKind
 from metering.export.export_models import PaymentState
 from metering.export.invoice_payments import InvoicePayment
 from metering.invoicing.adjustments import AdjustmentRecord, AdjustmentState
@@ -18,6 +28,8 @@ from metering.invoicing.invoices import Invoice, InvoiceLine
 from metering.invoicing.month_report import TAX_NOTE, Charge, ChargeKind, MonthReport, ReportLine
 from metering.invoicing.months import MonthEntry
 from metering.ledger.models import MonthState
+from metering.store.db import Sessions, patience
+from metering.tenants.tenants import Principal, find_organization
 
 TOKEN_KINDS: Mapping[TokenKind, pb.TokenKind.ValueType] = {
     TokenKind.INPUT: pb.TOKEN_KIND_INPUT,
@@ -25,20 +37,27 @@ TOKEN_KINDS: Mapping[TokenKind, pb.TokenKind.ValueType] = {
     TokenKind.OUTPUT: pb.TOKEN_KIND_OUTPUT,
     TokenKind.EMBEDDING: pb.TOKEN_KIND_EMBEDDING,
 }
+
 MONTH_STATES: Mapping[str, months_pb2.MonthState.ValueType] = {
     MonthState.OPEN: months_pb2.MONTH_STATE_OPEN,
     MonthState.CLOSING: months_pb2.MONTH_STATE_CLOSING,
     MonthState.CLOSED: months_pb2.MONTH_STATE_CLOSED,
 }
+
 CHARGE_KINDS: Mapping[ChargeKind, months_pb2.ChargeKind.ValueType] = {
     kind: months_pb2.ChargeKind.Value(f"CHARGE_KIND_{kind.name}") for kind in ChargeKind
 }
+
 PAYMENT_STATES: Mapping[PaymentState, months_pb2.PaymentState.ValueType] = {
     state: months_pb2.PaymentState.Value(f"PAYMENT_STATE_{state.name}") for state in PaymentState
 }
+
 ADJUSTMENT_STATES: Mapping[AdjustmentState, months_pb2.AdjustmentState.ValueType] = {
     state: months_pb2.AdjustmentState.Value(f"ADJUSTMENT_STATE_{state.name}") for state in AdjustmentState
 }
+
+WAITING_PER_KEY_MAX = 16  # reports of one key, beside those that run: a page of the console asks for some at once
+REPORT_S = 25.0  # a month of many millions of requests is summed up in some seconds; clients give a call half a minute
 
 
 def report_message(report: MonthReport) -> pb.GetMonthReportResponse:
@@ -220,3 +239,65 @@ def adjustment_message(record: AdjustmentRecord) -> months_pb2.Adjustment:
 def picos_of(amount: Money) -> int:
     """The picos of an amount that came in."""
     return amount.units * wire.PICOS_PER_UNIT + amount.picos
+
+
+class Reports:
+    """The database connections for reports, of which one key has all but one at most. Others of the key wait, a bounded number."""
+
+    def __init__(self, sessions: Sessions, connections_max: int) -> None:
+        """sessions: on a pool of so many connections, which nothing else uses."""
+        self._sessions = sessions
+        self._per_key_max = max(connections_max - 1, 1)
+        self._turns: dict[uuid.UUID, asyncio.Semaphore] = {}
+        self._counts: Counter[uuid.UUID] = Counter()  # of each key, its reports that run or wait
+
+    @contextlib.asynccontextmanager
+    async def turn(self, reader: Principal) -> AsyncIterator[Sessions]:
+        """Sessions for one report, once the key may have one. Raises: TooManyReports."""
+        key_id = reader.api_key_id
+        if self._counts[key_id] >= self._per_key_max + WAITING_PER_KEY_MAX:
+            raise TooManyReports(self._counts[key_id])
+        self._counts[key_id] += 1
+        try:
+            async with self._turns.setdefault(key_id, asyncio.Semaphore(self._per_key_max)):
+                yield self._sessions
+        finally:
+            self._counts[key_id] -= 1
+            if not self._counts[key_id]:
+                del self._counts[key_id], self._turns[key_id]
+
+
+class BillingCalls(AdminCalls):
+    """Reading for `billing` and `admin` keys, beside what admins may do: `api/access/auth.py` says which call is which."""
+
+    def __init__(self, authenticator: Authenticator, sessions: Sessions, reports: Reports) -> None:
+        """sessions: for what admins change. reports: for everything that only reads."""
+        super().__init__(authenticator, sessions)
+        self._reports = reports
+
+    @contextlib.asynccontextmanager
+    async def _reading(self, reader: Principal) -> AsyncIterator[AsyncSession]:
+        """A session whose statements see one moment and may take as long as a report takes. Raises: TooManyReports."""
+        with patience(REPORT_S + 2):
+            async with self._reports.turn(reader) as sessions, sessions() as session:
+                await session.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
+                await session.execute(text(f"SET LOCAL statement_timeout = {int(REPORT_S * 1000)}"))
+                yield session
+
+
+def may_see(reader: Principal, organization_id: object) -> bool:
+    """A `billing` key sees its own organization; any other one does not exist for it."""
+    return Scope.ADMIN in reader.scopes or organization_id == reader.organization_id
+
+
+async def visible(session: AsyncSession, reader: Principal, ref: str) -> Organization:
+    """The organization by name or id. Raises: NotFound, also for one that the reader may not see."""
+    organization = await find_organization(session, ref)
+    if not may_see(reader, organization.id):
+        raise NotFound("organization", ref)
+    return organization
+
+
+async def visible_or_own(session: AsyncSession, reader: Principal, ref: str) -> Organization:
+    """The same; the reader's own if none is named."""
+    return await visible(session, reader, ref or str(reader.organization_id))

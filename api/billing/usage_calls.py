@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import pickle
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, date, datetime
@@ -14,14 +17,14 @@ from weir.v1 import types_pb2
 from weir.v1 import usage_reports_pb2 as pb
 
 from api.access.auth import Authenticator
-from api.billing.billing_calls import BillingCalls, Reports, visible_or_own
-from api.billing.invoice_drawing import InvoiceDrawer
+from api.billing.billing_wire import BillingCalls, Reports, visible_or_own
 from api.core import wire
 from api.core.interceptor import Context
+from common.child_environment import inherited
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import TokenKind
 from metering.core.money import round_to_minor_unit
-from metering.invoicing.invoice_document import Issuer, invoice_document, letterhead_of
+from metering.invoicing.invoice_document import InvoiceDocument, Issuer, invoice_document, letterhead_of
 from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import MonthReport
 from metering.ledger.ledger import month_bounds, month_text
@@ -31,6 +34,7 @@ from metering.reports.usage_reports import Grouping, Share, UsageFilter, UsageRo
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal, find_api_key, find_project
 
+DRAWING_S = 25.0  # an invoice of a thousand lines takes three on a busy machine; clients give a call half a minute
 TIME_ZONE = "UTC"
 CHUNK_BYTES = 64 * 1024  # of a file in one message: far below the limit of any client
 FILE_BYTES_IN_MEMORY = 8 * 2**20  # beyond it a file waits on disk while a slow client fetches it
@@ -43,9 +47,41 @@ GROUPINGS: Mapping[int, Grouping] = {
     pb.USAGE_GROUPING_REQUEST: Grouping.REQUEST,
 }
 
-
 # Every kind of token has its field: one without would be billed and not told.
 COUNT_FIELDS: Mapping[TokenKind, str] = {kind: f"{kind}_token_count" for kind in TokenKind}
+
+
+class DrawingFailed(RuntimeError):
+    """The child has ended without a file; the message is what it said."""
+
+
+class InvoiceDrawer:
+    """Draws one document at a time."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Semaphore(1)
+
+    async def draw(self, document: InvoiceDocument) -> bytes:
+        """The document as PDF. Raises: DrawingFailed, TimeoutError."""
+        async with self._turn, asyncio.timeout(DRAWING_S):
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "metering.invoicing.invoice_pdf",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=inherited(),
+            )
+            try:
+                pdf, said = await child.communicate(pickle.dumps(document))
+            finally:
+                if child.returncode is None:
+                    child.kill()
+                    await child.wait()
+        if child.returncode != 0:
+            raise DrawingFailed(said.decode(errors="replace").strip())
+        return pdf
 
 
 class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):

@@ -1,26 +1,116 @@
-"""Rounds of load and death: in each, some parts are killed, everything comes to rest, and every token is accounted for."""
+"""`weir chaos`: rounds of load and kills against a Weir of its own, each followed by an audit of every token."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
+import shutil
+import signal
 import statistics
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
 
 from api.chaos.audit import Outcome, audit, settle
-from api.chaos.kills import Kill, Kind, draw, strike
 from api.chaos.load import Load
-from api.chaos.system import BOUNDS, ENGINES, System, running_system
+from api.chaos.system import BOUNDS, ENGINES, System, children_of, running_system
+from api.cli.local import clear_failures
+from api.cli.render import JsonOption, duration_text, make_console, note, print_json, show, table
 from api.core.settings import Settings
 
+TOLD_MAX = 20  # of what is wrong, on the terminal
 KILLS_PER_ROUND = 5
 BETWEEN_KILLS_S = (0.05, 0.8)  # from "still dying" to "just back"
 TOKENS_BEFORE = 50  # that the clients have of a round before the first kill
 LOAD_TIMEOUT_S = 90.0  # for the last answers of a round
-
 Tell = Callable[[str], None]
+AT_WORK_SHARE = 0.85
+
+
+class EngineChoice(StrEnum):
+    """What answers: a simulated engine at GPU speed, or the bundled model."""
+
+    SIMULATED = "simulated"
+    DEMO = "demo"
+
+
+def chaos(
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds; after each one everything is accounted for.")] = 10,
+    kills: Annotated[int, typer.Option("--kills", min=1, max=1000, help="Kills in each round.")] = KILLS_PER_ROUND,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of what is killed and asked; timing stays the machine's own.")] = None,
+    engine: Annotated[EngineChoice, typer.Option("--engine", help="What answers.")] = EngineChoice.SIMULATED,
+    redis: Annotated[bool, typer.Option("--redis", help="With a Redis of its own as broker, which is killed too.")] = False,
+    directory: Annotated[
+        Path | None, typer.Option("--directory", help="Keep data and logs here. [default: a temporary one]")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Kill parts of a Weir of its own under load, and compare the tokens of clients, usage, ledger and biller after each round.
+
+    Needs no running server and touches none. Exit code 1 if a token is missing or counted twice, or anything else is wrong; data
+    and logs are kept then.
+    """
+    chosen = random.randrange(2**32) if seed is None else seed
+    home = directory or Path(tempfile.mkdtemp(prefix="weir-chaos-"))
+    home = home.expanduser().absolute()
+    plan = Plan(rounds, chosen, engine.value, redis, kills)
+    note(f"seed {chosen}, in {home}")
+    began_at = time.monotonic()
+    with clear_failures():
+        report = asyncio.run(run_rounds(home, chaos_settings(plan.engine), plan, note))
+    if as_json:
+        print_json(document(report, chosen))
+    else:
+        tell(report, time.monotonic() - began_at)
+    if report.wrong:
+        note(f"data and logs are in {home}")
+        raise typer.Exit(1)
+    if directory is None:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def tell(report: Report, duration_s: float) -> None:
+    """The table by kind of kill, and the verdict in words."""
+    heads = ("killed", "kills", "requests hit", "refused", "cut off", "received", "billed", "in transit", "lost", "doubled")
+    made = table(*heads, right=heads[1:])
+    rows = report.rows()
+    for kind, row in rows.items():
+        made.add_row(kind or "(nothing)", *(f"{number:,}" for number in asdict(row).values()))
+    made.add_row("all", *(f"{number:,}" for number in asdict(total(rows.values())).values()), style="bold")
+    show(made)
+    for name, seconds in report.back_s.items():
+        note(f"{name} there again after {duration_text(seconds)} (median)")
+    console = make_console()
+    for each in report.wrong[:TOLD_MAX]:
+        console.print(f"[red]wrong[/red] {escape(each)}", soft_wrap=True)
+    if len(report.wrong) > TOLD_MAX:
+        console.print(f"… and {len(report.wrong) - TOLD_MAX:,} more: see --json")
+    verdict = "[red]something is wrong[/red]" if report.wrong else "[green]every token is accounted for, once[/green]"
+    console.print(f"{len(report.kills):,} kills in {duration_text(duration_s)}: {verdict}.")
+
+
+def total(rows: Iterable[Row]) -> Row:
+    """All rows in one."""
+    summed = Row()
+    for row in rows:
+        for name, number in asdict(row).items():
+            setattr(summed, name, getattr(summed, name) + number)
+    return summed
+
+
+def document(report: Report, seed: int) -> dict[str, object]:
+    """The report for `--json`."""
+    rows = [{"killed": kind, **asdict(row)} for kind, row in report.rows().items()]
+    return {"sound": not report.wrong, "seed": seed, "kill_count": len(report.kills), "rows": rows, "wrong": report.wrong}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +239,118 @@ def times_back(system: System) -> dict[str, float]:
 def chaos_settings(engine: str) -> Settings:
     """Of the API processes: the engine, and bounds that let as much as possible happen."""
     return replace(Settings(), **BOUNDS, **ENGINES[engine])
+
+
+class Kind(StrEnum):
+    """What dies, by `kill -9` unless it says otherwise."""
+
+    API = "API process"
+    ENGINE = "engine host"
+    API_AND_ENGINE = "API process and its engine"
+    WORKER = "worker"
+    EXPORTER = "exporter"
+    POSTGRES = "PostgreSQL"
+    POSTGRES_IMMEDIATE = "PostgreSQL, immediate shutdown"
+    POSTGRES_BACKEND = "one PostgreSQL backend"
+    BROKER = "broker, with all messages"
+    EVERYTHING = "everything at once"
+
+
+# How often each is drawn. The longest paths are those of API, engine and database.
+WEIGHTS = {
+    Kind.API: 5,
+    Kind.ENGINE: 4,
+    Kind.API_AND_ENGINE: 2,
+    Kind.WORKER: 3,
+    Kind.EXPORTER: 2,
+    Kind.POSTGRES: 3,
+    Kind.POSTGRES_IMMEDIATE: 2,
+    Kind.POSTGRES_BACKEND: 2,
+    Kind.BROKER: 2,
+    Kind.EVERYTHING: 1,
+}
+
+OF_ONE_API = (Kind.API, Kind.ENGINE, Kind.API_AND_ENGINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One death. api: whose requests it hits; None for those of all."""
+
+    kind: Kind
+    at: float
+    api: int | None = None
+
+
+def draw(rng: random.Random) -> Kind:
+    """What dies next."""
+    return rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+
+
+async def strike(system: System, kind: Kind, rng: random.Random) -> Kill | None:
+    """Kill it, and see that it comes back; None if it was down already, or not up yet."""
+    api = aim(system, rng)
+    kill = Kill(kind, time.monotonic(), api if kind in OF_ONE_API else None)
+    match kind:
+        case Kind.API:
+            done = system.apis[api].kill()
+        case Kind.ENGINE:
+            done = kill_process(system.engine_pid(api))
+        case Kind.API_AND_ENGINE:
+            done = kill_process(system.engine_pid(api)) and system.apis[api].kill()
+        case Kind.WORKER:
+            done = system.worker.kill()
+        case Kind.EXPORTER:
+            done = system.exporter.kill()
+        case Kind.BROKER:
+            system.lose_broker()
+            done = True
+        case Kind.POSTGRES_BACKEND:
+            done = kill_backend(system, rng)
+        case Kind.POSTGRES:
+            done = await strike_postgres(system, at_once=False)
+        case Kind.POSTGRES_IMMEDIATE:
+            done = await strike_postgres(system, at_once=True)
+        case Kind.EVERYTHING:
+            engines = [system.engine_pid(index) for index in range(len(system.apis))]
+            for part in system.parts:
+                part.kill()
+            for engine in engines:
+                kill_process(engine)
+            system.lose_broker()
+            done = await strike_postgres(system, at_once=False)
+    return kill if done else None
+
+
+def aim(system: System, rng: random.Random) -> int:
+    """An API process: mostly one that answers, sometimes one that is just starting or recovering."""
+    up = [index for index, api in enumerate(system.apis) if api.up]
+    return rng.choice(up) if up and rng.random() < AT_WORK_SHARE else rng.randrange(len(system.apis))
+
+
+async def strike_postgres(system: System, *, at_once: bool) -> bool:
+    """End the database server, and start it again."""
+    if system.postgres.pid is None:
+        return False
+    if at_once:
+        await system.stop_postgres_at_once()
+    else:
+        await system.crash_postgres()
+    return True
+
+
+def kill_backend(system: System, rng: random.Random) -> bool:
+    """Kill one of the server's children; the server then ends all others, recovers, and goes on by itself."""
+    pid = system.postgres.pid
+    children = children_of(pid) if pid is not None else []
+    return kill_process(rng.choice(children)) if children else False
+
+
+def kill_process(pid: int | None) -> bool:
+    """As `kill -9` does; whether it was there."""
+    if pid is None:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        return True
+    return False

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -18,8 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from api.chaos.processes import CRASH_SETTINGS, children_of, crash_postgres
-from api.cli.bootstrap import Connection, bootstrap, ensure_receipt_key
+from api.cli.local import Connection, bootstrap, ensure_receipt_key
 from api.cli.stack import Child, StackFailed, child_environment, is_serving
 from api.core.settings import Settings
 from api.fleet.fleet_file import model_names
@@ -29,17 +29,70 @@ from metering.store.embedded_postgres import EmbeddedPostgres
 from metering.store.migrations_runner import migrate
 from metering.worker import worker_command
 
+DEATH_TIMEOUT_S = 30.0  # children of a killed server notice within a second
+CHILD_POLL_S = 0.01
+PROC = Path("/proc")
+
+# What has been committed must be there again after a crash of the server's processes, which fsync does not decide.
+CRASH_SETTINGS = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "on", "max_connections": "200"}
 API_COUNT = 2
-LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"  # all processes share the journals' directory
 READY_TIMEOUT_S = 120.0  # far above what a start takes on a busy machine
 POLL_S = 0.05
 RESTART_PAUSE_S = 0.2  # of a part that ended by itself: it may be waiting for another part
+
 # Small slices and short lives: as many leases, expiries and recoveries as possible happen.
 BOUNDS: Mapping[str, Any] = {"lease_slice_tokens": 16, "lease_margin_tokens": 8, "hold_expiry_s": 5.0, "recovery_interval_s": 0.5}
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "simulated": {"engine_device": "simulated", "simulated_time_scale": 0.5},
     "demo": {"engine_device": "cpu", "engine_thread_count": 1, "kv_cache_bytes": 64 << 20},
 }
+
+
+def parents() -> dict[int, int]:
+    """Parent of every process that runs."""
+    if PROC.is_dir():
+        return {int(entry.name): parent for entry in PROC.iterdir() if entry.name.isdigit() and (parent := _parent_of(entry))}
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in listing.splitlines()]
+    return {int(pid): int(parent) for pid, parent, state in rows if state[0] not in "ZX"}
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent it is."""
+    return [child for child, parent in parents().items() if parent == pid]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs."""
+    if PROC.is_dir():
+        return _parent_of(PROC / str(pid)) is not None
+    return pid in parents()
+
+
+def crash_postgres(server: EmbeddedPostgres) -> None:
+    """As `kill -9` does to the postmaster; returns when its children have followed it. Does nothing if it does not run."""
+    pid = server.pid
+    if pid is None:
+        return
+    children = children_of(pid)
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + DEATH_TIMEOUT_S
+    while any(map(alive, children)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"children of the killed server {pid} are still there")
+        time.sleep(CHILD_POLL_S)
+
+
+def _parent_of(entry: Path) -> int | None:
+    """The parent that a directory of /proc tells; None for a process that is gone or dead."""
+    try:
+        state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(parent)
+
+
+LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"  # all processes share the journals' directory
 
 
 @dataclass(slots=True)

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from api.cli.amounts import decimal_text, parse_amount, time_text, units_to_picos
 from api.cli.connection import AddressOption, KeyOption, billing_client, organization_or_default
-from api.cli.output import JsonOption, note, print_json, show
-from api.cli.render import table
+from api.cli.render import JsonOption, decimal_text, note, parse_amount, print_json, show, table, time_text, units_to_picos
 from api.cli.tenants import OrganizationOption
 
 if TYPE_CHECKING:

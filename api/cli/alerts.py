@@ -9,11 +9,9 @@ import typer
 from rich.console import RenderableType
 from weir_client import Alert, AlertDeliveryState, BillingClient, QuotaDimension
 
-from api.cli.amounts import decimal_text, dimension_amount, thresholds_text, time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client, billing_client
 from api.cli.keys import show_secret
-from api.cli.output import JsonOption, note, print_json, show
-from api.cli.render import table
+from api.cli.render import JsonOption, decimal_text, dimension_amount, note, print_json, show, table, thresholds_text, time_text
 
 alerts = typer.Typer(help="Read alerts on limits, credit and payments; have them posted somewhere.", no_args_is_help=True)
 webhook = typer.Typer(help="Where an organization's alerts are posted to.", no_args_is_help=True)

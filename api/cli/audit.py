@@ -1,23 +1,41 @@
-"""`weir audit`: who changed what, when, and what it was before."""
+"""`weir audit` and `weir fsck`: who changed what, and proof that the books are right."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
+import time
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
+import psycopg.errors
 import typer
 from rich.console import RenderableType
+from rich.markup import escape
 from weir_client import AuditEntry
 
-from api.cli.amounts import time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client
-from api.cli.output import JsonOption, note, print_json, show
-from api.cli.render import table
+from api.cli.local import HomeOption, clear_failures, fail
+from api.cli.render import JsonOption, duration_text, make_console, note, print_json, show, table, time_text
+from api.cli.stack import domain_errors, local_database
+from metering.invoicing.months import changed_months
+from metering.proof.checks import Check, Moment
+from metering.proof.fsck import CHECKS, SAMPLE_MAX, Verdict, Violation, chosen_checks
+from metering.proof.fsck import fsck as run_checks
+from metering.store.db import create_engine, create_sessions
 
 UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 SHORT = re.compile(r"(\d{1,6})([mhdw])")
+
+# The one check that SQL cannot make: a report is written by the code that wrote it at the close.
+REPRODUCED = Check(
+    "closed-months-reproduce",
+    "The report of every closed month is made again byte for byte, with the digests that its close froze.",
+    sql="",
+)
 
 
 def audit(
@@ -102,3 +120,116 @@ def _object(text: str) -> dict[str, object]:
 
 def _word(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def fsck(
+    check: Annotated[list[str] | None, typer.Option("--check", help="Only this check; may be given several times.")] = None,
+    since: Annotated[str | None, typer.Option(help="Only what was written since: 24h, 7d, or a time in UTC.")] = None,
+    at_rest: Annotated[
+        bool, typer.Option("--at-rest", help="Also prove that nothing is left over: for a system that has stopped.")
+    ] = False,
+    sample: Annotated[int, typer.Option("--sample", min=1, max=10_000, help="Violations to name per check.")] = SAMPLE_MAX,
+    list_checks: Annotated[bool, typer.Option("--list", help="Only list the checks and what each proves.")] = False,
+    as_json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Prove every invariant of the books on one snapshot of the database. Changes nothing, and needs no server but PostgreSQL.
+
+    Exit code 1 if anything is wrong.
+    """
+    if list_checks:
+        tell_checks(as_json)
+        return
+    begins = parse_time(since, datetime.now(UTC), "--since")
+    moments = tuple(Moment) if at_rest else (Moment.ALWAYS, Moment.SOON)
+    names = [name for name in check or () if name != REPRODUCED.name]
+    verdicts: list[Verdict] = []
+    with clear_failures(), domain_errors(), schema_of_this_version():
+        checks = chosen_checks(names, moments) if names or not check else ()
+        with local_database(home) as url:
+            for verdict in run_checks(url, checks, since=begins, sample_max=sample):
+                verdicts.append(verdict)
+                if not as_json:
+                    tell(verdict)
+            if not check or REPRODUCED.name in check:
+                verdicts.append(asyncio.run(reproduce_months(url, sample)))
+                if not as_json:
+                    tell(verdicts[-1])
+    wrong = [verdict for verdict in verdicts if verdict.violation_count]
+    if as_json:
+        print_json({"sound": not wrong, "since": begins, "checks": [document(verdict) for verdict in verdicts]})
+    else:
+        conclude(verdicts, wrong)
+    if wrong:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def schema_of_this_version() -> Iterator[None]:
+    """A database that this version's checks cannot read, without a traceback."""
+    try:
+        yield
+    except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
+        what = str(error).partition("\n")[0]
+        fail(f"the database is at another schema than this version of Weir ({what}): run weir migrate first")
+
+
+async def reproduce_months(database_url: str, sample_max: int) -> Verdict:
+    """Make the report of every closed month again, and compare it with what its close froze."""
+    began_at = time.monotonic()
+    engine = create_engine(database_url, pool_size=1)
+    try:
+        async with create_sessions(engine)() as session:
+            found = [Violation(f"{name}, {month}", problem) async for name, month, problem in changed_months(session)]
+    finally:
+        await engine.dispose()
+    return Verdict(REPRODUCED, len(found), tuple(found[:sample_max]), time.monotonic() - began_at)
+
+
+def tell(verdict: Verdict) -> None:
+    """One line for a check, and one for each violation that is named."""
+    console = make_console()
+    count = verdict.violation_count
+    mark = f"[red]{count:,} wrong[/red]" if count else "[green]holds[/green]"
+    console.print(f"{verdict.check.name:<28} {mark}  [dim]{duration_text(verdict.duration_s)}[/dim]")
+    for violation in verdict.sample:
+        console.print(f"    {escape(str(violation))}", soft_wrap=True)
+    if count > len(verdict.sample):
+        console.print(f"    … and {count - len(verdict.sample):,} more: --sample names them")
+
+
+def conclude(verdicts: list[Verdict], wrong: list[Verdict]) -> None:
+    """The verdict over all, in words."""
+    took = duration_text(sum(verdict.duration_s for verdict in verdicts))
+    if wrong:
+        make_console().print(f"[red]{len(wrong)} of {len(verdicts)} checks found something wrong[/red], in {took}.")
+    else:
+        make_console().print(f"[green]All {len(verdicts)} checks hold[/green], in {took}.")
+
+
+def document(verdict: Verdict) -> dict[str, object]:
+    """A verdict for `--json`."""
+    return {
+        "name": verdict.check.name,
+        "proves": verdict.check.proves,
+        "moment": verdict.check.moment,
+        "violation_count": verdict.violation_count,
+        "sample": [{"subject": each.subject, "problem": each.problem} for each in verdict.sample],
+        "duration_ms": round(verdict.duration_s * 1000),
+    }
+
+
+def tell_checks(as_json: bool) -> None:
+    """Every check with what it proves, and when that must hold."""
+    checks = (*CHECKS, REPRODUCED)
+    if as_json:
+        print_json([{"name": each.name, "moment": each.moment, "proves": each.proves} for each in checks])
+        return
+    console = make_console()
+    for each in checks:
+        console.print(f"[bold]{each.name}[/bold] [dim]({when(each)})[/dim]\n    {escape(each.proves)}")
+
+
+def when(check: Check) -> str:
+    """The moment of a check in words."""
+    return {Moment.ALWAYS: "always", Moment.SOON: "while workers run", Moment.AT_REST: "with --at-rest"}[check.moment]

@@ -27,11 +27,19 @@ from weir_client import (
     WeirError,
 )
 
-from api.cli.amounts import dimension_amount, duration_text, units_to_picos
 from api.cli.connection import AddressOption, KeyOption, fail, inference_client
-from api.cli.output import JsonOption, make_console, note, print_json
-from api.cli.prompting import ContextOption, FileOption, ModelOption, PromptArgument, SystemOption, messages, read_file
-from api.cli.render import printable, result_line
+from api.cli.models import ContextOption, FileOption, ModelOption, PromptArgument, SystemOption, messages, read_file
+from api.cli.render import (
+    JsonOption,
+    dimension_amount,
+    duration_text,
+    make_console,
+    note,
+    print_json,
+    printable,
+    result_line,
+    units_to_picos,
+)
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended, as shells report it
 CUT_OFF = (FinishReason.QUOTA_EXHAUSTED, FinishReason.COST_LIMIT, FinishReason.SLOW_CONSUMER, FinishReason.FILTERED)

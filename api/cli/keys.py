@@ -10,10 +10,8 @@ import typer
 from rich.console import RenderableType
 from weir_client import ApiKey, KeyRestrictions
 
-from api.cli.amounts import time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client, organization_or_default, project_or_default
-from api.cli.output import JsonOption, note, print_json, show
-from api.cli.render import table
+from api.cli.render import JsonOption, note, print_json, show, table, time_text
 from api.cli.tenants import OrganizationOption
 
 key = typer.Typer(help="Create, rotate, change, revoke and list API keys.", no_args_is_help=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
+import json
+import os
+from collections.abc import AsyncIterator, Collection, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -14,7 +16,12 @@ from rich.console import Console
 from api.core.setting_values import SettingInvalid, listen_address
 from api.core.settings import Settings
 from inference.errors import CheckpointInvalid
+from metering.core.errors import AlreadyExists, KeyInvalid
+from metering.pricing.prices import list_current_prices, set_price
+from metering.receipts.signing import ensure_key, key_path
+from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.embedded_postgres import PostgresNotStarted
+from metering.tenants.tenants import authenticate, create_api_key, create_organization, create_project
 
 ListenOption = Annotated[str, typer.Option("--listen", help="Address and port; port 0 lets the system choose.", show_default=False)]
 HomeOption = Annotated[
@@ -22,6 +29,18 @@ HomeOption = Annotated[
 ]
 
 stderr = Console(stderr=True, highlight=False)
+
+CONNECTION_FILE = "connection.json"
+ACTOR = "system"
+ORGANIZATION = "demo"
+PROJECT = "default"
+ADMIN_SCOPES = ("admin", "billing", "inference")
+
+# USD per million tokens: 0.15 input, half of it cached, 0.60 output; usual for a small hosted model.
+INPUT_PICOS_PER_TOKEN = 150_000
+CACHED_INPUT_PICOS_PER_TOKEN = 75_000
+OUTPUT_PICOS_PER_TOKEN = 600_000
+EMBEDDING_PICOS_PER_TOKEN = 20_000  # USD 0.02 per million tokens, for models that embed
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
@@ -81,3 +100,124 @@ def clear_failures() -> Iterator[None]:
         fail(f"the database of WEIR_DATABASE_URL does not answer: {said(error)}")
     except OSError as error:
         fail(str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How to reach a local server: what `connection.json` holds."""
+
+    address: str
+    api_key: str
+    admin_key: str
+    organization: str
+    project: str
+
+    def write(self, home: Path) -> None:
+        """Store it for the commands of this user, readable by nobody else."""
+        path = home / CONNECTION_FILE
+        unfinished = path.with_suffix(".new")
+        unfinished.unlink(missing_ok=True)
+        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w") as file:
+            json.dump(asdict(self), file, indent=2)
+        unfinished.replace(path)
+
+    @classmethod
+    def read(cls, home: Path) -> Connection | None:
+        """What an earlier run stored; None if there is nothing usable."""
+        try:
+            return cls(**json.loads((home / CONNECTION_FILE).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def ensure_receipt_key(settings: Settings) -> Path | None:
+    """Make the key that signs receipts where there is none; its file if one was made."""
+    path = key_path(settings.to_environment())
+    return path if path is not None and ensure_key(path) else None
+
+
+async def bootstrap(database_url: str, home: Path, models: Collection[str], encoders: Collection[str] = ()) -> Connection:
+    """Make sure that the local customer, its keys and a price for each model exist. The address is not known yet."""
+    async with open_sessions(database_url) as sessions:
+        await ensure_tenant(sessions, ORGANIZATION, PROJECT)
+        await ensure_prices(sessions, models, encoders)
+        standing = Connection.read(home)
+        if standing is not None and await keys_work(sessions, standing):
+            return standing
+        api_key = await create_key(sessions, ORGANIZATION, PROJECT, "local", ("inference",))
+        admin_key = await create_key(sessions, ORGANIZATION, PROJECT, "local-admin", ADMIN_SCOPES)
+        return Connection("", api_key, admin_key, ORGANIZATION, PROJECT)
+
+
+async def create_admin(
+    database_url: str, organization: str, project: str, models: Collection[str], encoders: Collection[str] = ()
+) -> str:
+    """Make sure that customer, project and prices exist, and create one more admin key; its secret."""
+    async with open_sessions(database_url) as sessions:
+        await ensure_tenant(sessions, organization, project)
+        await ensure_prices(sessions, models, encoders)
+        return await create_key(sessions, organization, project, "admin", ADMIN_SCOPES)
+
+
+@contextlib.asynccontextmanager
+async def open_sessions(database_url: str) -> AsyncIterator[Sessions]:
+    """Sessions for the time of the block."""
+    engine = create_engine(database_url)
+    try:
+        yield create_sessions(engine)
+    finally:
+        await engine.dispose()
+
+
+async def create_key(sessions: Sessions, organization: str, project: str, name: str, scopes: Collection[str]) -> str:
+    """A new key; its secret."""
+    async with sessions.begin() as session:
+        _, secret = await create_api_key(session, organization=organization, project=project, name=name, scopes=scopes, actor=ACTOR)
+    return secret
+
+
+async def ensure_tenant(sessions: Sessions, organization: str, project: str) -> None:
+    """The customer and its project, each created where it is missing."""
+    with contextlib.suppress(AlreadyExists):
+        async with sessions.begin() as session:
+            await create_organization(session, name=organization, actor=ACTOR)
+    with contextlib.suppress(AlreadyExists):
+        async with sessions.begin() as session:
+            await create_project(session, organization=organization, name=project, actor=ACTOR)
+
+
+async def ensure_prices(sessions: Sessions, models: Collection[str], encoders: Collection[str]) -> None:
+    """A price for each model that has none: without one it cannot be sold. encoders: those that embed."""
+    async with sessions.begin() as session:
+        priced = {price.model for price in await list_current_prices(session, currency_code="USD")}
+        for encoder in sorted(set(encoders) - priced):
+            await set_price(
+                session,
+                model=encoder,
+                input_picos_per_token=0,
+                cached_input_picos_per_token=0,
+                output_picos_per_token=0,
+                embedding_picos_per_token=EMBEDDING_PICOS_PER_TOKEN,
+                actor=ACTOR,
+            )
+        for model in sorted(set(models) - priced):
+            await set_price(
+                session,
+                model=model,
+                input_picos_per_token=INPUT_PICOS_PER_TOKEN,
+                cached_input_picos_per_token=CACHED_INPUT_PICOS_PER_TOKEN,
+                output_picos_per_token=OUTPUT_PICOS_PER_TOKEN,
+                actor=ACTOR,
+            )
+
+
+async def keys_work(sessions: Sessions, connection: Connection) -> bool:
+    """Whether the stored keys belong to this database and are good."""
+    try:
+        async with sessions() as session:
+            for secret in (connection.api_key, connection.admin_key):
+                await authenticate(session, secret)
+    except KeyInvalid:
+        return False
+    return True

@@ -1,16 +1,67 @@
-"""`weir models` and `weir count`: what can be asked, and how large a prompt is."""
+"""`weir models`, `count`, `quote` and `embed`: the models, and what a request to one costs; prompts from arguments and files."""
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Sequence
+from operator import mul
+from pathlib import Path
+from typing import Annotated
+
 import typer
 from rich.console import RenderableType
-from weir_client import Model, ModelTask
+from weir_client import EmbedOptions, EmbedResult, Message, Model, ModelTask, Quote
 
-from api.cli.amounts import price_text
 from api.cli.connection import AddressOption, KeyOption, inference_client
-from api.cli.output import JsonOption, note, print_json, show
-from api.cli.prompting import ContextOption, FileOption, ModelOption, PromptArgument, SystemOption, messages
-from api.cli.render import table
+from api.cli.quotas import quotas_table
+from api.cli.render import JsonOption, duration_text, note, price_text, print_json, printable, show, table, usage_line
+
+ModelOption = Annotated[str, typer.Option("--model", "-m", help="Model to ask, as `weir models` names it.")]
+PromptArgument = Annotated[str | None, typer.Argument(help="The question, or - to read it from standard input.")]
+SystemOption = Annotated[str | None, typer.Option("--system", help="Instructions that stand before the question.")]
+ContextOption = Annotated[
+    Path | None, typer.Option("--context", help="File whose text stands before the question, for example search results.")
+]
+
+FileOption = Annotated[
+    str | None, typer.Option("--file", "-f", help="Read what is asked, or is to be embedded, from this file; - for standard input.")
+]
+
+WOULD_BE_REFUSED = 3  # exit code: told apart from errors, so that a script can ask first
+FLOATS_SHOWN = 4
+TEXT_SHOWN_CHARS = 40
+LIKENESS_COUNT_MAX = 12  # texts, beyond which a table of all pairs fits no terminal
+TextsArgument = Annotated[list[str] | None, typer.Argument(help="The texts; - reads one per line from standard input.")]
+
+
+def messages(prompt: str | None, system: str | None, context: Path | None, file: str | None) -> list[Message]:
+    """The conversation to send. With a context, the question follows it after a blank line as `Question: ...`.
+
+    Raises: typer.BadParameter if there is not exactly one question, or a file cannot be read.
+    """
+    if (prompt is None) == (file is None):
+        raise typer.BadParameter("give either a PROMPT or --file; - reads standard input")
+    question = read_file(file) if file is not None else prompt
+    if question == "-":
+        question = sys.stdin.read()
+    if not question or not question.strip():
+        raise typer.BadParameter("the question is empty")
+    content = question.rstrip("\n")
+    if context is not None:
+        content = f"{read_file(str(context)).rstrip()}\n\nQuestion: {content}"
+    said = [Message("user", content)]
+    return [Message("system", system), *said] if system else said
+
+
+def read_file(path: str) -> str:
+    """A file's text, or standard input's for -. Raises: typer.BadParameter if it cannot be read."""
+    if path == "-":
+        return sys.stdin.read()
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
 
 
 def models(as_json: JsonOption = False, address: AddressOption = None, api_key: KeyOption = None) -> None:
@@ -79,3 +130,136 @@ def ready_text(model: Model) -> str:
 def other_names(model: Model) -> str:
     """Versions with their shares, and aliases."""
     return ", ".join([*(f"@{version.version} {version.share:.0%}" for version in model.versions), *model.aliases])
+
+
+def quote(
+    prompt: PromptArgument = None,
+    model: ModelOption = "demo",
+    system: SystemOption = None,
+    context: ContextOption = None,
+    file: FileOption = None,
+    max_output_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer. Else the rest of the window.")] = None,
+    choices: Annotated[int | None, typer.Option(help="So many answers, up to 16.")] = None,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Tell what a request would count and cost, and whether it would be let in now. Nothing is run or billed.
+
+    Exits with 3 if a limit would refuse it.
+    """
+    conversation = messages(prompt, system, context, file)
+    with inference_client(address, api_key) as client:
+        temperature = None if choices is None else 1.0  # several answers need one; it changes no number here
+        found = client.quote(
+            model, conversation, max_output_tokens=max_output_tokens, choice_count=choices, temperature=temperature
+        )
+    tell_quote(found, as_json=as_json)
+
+
+def tell_quote(found: Quote, *, as_json: bool) -> None:
+    """What it would be. Raises: typer.Exit if it would be refused."""
+    if as_json:
+        print_json(found)
+    else:
+        show(told(found))
+        if found.quotas:
+            show(quotas_table(list(found.quotas), ids=False))
+    if not found.would_admit:
+        note(why_refused(found))
+        raise typer.Exit(WOULD_BE_REFUSED)
+
+
+def told(found: Quote) -> str:
+    """Tokens and money in two lines; in one where there is no output."""
+    if not found.max_output_token_count:
+        return f"{found.input_token_count:,} tokens; {found.worst_cost} (price version {found.price_version})"
+    cached = f", {found.predicted_cached_token_count:,} of them probably cached" if found.predicted_cached_token_count else ""
+    return (
+        f"{found.input_token_count:,} input tokens{cached}; {found.expected_output_token_count:,} output tokens expected, "
+        f"at most {found.max_output_token_count:,}\n"
+        f"{found.expected_cost} expected, at most {found.worst_cost} (price version {found.price_version})"
+    )
+
+
+def why_refused(found: Quote) -> str:
+    """Which limits are in the way, and what to do."""
+    limits = ", ".join(f"{each.dimension.value} of the {each.subject.value.replace('-', ' ')}" for each in found.failing_quotas)
+    if found.retry_helps and found.retry_after_s is not None:
+        return f"would be refused by {limits}; try again in {duration_text(found.retry_after_s)}"
+    return f"would be refused by {limits}; waiting does not help: ask for less, or have the limit raised (`weir quota raise`)"
+
+
+def embed(
+    texts: TextsArgument = None,
+    model: Annotated[str, typer.Option("--model", "-m", help="Model that embeds, as `weir models` names it.")] = "",
+    file: FileOption = None,
+    truncate: Annotated[bool, typer.Option(help="Leave out the end of texts that are too long, instead of refusing them.")] = False,
+    tier: Annotated[str | None, typer.Option(help="interactive (default), or batch: runs when nothing else waits.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which the request is cancelled.")] = None,
+    ask: Annotated[
+        bool, typer.Option("--quote", help="Tell only what it would cost, and whether it fits (else exit code 3).")
+    ] = False,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Turn texts into vectors.
+
+    Shows how like each other they are (the cosine of each pair); --json prints the vectors. Tokens and cost go to stderr.
+    """
+    given = lines(texts, file)
+    if tier not in (None, "interactive", "batch"):
+        raise typer.BadParameter("--tier is interactive or batch")
+    if not model:
+        raise typer.BadParameter("--model is missing; `weir models` lists those that embed")
+    with inference_client(address, api_key) as client:
+        options: EmbedOptions = {"truncate": truncate, "tier": "batch" if tier == "batch" else None, "timeout": timeout}
+        if ask:
+            tell_quote(client.quote_embed(model, given, **options), as_json=as_json)
+            return
+        result = client.embed(model, given, **options)
+    if as_json:
+        print_json(result)
+    else:
+        show(vectors_table(given, result))
+        if 1 < len(given) <= LIKENESS_COUNT_MAX:
+            show(likeness_table(result.vectors))
+    note(usage_line(result.usage, result.cost, result.timings, result.request_id))
+
+
+def lines(texts: Sequence[str] | None, file: str | None) -> list[str]:
+    """The texts, or the lines of a file that are not empty. Raises: typer.BadParameter if there are none."""
+    if bool(texts) == (file is not None):
+        raise typer.BadParameter("give texts, or --file with one per line; - reads standard input")
+    if file is not None or list(texts or ()) == ["-"]:
+        texts = [line for line in read_file(file or "-").splitlines() if line.strip()]
+    if not texts:
+        raise typer.BadParameter("there are no texts")
+    return list(texts)
+
+
+def vectors_table(texts: Sequence[str], result: EmbedResult) -> RenderableType:
+    """Each text with the beginning of its vector."""
+    made = table("", "text", "tokens", "floats", "vector", right=("", "tokens", "floats"))
+    for index, (text, each) in enumerate(zip(texts, result.embeddings, strict=True)):
+        shown = " ".join(f"{number:+.4f}" for number in each.vector[:FLOATS_SHOWN])
+        cut = " (cut)" if each.truncated else ""
+        line = printable(text if len(text) <= TEXT_SHOWN_CHARS else f"{text[:TEXT_SHOWN_CHARS]}…")
+        made.add_row(str(index), line, f"{each.token_count:,}{cut}", f"{len(each.vector):,}", f"{shown} …")
+    return made
+
+
+def likeness_table(vectors: Sequence[Sequence[float]]) -> RenderableType:
+    """The cosine of each pair."""
+    numbers = [str(index) for index in range(len(vectors))]
+    made = table("cosine", *numbers, right=("cosine", *numbers))
+    for number, one in zip(numbers, vectors, strict=True):
+        made.add_row(number, *(f"{cosine(one, other):.3f}" for other in vectors))
+    return made
+
+
+def cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """Of the angle between two vectors; 0 if one of them has no direction."""
+    lengths = math.hypot(*one) * math.hypot(*other)
+    return sum(map(mul, one, other)) / lengths if lengths else 0.0

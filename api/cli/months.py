@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from api.cli.amounts import decimal_text, time_text
 from api.cli.connection import (
     AddressOption,
     KeyOption,
@@ -18,8 +17,7 @@ from api.cli.connection import (
     fail,
     organization_or_default,
 )
-from api.cli.output import JsonOption, note, print_json, show
-from api.cli.render import month_report, table
+from api.cli.render import JsonOption, decimal_text, month_report, note, print_json, show, table, time_text
 from api.cli.tenants import OrganizationOption
 
 if TYPE_CHECKING:

@@ -1,29 +1,53 @@
-"""`weir price`: what tokens cost whom. A price is set per million tokens and kept as whole picos per token."""
+"""`weir price`: set, list and try out prices."""
 
 from __future__ import annotations
 
+import csv
+import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from decimal import Decimal
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from weir_client import AppliedPrice, PriceVersion
+from weir_client import AppliedPrice, PriceVersion, SimulatedCustomer
 
-from api.cli.amounts import decimal_text, parse_amount, parse_price, per_million, time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client
-from api.cli.output import JsonOption, note, print_json, show
-from api.cli.render import table
-from api.cli.simulations import simulate
+from api.cli.plans import read_proposal, shown
+from api.cli.render import (
+    JsonOption,
+    decimal_text,
+    note,
+    parse_amount,
+    parse_price,
+    per_million,
+    print_json,
+    show,
+    table,
+    time_text,
+)
 
 price = typer.Typer(help="Set, list and try out prices: of the list, and of single customers.", no_args_is_help=True)
-price.command("simulate")(simulate)
 
 TIME_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
 ModelArgument = Annotated[str, typer.Argument(help="The model; it need not exist yet.")]
 SinceOption = Annotated[datetime | None, typer.Option(help="Since when it holds, in UTC. Default: now.", formats=TIME_FORMATS)]
 KINDS = ("input", "cached input", "output", "embedding")
+TITLE = "prices per million tokens"
+TIMEOUT_S = 300.0  # a month of millions of events is one statement, and a long one
+CSV_COLUMNS = (
+    "organization_name",
+    "organization_id",
+    "currency_code",
+    "token_count",
+    "old_amount",
+    "new_amount",
+    "difference",
+    "old_plan",
+    "new_plan",
+)
 
 
 @price.command("set")
@@ -149,9 +173,6 @@ def versions_table(versions: Iterable[PriceVersion]) -> RenderableType:
     return made
 
 
-TITLE = "prices per million tokens"
-
-
 def rates(version: PriceVersion) -> tuple[int, ...]:
     """Picos per token by kind, in the order of KINDS."""
     return (
@@ -181,3 +202,71 @@ def _thousandths(flag: str, text: str) -> int:
 
 def _utc(time: datetime | None) -> datetime | None:
     return time.replace(tzinfo=UTC) if time else None
+
+
+def simulate(
+    month: Annotated[str, typer.Argument(help="The month, as YYYY-MM, UTC.")],
+    file: Annotated[Path, typer.Option("--prices", help="YAML with `prices:` as for `weir apply`, and `plans:`; - for stdin.")],
+    organization: Annotated[str, typer.Option("--org", "--organization", help="Only this organization, by name or id.")] = "",
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV with exact amounts on stdout.")] = False,
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    api_key: KeyOption = None,
+) -> None:
+    """Rate a past month's real usage anew, with proposed prices and plans. Changes nothing.
+
+    Amounts are usage and plan; adjustments, credit and rounding are left out on both sides.
+    """
+    if as_csv and as_json:
+        raise typer.BadParameter("give --csv or --json, not both")
+    with admin_client(address, api_key, timeout=TIMEOUT_S) as client:
+        found = client.simulate_prices(month, read_proposal(file), organization=organization)
+    if as_json:
+        print_json(found)
+    elif as_csv:
+        write_csv(found)
+    elif found:
+        show(simulated_table(found))
+    else:
+        note(f"nothing was used in {month}")
+
+
+def write_csv(customers: list[SimulatedCustomer]) -> None:
+    """RFC 4180 with a header."""
+    writer = csv.writer(sys.stdout, lineterminator="\r\n")
+    writer.writerow(CSV_COLUMNS)
+    for each in customers:
+        amounts = (f"{money.amount:f}" for money in (each.old_amount, each.new_amount, each.difference))
+        writer.writerow(
+            [
+                each.organization_name,
+                each.organization_id,
+                each.old_amount.currency_code,
+                each.token_count,
+                *amounts,
+                each.old_plan,
+                each.new_plan,
+            ]
+        )
+
+
+def simulated_table(customers: list[SimulatedCustomer]) -> RenderableType:
+    """What each paid, would have paid, and the difference."""
+    numbers = ("tokens", "paid", "would pay", "difference", "%")
+    made = table("organization", *numbers, "plan", right=numbers)
+    for each in customers:
+        share = f"{100 * each.difference.picos / each.old_amount.picos:+.1f}" if each.old_amount.picos else "—"
+        plan = each.new_plan or "none"
+        made.add_row(
+            each.organization_name,
+            f"{each.token_count:,}",
+            shown(each.old_amount),
+            decimal_text(each.new_amount.amount),
+            decimal_text(each.difference.amount),
+            share,
+            plan if each.new_plan == each.old_plan else f"{each.old_plan or 'none'} → {plan}",
+        )
+    return made
+
+
+price.command("simulate")(simulate)

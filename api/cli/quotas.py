@@ -9,11 +9,21 @@ import typer
 from rich.console import RenderableType
 from weir_client import QuotaDimension, QuotaStatus, QuotaSubject
 
-from api.cli.amounts import dimension_amount, duration_text, parse_limit, parse_thresholds, thresholds_text, time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client, inference_client
 from api.cli.keys import restrictions
-from api.cli.output import JsonOption, note, print_json, show
-from api.cli.render import table
+from api.cli.render import (
+    JsonOption,
+    dimension_amount,
+    duration_text,
+    note,
+    parse_limit,
+    parse_thresholds,
+    print_json,
+    show,
+    table,
+    thresholds_text,
+    time_text,
+)
 
 quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 

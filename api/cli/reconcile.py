@@ -14,11 +14,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from api.cli.amounts import duration_text
 from api.cli.local import HomeOption
-from api.cli.local_store import run
-from api.cli.output import JsonOption, make_console, note, print_json, show
-from api.cli.render import table
+from api.cli.render import JsonOption, duration_text, make_console, note, print_json, show, table
+from api.cli.stack import run
 from metering.core.models import TokenKind
 from metering.core.money import exact_text
 from metering.export.export_settings import Destination, ExportSettings, export_settings

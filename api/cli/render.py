@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
-from decimal import Decimal
-from typing import Any
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime
+from decimal import Context, Decimal, InvalidOperation
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
-from weir_client import Money, MonthReport, MonthReportLine, Result, Timings, Usage
+from weir_client import Money, MonthReport, MonthReportLine, Price, QuotaDimension, Result, Timings, Usage
 
-from api.cli.amounts import decimal_text, per_million, time_text
-
+TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens, as customers compare them
+INT64_MAX = 2**63 - 1  # the wire's limit for one value
+MONEY = (QuotaDimension.COST_PER_DAY, QuotaDimension.COST_PER_MONTH, QuotaDimension.PREPAID_CREDIT)
+PIPE_WIDTH = 160  # columns where there is no terminal to ask: wide enough that no id is cut
+TABLE_WIDTH_MAX = 100_000  # columns of a table in a pipe: more than any row has
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for scripts.")]
 FOLDED = ("id", "subject", "organization id", "change")  # columns that may take several lines on a narrow terminal
 ID_WIDTH_MIN = 18  # half a UUID: two lines at most
 BAR_CELLS = 34  # width of the waterfall's time axis: the whole fits 80 columns
@@ -30,6 +40,7 @@ STAGES = (
     ("client stall", "client_stall_ms", "wait for the client"),
     ("settle", "settle_ms", "write the usage"),
 )
+
 REPORT_CSV_COLUMNS = (
     "organization",
     "month",
@@ -44,6 +55,189 @@ REPORT_CSV_COLUMNS = (
     "amount",
     "currency_code",
 )
+
+
+def duration_text(seconds: float) -> str:
+    """A wait for people: `0.3 s`, `12 s`, `4 min`, `3 h`, `9 d`, rounded up so that waiting so long is enough."""
+    if seconds < 1:
+        return f"{seconds:.1f} s"
+    for limit, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{-int(-seconds // unit_s)} {unit}"
+    return f"{-int(-seconds // 86_400)} d"
+
+
+def decimal_text(value: Decimal, places: int = 2) -> str:
+    """An exact number with thousands separators, at least so many decimals, and no needless zeros beyond them."""
+    whole, _, fraction = f"{value:,f}".partition(".")
+    fraction = fraction.rstrip("0").ljust(places, "0")
+    return f"{whole}.{fraction}" if fraction else whole
+
+
+def time_text(time: datetime | None, absent: str = "—") -> str:
+    """A moment in UTC to the second."""
+    return f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z" if time else absent
+
+
+def per_million(picos_per_token: int) -> Decimal:
+    """A price per million tokens in units of the currency, exact."""
+    return Money("", picos_per_token * TOKENS_PER_PRICE).amount
+
+
+def price_text(price: Price | None, picos_per_token: int) -> str:
+    """A price per million tokens with its currency; a dash where there is none."""
+    return f"{decimal_text(per_million(picos_per_token))} {price.currency_code}" if price else "—"
+
+
+def dimension_amount(dimension: QuotaDimension | None, value: int) -> str:
+    """A limit or what is left of it, in the unit of its dimension; money in units of the currency."""
+    if dimension in MONEY:
+        return decimal_text(Money("", value).amount)
+    return f"{value:,}"
+
+
+def units_to_picos(amount: Decimal) -> int:
+    """An amount in units of a currency as whole picos. Raises: ValueError if it is finer than a pico."""
+    scaled = amount.scaleb(12, Context(prec=len(amount.as_tuple().digits) + 20))  # the default precision would round silently
+    if scaled != scaled.to_integral_value():
+        raise ValueError(f"{amount} is finer than a pico (twelve decimals)")
+    return int(scaled)
+
+
+def parse_amount(text: str) -> Decimal:
+    """A decimal number as people write it, `1,000.50` included. Raises: ValueError."""
+    try:
+        amount = Decimal(text.replace(",", "").replace("_", ""))
+    except InvalidOperation:
+        raise ValueError(f"{text!r} is not a number") from None
+    if not amount.is_finite():
+        raise ValueError(f"{text!r} is not a number")
+    return amount
+
+
+def parse_limit(dimension: QuotaDimension, text: str) -> int:
+    """A limit as the API takes it: whole requests or tokens, or money in units of the currency, turned into picos.
+
+    Raises: ValueError with what is wrong and what would do.
+    """
+    amount = parse_amount(text)
+    if amount < 0:
+        raise ValueError("a limit is 0 or more; 0 lets nothing in")
+    if dimension in MONEY:
+        limit = units_to_picos(amount)
+    elif amount == amount.to_integral_value():
+        limit = int(amount)
+    else:
+        raise ValueError(f"{dimension.value} counts whole numbers")
+    if limit > INT64_MAX:
+        most = Money("", INT64_MAX).amount if dimension in MONEY else Decimal(INT64_MAX)
+        raise ValueError(f"the largest limit is {decimal_text(most, 0)}")
+    return limit
+
+
+def parse_price(text: str) -> int:
+    """A price per million tokens as whole picos per token. Raises: ValueError if it is negative, or too fine to be exact."""
+    amount = parse_amount(text)
+    if amount < 0:
+        raise ValueError("a price is 0 or more")
+    picos, rest = divmod(units_to_picos(amount), TOKENS_PER_PRICE)
+    if rest:
+        raise ValueError(f"{text} per million tokens is finer than a pico per token (six decimals)")
+    return picos
+
+
+def parse_thresholds(text: str) -> list[int]:
+    """Percentages, separated by commas; `none` for none. Raises: ValueError."""
+    if text == "none":
+        return []
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"{text!r} is no list of whole percentages: give some such as 50,80,100, or none")
+    return [int(part) for part in parts]
+
+
+def percents_text(values: Iterable[int]) -> str:
+    """Percentages for people."""
+    text = ", ".join(map(str, values))
+    return f"{text} %" if text else "none"
+
+
+def thresholds_text(dimension: QuotaDimension, values: Iterable[int]) -> str:
+    """At what a limit alerts: percent of it, or money that is left."""
+    if dimension is not QuotaDimension.PREPAID_CREDIT:
+        return percents_text(values)
+    text = ", ".join(dimension_amount(dimension, value) for value in values)
+    return f"{text} left" if text else "none"
+
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+
+def jsonable(value: Any) -> Any:
+    """A value of the client as plain JSON types.
+
+    Money becomes `{"currency_code", "amount", "picos"}` with the exact amount as text; times are ISO 8601 in UTC with `Z`; bytes
+    are hexadecimal; a receipt is what `weir receipt verify` reads.
+    """
+    from weir_client import Money, Receipt
+
+    if isinstance(value, Money):
+        return {"currency_code": value.currency_code, "amount": f"{value.amount:f}", "picos": value.picos}
+    if isinstance(value, Receipt):
+        return json.loads(value.to_json())
+    if isinstance(value, bytes):
+        return value.hex()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: jsonable(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+    if isinstance(value, Decimal):
+        return f"{value:f}"
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [jsonable(each) for each in value]
+    return value
+
+
+def print_json(value: Any) -> None:
+    """The one JSON document of a command."""
+    typer.echo(json.dumps(jsonable(value), ensure_ascii=False, indent=2))
+
+
+def show(*parts: RenderableType) -> None:
+    """Tables and text on stdout."""
+    console = make_console()
+    piped = not (console.is_terminal or os.environ.get("COLUMNS"))
+    for part in parts:
+        if piped:
+            console.width = max(PIPE_WIDTH, whole_width(console, part))
+        console.print(part, crop=False)  # a line too long for the terminal is wrapped by it, never cut
+
+
+def whole_width(console: Console, part: RenderableType) -> int:
+    """How wide a table is whose rows have a line each, as programs that read lines want them; 0 for what is no table."""
+    from rich.measure import Measurement
+    from rich.table import Table
+
+    if not isinstance(part, Table):
+        return 0
+    return Measurement.get(console, console.options.update(max_width=TABLE_WIDTH_MAX), part).maximum
+
+
+def note(text: str) -> None:
+    """A remark on stderr, dim where that is a terminal."""
+    typer.secho(text, dim=True, err=True)
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console as wide as the terminal, or wide enough for ids where there is none."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
 
 
 def to_text(renderable: RenderableType, width: int = 100) -> str:

@@ -8,10 +8,8 @@ import typer
 from rich.console import RenderableType
 from weir_client import Replica, ReplicaDrain, ReplicaList
 
-from api.cli.amounts import duration_text, time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client
-from api.cli.output import JsonOption, note, print_json, show
-from api.cli.render import table
+from api.cli.render import JsonOption, duration_text, note, print_json, show, table, time_text
 
 REMAINS = 3  # exit code: some process has not answered
 

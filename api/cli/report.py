@@ -1,25 +1,61 @@
-"""`weir report`: what an organization used in a month, what that was made of, what it will cost, and the month's files."""
+"""`weir report`: usage and money by month, as tables, CSV, JSON or a plot."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from weir_client import BillingClient, Money, MonthExportFormat, MonthReport, UsageGrouping, UsagePage
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.text import Text
+from weir_client import BillingClient, Money, MonthExportFormat, MonthReport, UsageForecast, UsageGrouping, UsagePage, UsageRow
 
 from api.cli.connection import AddressOption, KeyOption, billing_client, fail, organization_or_default
-from api.cli.output import JsonOption, jsonable, note, print_json, show
-from api.cli.plot import DailyPlot, Day
-from api.cli.render import month_report, month_report_csv, to_text
+from api.cli.render import (
+    JsonOption,
+    decimal_places,
+    decimal_text,
+    jsonable,
+    month_report,
+    month_report_csv,
+    note,
+    print_json,
+    show,
+    table,
+    time_text,
+    to_text,
+)
 from api.cli.tenants import OrganizationOption
-from api.cli.usage_render import forecast_lines, usage_csv, usage_table
+
+HEIGHT_ROWS = 7  # with the head and two lines of axis it is a third of a small terminal
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+COLUMN_CELLS_MAX = 3  # wider columns look like a table
+AXIS_CELLS = 7  # `999.9M ` before the columns
+Field = Callable[[UsageRow], object]
+KEY_COLUMNS: dict[UsageGrouping, tuple[str, Callable[[UsageRow], str]]] = {
+    UsageGrouping.ORGANIZATION: ("organization", lambda row: row.organization_name),
+    UsageGrouping.DAY: ("day", lambda row: row.day),
+    UsageGrouping.PROJECT: ("project", lambda row: row.project_name),
+    UsageGrouping.API_KEY: ("key", lambda row: f"{row.api_key_name} ({row.api_key_prefix})"),
+    UsageGrouping.MODEL: ("model", lambda row: row.model),
+}
+
+KIND_COLUMNS: Mapping[str, Callable[[UsageRow], int]] = {
+    "input": lambda row: row.input_token_count,
+    "cached": lambda row: row.cached_input_token_count,
+    "output": lambda row: row.output_token_count,
+    "embedded": lambda row: row.embedding_token_count,
+}
 
 report = typer.Typer(help="Report usage and money by month.", no_args_is_help=True)
 
@@ -34,6 +70,227 @@ GROUPINGS = {
     "model": UsageGrouping.MODEL,
     "request": UsageGrouping.REQUEST,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """One day: its number in the month, and its tokens; None for a day that has not begun."""
+
+    number: int
+    token_count: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DailyPlot:
+    """Tokens by day. The title stands above, with the peak."""
+
+    title: str
+    days: Sequence[Day]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draws at the width there is: columns get narrower, then the axis goes, then days share a column."""
+        marks = "  ..:::##" if options.ascii_only else EIGHTHS
+        cells, axis, columns = layout(self.days, options.max_width)
+        counts = [sum(day.token_count or 0 for day in column) for column in columns]
+        top = max(counts, default=0)
+        yield Text(self._head(len(self.days) > len(columns)), style="bold")
+        gap = " " if cells > 1 else ""
+        for row in range(HEIGHT_ROWS, 0, -1):
+            bars = "".join(mark(count, top, row, marks) * max(cells - len(gap), 1) + gap for count in counts)
+            shown = {HEIGHT_ROWS: top, HEIGHT_ROWS // 2 + 1: top * (HEIGHT_ROWS // 2 + 1) // HEIGHT_ROWS}.get(row)
+            label = short_count(shown) if shown else ""
+            yield Text.assemble(f"{label:>{axis - 1}} " if axis else "", (bars.rstrip(), "cyan"))
+        line = "-" if options.ascii_only else "─"
+        yield Text(" " * axis + line * (cells * len(columns)), style="dim")
+        yield Text(" " * axis + day_labels(columns, cells), style="dim")
+
+    def _head(self, shared: bool) -> str:
+        known = [day for day in self.days if day.token_count]
+        if not known:
+            return f"{self.title}: none"
+        peak = max(known, key=lambda day: day.token_count or 0)
+        several = ", several days a column" if shared else ""
+        return f"{self.title}, most on day {peak.number}: {peak.token_count:,}{several}"
+
+
+def layout(days: Sequence[Day], width: int) -> tuple[int, int, list[list[Day]]]:
+    """Cells of a column, cells of the axis, and the days of each column."""
+    axis = AXIS_CELLS if width >= AXIS_CELLS + len(days) else 0
+    per_column = max(1, -(-len(days) // max(width - axis, 1)))
+    columns = [list(days[start : start + per_column]) for start in range(0, len(days), per_column)]
+    cells = max(1, min(COLUMN_CELLS_MAX, (width - axis) // max(len(columns), 1)))
+    return cells, axis, columns
+
+
+def mark(count: int, top: int, row: int, marks: str) -> str:
+    """What a column shows in a row, counted from below; a day with any tokens shows something."""
+    if not count:
+        return " "
+    eighths = max(1, round(count * HEIGHT_ROWS * 8 / top)) - (row - 1) * 8
+    return marks[max(0, min(eighths, 8))]
+
+
+def day_labels(columns: Sequence[Sequence[Day]], cells: int) -> str:
+    """The first day and every fifth under their columns, where there is room."""
+    text = ""
+    for index, column in enumerate(columns):
+        at = index * cells
+        wanted = index == 0 or any(day.number % 5 == 0 for day in column)
+        if wanted and len(text) < at + (index == 0):
+            text = f"{text:<{at}}{column[0].number if index == 0 else next(d.number for d in column if d.number % 5 == 0)}"
+    return text
+
+
+def short_count(count: int) -> str:
+    """A count in at most six characters: `950`, `12.3k`, `4.5M`."""
+    if count < 1_000:
+        return str(count)
+    for limit, unit, letter in ((10**6, 10**3, "k"), (10**9, 10**6, "M"), (10**12, 10**9, "G"), (10**15, 10**12, "T")):
+        if count < limit:
+            tenths = count * 10 // unit
+            return f"{tenths // 10}.{tenths % 10}{letter}"
+    return f"{count:.0e}"
+
+
+CSV_FIELDS: tuple[tuple[str, Field], ...] = (
+    ("organization", lambda row: row.organization_name),
+    ("organization_id", lambda row: row.organization_id),
+    ("day", lambda row: row.day),
+    ("project", lambda row: row.project_name),
+    ("project_id", lambda row: row.project_id),
+    ("api_key", lambda row: row.api_key_name),
+    ("api_key_prefix", lambda row: row.api_key_prefix),
+    ("api_key_id", lambda row: row.api_key_id),
+    ("model", lambda row: row.model),
+    ("request_id", lambda row: row.request_id),
+    ("outcome", lambda row: row.outcome),
+    ("settle_time", lambda row: time_text(row.settle_time, "")),
+    ("time_zone", lambda row: "UTC"),
+    ("late", lambda row: str(row.late).lower()),
+    ("request_count", lambda row: row.request_count),
+    ("input_token_count", lambda row: row.input_token_count),
+    ("cached_input_token_count", lambda row: row.cached_input_token_count),
+    ("output_token_count", lambda row: row.output_token_count),
+    ("cancelled_request_count", lambda row: row.cancelled.request_count),
+    ("cancelled_token_count", lambda row: row.cancelled.token_count),
+    ("cancelled_amount", lambda row: plain(row.cancelled.amount)),
+    ("limited_request_count", lambda row: row.limited.request_count),
+    ("limited_token_count", lambda row: row.limited.token_count),
+    ("limited_amount", lambda row: plain(row.limited.amount)),
+    ("failed_request_count", lambda row: row.failed.request_count),
+    ("failed_token_count", lambda row: row.failed.token_count),
+    ("failed_amount", lambda row: plain(row.failed.amount)),
+    ("amount", lambda row: plain(row.amount)),
+    ("pending_amount", lambda row: plain(row.pending_amount)),
+    ("currency_code", lambda row: row.amount.currency_code),
+    ("embedding_token_count", lambda row: row.embedding_token_count),
+    ("migration_count", lambda row: row.migration_count),
+)
+
+
+def plain(money: Money) -> str:
+    """An exact amount for a sheet."""
+    return f"{money.amount:f}"
+
+
+def usage_table(rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: UsageRow | None, title: str) -> RenderableType:
+    """Rows by group with what ended early apart, and the total of all that was asked for, shown or not."""
+    if UsageGrouping.REQUEST in by:
+        return request_table(rows, total, title)
+    shown = [*rows, *([total] if total else [])]
+    places, pending = money_places(shown), any(row.pending_amount.picos for row in shown)
+    late, currencies = any(row.late for row in rows), len({row.amount.currency_code for row in rows}) > 1
+    kinds = kinds_of(shown)
+    numbers = ["requests", *kinds, "cancelled", "limited", "failed", "amount"]
+    numbers += ["pending"] if pending else []
+    extra = ["currency"] if currencies else []
+    drawn = table(*(KEY_COLUMNS[each][0] for each in by), *numbers, *extra, right=numbers, title=title)
+
+    def numbers_of(row: UsageRow) -> list[str]:
+        shares = (row.cancelled.request_count, row.limited.request_count, row.failed.request_count)
+        amounts = [row.amount, *([row.pending_amount] if pending else [])]
+        return [
+            f"{row.request_count:,}",
+            *token_cells(row, kinds),
+            *(f"{each:,}" for each in shares),
+            *(decimal_text(each.amount, places) for each in amounts),
+        ]
+
+    for row in rows:
+        keys = [KEY_COLUMNS[each][1](row) for each in by]
+        if late and row.late:
+            keys[-1] += " (late)"
+        drawn.add_row(*keys, *numbers_of(row), *([row.amount.currency_code] if currencies else []))
+    if total is not None:
+        drawn.add_section()
+        drawn.add_row("total", *[""] * (len(by) - 1), *numbers_of(total), style="bold")
+    return drawn
+
+
+def request_table(rows: Sequence[UsageRow], total: UsageRow | None, title: str) -> RenderableType:
+    """Single requests, oldest first."""
+    shown = [*rows, *([total] if total else [])]
+    kinds, places = kinds_of(shown), money_places(shown)
+    numbers = (*kinds, "amount")
+    drawn = table("settled", "id", "project", "key", "model", "outcome", *numbers, right=numbers, title=title)
+    for row in rows:
+        picked = (time_text(row.settle_time), row.request_id, row.project_name, row.api_key_prefix, row.model, row.outcome)
+        drawn.add_row(*picked, *token_cells(row, kinds), decimal_text(total_of(row), places))
+    if total is not None:
+        drawn.add_section()
+        drawn.add_row(
+            "total",
+            f"{total.request_count:,} requests",
+            *[""] * 4,
+            *token_cells(total, kinds),
+            decimal_text(total_of(total), places),
+        )
+    return drawn
+
+
+def total_of(row: UsageRow) -> Decimal:
+    """Posted and pending together."""
+    return Money(row.amount.currency_code, row.amount.picos + row.pending_amount.picos).amount
+
+
+def kinds_of(rows: Iterable[UsageRow]) -> Mapping[str, Callable[[UsageRow], int]]:
+    """The columns of tokens: what most customers have none of is left out where nobody has any."""
+    return KIND_COLUMNS if any(row.embedding_token_count for row in rows) else dict(list(KIND_COLUMNS.items())[:-1])
+
+
+def token_cells(row: UsageRow, kinds: Mapping[str, Callable[[UsageRow], int]]) -> tuple[str, ...]:
+    """Tokens by kind."""
+    return tuple(f"{count(row):,}" for count in kinds.values())
+
+
+def money_places(rows: Iterable[UsageRow]) -> int:
+    """Digits after the point that the finest amount needs."""
+    return max([2, *(decimal_places(money.amount) for row in rows for money in (row.amount, row.pending_amount))])
+
+
+def usage_csv(rows: Iterable[UsageRow], *, header: bool) -> str:
+    """Rows as CSV with exact plain numbers and no totals, so that a sheet can sum them up itself."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if header:
+        writer.writerow(name for name, _ in CSV_FIELDS)
+    writer.writerows([field(row) for _, field in CSV_FIELDS] for row in rows)
+    return text.getvalue()
+
+
+def forecast_lines(forecast: UsageForecast) -> list[Text]:
+    """The forecast in words: the numbers first, then what they rest on."""
+    currency = forecast.so_far.currency_code
+    if forecast.expected is None:
+        expected = "no forecast yet"
+    else:
+        expected = f"forecast {decimal_text(forecast.expected.amount)} {currency} by the end of {forecast.month}"
+        if forecast.low is not None and forecast.high is not None:
+            low, high = decimal_text(forecast.low.amount), decimal_text(forecast.high.amount)
+            expected += f" ({low} to {high} in {forecast.confidence_percent} of 100 cases)"
+    so_far = f"so far    {decimal_text(forecast.so_far.amount)} {currency} until {time_text(forecast.as_of_time)}"
+    why = " ".join((forecast.method, *forecast.cautions))
+    return [Text(so_far), Text(expected, style="bold"), Text(why, style="dim")]
 
 
 class Format(StrEnum):

@@ -12,24 +12,26 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2
 
-from api.cli.bootstrap import Connection, bootstrap, ensure_receipt_key
+from api.cli.local import Connection, HomeOption, bootstrap, clear_failures, ensure_receipt_key, fail, read_settings
 from api.core.endpoint import forget_endpoint, make_private, serving_endpoint, serving_pid
 from api.core.settings import Settings
 from api.fleet.fleet_file import model_names
-from metering.core.errors import InvalidValue
+from metering.core.errors import InvalidValue, MeteringError
 from metering.export.export_settings import export_settings, webhook_settings
 from metering.store import embedded_postgres
+from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.migrations_runner import migrate
 from metering.worker import READY_FILE, worker_command
 
+Result = TypeVar("Result")
 READY_TIMEOUT_S = 300.0  # a large checkpoint from a cold disk
 STOP_TIMEOUT_S = 60.0  # the drain time of the api server and a task of the worker
 RESTART_DELAY_S_MIN = 0.5
@@ -38,8 +40,57 @@ STABLE_AFTER_S = 60.0  # of life, after which a process that does not tell when 
 READY_POLL_S = 0.1
 LOG_TAIL_LINES = 20
 WORKER_READY = "worker.pid"  # in the home directory
-
 Report = Callable[[str], None]
+
+
+def run(home: HomeOption, work: Callable[[Sessions], Awaitable[Result]]) -> Result:
+    """Do the work on the database of the settings; errors in one line."""
+
+    async def connected() -> Result:
+        async with local_sessions(home) as sessions:
+            return await work(sessions)
+
+    with clear_failures(), domain_errors():
+        return asyncio.run(connected())
+
+
+@contextlib.contextmanager
+def domain_errors() -> Iterator[None]:
+    """Refusals of metering, without a traceback."""
+    try:
+        yield
+    except MeteringError as error:
+        fail(str(error))
+
+
+@contextlib.asynccontextmanager
+async def local_sessions(home: HomeOption) -> AsyncIterator[Sessions]:
+    """On the database of the settings."""
+    with local_database(home) as url:
+        engine = create_engine(url)
+        try:
+            yield create_sessions(engine)
+        finally:
+            await engine.dispose()
+
+
+@contextlib.contextmanager
+def local_database(home: HomeOption) -> Iterator[str]:
+    """URL of the database of the settings; the embedded one is started for the block, if it does not run."""
+    settings = read_settings(home)
+    data_dir = settings.home / "postgres"
+    if settings.database_url:
+        yield settings.database_url
+        return
+    if not data_dir.exists():
+        fail(f"there is no database: set WEIR_DATABASE_URL, or start `weir up` once ({data_dir} is not there)", 2)
+    ran = (data_dir / "postmaster.pid").exists()
+    server = embedded_postgres.start(data_dir)
+    try:
+        yield server.url
+    finally:
+        if not ran:
+            server.stop()
 
 
 class StackFailed(Exception):

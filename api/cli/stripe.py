@@ -14,9 +14,8 @@ import typer
 from rich.console import RenderableType
 
 from api.cli.local import HomeOption, fail
-from api.cli.local_store import domain_errors, run
-from api.cli.output import JsonOption, note, print_json, show
-from api.cli.render import table
+from api.cli.render import JsonOption, note, print_json, show, table
+from api.cli.stack import domain_errors, run
 from metering.core.errors import BillingDetailsMissing, InvalidValue
 from metering.core.money import exact_text
 from metering.export.export_admin import export_status, resend, settle

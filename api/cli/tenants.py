@@ -9,10 +9,8 @@ import typer
 from rich.console import RenderableType
 from weir_client import BillingProfile, Organization, Project
 
-from api.cli.amounts import time_text
 from api.cli.connection import AddressOption, KeyOption, admin_client, fail, organization_or_default
-from api.cli.output import JsonOption, note, print_json, show
-from api.cli.render import table
+from api.cli.render import JsonOption, note, print_json, show, table, time_text
 
 org = typer.Typer(help="Create and list organizations; set the addressee of their invoices.", no_args_is_help=True)
 project = typer.Typer(help="Create and list projects.", no_args_is_help=True)

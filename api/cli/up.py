@@ -7,13 +7,18 @@ import shlex
 import shutil
 import signal
 import sys
+import webbrowser
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.markup import escape
 from rich.panel import Panel
 
-from api.cli.local import HomeOption, ListenOption, clear_failures, read_settings, stderr
-from api.core.endpoint import read_console_url, read_metrics_url, read_openai_url
+from api.cli.connection import ConnectionProblem, connection_path, read_connection_file, reported
+from api.cli.local import HomeOption, ListenOption, clear_failures, fail, read_settings, stderr
+from api.cli.render import note
+from api.core.endpoint import read_console_url, read_metrics_url, read_openai_url, serving_endpoint
 
 
 def up(listen: ListenOption = "", home: HomeOption = None) -> None:
@@ -80,3 +85,37 @@ def command_name() -> str:
     called = sys.argv[0]
     known = Path(called).name != "weir" or shutil.which("weir") == called
     return "weir" if known else shlex.quote(called)
+
+
+def env() -> None:
+    """Print where `weir up` listens and its keys, for the shell: eval "$(weir env)".
+
+    The SDKs, and every command, then find that server from any directory and any language.
+    """
+    with reported(None):
+        file = read_connection_file()
+        if not file.address:
+            raise ConnectionProblem(f"there is no {connection_path()}: start a server with `weir up`")
+        variables = {"WEIR_ADDRESS": file.address, "WEIR_API_KEY": file.api_key, "WEIR_ADMIN_KEY": file.admin_key}
+        for name, value in variables.items():
+            if value:
+                typer.echo(f"export {name}={shlex.quote(value)}")
+
+
+def console(
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in the browser of this machine.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Print where the console of the server on this machine is.
+
+    It asks for an API key and shows what that key may see. `weir env` prints the keys that `weir up` made.
+    """
+    settings = read_settings(home)
+    if serving_endpoint(settings.home) is None:
+        fail(f"no server of {settings.home} serves now: start one with `weir up`")
+    url = read_console_url(settings.home)
+    if url is None:
+        fail("the server has no console: it was started with WEIR_CONSOLE=0 or WEIR_OPENAI_LISTEN=off")
+    typer.echo(url)
+    if open_browser and not webbrowser.open(url):
+        note("no browser could be opened here: open the address in yours")

@@ -8,28 +8,74 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
+import grpc
 from aiohttp import web
 from google.protobuf import json_format
+from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from api.access.auth import Authenticator
-from api.access.scopes import SCOPES
-from api.console.call_context import CallContext, Refused
-from api.console.calls import OfferedCall, offered_calls
-from api.console.files import HEADERS, read_files
+from api.access.auth import SCOPES, Authenticator
 from api.core.addresses import FORWARDED_FOR
 from api.core.errors import FieldViolation, InvalidRequest, MessageUnreadable
-from api.core.statuses import ERROR_DOMAIN, status_of
+from api.core.interceptor import Failed, guarded, writing
+from api.core.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, status_of
 from api.observability.observer import HTTP, Observer
-from api.openai.http_requests import Handle, peer_of, read_body, secret_of
+from api.openai.listener import Handle, peer_of, read_body, secret_of
 from api.openai.refusals import HTTP_STATUSES, HttpFault, refusal_of
 from api.server import Servicers
+
+STATIC = Path(__file__).resolve().parent / "static"
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        *("script-src 'self'", "style-src 'self'", "img-src 'self'", "connect-src 'self'"),
+        *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
+        *("require-trusted-types-for 'script'", "trusted-types 'none'"),  # text can never become markup or code
+    )
+)
+
+# On every answer of the console, whatever it is.
+HEADERS: Mapping[str, str] = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+
+PASSED_ON = ("authorization", "traceparent", "tracestate", FORWARDED_FOR)  # headers that are metadata of the call
+Write = Callable[[Message], Awaitable[None]]
+OFFERED: Mapping[str, tuple[str, ...]] = {
+    "AdminService": (
+        *("ListOrganizations", "ListApiKeys", "ListQuotas", "ListAuditEntries"),
+        *("ListLiveRequests", "ListReplicas", "GetRequest", "KillRequest"),
+    ),
+    "BillingService": (
+        *("GetUsage", "GetForecast", "ListMonths", "GetMonthReport", "GetMonthDocument", "ExportMonth"),
+        *("GetInvoice", "VerifyMonth", "GetReconciliation", "ListAdjustments"),
+    ),
+    "InferenceService": ("ListModels", "GetQuota", "GetGeneration"),
+    "ReceiptService": ("GetReceiptMonth",),
+}
 
 ROOT = "/console"
 API = f"{ROOT}/api/"
@@ -41,6 +87,114 @@ ANSWER_BYTES_MAX = 2**20  # of a message; turned into JSON it is five times as m
 TOO_LARGE = "the answer is too large for a page: ask for less, or with the command `weir`"
 UNREADABLE_CHARS_MAX = 300
 FAULT_CODES = {404: code_pb2.UNIMPLEMENTED, 405: code_pb2.UNIMPLEMENTED, 408: code_pb2.DEADLINE_EXCEEDED}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """One file. etag: of its bytes, as the header has it."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+    def answer(self, request: web.BaseRequest) -> web.Response:
+        """The file, or that the browser has it already."""
+        headers = {**HEADERS, "cache-control": "no-cache", "etag": self.etag, "content-type": self.media_type}
+        if any(each.value == self.etag.strip('"') or each.value == "*" for each in request.if_none_match or ()):
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=self.content, headers=headers)
+
+
+def read_files(directory: Path = STATIC) -> dict[str, PageFile]:
+    """By name; `""` is the page itself."""
+    found = {path.name: page_file(path) for path in sorted(directory.iterdir()) if path.suffix in MEDIA_TYPES}
+    return found | {"": found["index.html"]}
+
+
+def page_file(path: Path) -> PageFile:
+    """A file with its type and digest."""
+    content = path.read_bytes()
+    return PageFile(content, MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+
+
+class Refused(grpc.aio.AbortError):
+    """A call was refused. Interceptor and handlers let it pass, as they do gRPC's own."""
+
+    def __init__(self, status: status_pb2.Status) -> None:
+        super().__init__(status.message)
+        self.status = status
+
+
+class CallContext:
+    """The part of `grpc.aio.ServicerContext` that handlers of this service use."""
+
+    def __init__(self, request: web.BaseRequest, write: Write | None = None) -> None:
+        """write: takes the messages of a call that answers with a stream."""
+        self._metadata = tuple((name, value) for name in PASSED_ON for value in request.headers.getall(name, ()))
+        self._peer = peer_of(request)
+        self._write = write
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str]]:
+        """See `ServicerContext`."""
+        return self._metadata
+
+    def peer(self) -> str:
+        """See `ServicerContext`."""
+        return self._peer
+
+    def code(self) -> None:
+        """See `ServicerContext`: no handler has set one."""
+
+    async def write(self, message: Message) -> None:
+        """See `ServicerContext`."""
+        assert self._write is not None, "the call answers once"
+        await self._write(message)
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, bytes]] = ()
+    ) -> NoReturn:
+        """See `ServicerContext`; the details travel as gRPC sends them. Raises: Refused."""
+        packed = dict(trailing_metadata).get(STATUS_DETAILS_KEY)
+        if packed is None:
+            raise Refused(status_pb2.Status(code=code.value[0], message=details))
+        raise Refused(status_pb2.Status.FromString(packed))
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedCall:
+    """One of them. path: as gRPC names it. answer: the guarded handler; of a call with a stream of messages it writes them."""
+
+    path: str
+    request_type: type[Message]
+    answer: Callable[[Any, Any], Awaitable[Any]]
+    is_file: bool
+
+
+def offered_calls(servicers: Servicers, failed: Failed) -> dict[str, OfferedCall]:
+    """By `Service/Method`. failed: told of each that ends with an error."""
+    answering: Mapping[str, object] = {
+        "AdminService": servicers.admin,
+        "BillingService": servicers.billing,
+        "InferenceService": servicers.inference,
+        "ReceiptService": servicers.receipts,
+    }
+    return {name: _offered(name, answering, failed) for name in names()}
+
+
+def names() -> Iterator[str]:
+    """`Service/Method` of all of them."""
+    for service, methods in OFFERED.items():
+        yield from (f"{service}/{method}" for method in methods)
+
+
+def _offered(name: str, answering: Mapping[str, object], failed: Failed) -> OfferedCall:
+    service, _, method = name.partition("/")
+    described = Default().FindServiceByName(f"weir.v1.{service}").methods_by_name[method]
+    path = f"/weir.v1.{name}"
+    handle: Callable[..., Any] = getattr(answering[service], method)
+    if described.server_streaming:
+        handle = writing(handle)
+    return OfferedCall(path, GetMessageClass(described.input_type), guarded(handle, path, failed), described.server_streaming)
 
 
 class Console:

@@ -17,14 +17,15 @@ from api.core.settings import Settings, bundled_models
 from api.fleet.engines import (
     build_encoders,
     build_engines,
+    build_remote_encoder,
     build_remote_encoders,
+    build_remote_engine,
     check_budget,
     check_encoder_names,
     encoder_plan,
     engine_plan,
 )
 from api.fleet.fleet_file import Fleet, FleetModel, FleetVersion, read_fleet
-from api.fleet.remote_engines import build_remote_encoder, build_remote_engine
 from inference.capabilities import combined
 from inference.engine import Encoder, Engine
 from inference.routing.encoder_set import EncoderReplica, EncoderSet

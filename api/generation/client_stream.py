@@ -16,8 +16,7 @@ from functools import partial
 import grpc
 from weir.v1 import inference_service_pb2 as pb
 
-from api.access.auth import check_model, payer
-from api.access.standing_key import StandingKey
+from api.access.auth import StandingKey, check_model, payer
 from api.core.errors import (
     FieldViolation,
     InvalidRequest,

@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from api.access.auth import Authenticator
-from api.access.standing_key import SECRET_REPLACED
+from api.access.auth import SECRET_REPLACED, Authenticator
 from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
 from api.generation.life import State
 from api.generation.process import Process, Running

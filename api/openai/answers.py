@@ -1,10 +1,12 @@
-"""What the answers of all APIs share: outputs as they grow, why they ended, what they cost, and the bytes of one event."""
+"""Answers of OpenAI's chat and completion requests, whole or as events."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from itertools import accumulate
 from typing import Any, Protocol
 
 import msgspec
@@ -12,8 +14,11 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
+from api.openai.parameters import Asked, tier_name
 from api.openai.refusals import Refusal
+from inference.text.tokenizer import Tokenizer
 
+LOGPROB_MIN = -9999.0  # OpenAI's number for what cannot happen; JSON has none for it
 DONE = b"data: [DONE]\n\n"
 PING = b": waiting\n\n"  # a comment: whoever reads events skips it, and whatever stands between sees that the connection lives
 
@@ -27,8 +32,44 @@ FINISH_REASONS: Mapping[int, str] = {
     types_pb2.FINISH_REASON_FILTERED: "content_filter",
     types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+
 # What clients split lines at although it is no line end of an event stream; JSON may escape any of it.
 LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+MARK = "text"  # stands where the text will; after it comes nothing that a client has a say in
+
+
+class TokenTexts:
+    """The tokens of one model as text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, token_id: int) -> str:
+        """A token's text; what is only a part of a character is written as replacement characters."""
+        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+
+    def one(self, token: pb.TokenLogprob) -> dict[str, Any]:
+        """A token and how likely it is."""
+        data = self._tokenizer.token_bytes(token.token_id)
+        return {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": max(token.logprob, LOGPROB_MIN)}
+
+    def content(self, logprobs: Sequence[pb.TokenLogprobs]) -> list[dict[str, Any]]:
+        """As chat completions and responses have it."""
+        return [self.one(each.chosen) | {"top_logprobs": [self.one(token) for token in each.top]} for each in logprobs]
+
+    def columns(self, logprobs: Sequence[pb.TokenLogprobs], first_offset: int) -> dict[str, Any]:
+        """As plain completions have it. first_offset: characters of the output before these tokens."""
+        texts = [self.text(each.chosen.token_id) for each in logprobs]
+        offsets = list(accumulate(map(len, texts), initial=first_offset))
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(each.chosen.logprob, LOGPROB_MIN) for each in logprobs],
+            "top_logprobs": [self._likeliest(each.top) for each in logprobs],
+            "text_offset": offsets[:-1],
+        }
+
+    def _likeliest(self, tokens: Sequence[pb.TokenLogprob]) -> dict[str, float]:
+        return {self.text(token.token_id): max(token.logprob, LOGPROB_MIN) for token in tokens}
 
 
 @dataclass(slots=True)
@@ -177,3 +218,179 @@ def event(value: Any, name: str | None = None) -> bytes:
 def reason_name(reason: types_pb2.FinishReason.ValueType) -> str:
     """A reason by its name in the contract, without its prefix."""
     return types_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_")
+
+
+class ChatAnswer:
+    """One chat completion."""
+
+    streams_done = True
+    tells_all_again = False
+
+    def __init__(self, asked: Asked, texts: TokenTexts, answer_id: str, created: int) -> None:
+        """answer_id: hexadecimal; created: in seconds since 1970."""
+        self._asked = asked
+        self._texts = texts
+        self._wants_logprobs = asked.starts[0].HasField("top_logprobs")
+        self._plain_chunks: dict[int, tuple[bytes, bytes]] = {}
+        self._common = {
+            "id": f"chatcmpl-{answer_id}",
+            "created": created,
+            "model": asked.model,
+            "service_tier": tier_name(asked.starts[0]),
+            "system_fingerprint": None,
+        }
+
+    def opening(self, outputs: Sequence[Output]) -> bytes:
+        """See `Answer`."""
+        first = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk([_chat_choice(output.index, first)]) for output in outputs)
+
+    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
+        """See `Answer`."""
+        if not new.logprobs and not new.tool_calls:
+            before, after = self._plain_chunk(output.index)
+            return b"".join((before, encode(new.text), after))
+        told = self._logprobs(new.logprobs) if new.logprobs else None
+        said: dict[str, Any] = {"content": new.text} if new.text or not new.tool_calls else {}
+        if new.tool_calls:
+            said["tool_calls"] = [_call_delta(piece) for piece in new.tool_calls]
+        return self._chunk([_chat_choice(output.index, said, logprobs=told)])
+
+    def _plain_chunk(self, index: int) -> tuple[bytes, bytes]:
+        """The event of a piece of text, up to the text and after it: all but that is the same for every token of a choice."""
+        if (found := self._plain_chunks.get(index)) is None:
+            before, _, after = self._chunk([_chat_choice(index, {"content": MARK})]).rpartition(encode(MARK))
+            found = self._plain_chunks[index] = before, after
+        return found
+
+    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
+        """See `Answer`."""
+        extension = {"weir": bill.extension(outputs)}
+        last = [_chat_choice(output.index, {}, finish_reason=output.finish_reason) for output in outputs]
+        if not self._asked.includes_usage:
+            return self._chunk(last, extension)
+        return self._chunk(last) + self._chunk([], {"usage": bill.completion_usage()} | extension)
+
+    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
+        """See `Answer`."""
+        return event(refusal.body())
+
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """See `Answer`."""
+        choices: list[dict[str, Any]] = [
+            {
+                "index": output.index,
+                "message": _message(output),
+                "logprobs": self._logprobs(output.logprobs) if self._wants_logprobs else None,
+                "finish_reason": output.finish_reason,
+            }
+            for output in outputs
+        ]
+        return {"object": "chat.completion", **self._common, "choices": choices}
+
+    def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
+        """See `Answer`."""
+        return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
+
+    def _chunk(self, choices: Sequence[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
+        usage = {"usage": None} if self._asked.includes_usage else {}
+        return event({"object": "chat.completion.chunk", **self._common, "choices": choices, **usage, **(more or {})})
+
+    def _logprobs(self, logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
+        return {"content": self._texts.content(logprobs), "refusal": None}
+
+
+def _chat_choice(
+    index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _message(output: Output) -> dict[str, Any]:
+    """A whole turn. One that is nothing but calls has no text, not an empty one."""
+    content = None if output.calls and not output.text else output.text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+    if output.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in output.calls
+        ]
+    return message
+
+
+def _call_delta(piece: pb.ToolCallDelta) -> dict[str, Any]:
+    """More of one call: what it is with its first piece, and later nothing but arguments."""
+    if not piece.id:
+        return {"index": piece.index, "function": {"arguments": piece.arguments_json}}
+    function = {"name": piece.name, "arguments": piece.arguments_json}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+
+
+class CompletionAnswer:
+    """One plain completion of one or more prompts."""
+
+    streams_done = True
+    tells_all_again = False
+
+    def __init__(self, asked: Asked, texts: TokenTexts, answer_id: str, created: int) -> None:
+        """answer_id: hexadecimal; created: in seconds since 1970."""
+        self._asked = asked
+        self._texts = texts
+        self._wants_logprobs = asked.starts[0].HasField("top_logprobs")
+        self._offsets: Counter[int] = Counter()  # characters of the tokens so far, by choice
+        self._common = {
+            "id": f"cmpl-{answer_id}",
+            "object": "text_completion",
+            "created": created,
+            "model": asked.model,
+            "system_fingerprint": None,
+        }
+
+    def opening(self, outputs: Sequence[Output]) -> bytes:
+        """See `Answer`."""
+        return b""
+
+    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
+        """See `Answer`."""
+        told = None
+        if new.logprobs:
+            told = self._texts.columns(new.logprobs, self._offsets[output.index])
+            self._offsets[output.index] += sum(map(len, told["tokens"]))
+        return self._chunk([_completion_choice(output.index, new.text, told, None)])
+
+    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
+        """See `Answer`."""
+        extension = {"weir": bill.extension(outputs)}
+        last = [_completion_choice(output.index, "", None, output.finish_reason) for output in outputs]
+        if not self._asked.includes_usage:
+            return self._chunk(last, extension)
+        return self._chunk(last) + self._chunk([], {"usage": bill.completion_usage()} | extension)
+
+    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
+        """See `Answer`."""
+        return event(refusal.body())
+
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """See `Answer`."""
+        choices = [
+            _completion_choice(
+                output.index,
+                output.text,
+                self._texts.columns(output.logprobs, 0) if self._wants_logprobs else None,
+                output.finish_reason,
+            )
+            for output in outputs
+        ]
+        return {**self._common, "choices": choices}
+
+    def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
+        """See `Answer`."""
+        return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
+
+    def _chunk(self, choices: Sequence[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
+        usage = {"usage": None} if self._asked.includes_usage else {}
+        return event({**self._common, "choices": choices, **usage, **(more or {})})
+
+
+def _completion_choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

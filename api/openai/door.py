@@ -8,12 +8,13 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 from urllib.parse import unquote
 
 from aiohttp import web
+from weir.v1 import inference_service_pb2 as pb
 
-from api.access.auth import Authenticator, check_model, payer
-from api.access.standing_key import StandingKey
+from api.access.auth import Authenticator, StandingKey, check_model, payer
 from api.core.accounts import models_for
 from api.core.addresses import FORWARDED_FOR, Origin
 from api.core.errors import Draining
@@ -25,34 +26,62 @@ from api.generation.process import Process
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
 from api.openai import answers
-from api.openai.chat_answer import ChatAnswer
-from api.openai.chat_parameters import ChatParameters, chat_asked
-from api.openai.completion_answer import CompletionAnswer
-from api.openai.completion_parameters import CompletionParameters, completion_asked
-from api.openai.embedding_parameters import NAMES as EMBEDDING_NAMES
-from api.openai.embedding_parameters import EmbeddingParameters, check_dimensions, embed_request, embedding_list
+from api.openai.answers import ChatAnswer, CompletionAnswer, TokenTexts
+from api.openai.embeddings import NAMES as EMBEDDING_NAMES
+from api.openai.embeddings import EmbeddingParameters, check_dimensions, embed_request, embedding_list
 from api.openai.exchange import JSON, Arrival, Exchange, plain_headers, refused
-from api.openai.http_requests import peer_of, read_body, secret_of
-from api.openai.models import model_list, one_model
-from api.openai.parameters import Asked, decode
-from api.openai.rate_limits import headers_of
-from api.openai.refusals import HttpFault, refusal_of, wrong_parameter
-from api.openai.response_answer import ResponseAnswer
-from api.openai.response_parameters import ResponseParameters, response_asked
-from api.openai.token_texts import TokenTexts
+from api.openai.listener import peer_of, read_body, secret_of
+from api.openai.parameters import Asked, ChatParameters, CompletionParameters, chat_asked, completion_asked, decode
+from api.openai.refusals import HttpFault, headers_of, refusal_of, wrong_parameter
+from api.openai.responses import ResponseAnswer, ResponseParameters, response_asked
 from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 
+OWNER = "weir"
+
 # The calls of the contract that these stand for: whoever may make those may make these.
 SERVICE = "/weir.v1.InferenceService"
-GENERATE, EMBED, LIST_MODELS = f"{SERVICE}/Generate", f"{SERVICE}/Embed", f"{SERVICE}/ListModels"
 KEY_AGE_MAX_S = 1.0  # second: what is known of a key may be so old. Over gRPC a stream is let in once, here each request is
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 CHUNKED_BYTES = 256 * 1024  # what a body of unknown size counts as while it is read
 KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")  # of request ids that come from keys that are no UUIDs
-
 Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse]]
+
+
+def model_list(models: list[pb.Model], started_at: int) -> dict[str, Any]:
+    """All models. started_at: of this process, in seconds since 1970, for models without a price."""
+    return {"object": "list", "data": [model_object(model, started_at) for model in models]}
+
+
+def one_model(models: list[pb.Model], name: str, started_at: int) -> dict[str, Any]:
+    """The model of a name. Raises: HttpFault."""
+    for model in models:
+        if model.name == name:
+            return model_object(model, started_at)
+    raise HttpFault(
+        404, f"the model {name[:200]!r} does not exist; GET /v1/models tells which there are", "model_not_found", param="model"
+    )
+
+
+def model_object(model: pb.Model, started_at: int) -> dict[str, Any]:
+    """One model. It counts as created when its present price came into force."""
+    facts: dict[str, Any] = {"context_window_tokens": model.context_window_tokens, "engine": model.engine}
+    created = started_at
+    if model.HasField("price"):
+        price = model.price
+        created = price.effective_time.seconds
+        facts["price"] = {
+            "version": price.version,
+            "currency_code": price.currency_code,
+            "input_picos_per_token": price.input_picos_per_token,
+            "cached_input_picos_per_token": price.cached_input_picos_per_token,
+            "output_picos_per_token": price.output_picos_per_token,
+        }
+    return {"id": model.name, "object": "model", "created": created, "owned_by": OWNER, "weir": facts}
+
+
+GENERATE, EMBED, LIST_MODELS = f"{SERVICE}/Generate", f"{SERVICE}/Embed", f"{SERVICE}/ListModels"
 
 
 class Door:

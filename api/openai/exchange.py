@@ -34,8 +34,7 @@ from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
 from api.openai.listener import Connection
 from api.openai.parameters import Asked
-from api.openai.rate_limits import headers_of
-from api.openai.refusals import CLIENT_CLOSED, Refusal, refusal_of
+from api.openai.refusals import CLIENT_CLOSED, Refusal, headers_of, refusal_of
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer

@@ -11,8 +11,7 @@ from msgspec.structs import astuple
 from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.conversation import MESSAGE_COUNT_MAX
-from api.openai.parameters import check_count
-from api.openai.refusals import wrong_parameter
+from api.openai.refusals import check_count, wrong_parameter
 from api.openai.tools import CallParameter, call_messages
 
 ROLES: Mapping[str, pb.Role.ValueType] = {

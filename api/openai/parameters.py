@@ -1,15 +1,11 @@
-"""What the bodies of all requests share: how they are read, and the parameters that stand in several of them.
-
-A body is parsed once, into a value of the types that are written here, or refused with the parameter that is wrong. The rule for
-what is accepted: a parameter is taken if what it asks for is what happens. Nothing is ignored in silence.
-"""
+"""Parameters of OpenAI's chat, completion and embedding requests, checked and turned into requests of ours."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar, cast, overload
 
 import msgspec
 from msgspec import Meta, Struct
@@ -17,8 +13,10 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.violations import Violations
 from api.core.wire import LABEL_COUNT_MAX
-from api.generation.decoding import STOP_TOKEN_ID_COUNT_MAX
-from api.openai.refusals import HttpFault, wrong_parameter
+from api.generation.decoding import CHOICE_COUNT_MAX, LOGIT_BIAS_COUNT_MAX, STOP_SEQUENCE_COUNT_MAX, STOP_TOKEN_ID_COUNT_MAX
+from api.openai.messages import Message, conversation
+from api.openai.refusals import HttpFault, check_count, wrong_parameter
+from api.openai.tools import Choice, Format, ToolParameter, fill_tools, response_format
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -30,6 +28,7 @@ TIERS: Mapping[str, pb.ServiceTier.ValueType] = {
     "default": pb.SERVICE_TIER_INTERACTIVE,
     "flex": pb.SERVICE_TIER_BATCH,
 }
+
 # How fields of a start frame are called in all of the APIs; each API adds its own.
 COMMON_NAMES: dict[str, str] = {
     "sampling.temperature": "temperature",
@@ -52,8 +51,51 @@ COMMON_NAMES: dict[str, str] = {
 _PATH = re.compile(r"^(?P<what>.*) - at `(?P<path>[^`]*)`(?: in `(?P<outer>[^`]*)`)?$", re.DOTALL)  # the second form of a key
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
-
 Body = TypeVar("Body", bound=Struct)
+
+# What is taken of parameters that ask for more than there is, and why no more is.
+NO_EFFORT = (
+    "none",
+    "what a model thinks is text of its answer; chat_template_kwargs.enable_thinking switches it where the model has a switch",
+)
+
+NO_VERBOSITY = ("medium", "how much a model says is for its prompt and max_tokens to say")
+NO_RETENTION = ("in_memory", "what is cached stays as long as there is room")
+CHAT_NAMES = COMMON_NAMES | {
+    "prompt": "messages",
+    "tools[].name": "tools[].function.name",
+    "tools[].strict": "tools[].function.strict",
+    "tools[].parameters_json_schema": "tools[].function.parameters",
+    "tool_choice.name": "tool_choice.function.name",
+    "tool_choice.single": "parallel_tool_calls",
+    "stop_sequences": "stop",
+    "choice_count": "n",
+    "response_format.json_schema": "response_format.json_schema.schema",
+}
+
+REFUSED = (
+    "audio",
+    "function_call",
+    "functions",
+    "moderation",
+    "prediction",
+    "prompt_cache_options",
+    "web_search_options",
+)
+
+MAX_TOKENS_UNSET = 16  # OpenAI's own default of this API, and of no other
+PROMPT_COUNT_MAX = 128  # each is a request of its own, all of which wait for the last one
+COMPLETION_NAMES = COMMON_NAMES | {
+    "text": "prompt",
+    "token_ids.ids": "prompt",
+    "stop_sequences": "stop",
+    "choice_count": "n",
+    "max_output_tokens": "max_tokens",
+    "top_logprobs": "logprobs",
+}
+
+Prompts = Sequence[str | Sequence[int]]
+Prompt = str | list[str | TokenId | list[TokenId]]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -61,15 +103,6 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-
-
-# What is taken of parameters that ask for more than there is, and why no more is.
-NO_EFFORT = (
-    "none",
-    "what a model thinks is text of its answer; chat_template_kwargs.enable_thinking switches it where the model has a switch",
-)
-NO_VERBOSITY = ("medium", "how much a model says is for its prompt and max_tokens to say")
-NO_RETENTION = ("in_memory", "what is cached stays as long as there is room")
 
 
 class ChatTemplateKwargs(Struct, forbid_unknown_fields=True):
@@ -182,12 +215,6 @@ def check_shared(given: SharedParameters) -> None:
         raise wrong_parameter("stream_options.include_obfuscation", "is not supported: leave it out or send false")
 
 
-def check_count(elements: Sized | None, param: str, most: int) -> None:
-    """As many as there may be, before any is looked at. Raises: InvalidRequest."""
-    if elements is not None and len(elements) > most:
-        raise wrong_parameter(param, f"at most {most} are allowed, not {len(elements)}")
-
-
 def refuse_given(given: Struct, *names: str) -> None:
     """Refuse parameters of OpenAI's API that are not served, unless they ask for nothing. Raises: InvalidRequest."""
     for name in names:
@@ -216,3 +243,181 @@ def _labels(given: SharedParameters) -> dict[str, str]:
                 raise wrong_parameter(name, "stands in metadata as well, with another value: leave one of them out")
             labels[name] = value
     return labels
+
+
+class ChatParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):
+    """What `client.chat.completions.create` may send."""
+
+    messages: list[Message]
+    max_tokens: Int64 | None = None
+    max_completion_tokens: Int64 | None = None
+    n: Int32 | None = None
+    stop: str | list[str] | None = None
+    seed: Int64 | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int32 | None = None
+    response_format: Format | None = None
+    modalities: list[str] | None = None
+    tools: list[ToolParameter] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: ChatTemplateKwargs | None = None  # not OpenAI's: as vLLM has it
+    # Served by others, not here: refused by name unless they ask for nothing.
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    prompt_cache_options: Any = None
+    web_search_options: Any = None
+    # Of these one value asks for what happens.
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+
+
+def chat_asked(given: ChatParameters) -> Asked:
+    """What a chat completion asks for. Raises: InvalidRequest."""
+    check_shared(given)
+    refuse_given(given, *REFUSED)
+    refuse_unless(given.reasoning_effort, "reasoning_effort", *NO_EFFORT)
+    refuse_unless(given.verbosity, "verbosity", *NO_VERBOSITY)
+    refuse_unless(given.prompt_cache_retention, "prompt_cache_retention", *NO_RETENTION)
+    if given.modalities not in (None, [], ["text"]):
+        raise wrong_parameter("modalities", "only text is supported")
+    limit_name, limit = output_limit(given)
+    turns = conversation(given.messages, "messages")
+    start = pb.StartFrame(conversation=turns.conversation)
+    fill_shared(start, given)
+    fill_thinking(start, given.chat_template_kwargs)
+    fill_tools(start, given.tools, given.tool_choice, given.parallel_tool_calls, wrapped=True)
+    fill_decoding(start, given)
+    if limit is not None:
+        start.max_output_tokens = limit
+    if given.top_logprobs is not None and not given.logprobs:
+        raise wrong_parameter("top_logprobs", "needs logprobs to be true")
+    if given.logprobs:
+        start.top_logprobs = given.top_logprobs or 0
+    if (wanted := response_format(given.response_format, "response_format")) is not None:
+        start.response_format.CopyFrom(wanted)
+    return Asked(
+        starts=(start,),
+        model=given.model,
+        streams=bool(given.stream),
+        includes_usage=given.stream_options is not None and bool(given.stream_options.include_usage),
+        names=CHAT_NAMES | turns.names | {"max_output_tokens": limit_name},
+        choice_count=1 if given.n is None else given.n,
+    )
+
+
+def output_limit(given: ChatParameters) -> tuple[str, int | None]:
+    """The bound on output tokens, and by which name it was given. Raises: InvalidRequest if two disagree."""
+    old, new = given.max_tokens, given.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise wrong_parameter("max_tokens", "is the old name of max_completion_tokens, which differs: leave it out")
+    return ("max_tokens", old) if new is None and old is not None else ("max_completion_tokens", new)
+
+
+def fill_decoding(start: pb.StartFrame, given: Any) -> None:
+    """Put into a start frame what chat and plain completions say alike of how tokens are chosen. given: parameters of either."""
+    for name in ("presence_penalty", "frequency_penalty", "seed"):
+        if (value := getattr(given, name)) is not None:
+            setattr(start.sampling, name, value)
+    check_count(given.logit_bias, "logit_bias", LOGIT_BIAS_COUNT_MAX)
+    stop = [given.stop] if isinstance(given.stop, str) else given.stop
+    check_count(stop, "stop", STOP_SEQUENCE_COUNT_MAX)
+    for token_id, bias in (given.logit_bias or {}).items():
+        start.sampling.logit_bias[token_id] = bias
+    start.stop_sequences.extend(stop or ())
+    if given.n is not None:
+        if not 1 <= given.n <= CHOICE_COUNT_MAX:  # before anything is made for each of them
+            raise wrong_parameter("n", f"must be from 1 to {CHOICE_COUNT_MAX}, not {given.n}")
+        start.choice_count = given.n
+
+
+class CompletionParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):
+    """What `client.completions.create` may send."""
+
+    prompt: Prompt
+    max_tokens: Int64 | None = None
+    n: Int32 | None = None
+    best_of: Int32 | None = None
+    stop: str | list[str] | None = None
+    seed: Int64 | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    logprobs: Int32 | None = None
+    echo: bool | None = None
+    suffix: Any = None
+
+
+class PromptedFrames(Sequence[pb.StartFrame]):
+    """One frame for each prompt, made when it is looked at: what is wrong with all of them is refused once the first was made."""
+
+    def __init__(self, start: pb.StartFrame, prompts: Prompts) -> None:
+        """start: without a prompt."""
+        self._start = start
+        self._prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> pb.StartFrame: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> PromptedFrames: ...
+
+    def __getitem__(self, index: int | slice) -> pb.StartFrame | PromptedFrames:
+        if isinstance(index, slice):
+            return PromptedFrames(self._start, self._prompts[index])
+        return with_prompt(self._start, self._prompts[index])
+
+
+def completion_asked(given: CompletionParameters) -> Asked:
+    """What a completion asks for. Raises: InvalidRequest."""
+    check_shared(given)
+    refuse_given(given, "echo", "suffix")
+    count = 1 if given.n is None else given.n
+    if given.best_of not in (None, count):
+        raise wrong_parameter("best_of", "must be what n is: nothing is generated that is not returned")
+    start = pb.StartFrame(max_output_tokens=MAX_TOKENS_UNSET if given.max_tokens is None else given.max_tokens)
+    fill_shared(start, given)
+    fill_decoding(start, given)
+    if given.logprobs is not None:
+        start.top_logprobs = given.logprobs
+    return Asked(
+        starts=PromptedFrames(start, prompts_of(given.prompt)),
+        model=given.model,
+        streams=bool(given.stream),
+        includes_usage=given.stream_options is not None and bool(given.stream_options.include_usage),
+        names=COMPLETION_NAMES,
+        choice_count=count,
+    )
+
+
+def prompts_of(given: Prompt, param: str = "prompt", count_max: int = PROMPT_COUNT_MAX) -> Prompts:
+    """The prompts: a text, texts, token ids, or lists of them. Raises: InvalidRequest for a mixture, none, or too many."""
+    if isinstance(given, str):
+        return [given]
+    if given and not isinstance(given[0], int):
+        check_count(given, param, count_max)
+    kinds = set(map(type, given))  # there may be a million token ids: no loop over them
+    if len(kinds) != 1:
+        raise wrong_parameter(param, "must be a text, a list of texts, a list of token ids, or a list of such lists")
+    return cast(Prompts, [given] if kinds == {int} else given)
+
+
+def with_prompt(start: pb.StartFrame, prompt: str | Sequence[int]) -> pb.StartFrame:
+    """The same request with a prompt."""
+    complete = pb.StartFrame()
+    complete.CopyFrom(start)
+    if isinstance(prompt, str):
+        complete.text = prompt
+    else:
+        complete.token_ids.ids.extend(prompt)
+    return complete

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+from weir.v1 import types_pb2
 
 from api.core.errors import FieldViolation, InvalidRequest
-from api.openai.rate_limits import headers_of_refusal, kind_of
+from api.core.wire import DIMENSIONS
+from metering.core.models import QuotaDimension
 
 CLIENT_CLOSED = 499  # no number of the standard, but the one that proxies log; no client sends such a request again by itself
 INVALID_HTTP = "invalid_http"  # the code of what is no HTTP at all
 CLIENT_WAIT_MAX_S = 120.0  # seconds: for longer than that no OpenAI client waits by itself, it would only come too early
-
 HTTP_STATUSES: Mapping[int, int] = {
     code_pb2.INVALID_ARGUMENT: 400,
     code_pb2.UNIMPLEMENTED: 400,
@@ -37,6 +39,7 @@ HTTP_STATUSES: Mapping[int, int] = {
     code_pb2.UNAVAILABLE: 503,
     code_pb2.DEADLINE_EXCEEDED: 504,
 }
+
 # Reasons whose code is not simply the reason in small letters.
 CODES: Mapping[str, str] = {
     "UNAUTHENTICATED": "invalid_api_key",
@@ -53,8 +56,28 @@ CODES: Mapping[str, str] = {
 TERMS = re.compile(r"\b(?:max_output_tokens|min_output_tokens|choice_count|tool_choice\.single|TOOL_MODE_[A-Z]+|request_id)\b")
 WORDS = {"TOOL_MODE_NONE": "none", "TOOL_MODE_AUTO": "auto", "TOOL_MODE_REQUIRED": "required", "request_id": "Idempotency-Key"}
 INDEX = re.compile(r"\[\d+\]")
-
 Detail = TypeVar("Detail", bound=Message)
+
+REQUESTS, TOKENS = "requests", "tokens"
+# Limits that come back within a minute: waiting for them is what OpenAI calls a rate limit. The others are quotas.
+RATES: Mapping[QuotaDimension, str] = {
+    QuotaDimension.CONCURRENT_REQUESTS: REQUESTS,
+    QuotaDimension.REQUESTS_PER_MINUTE: REQUESTS,
+    QuotaDimension.TOKENS_PER_MINUTE: TOKENS,
+    QuotaDimension.INPUT_TOKENS_PER_MINUTE: TOKENS,
+    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: TOKENS,
+}
+
+COUNTED: Mapping[QuotaDimension, str] = {
+    QuotaDimension.REQUESTS_PER_MINUTE: REQUESTS,
+    QuotaDimension.TOKENS_PER_MINUTE: TOKENS,
+    QuotaDimension.INPUT_TOKENS_PER_MINUTE: TOKENS,
+    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: TOKENS,
+    QuotaDimension.TOKENS_PER_DAY: TOKENS,
+    QuotaDimension.TOKENS_PER_MONTH: TOKENS,
+}
+
+COUNTED_NUMBERS = {DIMENSIONS[dimension]: kind for dimension, kind in COUNTED.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +205,59 @@ def detail_of(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
         if packed.Unpack(detail):
             return detail
     return None
+
+
+def kind_of(dimension: str) -> str | None:
+    """What a rate limit counts, `requests` or `tokens`; None for a quota of another sort. dimension: by its name."""
+    return RATES.get(QuotaDimension(dimension)) if dimension in set(QuotaDimension) else None
+
+
+def headers_of(quotas: Iterable[types_pb2.QuotaStatus]) -> dict[str, str]:
+    """Headers of a request that was let in. quotas: all that it met, itself counted."""
+    tightest: dict[str, types_pb2.QuotaStatus] = {}
+    for quota in quotas:
+        kind = COUNTED_NUMBERS.get(quota.dimension)
+        if kind is not None and (kind not in tightest or quota.remaining_value < tightest[kind].remaining_value):
+            tightest[kind] = quota
+    headers: dict[str, str] = {}
+    for kind, quota in tightest.items():
+        delay = quota.reset_delay
+        headers |= three(kind, quota.limit_value, quota.remaining_value, delay.seconds + delay.nanos / 1e9)
+    return headers
+
+
+def headers_of_refusal(facts: Mapping[str, str]) -> dict[str, str]:
+    """Headers of a request that a limit refused. facts: `api.errors.quota_metadata`; of any other error there are none."""
+    dimension = facts.get("dimension", "")
+    kind = COUNTED.get(QuotaDimension(dimension)) if dimension in set(QuotaDimension) else None
+    if kind is None or "reset_time" not in facts:
+        return {}
+    left_s = (datetime.fromisoformat(facts["reset_time"]) - datetime.now(UTC)).total_seconds()
+    return three(kind, int(facts["limit"]), int(facts["remaining"]), left_s)
+
+
+def three(kind: str, limit: int, remaining: int, reset_s: float) -> dict[str, str]:
+    """Limit, what is left of it, and when it is whole again."""
+    return {
+        f"x-ratelimit-limit-{kind}": str(limit),
+        f"x-ratelimit-remaining-{kind}": str(max(remaining, 0)),
+        f"x-ratelimit-reset-{kind}": duration_text(reset_s),
+    }
+
+
+def duration_text(seconds: float) -> str:
+    """As OpenAI writes it: `350ms`, `12s`, `6m0s`, `2h0m5s`."""
+    ms = max(round(seconds * 1000), 0)
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, whole_s = divmod(ms // 1000, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes}m{whole_s}s"
+    return f"{minutes}m{whole_s}s" if minutes else f"{whole_s}s"
+
+
+def check_count(elements: Sized | None, param: str, most: int) -> None:
+    """As many as there may be, before any is looked at. Raises: InvalidRequest."""
+    if elements is not None and len(elements) > most:
+        raise wrong_parameter(param, f"at most {most} are allowed, not {len(elements)}")

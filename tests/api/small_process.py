@@ -15,8 +15,7 @@ from typing import Any, cast
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.access.auth import Authenticator
-from api.access.standing_key import StandingKey
+from api.access.auth import Authenticator, StandingKey
 from api.core.settings import Settings
 from api.generation.admission import Admission, Capacity
 from api.generation.client_stream import ClientStream

@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from api.access.key_changes import KeyChanges
+from api.access.auth import KeyChanges
 from api.core.addresses import Proxies
 from api.core.setting_values import networks
 from api.generation.peers import make_identity, vouched_address, voucher_of
@@ -105,7 +105,7 @@ def test_a_voucher_is_good_for_one_secret_of_one_process_for_a_while() -> None:
 
 
 def test_a_key_that_has_changed_since_a_look_up_began_is_known_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.access.key_changes.KEYS_MAX", 2)
+    monkeypatch.setattr("api.access.auth.KEYS_MAX", 2)
     changes, alice, bob = KeyChanges(), uuid.uuid4(), uuid.uuid4()
     begun = changes.count
     changes.note(alice)

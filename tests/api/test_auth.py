@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from api.access import auth, key_changes
+from api.access import auth
+from api.access import auth as key_changes
 from api.access.auth import Authenticator
 from api.core.addresses import Origin
 from api.core.interceptor import METHOD

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
-from api.openai.answers import Output
-from api.openai.chat_answer import MARK, ChatAnswer
+from api.openai.answers import MARK, ChatAnswer, Output
 from api.openai.parameters import Asked
 
 texts = st.text() | st.sampled_from([MARK, f'"{MARK}"', "\u2028\u0085\u2029", '"}],"usage":', "\x00"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from api.console.files import STATIC
+from api.console.console import STATIC
 
 MODULES = sorted(STATIC.glob("*.mjs"))
 NODE_WAIT_S = 60.0

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.access.standing_key import StandingKey
+from api.access.auth import StandingKey
 from api.core.errors import MessageUnreadable
 from api.core.interceptor import Context, ReceivedMessages, first_error, readable, tolerant
 from api.core.pace import FramePace

@@ -16,7 +16,7 @@ import pytest
 from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
 
-from api.access.standing_key import StandingKey
+from api.access.auth import StandingKey
 from api.core import pace
 from api.core.pace import FramePace
 from api.core.settings import Settings

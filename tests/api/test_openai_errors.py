@@ -20,14 +20,12 @@ from api.core.settings import Settings
 from api.core.statuses import CODES, status_of
 from api.generation.conversation import MESSAGE_COUNT_MAX
 from api.openai import answers
-from api.openai.chat_parameters import NAMES
-from api.openai.items import Item, conversation_of
 from api.openai.messages import Message, conversation
+from api.openai.parameters import CHAT_NAMES as NAMES
 from api.openai.parameters import decode
-from api.openai.rate_limits import duration_text, headers_of
-from api.openai.refusals import HTTP_STATUSES, parameter, refusal_of
-from api.openai.response_parameters import NAMES as RESPONSE_NAMES
-from api.openai.response_parameters import ResponseParameters
+from api.openai.refusals import HTTP_STATUSES, duration_text, headers_of, parameter, refusal_of
+from api.openai.responses import NAMES as RESPONSE_NAMES
+from api.openai.responses import Item, ResponseParameters, conversation_of
 from inference.capabilities import RequestField
 from inference.errors import RequestImpossible
 

@@ -29,11 +29,9 @@ from openai.types.responses import (
 from typing_extensions import get_type_hints, is_typeddict
 
 from api.core.errors import InvalidRequest
-from api.openai.chat_parameters import ChatParameters, chat_asked
-from api.openai.completion_parameters import CompletionParameters, completion_asked
-from api.openai.embedding_parameters import EmbeddingParameters, check_dimensions, embed_request
-from api.openai.parameters import decode
-from api.openai.response_parameters import ResponseParameters, response_asked
+from api.openai.embeddings import EmbeddingParameters, check_dimensions, embed_request
+from api.openai.parameters import ChatParameters, CompletionParameters, chat_asked, completion_asked, decode
+from api.openai.responses import ResponseParameters, response_asked
 from infra.architecture import ROOT
 
 DOCUMENT = ROOT / "docs" / "openai.md"

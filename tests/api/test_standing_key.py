@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from api.access.standing_key import StandingKey
+from api.access.auth import StandingKey
 from api.core.errors import AuthenticationThrottled, PermissionDenied, Unauthenticated
 from metering.core.errors import KeyInvalid, StoreAway
 from metering.tenants.tenants import Principal

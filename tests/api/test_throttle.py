@@ -13,8 +13,7 @@ from structlog.testing import capture_logs
 
 from api.access import auth, throttle
 from api.access.auth import Authenticator
-from api.access.shared_failures import ADDRESSES_AT_ONCE, SharedFailures
-from api.access.throttle import ADDRESSES_MAX, Throttle
+from api.access.throttle import ADDRESSES_AT_ONCE, ADDRESSES_MAX, SharedFailures, Throttle
 from api.core.addresses import Proxies, address_of
 from api.core.errors import AuthenticationThrottled
 from metering.control.control_channel import BYTES_MAX

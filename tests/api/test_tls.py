@@ -15,7 +15,7 @@ from weir_client import AsyncClient, Unavailable
 from weir_client.tls import TlsOptions
 
 from api.access.tls import Tls, open_tls
-from api.cli.failures import explain
+from api.cli.connection import explain
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
 from api.openai.listener import Listener

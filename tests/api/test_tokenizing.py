@@ -13,8 +13,7 @@ from api.core.errors import InvalidRequest, PromptFiltered
 from api.generation.conversation import thinking_of
 from api.generation.text_work import TextWork
 from api.generation.tokenizing import TextJob, check_prompt, tokenize
-from api.openai.chat_parameters import ChatParameters, chat_asked
-from api.openai.parameters import decode
+from api.openai.parameters import ChatParameters, chat_asked, decode
 from inference.safety.safety_file import Rule, RuleChecker
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool, ToolCall

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from weir_client import ErrorDetails, ExceededQuota, QuotaExceeded, Unavailable
 
-from api.cli.connection import ConnectionProblem, Role, connection_path, read_connection_file, resolve
-from api.cli.failures import explain
+from api.cli.connection import ConnectionProblem, Role, connection_path, explain, read_connection_file, resolve
 from api.cli.main import COMMANDS, load
 from tests.cli.conftest import Run, ScriptedWeir
 

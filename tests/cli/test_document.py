@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from weir.v1 import configuration_pb2
 
 from api.cli import document
-from api.cli.document import read_document, write_document
-from api.cli.document_format import QUOTA
+from api.cli.document import QUOTA, read_document, write_document
 
 GOOD = """\
 version: 1

@@ -20,14 +20,25 @@ from weir_client import (
     UsageShare,
 )
 
-from api.cli.amounts import decimal_text, duration_text, parse_limit, parse_price, units_to_picos
 from api.cli.audit import changed
-from api.cli.failures import flag_of
+from api.cli.connection import flag_of
 from api.cli.keys import key_state, parse_span
-from api.cli.output import show
-from api.cli.render import printable, table, to_text, tokens_per_second, usage_line, waterfall
-from api.cli.trace import traced
-from api.cli.usage_render import usage_csv, usage_table
+from api.cli.render import (
+    decimal_text,
+    duration_text,
+    parse_limit,
+    parse_price,
+    printable,
+    show,
+    table,
+    to_text,
+    tokens_per_second,
+    units_to_picos,
+    usage_line,
+    waterfall,
+)
+from api.cli.report import usage_csv, usage_table
+from api.cli.requests import traced
 
 
 @pytest.mark.parametrize(

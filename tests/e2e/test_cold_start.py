@@ -14,7 +14,7 @@ import grpc
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.chaos.processes import children_of
+from api.chaos.system import children_of
 from inference.routing.memory import torch_memory_bytes
 from tests.conftest import new_database
 from tests.metering.invariants import check_invariants

@@ -24,9 +24,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from yarl import URL
 
-from api.console.calls import OFFERED, names
-from api.console.console import BODY_BYTES_MAX
-from api.console.files import HEADERS, STATIC, read_files
+from api.console.console import BODY_BYTES_MAX, HEADERS, OFFERED, STATIC, names, read_files
 from api.core.endpoint import read_console_url
 from api.core.health import SERVICES
 from metering.core.models import QuotaDimension

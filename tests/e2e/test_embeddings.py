@@ -22,7 +22,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir_client import AlreadyExists, Client, InvalidRequest, ModelTask
 
-from api.chaos.processes import children_of
+from api.chaos.system import children_of
 from inference.adapters.remote_settings import Service as RemoteService
 from inference.text.tokenizer import Tokenizer
 from metering.core.models import QuotaDimension

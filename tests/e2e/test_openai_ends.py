@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 from api.core.errors import Draining
 from api.generation.live import LiveRequest
-from api.openai import http_requests
+from api.openai import listener as http_requests
 from metering.core.models import Outcome, QuotaDimension
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, connect_async, cost_of, extension, says

@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from msgspec import inspect
 
-from api.openai.chat_parameters import ChatParameters
-from api.openai.completion_parameters import CompletionParameters
-from api.openai.embedding_parameters import EmbeddingParameters
-from api.openai.response_parameters import ResponseParameters
+from api.openai.embeddings import EmbeddingParameters
+from api.openai.parameters import ChatParameters, CompletionParameters
+from api.openai.responses import ResponseParameters
 from metering.core.models import QuotaDimension
 from tests.service import MODEL, PATIENCE_S, Service, Tenant, log_events
 

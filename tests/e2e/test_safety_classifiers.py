@@ -14,7 +14,7 @@ from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.chaos.processes import children_of
+from api.chaos.system import children_of
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.inference.classifier_checkpoints import make_danger_classifier

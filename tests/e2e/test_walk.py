@@ -24,7 +24,7 @@ from sqlalchemy import insert
 from weir.v1 import billing_service_pb2_grpc, months_pb2, types_pb2, usage_reports_pb2
 from weir.v1 import inference_service_pb2 as pb
 
-from api.console.calls import names as offered_names
+from api.console.console import names as offered_names
 from api.core.health import SERVICES
 from metering.alerts.alerts import Alert
 from metering.core.models import QuotaDimension

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from api.chaos.audit import Outcome, audit, exported_quantities
-from api.chaos.kills import WEIGHTS, Kill, Kind
 from api.chaos.load import Asked
-from api.chaos.rounds import Plan, Report, chaos_settings, run_rounds
+from api.chaos.rounds import WEIGHTS, Kill, Kind, Plan, Report, chaos_settings, run_rounds
 from api.chaos.system import EXPORT_FILE, JOURNALS
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import ModelPrice

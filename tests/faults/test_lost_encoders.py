@@ -15,7 +15,7 @@ from weir.v1 import admin_service_pb2_grpc, replicas_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.chaos.processes import children_of
+from api.chaos.system import children_of
 from api.core.settings import bundled_models
 from metering.pricing.prices import set_price
 from tests.conftest import new_database

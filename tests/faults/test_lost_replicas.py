@@ -11,7 +11,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.chaos.processes import children_of
+from api.chaos.system import children_of
 from api.core.settings import bundled_models
 from metering.core.models import QuotaDimension
 from tests.faults.billed import check_ledger, rate

@@ -15,7 +15,7 @@ import pytest
 from smg_grpc_proto.generated import common_pb2
 from typer.testing import CliRunner
 
-from api.cli.doctor import doctor as commands
+from api.cli.processes import doctor as commands
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
 from api.fleet.engines import build_engines

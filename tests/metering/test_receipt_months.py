@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from weir_client import verify_receipts, wire_receipts
 
-from api.cli.receipt_files import read_report
+from api.cli.receipts import read_report
 from api.core.messages import receipt_message
 from metering.core.errors import InvalidValue
 from metering.holds.connections import HoldConnection

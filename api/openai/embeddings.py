@@ -1,4 +1,4 @@
-"""The body of `POST /v1/embeddings`, the request that it asks for, and the answer in OpenAI's form."""
+"""OpenAI's embeddings: parameters of a request, and its answer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from msgspec import Struct
 from weir.v1 import inference_service_pb2 as pb
 
 from api.openai.answers import cost_facts
-from api.openai.completion_parameters import Prompt, prompts_of
-from api.openai.parameters import Int32
+from api.openai.parameters import Int32, Prompt, prompts_of
 from api.openai.refusals import wrong_parameter
 
 NAMES: Mapping[str, str] = {"inputs": "input", "labels": "user", "labels['user']": "user"}
+
 INPUT_COUNT_MAX = 2048  # OpenAI's own; the model may take fewer
 
 
