@@ -1,8 +1,7 @@
-"""One batch of hold operations as one transaction: lock, decide in memory, write back.
+"""One batch of hold operations as one transaction that locks what it decides by: read, decide in memory, write back.
 
-The decisions are in `decide.py`; what is read and locked in `read.py`, what is written in `write.py`. Lock order
-is hold rows by id, then counter rows by (quota, window), in every process alike. Within a batch what ends goes first, so that its
-room serves what is admitted.
+The decisions are in `decide.py`; what is read and locked in `read.py`, what is written in `write.py`. Within a batch what ends goes
+first, so that its room serves what is admitted. What can do without the locks goes another way (`one_trip.py`).
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from metering.core.errors import MeteringError
-from metering.core.models import HoldState
-from metering.holds.counter_rows import GuardFailed, lock_counters
-from metering.holds.decide import Decisions
+from metering.holds.decide import BatchReads, BatchWrites, Decisions
 from metering.holds.known import OwnHolds, known_of
 from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, HoldOperation, Renew, Renewed, Settle, Void
-from metering.holds.read import SELECT_ORPHANS, BatchReads, read_and_lock
-from metering.holds.write import BatchWrites, write_and_commit
+from metering.holds.read import SELECT_ORPHANS, lock_counters, read_and_lock
+from metering.holds.write import GuardFailed, changed_holds, counter_writes, new_holds, renewals, usage_writes
+from metering.core.models import HoldState
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey
 from metering.quotas.quotas import Counters, QuotaExceeded
@@ -54,7 +52,8 @@ async def execute_batch(
         await exchange(connection, [("ROLLBACK", ())])
         reads, writes, answers = await decide_and_commit(connection, batch, owner_id, expiry_s, signer, unread=False)
     if own is not None:
-        remember(own, reads, writes)
+        for hold in (*(new.hold for new in writes.holds), *(hold for hold, _ in writes.extensions.values())):
+            own.add(hold)
     if refusals is not None and (refused := refused_of(operations, answers)):
         await refusals.note(connection, reads.now, refused)
     return [answers[index] for index in range(len(operations))]
@@ -74,33 +73,34 @@ async def decide_and_commit(
     hold_ids = {op.hold_id for op in batch if not isinstance(op, Admit | Renew)}
     billed_ids = {op.hold_id for op in batch if isinstance(op, Settle | Expire)}
     reads = await read_and_lock(connection, hold_ids, admits, billed_ids)
+    locked = {project_id: head.sequence for project_id, head in reads.chains.heads.items()}
     if unread and only_gives_back(reads, batch):
-        counters = Counters(reads.now, unread=True)
+        counters = Counters(reads.now, guessed=True)
     else:
         counters = await lock_counters(connection, reads.now, counter_keys(reads, batch))
-    decisions = Decisions(reads, counters, BatchWrites(reads.chains))
+    decisions = Decisions(reads, counters)
     answers: dict[int, HoldAnswer | Exception] = {}
     for index in sorted(range(len(batch)), key=lambda i: ORDER[type(batch[i])]):
         try:
             answers[index] = decisions.decide(batch[index])
         except MeteringError as refusal:
             answers[index] = refusal
-    renewals = [index for index in sorted(answers) if isinstance(batch[index], Renew)]
-    renewed = await write_and_commit(connection, owner_id, expiry_s, counters, decisions.writes, signer)
-    answers.update(zip(renewals, map(Renewed, renewed), strict=True))
-    gone = counters.created - counters.changed
-    known_of(connection).saw((key, row.used + row.held) for key, row in counters.rows.items() if key not in gone)
-    return reads, decisions.writes, answers
-
-
-def remember(own: OwnHolds, reads: BatchReads, writes: BatchWrites) -> None:
-    """What stands now of the holds that were taken or extended."""
-    for new in writes.holds:
-        own.admitted(new.admit, new.terms, new.leased_token_count, reads.now)
-    for number in writes.extensions:
-        hold = reads.holds[number]
-        if hold.state == HoldState.HELD:
-            own.extended(hold.id, hold.own(reads.prices[hold.price_version_id]))
+    writes = decisions.writes
+    renewing = renewals(writes, expiry_s)
+    statements = [
+        *renewing,
+        *new_holds(writes, str(owner_id), expiry_s),
+        *changed_holds(writes, expiry_s),
+        *usage_writes(reads.chains, writes.events, signer),
+        *counter_writes(counters),
+    ]
+    rows = await exchange(connection, [*statements, ("COMMIT", ())])
+    renewed = (Renewed(frozenset(row[0] for row in found)) for found in rows[: len(renewing)])
+    answers.update(zip((index for index in sorted(answers) if isinstance(batch[index], Renew)), renewed, strict=True))
+    known, gone = known_of(connection), counters.created - counters.changed.keys()
+    known.saw({key: row for key, row in counters.rows.items() if key not in gone})
+    known.continued(locked, {project_id: reads.chains.heads[project_id] for project_id in reads.chains.changed})
+    return reads, writes, answers
 
 
 def only_gives_back(reads: BatchReads, batch: Sequence[HoldOperation]) -> bool:
@@ -126,17 +126,13 @@ async def find_orphans(connection: Connection, operations: Sequence[HoldOperatio
 def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[CounterKey]:
     """Every counter that the batch may touch."""
     keys: set[CounterKey] = set()
-    admits = [op for op in batch if isinstance(op, Admit)]
     extended_ids = {op.hold_id for op in batch if isinstance(op, Extend)}
     undone_ids = {op.hold_id for op in batch if isinstance(op, Void | Expire)}
     for hold in reads.holds.values():
         if hold.state in (HoldState.HELD, HoldState.EXPIRED):
-            rules = reads.rules_of(hold)
-            claim = hold.claim(reads.prices[hold.price_version_id])
-            keys |= quotas.touched_keys(rules, claim, reads.now, extends=hold.id in extended_ids, undoes=hold.id in undone_ids)
-    charged = {(op.payer, op.model) for op in admits}
-    keys |= {rule.key(reads.now) for payer, model in charged for rule in reads.rules_for(payer, model).rules}
-    return keys
+            extends, undoes = hold.id in extended_ids, hold.id in undone_ids
+            keys |= quotas.touched_keys(hold.rules, hold.claim(), reads.now, extends=extends, undoes=undoes)
+    return keys | {rule.key(reads.now) for terms in reads.terms.values() for rule in terms.rules}
 
 
 def refused_of(operations: Sequence[HoldOperation], answers: Mapping[int, HoldAnswer | Exception]) -> list[Refused]:

@@ -26,6 +26,16 @@ from metering.holds.batch import execute_batch
 from metering.holds.journal import Bind
 from metering.holds.known import OwnHolds, known_of
 from metering.holds.lease_clock import LeaseClock
+from metering.holds.one_trip import (
+    Trip,
+    learn_rules,
+    plan_admissions,
+    plan_ends,
+    plan_extensions,
+    seems_to_fit,
+    take,
+    unknown_rules,
+)
 from metering.holds.operations import (
     Admit,
     Admitted,
@@ -40,9 +50,6 @@ from metering.holds.operations import (
     Settled,
     Void,
 )
-from metering.holds.quick_admissions import admit_planned, plan, seems_to_fit
-from metering.holds.quick_ends import end_planned, plan_ends
-from metering.holds.quick_extensions import extend_planned, extended_hold, plan_extensions
 from metering.holds.standing_holds import StandingHolds, execute_binds
 from metering.quotas.refusals import Refusals
 from metering.receipts.chaining import BatchSigner
@@ -156,73 +163,41 @@ class HoldConnection:
                 own=self._own,
             )
 
-        quick = await self._admit_quickly(batch) or await self._end_quickly(batch) | await self._extend_quickly(batch)
-        if len(quick) == len(batch) > 0:
-            answers = [quick[place] for place in range(len(batch))]
+        await self._learn_rules(batch)
+        done: dict[int, HoldAnswer | Exception] = {}
+        for plan in (plan_admissions, plan_ends, plan_extensions):  # what ends comes before what is extended
+            connection = self._connection
+            if connection is not None and (trip := plan(known_of(connection), self._own, batch)) is not None:
+                done |= zip(trip.places, await self._try(trip), strict=False)
+        if len(done) == len(batch) > 0:
+            answers = [done[place] for place in range(len(batch))]
         else:
-            slow = iter(await self._execute(run, [op for place, op in enumerate(batch) if place not in quick]))
-            answers = [quick[place] if place in quick else next(slow) for place in range(len(batch))]
+            left = iter(await self._execute(run, [op for place, op in enumerate(batch) if place not in done]))
+            answers = [done[place] if place in done else next(left) for place in range(len(batch))]
         for op, answer in zip(batch, answers, strict=True) if self.refusals.awaits_returns else ():
             if isinstance(op, Admit) and isinstance(answer, Admitted):
                 self.refusals.let_in((op.payer.project_id, op.request_id))
         return answers
 
-    async def _admit_quickly(self, batch: Sequence[HoldOperation]) -> dict[int, HoldAnswer | Exception]:
-        """The answers of admissions that could be done in one round trip, by their places.
+    async def _learn_rules(self, batch: Sequence[HoldOperation]) -> None:
+        """Read what of the rules of own holds is not known; where that fails they go the long way."""
 
-        None where something else is in the batch: what ends something makes room for what is admitted with it.
-        """
-        admits = [op for op in batch if isinstance(op, Admit)]
-        if self._connection is None or len(admits) < len(batch):
-            return {}
-        planned = plan(known_of(self._connection), admits)
-        if planned is None:
-            return {}
+        async def run(connection: Connection, _: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
+            await learn_rules(connection, known_of(connection), missing)
+            return []
 
-        async def run(connection: Connection) -> list[HoldAnswer | Exception]:
-            known = known_of(connection)
-            admitted = await admit_planned(connection, known, planned, self._owner_id, self._expiry_s)
-            for answer, (op, terms, _) in zip(admitted, planned.admissions, strict=True):
-                self._own.admitted(op, terms.common, answer.leased_token_count, answer.admitted_at)
-            return [*admitted]
+        if self._connection is not None and (missing := unknown_rules(known_of(self._connection), self._own, batch)):
+            await self._execute(run, [])
+            if self._connection is not None:
+                unknown_rules(known_of(self._connection), self._own, batch)
 
-        return dict(zip(planned.places, await self._try([each.op for each in planned.admissions], run), strict=False))
-
-    async def _end_quickly(self, batch: Sequence[HoldOperation]) -> dict[int, HoldAnswer | Exception]:
-        """The same of settlements whose holds need not be read. What ends comes first, whatever else is in the batch."""
-        planned = plan_ends(self._own, batch)
-        if planned is None or self._connection is None:
-            return {}
-
-        async def run(connection: Connection) -> list[HoldAnswer | Exception]:
-            return [*await end_planned(connection, known_of(connection), planned, self._signer)]
-
-        return dict(zip(planned.places, await self._try([end.op for end in planned.ends], run), strict=False))
-
-    async def _extend_quickly(self, batch: Sequence[HoldOperation]) -> dict[int, HoldAnswer | Exception]:
-        """The same of extensions, after what ends."""
-        connection = self._connection
-        planned = None if connection is None else plan_extensions(self._own, known_of(connection), batch)
-        if planned is None:
-            return {}
-
-        async def run(connection: Connection) -> list[HoldAnswer | Exception]:
-            now = await extend_planned(connection, known_of(connection), planned, self._expiry_s)
-            extended = [extended_hold(each, now) for each in planned.extensions]
-            for each, hold in zip(planned.extensions, extended, strict=True):
-                self._own.extended(each.op.hold_id, hold)
-            return [Extended(hold.leased_token_count) for hold in extended]
-
-        return dict(zip(planned.places, await self._try([each.op for each in planned.extensions], run), strict=False))
-
-    async def _try(
-        self, operations: Sequence[HoldOperation], quickly: Callable[[Connection], Answers]
-    ) -> list[HoldAnswer | Exception]:
+    async def _try(self, trip: Trip) -> list[HoldAnswer | Exception]:
         """All of the operations at once, or none, which then go the long way: nothing is committed and nothing answered."""
 
         async def run(connection: Connection, operations: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
             try:
-                return await quickly(connection)
+                known, owner = known_of(connection), str(self._owner_id)
+                return [*await take(connection, known, self._own, trip, owner=owner, expiry_s=self._expiry_s, signer=self._signer)]
             except (*CONFLICTS, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
                 log.debug("batch_goes_the_long_way", cause=type(unforeseen).__name__, operation_count=len(operations))
                 if connection.pgconn.transaction_status != IDLE:
@@ -235,7 +210,7 @@ class HoldConnection:
                 await self.close()
                 return []
 
-        return await self._execute(run, operations)
+        return await self._execute(run, trip.operations)
 
     async def bind(self, binds: Sequence[Bind], renewal: Renew) -> list[HoldAnswer | Exception]:
         """The same for requests that were let in without the database.

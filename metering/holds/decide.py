@@ -1,13 +1,18 @@
-"""What one batch of hold operations decides, one operation after the other, in memory.
+"""The meaning of the operations on holds: what each does to holds, counters, usage events and money. Written here once.
 
-By `quotas.py` about room, and here about all else: who may, what has ended, what is recorded. Reads and writes nothing itself.
+Pure, one operation after the other, on values in memory. Two ways lead here: `batch.py` hands over rows that it has locked;
+`one_trip.py` hands over what the process remembers of them, and has the database see for itself that they still are so.
 """
 
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import NamedTuple
 
+from metering.pricing.token_prices import TokenPrices, embedding_terms
 from metering.core.errors import (
     HoldEnded,
     InvariantViolated,
@@ -18,7 +23,6 @@ from metering.core.errors import (
     RequestIdReused,
     RequestInFlight,
 )
-from metering.core.models import HoldState, Outcome
 from metering.holds.operations import (
     Admit,
     Admitted,
@@ -37,14 +41,193 @@ from metering.holds.operations import (
     Void,
     is_other_payload,
 )
-from metering.holds.read import BatchReads, EventSums, HoldRow, SameRequest
-from metering.holds.write import BatchWrites, End, Extension, NewHold, usage_row
-from metering.pricing.token_prices import TokenPrices, embedding_terms
+from metering.core.models import HoldState, Outcome, ServiceTier
 from metering.quotas import quotas
-from metering.quotas.quota_rules import Claim, money_scale
+from metering.quotas.quota_rules import Claim, Payer, QuotaRule, money_scale
 from metering.quotas.quotas import Counters
+from metering.receipts.chaining import Chains, IssuedReceipt
+from metering.store.exchange import packed_id
+
+LATEST = datetime.max.replace(tzinfo=UTC)
+TermsKey = tuple[int, str, ServiceTier, bool]  # the key's number, model, tier; whether requests embed
+
+
+@dataclass(slots=True, eq=False)
+class HoldTerms:
+    """What holds of one key for one model have in common: whose they are, their price, what they are charged to.
+
+    payer_ids: organization, project and key as a receipt has them, 48 bytes. quota_ids: numbers. charged: the price that quotas on
+    money count. packed_quota_ids: the quotas as elements of a packed array. Those of one batch are grouped by identity.
+    """
+
+    payer_ids: bytes
+    model: str
+    embedding: bool
+    prices: TokenPrices
+    quota_ids: tuple[int, ...]
+    charged: TokenPrices = field(init=False)
+    packed_quota_ids: list[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Work out once what each batch needs."""
+        self.charged = embedding_terms(self.prices) if self.embedding else self.prices
+        self.packed_quota_ids = list(map(packed_id, self.quota_ids))
+
+    @property
+    def project_id(self) -> bytes:
+        """16 bytes."""
+        return self.payer_ids[16:32]
+
+
+@dataclass(slots=True, eq=False)
+class AdmissionTerms:
+    """What decides about admissions of a key for a model and tier, to embed or not. until: None: for ever."""
+
+    payer: Payer
+    common: HoldTerms
+    rules: tuple[QuotaRule, ...]
+    until: datetime | None
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """A hold, changed as operations are decided. rules: those that it is charged to.
+
+    posted_cost_picos: the money that its posted tokens are worth, once it is extended.
+    """
+
+    id: uuid.UUID
+    request_id: uuid.UUID
+    terms: HoldTerms
+    rules: Sequence[QuotaRule]
+    input_token_count: int
+    cached_input_token_count: int
+    leased_token_count: int
+    delivered_token_count: int
+    posted_token_count: int
+    posted_minutes: tuple[int, ...]
+    admitted_at: datetime
+    charged_at: datetime
+    state: str = HoldState.HELD
+    expires_at: datetime = LATEST
+    posted_cost_picos: int = 0
+
+    @property
+    def unbound(self) -> bool:
+        """Whether it was taken in advance and no request has been given to it (`standing_holds.py`)."""
+        return self.request_id == self.id
+
+    def claim(self, cached_input_token_count: int = 0) -> Claim:
+        """What the hold claims of its quotas; `cached_input_token_count` where more is known than the hold has.
+
+        What comes to be known after the input was posted changes nothing any more: it stands in windows that may be over.
+        """
+        cached = self.cached_input_token_count
+        if cached_input_token_count > cached and not self.posted_token_count:
+            cached = cached_input_token_count
+        return Claim(
+            self.terms.charged,
+            self.input_token_count,
+            cached,
+            self.leased_token_count,
+            self.posted_token_count,
+            self.admitted_at,
+            self.charged_at,
+            self.posted_minutes,
+        )
+
+
+class EventSums(NamedTuple):
+    """What the usage events of one hold add up to; nothing for a hold that has none."""
+
+    part_count: int = 0
+    input_token_count: int = 0
+    cached_input_token_count: int = 0
+    generated_token_count: int = 0
+    delivered_token_count: int = 0
+    billed_token_count: int = 0
+    cost_picos: int = 0
+    outcome: str = ""
+    embedding_token_count: int = 0
+
+    @property
+    def sent_token_count(self) -> int:
+        """Tokens of the request's input, to be continued or to be embedded."""
+        return self.input_token_count + self.embedding_token_count
+
+    def settled(self, hold_id: uuid.UUID, currency_code: str, receipts: list[IssuedReceipt]) -> Settled:
+        """The usage that stands."""
+        return Settled(hold_id, *self[1:7], currency_code, self.outcome, self.embedding_token_count, receipts)
+
+    def plus(self, part: Settled) -> EventSums:
+        """With one more part."""
+        return EventSums(
+            self.part_count + 1,
+            self.input_token_count + part.input_token_count,
+            self.cached_input_token_count + part.cached_input_token_count,
+            self.generated_token_count + part.generated_token_count,
+            self.delivered_token_count + part.delivered_token_count,
+            self.billed_token_count + part.billed_token_count,
+            self.cost_picos + part.cost_picos,
+            part.outcome,
+            self.embedding_token_count + part.embedding_token_count,
+        )
+
 
 NOTHING_USED = EventSums()
+
+
+class SameRequest(NamedTuple):
+    """A hold that exists for a request id, and its usage if it has ended."""
+
+    state: str
+    payload_hash: bytes
+    settled: Settled | None
+
+
+@dataclass(slots=True)
+class BatchReads:
+    """What the database holds at the beginning of a batch. Ids are looked up by their numbers, for the reason of `CounterKey`."""
+
+    now: datetime
+    chains: Chains = field(default_factory=Chains)
+    holds: dict[int, Hold] = field(default_factory=dict)
+    events: dict[int, EventSums] = field(default_factory=dict)  # by hold
+    receipts: dict[int, list[IssuedReceipt]] = field(default_factory=dict)  # by hold; those of the batch come when it is written
+    same_requests: dict[tuple[int, int], SameRequest] = field(default_factory=dict)  # by project and request
+    live_keys: set[int] = field(default_factory=set)
+    terms: Mapping[TermsKey, AdmissionTerms] = field(default_factory=dict)
+
+
+class NewHold(NamedTuple):
+    """A hold to insert."""
+
+    admit: Admit
+    hold: Hold
+
+
+@dataclass(slots=True, eq=False)
+class UsageEvent:
+    """A usage event to insert: one part of what a hold has used. receipt: issued as it is written."""
+
+    hold: Hold
+    usage: Settled
+    part: int
+    timings: dict[str, float] | None
+    migration_count: int
+    recovered: bool
+    receipt: IssuedReceipt | None = None
+
+
+@dataclass(slots=True)
+class BatchWrites:
+    """All that a batch changes but counters. Extensions and ends by the number of the hold; extensions with the lease before."""
+
+    holds: list[NewHold] = field(default_factory=list)
+    extensions: dict[int, tuple[Hold, int]] = field(default_factory=dict)
+    ends: dict[int, Hold] = field(default_factory=dict)
+    events: list[UsageEvent] = field(default_factory=list)
+    renewed: list[tuple[uuid.UUID, frozenset[uuid.UUID]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -53,10 +236,11 @@ class Decisions:
 
     reads: BatchReads
     counters: Counters
-    writes: BatchWrites
+    writes: BatchWrites = field(default_factory=BatchWrites)
+    added: dict[int, list[Settled]] = field(default_factory=dict)  # usage by hold
 
     def decide(self, op: HoldOperation) -> HoldAnswer:
-        """Answer one operation, or raise the error that refuses it."""
+        """Answer one operation, or raise the error that refuses it; nothing has changed then."""
         match op:
             case Admit():
                 return self.admit(op)
@@ -74,28 +258,28 @@ class Decisions:
 
     def admit(self, op: Admit) -> Admitted | Fits:
         """Take a hold, or refuse without a trace; only say that there could be one, where that is asked."""
-        if op.payer.api_key_id.int not in self.reads.live_keys:
+        reads, payer = self.reads, op.payer
+        terms = reads.terms.get((payer.api_key_id.int, op.model, op.tier, op.embedding))
+        if terms is None and payer.api_key_id.int not in reads.live_keys:
             raise KeyInvalid("the API key is unknown, expired or revoked")
-        request_key = (op.payer.project_id.int, op.request_id.int)
-        if (same := self.reads.same_requests.get(request_key)) is not None:
+        request_key = (payer.project_id.int, op.request_id.int)
+        if (same := reads.same_requests.get(request_key)) is not None:
             raise same_request_error(op, same)
-        prices = self.reads.prices_in_force.find(op.model, op.payer.currency_code, op.payer.organization_id, op.tier)
-        if prices is None:
-            raise PriceMissing(op.model, op.payer.currency_code)
-        rules = self.reads.rules_for(op.payer, op.model).rules
+        if terms is None:
+            raise PriceMissing(op.model, payer.currency_code)
         if op.embedding and (op.first_slice_token_count or op.least_slice_token_count):
             raise InvariantViolated(f"hold {op.hold_id}: an embedding has no output to lease")
-        charged = embedding_terms(prices) if op.embedding else prices
-        claim = Claim(charged, op.input_token_count, 0, 0, 0, admitted_at=self.reads.now, charged_at=self.reads.now)
+        now, rules = reads.now, terms.rules
+        claim = Claim(terms.common.charged, op.input_token_count, 0, 0, 0, now, now)
         if op.only_asks:
             quotas.admit(self.counters.copy_for(rules), rules, claim, op.first_slice_token_count, op.least_slice_token_count)
             return Fits()
         claim = quotas.admit(self.counters, rules, claim, op.first_slice_token_count, op.least_slice_token_count)
-        terms = self.reads.hold_terms(op.payer, op.model, prices, embedding=op.embedding)
-        self.writes.holds.append(NewHold(op, terms, claim.leased_token_count))
-        self.reads.same_requests[request_key] = SameRequest(HoldState.HELD, op.payload_hash, None)
-        states = tuple(self.counters.state(rule) for rule in rules)
-        return Admitted(op.hold_id, claim.leased_token_count, prices, states, self.reads.now)
+        lease = claim.leased_token_count
+        hold = Hold(op.hold_id, op.request_id, terms.common, rules, op.input_token_count, 0, lease, 0, 0, (), now, now)
+        self.writes.holds.append(NewHold(op, hold))
+        reads.same_requests[request_key] = SameRequest(HoldState.HELD, op.payload_hash, None)
+        return Admitted(op.hold_id, lease, terms.common.prices, self.counters.states(rules), now)
 
     def extend(self, op: Extend) -> Extended:
         """Lease more, or refuse and leave the lease as it is."""
@@ -107,48 +291,54 @@ class Decisions:
             )
         if op.wanted_token_count < 1:
             raise InvariantViolated(f"hold {hold.id}: a lease grows by at least one token, not by {op.wanted_token_count}")
-        if hold.embedding:
+        if hold.terms.embedding:
             raise InvariantViolated(f"hold {hold.id}: an embedding has no output to lease")
-        claim = hold.claim(self.reads.prices[hold.price_version_id], op.cached_input_token_count)
-        claim = quotas.extend(self.counters, self.reads.rules_of(hold), claim, op.delivered_token_count, op.wanted_token_count)
-        self.extended(hold, claim, op.delivered_token_count)
+        claim = hold.claim(op.cached_input_token_count)
+        claim = quotas.extend(self.counters, hold.rules, claim, op.delivered_token_count, op.wanted_token_count)
+        self.writes.extensions.setdefault(hold.id.int, (hold, hold.leased_token_count))
+        hold.cached_input_token_count = claim.cached_input_token_count
+        hold.leased_token_count = claim.leased_token_count
+        hold.delivered_token_count = op.delivered_token_count
+        hold.posted_token_count = claim.posted_token_count
+        hold.posted_minutes = claim.posted_minutes
+        hold.charged_at = claim.charged_at
+        hold.posted_cost_picos = claim.posted(money_scale(claim.prices))
         return Extended(claim.leased_token_count)
 
     def settle(self, op: Settle) -> Settled:
         """End the hold with its usage event; an ended one answers what stands, or takes what its expiry did not know of."""
         hold = self.known(op.hold_id)
-        prices = self.reads.prices[hold.price_version_id]
-        if hold.unbound:
-            op = replace(op, input_token_count=0, cached_input_token_count=0)
-        elif hold.embedding:
-            op = replace(op, cached_input_token_count=0)
         if op.delivered_token_count > hold.leased_token_count:
             raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered of {hold.leased_token_count} leased")
         if hold.state == HoldState.VOIDED:
             raise HoldEnded(f"hold {hold.id} was voided: its usage cannot be recorded any more")
+        unbound = hold.unbound
+        if unbound:
+            op = replace(op, input_token_count=0, cached_input_token_count=0)
+        elif hold.terms.embedding:
+            op = replace(op, cached_input_token_count=0)
         if hold.state == HoldState.EXPIRED:
-            return self.settle_late(hold, prices, op)
+            return self.settle_late(hold, op)
         if hold.state == HoldState.SETTLED:
-            return self.standing_usage(hold, prices)
+            return self.standing_usage(hold)
         if op.delivered_token_count < hold.delivered_token_count:
             if not op.recovered:
                 raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered after {hold.delivered_token_count}")
             # A machine that went down may have lost the end of a journal; the last extension still knows.
             op = replace(op, delivered_token_count=hold.delivered_token_count)
-        claim = hold.claim(prices, op.cached_input_token_count)
-        billed_token_count = 0 if hold.unbound else op.delivered_token_count
-        quotas.end(self.counters, self.reads.rules_of(hold), claim, op.input_token_count, billed_token_count)
+        claim = hold.claim(op.cached_input_token_count)
+        quotas.end(self.counters, hold.rules, claim, op.input_token_count, 0 if unbound else op.delivered_token_count)
         self.ended(hold, claim, HoldState.SETTLED, op.delivered_token_count)
-        return self.record(hold, priced_usage(hold, prices, op), op, recovered=op.recovered)
+        return self.record(hold, self.priced_usage(hold, op), op, recovered=op.recovered)
 
-    def settle_late(self, hold: HoldRow, prices: TokenPrices, op: Settle) -> Settled:
+    def settle_late(self, hold: Hold, op: Settle) -> Settled:
         """Record what an expired hold delivered beyond what its expiry billed, and give back what it did not use of its lease.
 
         Once: the event that is written, even one without tokens, tells the next attempt that it has been done.
         """
         known = self.standing(hold.id)
         if known.part_count > (1 if hold.delivered_token_count else 0):
-            return self.standing_usage(hold, prices)
+            return self.standing_usage(hold)
         rest = replace(
             op,
             input_token_count=max(op.input_token_count - known.sent_token_count, 0),
@@ -156,23 +346,23 @@ class Decisions:
             generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
             delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
         )
-        part = priced_usage(hold, prices, rest)
+        part = self.priced_usage(hold, rest)
         charged = hold.input_token_count, hold.leased_token_count
         billed = known.sent_token_count, known.billed_token_count
         consumed = billed[0] + rest.input_token_count, billed[1] + part.billed_token_count
-        quotas.give_back(self.counters, self.reads.rules_of(hold), hold.claim(prices), charged, billed, consumed)
+        quotas.give_back(self.counters, hold.rules, hold.claim(), charged, billed, consumed)
         self.record(hold, part, op, recovered=True)
-        return self.standing_usage(hold, prices)
+        return self.standing_usage(hold)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
         """Undo a hold of which nothing is billed."""
         hold = self.reads.holds.get(hold_id.int)
         if hold is None or hold.state != HoldState.HELD:
             return Ended(done=False)
-        claim = hold.claim(self.reads.prices[hold.price_version_id])
         if hold.delivered_token_count:
             raise InvariantViolated(f"hold {hold_id} has delivered tokens and must be settled, not voided")
-        quotas.void(self.counters, self.reads.rules_of(hold), claim)
+        claim = hold.claim()
+        quotas.void(self.counters, hold.rules, claim)
         self.ended(hold, claim, HoldState.VOIDED, 0)
         return Ended(done=True)
 
@@ -181,91 +371,90 @@ class Decisions:
         hold = self.reads.holds.get(hold_id.int)
         if hold is None or hold.state != HoldState.HELD or hold.expires_at > self.reads.now:
             return Ended(done=False)
-        prices = self.reads.prices[hold.price_version_id]
-        claim = hold.claim(prices)
-        billed = (hold.input_token_count, hold.delivered_token_count) if hold.delivered_token_count else (0, 0)
-        quotas.expire(self.counters, self.reads.rules_of(hold), claim, billed)
-        self.ended(hold, claim, HoldState.EXPIRED, hold.delivered_token_count)
-        if hold.delivered_token_count:
+        claim, delivered = hold.claim(), hold.delivered_token_count
+        billed = (hold.input_token_count, delivered) if delivered else (0, 0)
+        quotas.expire(self.counters, hold.rules, claim, billed)
+        self.ended(hold, claim, HoldState.EXPIRED, delivered)
+        if delivered:
             known = Settle(
                 hold_id=hold.id,
                 input_token_count=hold.input_token_count,
                 cached_input_token_count=hold.cached_input_token_count,
-                generated_token_count=hold.delivered_token_count,
-                delivered_token_count=hold.delivered_token_count,
+                generated_token_count=delivered,
+                delivered_token_count=delivered,
                 outcome=Outcome.FAILED,
             )
-            self.record(hold, priced_usage(hold, prices, known), known, recovered=True)
+            self.record(hold, self.priced_usage(hold, known), known, recovered=True)
         return Ended(done=True)
+
+    def priced_usage(self, hold: Hold, op: Settle) -> Settled:
+        """The usage of a settlement. Billed is what was delivered; nothing if the request is billed under another hold.
+
+        Of an embedding the input is what was embedded, a kind of token of its own.
+        """
+        prices, delivered = hold.terms.prices, op.delivered_token_count
+        billed = 0 if hold.unbound else delivered
+        sent, embedded = (0, op.input_token_count) if hold.terms.embedding else (op.input_token_count, 0)
+        cached = min(op.cached_input_token_count, sent)
+        return Settled(
+            hold.id,
+            sent,
+            cached,
+            max(op.generated_token_count, delivered),
+            delivered,
+            billed,
+            prices.cost_picos(sent, cached, billed, embedded),
+            prices.currency_code,
+            op.outcome,
+            embedded,
+            self.receipts(hold.id),
+        )
+
+    def record(self, hold: Hold, part: Settled, op: Settle, *, recovered: bool) -> Settled:
+        """Write the next usage event of a hold; its receipt comes to `part` as it is written."""
+        part_count = self.standing(hold.id).part_count
+        self.writes.events.append(UsageEvent(hold, part, part_count, op.timings, op.migration_count, recovered))
+        self.added.setdefault(hold.id.int, []).append(part)
+        return part
+
+    def receipts(self, hold_id: uuid.UUID) -> list[IssuedReceipt]:
+        """The receipts of a hold, to which those of the batch come."""
+        receipts = self.reads.receipts.get(hold_id.int)
+        if receipts is None:
+            receipts = self.reads.receipts[hold_id.int] = []
+        return receipts
 
     def standing(self, hold_id: uuid.UUID) -> EventSums:
         """What the hold's usage events add up to, those of this batch among them."""
-        return self.reads.events.get(hold_id.int, NOTHING_USED)
+        sums = self.reads.events.get(hold_id.int, NOTHING_USED)
+        for part in self.added.get(hold_id.int, ()):
+            sums = sums.plus(part)
+        return sums
 
-    def standing_usage(self, hold: HoldRow, prices: TokenPrices) -> Settled:
+    def standing_usage(self, hold: Hold) -> Settled:
         """The same as an answer, with the receipts."""
-        receipts = tuple(self.reads.receipts.get(hold.id.int, ()))
-        return self.standing(hold.id).settled(hold.id, prices.currency_code, receipts)
+        return self.standing(hold.id).settled(hold.id, hold.terms.prices.currency_code, self.receipts(hold.id))
 
-    def record(self, hold: HoldRow, part: Settled, op: Settle, *, recovered: bool) -> Settled:
-        """Write the next usage event of a hold, and its receipt."""
-        known = self.standing(part.hold_id)
-        receipt = self.writes.chains.append(
-            hold.receipt_ids,
-            (
-                known.part_count,
-                part.input_token_count,
-                part.cached_input_token_count,
-                part.billed_token_count,
-                part.embedding_token_count,
-            ),
-            (hold.price_version_id, part.cost_picos),
-            hold.admitted_at,
-            (part.currency_code, hold.model, part.outcome),
-        )
-        self.writes.events.append(usage_row(part, known.part_count, op, receipt, recovered=recovered))
-        self.reads.events[part.hold_id.int] = known.plus(part)
-        self.reads.receipts.setdefault(part.hold_id.int, []).append(receipt)
-        return part.receipted(receipt)
-
-    def known(self, hold_id: uuid.UUID) -> HoldRow:
+    def known(self, hold_id: uuid.UUID) -> Hold:
         """The hold, in whatever state."""
         hold = self.reads.holds.get(hold_id.int)
         if hold is None:
             raise NotFound("hold", str(hold_id))
         return hold
 
-    def live(self, hold_id: uuid.UUID) -> HoldRow:
+    def live(self, hold_id: uuid.UUID) -> Hold:
         """The hold, which must not have ended."""
         hold = self.known(hold_id)
         if hold.state != HoldState.HELD:
             raise HoldEnded(f"hold {hold_id} has ended as {hold.state}")
         return hold
 
-    def extended(self, hold: HoldRow, claim: Claim, delivered_token_count: int) -> None:
-        """Note the hold's new values, for the write and for later operations of the batch on the same hold."""
+    def ended(self, hold: Hold, claim: Claim, state: HoldState, delivered_token_count: int) -> None:
+        """Note how the hold has ended, for the write and for later operations of the batch on the same hold."""
+        hold.state = state
         hold.cached_input_token_count = claim.cached_input_token_count
-        hold.leased_token_count = claim.leased_token_count
         hold.delivered_token_count = delivered_token_count
-        hold.posted_token_count = claim.posted_token_count
-        hold.posted_minutes = list(claim.posted_minutes)
-        hold.charged_at = claim.charged_at
-        self.writes.extensions[hold.id.int] = Extension(
-            hold.id,
-            claim.cached_input_token_count,
-            claim.leased_token_count,
-            delivered_token_count,
-            claim.posted_token_count,
-            claim.posted(money_scale(claim.prices)),
-            claim.posted_minutes,
-            claim.charged_at,
-        )
-
-    def ended(self, hold: HoldRow, claim: Claim, state: HoldState, delivered_token_count: int) -> None:
-        """The same for a hold that has ended."""
-        cached = claim.cached_input_token_count
-        hold.state, hold.cached_input_token_count, hold.delivered_token_count = state, cached, delivered_token_count
-        self.writes.ends[hold.id.int] = End(hold.id, state, cached, delivered_token_count)
+        self.writes.ends[hold.id.int] = hold
 
 
 def same_request_error(op: Admit, same: SameRequest) -> MeteringError:
@@ -275,25 +464,3 @@ def same_request_error(op: Admit, same: SameRequest) -> MeteringError:
     if same.settled is None:
         return RequestInFlight("a request with this request_id and payload is running")
     return RequestSettled(same.settled)
-
-
-def priced_usage(hold: HoldRow, prices: TokenPrices, op: Settle) -> Settled:
-    """The usage event of a settlement. Billed is what was delivered; nothing if the request is billed under another hold.
-
-    Of an embedding the input is what was embedded, a kind of token of its own.
-    """
-    billed_token_count = 0 if hold.unbound else op.delivered_token_count
-    input_token_count, embedding_token_count = (0, op.input_token_count) if hold.embedding else (op.input_token_count, 0)
-    cached = min(op.cached_input_token_count, input_token_count)
-    return Settled(
-        hold_id=hold.id,
-        input_token_count=input_token_count,
-        cached_input_token_count=cached,
-        generated_token_count=max(op.generated_token_count, op.delivered_token_count),
-        delivered_token_count=op.delivered_token_count,
-        billed_token_count=billed_token_count,
-        cost_picos=prices.cost_picos(input_token_count, cached, billed_token_count, embedding_token_count),
-        currency_code=prices.currency_code,
-        outcome=op.outcome,
-        embedding_token_count=embedding_token_count,
-    )

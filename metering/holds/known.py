@@ -12,129 +12,18 @@ import math
 import operator
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import NamedTuple
 
-from metering.core.models import ServiceTier
-from metering.holds.counter_rows import packed_key
+from metering.pricing.token_prices import TokenPrices
+from metering.holds.decide import AdmissionTerms, Hold, TermsKey
 from metering.holds.lease_clock import boot_time_s
 from metering.holds.operations import Admit
-from metering.pricing.token_prices import TokenPrices, embedding_terms
-from metering.quotas.quota_rules import CounterKey, Kind, Payer, QuotaRule, window_starts
-from metering.store.exchange import Connection, packed_id
-
-NO_LIMIT = -1  # of a quota that is removed, or counts only
-
-
-class Return(NamedTuple):
-    """What a rule counts of a claim that ends or moves on: a place, or tokens by these factors, rounded up.
-
-    number, packed_number: of the quota, the second as `packed_id` has it. limit_value: how far it may be charged, or NO_LIMIT.
-    window: see `QuotaRule`. per_held_input: at which input is held until something is posted.
-    """
-
-    number: int
-    packed_number: bytes
-    limit_value: int
-    window: int
-    is_place: bool
-    per_held_input: int
-    per_input: int
-    per_cached_input: int
-    per_output: int
-    divisor: int
-
-    @classmethod
-    def of(cls, rule: QuotaRule, prices: TokenPrices) -> Return | None:
-        """None for a rule that gets nothing back."""
-        if rule.kind is Kind.REQUESTS:
-            return None
-        limit = rule.limit_value if rule.enforced and rule.limit_value is not None else NO_LIMIT
-        place = rule.number, packed_id(rule.number), limit, rule.window
-        if rule.kind is Kind.CONCURRENCY:
-            return cls(*place, True, 0, 0, 0, 0, 1)
-        scale = rule.scale(prices)
-        dearest = max(scale.input, scale.cached_input)
-        factors = scale.input, scale.cached_input, scale.output, scale.divisor
-        return cls(*place, False, dearest, *factors)
-
-    def amount(self, input_token_count: int, cached_input_token_count: int, output_token_count: int) -> int:
-        """The same as `Scale.amount`."""
-        fresh = (input_token_count - cached_input_token_count) * self.per_input
-        return -(-(fresh + cached_input_token_count * self.per_cached_input + output_token_count * self.per_output) // self.divisor)
-
-
-@dataclass(slots=True, eq=False)
-class HoldTerms:
-    """What holds of one key for one model have in common: whose they are, their price, what they are charged to.
-
-    payer_ids: organization, project and key as a receipt has them, 48 bytes. quota_ids: numbers. packed_quota_ids: the same as
-    elements of a packed array. returns: what their ends give back by these rules (`Known.returns_of`). Those of one batch are
-    grouped by identity, and live from batch to batch.
-    """
-
-    payer_ids: bytes
-    model: str
-    embedding: bool
-    prices: TokenPrices
-    quota_ids: tuple[int, ...]
-    packed_quota_ids: list[bytes] = field(init=False)
-    returns: tuple[tuple[QuotaRule, ...], tuple[Return, ...]] | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        """Work out once what each batch needs."""
-        self.packed_quota_ids = list(map(packed_id, self.quota_ids))
-
-    @property
-    def project_id(self) -> bytes:
-        """16 bytes."""
-        return self.payer_ids[16:32]
-
-
-class OwnHold(NamedTuple):
-    """A live hold."""
-
-    terms: HoldTerms
-    request_id: uuid.UUID
-    input_token_count: int
-    cached_input_token_count: int
-    leased_token_count: int
-    delivered_token_count: int
-    posted_token_count: int
-    admitted_at: datetime
-    charged_at: datetime
-
-
-class OwnHolds:
-    """By the numbers of their ids. Holds that no request has yet are not among them: binding changes them."""
-
-    def __init__(self) -> None:
-        self._holds: dict[int, OwnHold] = {}
-
-    def __len__(self) -> int:
-        return len(self._holds)
-
-    def admitted(self, op: Admit, terms: HoldTerms, leased_token_count: int, now: datetime) -> None:
-        """A hold was taken."""
-        number, request_id = op.hold_id.int, op.request_id
-        if request_id.int != number:
-            self._holds[number] = OwnHold(terms, request_id, op.input_token_count, 0, leased_token_count, 0, 0, now, now)
-
-    def extended(self, hold_id: uuid.UUID, hold: OwnHold) -> None:
-        """It stands otherwise now."""
-        if hold.request_id != hold_id:
-            self._holds[hold_id.int] = hold
-
-    def get(self, number: int) -> OwnHold | None:
-        """What is known of a hold."""
-        return self._holds.get(number)
-
-    def take(self, number: int) -> OwnHold | None:
-        """What is known of a hold that is to be ended, and to be forgotten whatever comes of that."""
-        return self._holds.pop(number, None)
-
+from metering.quotas.quota_rules import CounterKey, QuotaRule
+from metering.quotas.quotas import Counter
+from metering.receipts.chaining import ChainHead
+from metering.store.exchange import Connection
 
 # One row: the time, the snapshot to ask with next time, and whom changes were about since the one asked with; NULL: all.
 SELECT_CHANGES = """
@@ -145,88 +34,49 @@ SELECT now(), pg_current_snapshot()::text, ARRAY(
 """
 
 AGE_MAX = timedelta(hours=1)  # far less than rows of `rule_changes` are kept
-
 COUNT_MAX = 65_536  # of each kind: some 30 MB; beyond it all is read anew
 
 
-TermsKey = tuple[int, str, ServiceTier, bool]  # the key's number, and at last: of requests to embed
+class OwnHolds:
+    """Live holds of this process as they stand in the database, as far as it was told, by the numbers of their ids.
 
-
-class Weighing(NamedTuple):
-    """What a new claim is charged by one rule: `fixed`, or tokens by these factors, rounded up. window: see `QuotaRule`."""
-
-    number: int
-    window: int
-    limit_value: int
-    is_used_at_once: bool
-    fixed: int
-    per_input: int
-    per_output: int
-    divisor: int
-
-    @classmethod
-    def of(cls, rule: QuotaRule, prices: TokenPrices) -> Weighing:
-        """Worked out once, and then the same as `Claim.held` of a claim of which nothing is posted."""
-        place = rule.number, rule.window, rule.limit_value or 0
-        if rule.kind in (Kind.CONCURRENCY, Kind.REQUESTS):
-            return cls(*place, rule.kind is Kind.REQUESTS, 1, 0, 0, 1)
-        scale = rule.scale(prices)
-        return cls(*place, False, 0, max(scale.input, scale.cached_input), scale.output, scale.divisor)
-
-    def amount(self, input_token_count: int, output_token_count: int) -> int:
-        """For so many tokens."""
-        return self.fixed or -(-(input_token_count * self.per_input + output_token_count * self.per_output) // self.divisor)
-
-
-@dataclass(slots=True)
-class Meter:
-    """A counter as the connection has seen it last. total: used and held; a guess, which never decides.
-
-    packed: its key (`packed_key`). used, held: what a batch adds to it, and after the commit of that what stands there.
+    Holds that no request has yet are not among them: binding changes them.
     """
 
-    packed: bytes
-    total: int
-    used: int = 0
-    held: int = 0
+    def __init__(self) -> None:
+        self._holds: dict[int, Hold] = {}
 
+    def __len__(self) -> int:
+        return len(self._holds)
 
-# How an admission is charged by one rule: its meter, and what its `Weighing` says from `limit_value` on.
-Metering = tuple[Meter, int, bool, int, int, int, int]
+    def add(self, hold: Hold) -> None:
+        """Remember a hold that was taken or extended."""
+        if not hold.unbound:
+            self._holds[hold.id.int] = hold
 
+    def get(self, number: int) -> Hold | None:
+        """Return what is known of a hold."""
+        return self._holds.get(number)
 
-@dataclass(slots=True)
-class Terms:
-    """What decides about admissions of a key for a model and tier, to embed or not. until: None: for ever.
-
-    common: what the holds that are taken have. metered: the minute that `meterings` are of.
-    """
-
-    payer: Payer
-    common: HoldTerms
-    rules: tuple[QuotaRule, ...]
-    until: datetime | None
-    weighings: tuple[Weighing, ...]
-    metered: datetime | None = None
-    meterings: tuple[Metering, ...] = ()
-
-    @classmethod
-    def of(cls, payer: Payer, common: HoldTerms, rules: tuple[QuotaRule, ...], until: datetime | None) -> Terms:
-        """With what follows from these."""
-        charged = embedding_terms(common.prices) if common.embedding else common.prices
-        return cls(payer, common, rules, until, tuple(Weighing.of(rule, charged) for rule in rules))
+    def take(self, number: int) -> Hold | None:
+        """Forget a hold that is to be changed, whatever comes of that, and return what is known of it."""
+        return self._holds.pop(number, None)
 
 
 @dataclass(slots=True)
 class Known:
-    """The memory of one connection."""
+    """The memory of one connection. counters: as they were seen last, a guess that never decides.
+
+    heads: of chains; only those that nobody else has continued between two batches of this connection are guessed with.
+    """
 
     clock: Callable[[], float] = boot_time_s
     snapshot: str | None = None
-    terms: dict[TermsKey, Terms] = field(default_factory=dict)
+    terms: dict[TermsKey, AdmissionTerms] = field(default_factory=dict)
     rules: dict[int, QuotaRule] = field(default_factory=dict)
     prices: dict[int, TokenPrices] = field(default_factory=dict)  # by version; those never change
-    meters: dict[CounterKey, Meter] = field(default_factory=dict)
+    counters: dict[CounterKey, Counter] = field(default_factory=dict)
+    heads: dict[bytes, tuple[ChainHead, bool]] = field(default_factory=dict)  # with whether it is guessed with
     _asked_at: datetime | None = None
     _asked_at_s: float = -math.inf
     _terms_of: dict[int, set[TermsKey]] = field(default_factory=dict)  # by subject, like the next
@@ -250,23 +100,17 @@ class Known:
                 self._forget(subject_id.int)
         self._asked_at, self._asked_at_s, self.snapshot = now, self.clock(), snapshot
 
-    def returns_of(self, terms: HoldTerms) -> tuple[Return, ...] | None:
-        """What the end of such a hold gives back, by its rules as they are now; None if one of these is not known."""
-        rules = tuple(map(self.rules.get, terms.quota_ids))
-        if terms.returns is not None and all(map(operator.is_, terms.returns[0], rules)):
-            return terms.returns[1]
-        known = tuple(rule for rule in rules if rule is not None)
-        if len(known) < len(rules):
-            return None
-        charged = embedding_terms(terms.prices) if terms.embedding else terms.prices
-        returns = tuple(each for rule in known if (each := Return.of(rule, charged)) is not None)
-        terms.returns = known, returns
-        return returns
-
-    def terms_of(self, op: Admit) -> Terms | None:
+    def terms_of(self, op: Admit) -> AdmissionTerms | None:
         """What decides about an admission, if that is known."""
         terms = self.terms.get((op.payer.api_key_id.int, op.model, op.tier, op.embedding))
         return terms if terms is not None and (terms.payer is op.payer or terms.payer == op.payer) else None
+
+    def know_rules_of(self, hold: Hold) -> bool:
+        """Give a hold its rules as they are now; False if one of these is not known."""
+        rules = tuple(map(self.rules.get, hold.terms.quota_ids))
+        if not all(map(operator.is_, hold.rules, rules)) or len(hold.rules) != len(rules):
+            hold.rules = tuple(rule for rule in rules if rule is not None)
+        return len(hold.rules) == len(rules)
 
     def add_rules(self, rules: Iterable[QuotaRule]) -> None:
         """Rules that were read after `asked`."""
@@ -276,7 +120,7 @@ class Known:
             self.rules[rule.number] = rule
             self._rules_of.setdefault(rule.subject_id.int, set()).add(rule.number)
 
-    def add_terms(self, key: TermsKey, terms: Terms) -> None:
+    def add_terms(self, key: TermsKey, terms: AdmissionTerms) -> None:
         """The same for admissions."""
         if len(self.terms) > COUNT_MAX:
             self._forget_all()
@@ -284,39 +128,30 @@ class Known:
         for subject_id in terms.payer.subject_ids:
             self._terms_of.setdefault(subject_id.int, set()).add(key)
 
-    def saw(self, totals: Iterable[tuple[CounterKey, int]]) -> None:
-        """Counters as they were just committed: used and held."""
-        if len(self.meters) > COUNT_MAX:
-            self.meters.clear()
-        for key, total in totals:
-            meter = self.meters.get(key)
-            if meter is None:
-                self.meters[key] = Meter(packed_key(key), total)
-            else:
-                meter.total = total
+    def saw(self, counters: Mapping[CounterKey, Counter]) -> None:
+        """Counters as they were just committed."""
+        if len(self.counters) > COUNT_MAX:
+            self.counters.clear()
+        self.counters |= counters
 
-    def meterings_of(self, terms: Terms, minute: datetime) -> tuple[Metering, ...] | None:
-        """How admissions under these terms are charged in a minute; None if a counter is not known."""
-        if terms.metered != minute:
-            starts = window_starts(minute)
-            meters = [self.meters.get((each.number, starts[each.window])) for each in terms.weighings]
-            if None in meters:
-                return None
-            found = zip(meters, terms.weighings, strict=True)
-            terms.meterings = tuple((meter, *each[2:]) for meter, each in found if meter is not None)
-            terms.metered = minute
-        return terms.meterings
+    def continued(self, locked: Mapping[bytes, int], heads: Mapping[bytes, ChainHead]) -> None:
+        """Chains as they were just committed. locked: their places in the chain before, where these were read."""
+        if len(self.heads) > COUNT_MAX:
+            self.heads.clear()
+        for project_id, head in heads.items():
+            before = self.heads.get(project_id)
+            self.heads[project_id] = head, before is not None and before[0].sequence == locked.get(project_id, before[0].sequence)
 
-    def rules_for(self, quota_ids: Iterable[uuid.UUID], now: datetime) -> tuple[dict[int, QuotaRule], set[uuid.UUID]]:
+    def rules_for(self, numbers: Iterable[int], now: datetime) -> tuple[dict[int, QuotaRule], set[int]]:
         """Rules that are known, and which of these have to be read: also those whose raise has just ended."""
         found: dict[int, QuotaRule] = {}
-        missing: set[uuid.UUID] = set()
-        for quota_id in quota_ids:
-            rule = self.rules.get(quota_id.int)
+        missing: set[int] = set()
+        for number in numbers:
+            rule = self.rules.get(number)
             if rule is None or (rule.raised_until is not None and rule.raised_until <= now):
-                missing.add(quota_id)
+                missing.add(number)
             else:
-                found[rule.number] = rule
+                found[number] = rule
         return found, missing
 
     def _forget(self, subject: int) -> None:
@@ -332,11 +167,6 @@ class Known:
     def _forget_all(self) -> None:
         for each in (self.terms, self.rules, self._terms_of, self._rules_of):
             each.clear()
-
-
-def earliest(times: Sequence[datetime | None]) -> datetime | None:
-    """The first of those times that are known."""
-    return min((each for each in times if each is not None), default=None)
 
 
 _known: weakref.WeakKeyDictionary[Connection, Known] = weakref.WeakKeyDictionary()

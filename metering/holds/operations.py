@@ -1,10 +1,14 @@
-"""The acts on a hold, and what each answers. One batch (`batch.py`) carries any mix of them."""
+"""The operations on a hold, and what each answers. One batch (`batch.py`) carries any mix of them.
+
+Nobody changes one once it is made. Those that each request has are not frozen all the same: that takes five times as long to make.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -27,7 +31,7 @@ def is_other_payload(known: bytes, asked: bytes) -> bool:
     return known[:n] == asked[:n] and known != asked
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Admit:
     """Take a hold for a new request. Answers `Admitted`.
 
@@ -56,7 +60,7 @@ class Fits:
     """A hold could be taken now; none was."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Extend:
     """Lease more output tokens, at least one. Answers `Extended`. Delivered and cached counts are those known now."""
 
@@ -66,7 +70,7 @@ class Extend:
     wanted_token_count: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Settle:
     """End a hold with what was delivered, and write the usage event. Answers `Settled`; doing it again answers the same.
 
@@ -85,7 +89,7 @@ class Settle:
     migration_count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Void:
     """End a hold of which nothing is to be billed, as if it had never been. Answers `Ended`.
 
@@ -123,25 +127,25 @@ class Renew:
 HoldOperation = Admit | Extend | Settle | Void | Expire | Renew
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Admitted:
     """A hold was taken. quotas: every limit that applies, this hold counted."""
 
     hold_id: uuid.UUID
     leased_token_count: int
     prices: TokenPrices
-    quotas: tuple[QuotaState, ...]
+    quotas: Sequence[QuotaState]
     admitted_at: datetime
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Extended:
     """The lease grew. leased_token_count: output tokens that may be delivered in all."""
 
     leased_token_count: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Settled:
     """The usage of a request stands. Costs are exact, in picos of `currency_code`. receipts: one for each part."""
 
@@ -155,23 +159,7 @@ class Settled:
     currency_code: str
     outcome: str
     embedding_token_count: int = 0
-    receipts: tuple[IssuedReceipt, ...] = field(default=(), compare=False)  # beside the usage, which is what it is
-
-    def receipted(self, receipt: IssuedReceipt) -> Settled:
-        """With its receipt; `dataclasses.replace` takes six times as long, for each request."""
-        return Settled(
-            self.hold_id,
-            self.input_token_count,
-            self.cached_input_token_count,
-            self.generated_token_count,
-            self.delivered_token_count,
-            self.billed_token_count,
-            self.cost_picos,
-            self.currency_code,
-            self.outcome,
-            self.embedding_token_count,
-            (receipt,),
-        )
+    receipts: list[IssuedReceipt] = field(default_factory=list, compare=False)  # beside the usage, which is what it is
 
 
 class RequestSettled(MeteringError):

@@ -6,22 +6,33 @@ costs two or three round trips whatever its size.
 
 from __future__ import annotations
 
-import functools
 import uuid
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from metering.pricing.token_prices import PriceBook, TokenPrices
+from metering.holds.decide import NOTHING_USED, AdmissionTerms, BatchReads, EventSums, Hold, HoldTerms, SameRequest
+from metering.holds.known import SELECT_CHANGES, known_of
+from metering.holds.operations import Admit
+from metering.holds.write import key_columns
 from metering.core.models import HoldState, QuotaDimension, QuotaSubject
-from metering.holds.known import SELECT_CHANGES, HoldTerms, OwnHold, Terms, earliest, known_of
-from metering.holds.operations import Admit, Settled
-from metering.pricing.token_prices import PriceBook, TokenPrices, embedding_terms
 from metering.quotas.quota_recount import QUOTA_LOCK
-from metering.quotas.quota_rules import Claim, Payer, QuotaRule, Weights
-from metering.receipts.chaining import BATCHES_OF_HOLDS, ISSUED_OF_HOLDS, Chains, IssuedReceipt, issued_of_rows
-from metering.store.exchange import Connection, Row, Statement, array, exchange, id_array, text_array
+from metering.quotas.quota_rules import CounterKey, QuotaRule, Weights
+from metering.quotas.quotas import Counter, Counters
+from metering.receipts.chaining import BATCHES_OF_HOLDS, ISSUED_OF_HOLDS, Chains, issued_of_rows
+from metering.store.exchange import (
+    Connection,
+    Row,
+    Statement,
+    array,
+    exchange,
+    id_array,
+    id_bytes_array,
+    id_number_array,
+    text_array,
+)
 
 # The limit of the moment: a raise ends by the database's clock.
 RULE_COLUMNS = """
@@ -86,182 +97,17 @@ def rule_of(
     return QuotaRule(quota_id, *place, limit_value, weights, enforced, standing_limit_value, raised_until)
 
 
-@dataclass(slots=True)
-class HoldRow:
-    """A locked hold, changed as the batch decides. receipt_ids: as a receipt has them, 64 bytes."""
-
-    id: uuid.UUID
-    state: str
-    owner_id: uuid.UUID
-    price_version_id: int
-    input_token_count: int
-    cached_input_token_count: int
-    leased_token_count: int
-    delivered_token_count: int
-    posted_token_count: int
-    posted_minutes: list[int]
-    quota_ids: list[uuid.UUID]
-    admitted_at: datetime
-    charged_at: datetime
-    expires_at: datetime
-    request_id: uuid.UUID
-    receipt_ids: bytes
-    model: str
-    embedding: bool
-
-    @property
-    def project_id(self) -> bytes:
-        """Whose receipts its usage events get, as 16 bytes."""
-        return self.receipt_ids[16:32]
-
-    @property
-    def unbound(self) -> bool:
-        """Whether it was taken in advance and no request has been given to it (`standing_holds.py`)."""
-        return self.request_id == self.id
-
-    def claim(self, prices: TokenPrices, cached_input_token_count: int | None = None) -> Claim:
-        """What the hold claims of its quotas; `cached_input_token_count` where more is known than the row has.
-
-        What comes to be known after the input was posted changes nothing any more: it stands in windows that may be over.
-        """
-        cached = self.cached_input_token_count
-        if cached_input_token_count is not None and not self.posted_token_count:
-            cached = max(cached, cached_input_token_count)
-        return Claim(
-            embedding_terms(prices) if self.embedding else prices,
-            self.input_token_count,
-            cached,
-            self.leased_token_count,
-            self.posted_token_count,
-            self.admitted_at,
-            self.charged_at,
-            tuple(self.posted_minutes),
-        )
-
-    def own(self, prices: TokenPrices) -> OwnHold:
-        """What the process that has taken it remembers."""
-        quota_ids = tuple(quota_id.int for quota_id in self.quota_ids)
-        return OwnHold(
-            HoldTerms(self.receipt_ids[:48], self.model, self.embedding, prices, quota_ids),
-            self.request_id,
-            self.input_token_count,
-            self.cached_input_token_count,
-            self.leased_token_count,
-            self.delivered_token_count,
-            self.posted_token_count,
-            self.admitted_at,
-            self.charged_at,
-        )
-
-
-class EventSums(NamedTuple):
-    """What the usage events of one hold add up to; nothing for a hold that has none."""
-
-    part_count: int = 0
-    input_token_count: int = 0
-    cached_input_token_count: int = 0
-    generated_token_count: int = 0
-    delivered_token_count: int = 0
-    billed_token_count: int = 0
-    cost_picos: int = 0
-    outcome: str = ""
-    embedding_token_count: int = 0
-
-    @property
-    def sent_token_count(self) -> int:
-        """Tokens of the request's input, to be continued or to be embedded."""
-        return self.input_token_count + self.embedding_token_count
-
-    def settled(self, hold_id: uuid.UUID, currency_code: str, receipts: tuple[IssuedReceipt, ...] = ()) -> Settled:
-        """The usage that stands."""
-        return Settled(hold_id, *self[1:7], currency_code, self.outcome, self.embedding_token_count, receipts)
-
-    def plus(self, part: Settled) -> EventSums:
-        """With one more part."""
-        return EventSums(
-            self.part_count + 1,
-            self.input_token_count + part.input_token_count,
-            self.cached_input_token_count + part.cached_input_token_count,
-            self.generated_token_count + part.generated_token_count,
-            self.delivered_token_count + part.delivered_token_count,
-            self.billed_token_count + part.billed_token_count,
-            self.cost_picos + part.cost_picos,
-            part.outcome,
-            self.embedding_token_count + part.embedding_token_count,
-        )
-
-
-class SameRequest(NamedTuple):
-    """A hold that exists for a request id, and its usage if it has ended."""
-
-    state: str
-    payload_hash: bytes
-    settled: Settled | None
-
-
-@dataclass(slots=True)
-class BatchReads:
-    """What the database holds at the beginning of a batch. Ids are looked up by their numbers, for the reason of `CounterKey`."""
-
-    now: datetime
-    chains: Chains
-    holds: dict[int, HoldRow] = field(default_factory=dict)
-    events: dict[int, EventSums] = field(default_factory=dict)  # by hold
-    receipts: dict[int, list[IssuedReceipt]] = field(default_factory=dict)  # by hold
-    same_requests: dict[tuple[int, int], SameRequest] = field(default_factory=dict)  # by project and request
-    live_keys: set[int] = field(default_factory=set)
-    rules: dict[int, QuotaRule] = field(default_factory=dict)
-    prices_in_force: PriceBook = field(default_factory=PriceBook)
-    prices: dict[int, TokenPrices] = field(default_factory=dict)
-    _by_subject: dict[tuple[int, str], list[QuotaRule]] = field(default_factory=dict)
-    _by_payer: dict[tuple[Payer, str], PayerRules] = field(default_factory=dict)
-    _hold_terms: dict[tuple[Payer, str, int, bool], HoldTerms] = field(default_factory=dict)
-
-    def rules_for(self, payer: Payer, model: str) -> PayerRules:
-        """What a new request of the payer for the model is charged to; found once per batch, not once per request."""
-        found = self._by_payer.get((payer, model))
-        if found is None:
-            if not self._by_subject:
-                for rule in self.rules.values():
-                    if rule.limit_value is not None:
-                        self._by_subject.setdefault((rule.subject_id.int, rule.model), []).append(rule)
-            get = self._by_subject.get
-            rules: list[QuotaRule] = []
-            for subject_id in (payer.organization_id, payer.project_id, payer.api_key_id):
-                rules += get((subject_id.int, ""), ())
-                if model:
-                    rules += get((subject_id.int, model), ())
-            found = self._by_payer[payer, model] = payer_rules(tuple(rules))
-        return found
-
-    def hold_terms(self, payer: Payer, model: str, prices: TokenPrices, *, embedding: bool) -> HoldTerms:
-        """What new holds have in common; the same object for all that have the same."""
-        key = payer, model, prices.version, embedding
-        found = self._hold_terms.get(key)
-        if found is None:
-            quota_ids = self.rules_for(payer, model).quota_ids
-            found = self._hold_terms[key] = HoldTerms(payer.receipt_ids, model, embedding, prices, quota_ids)
-        return found
-
-    def rules_of(self, hold: HoldRow) -> list[QuotaRule]:
-        """The rules that a hold was charged to."""
-        rules = self.rules
-        return [rules[quota_id.int] for quota_id in hold.quota_ids]
-
-
-class PayerRules(NamedTuple):
-    """The rules that requests of one payer for one model are charged to. quota_ids: the numbers of theirs."""
-
-    rules: tuple[QuotaRule, ...]
-    quota_ids: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=32_768)  # a payer's rules are the same objects from batch to batch
-def payer_rules(rules: tuple[QuotaRule, ...]) -> PayerRules:
-    """With their ids written out."""
-    return PayerRules(rules, tuple(rule.number for rule in rules))
-
-
+LOCK_COUNTERS = """
+SELECT c.quota_id, c.window_start, c.used, c.held
+FROM quota_counters c JOIN unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start) USING (quota_id, window_start)
+ORDER BY c.quota_id, c.window_start FOR UPDATE OF c
+"""
+INSERT_COUNTERS = """
+INSERT INTO quota_counters (quota_id, window_start)
+SELECT quota_id, window_start FROM unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start)
+ORDER BY quota_id, window_start
+ON CONFLICT DO NOTHING RETURNING quota_id, window_start
+"""
 NO_IDS = id_array(())
 
 # What the usage events of a hold add up to; the last part tells how it ended.
@@ -278,7 +124,7 @@ coalesce(sum(embedding_token_count), 0)::bigint AS embedding_token_count
 BEGIN_ADMITTING = f"SELECT pg_advisory_xact_lock_shared({QUOTA_LOCK})"
 
 SELECT_HOLDS = """
-SELECT id, state, owner_id, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
+SELECT id, state, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
        delivered_token_count, posted_token_count, posted_minutes, quota_ids, admitted_at, charged_at, expires_at, request_id,
        uuid_send(organization_id) || uuid_send(project_id) || uuid_send(api_key_id) || uuid_send(request_id), model,
        embedding
@@ -338,6 +184,47 @@ FROM receipt_chains WHERE project_id IN (SELECT project_id FROM holds WHERE id =
 """
 
 
+class HoldRow(NamedTuple):
+    """A row of SELECT_HOLDS. receipt_ids: organization, project, key and request, 64 bytes."""
+
+    id: uuid.UUID
+    state: str
+    price_version_id: int
+    input_token_count: int
+    cached_input_token_count: int
+    leased_token_count: int
+    delivered_token_count: int
+    posted_token_count: int
+    posted_minutes: list[int]
+    quota_ids: list[uuid.UUID]
+    admitted_at: datetime
+    charged_at: datetime
+    expires_at: datetime
+    request_id: uuid.UUID
+    receipt_ids: bytes
+    model: str
+    embedding: bool
+
+    def hold(self, terms: HoldTerms, rules: Sequence[QuotaRule]) -> Hold:
+        """The hold, to decide about."""
+        return Hold(
+            self.id,
+            self.request_id,
+            terms,
+            rules,
+            self.input_token_count,
+            self.cached_input_token_count,
+            self.leased_token_count,
+            self.delivered_token_count,
+            self.posted_token_count,
+            tuple(self.posted_minutes),
+            self.admitted_at,
+            self.charged_at,
+            self.state,
+            self.expires_at,
+        )
+
+
 async def read_and_lock(
     connection: Connection,
     hold_ids: Collection[uuid.UUID],
@@ -372,15 +259,14 @@ async def read_and_lock(
         answers = iter(others)
     heads = next(answers) if billed_ids else []
     [(now, snapshot, changes)] = next(answers)
-    reads = BatchReads(now, Chains.of_rows(now, heads), {row[0].int: HoldRow(*row) for row in held})
     known.asked(now, snapshot, changes)
+    reads = BatchReads(now, Chains.of_rows(now, heads))
     same: list[Row] = []
     if admits:
         same = take_admission_reads(connection, reads, admits, list(answers))
-    await add_rules_made_since(connection, [hold for hold in reads.holds.values() if hold.state == HoldState.EXPIRED])
-    await know_what_holds_need(connection, reads)
-    ended_holds = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
-    ended = id_array([*ended_holds, *(row[4] for row in same if row[2] != HoldState.HELD)])
+    await take_holds(connection, reads, [HoldRow(*row) for row in held])
+    ended_ids = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
+    ended = id_array([*ended_ids, *(row[4] for row in same if row[2] != HoldState.HELD)])
     if ended != NO_IDS:
         sums, issued, batches = await exchange(
             connection, [(query, (ended,)) for query in (SELECT_EVENT_SUMS, ISSUED_OF_HOLDS, BATCHES_OF_HOLDS)]
@@ -392,34 +278,44 @@ async def read_and_lock(
     return reads
 
 
-async def add_rules_made_since(connection: Connection, expired: Sequence[HoldRow]) -> None:
-    """Beside those that they were charged to as they ran: rules that were made later have counted them as they had expired."""
-    if not expired:
-        return
-    subjects = {hold.id: [uuid.UUID(bytes=hold.receipt_ids[place : place + 16]) for place in (0, 16, 32)] for hold in expired}
-    [rows] = await exchange(connection, [(SELECT_RULES, (id_array({each for ids in subjects.values() for each in ids}),))])
-    for rule in rules_of_rows(connection, rows).values():
-        for hold in expired:
-            if rule.subject_id in subjects[hold.id] and rule.model in ("", hold.model) and rule.id not in hold.quota_ids:
-                hold.quota_ids.append(rule.id)
+async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[HoldRow]) -> None:
+    """Holds with their rules and prices, which are known or are read now, after the holds were locked.
 
-
-async def know_what_holds_need(connection: Connection, reads: BatchReads) -> None:
-    """The rules that holds were charged to and their prices: from memory, or read after the holds were locked."""
+    An expired hold gets the rules, too, that were made after it ran: these have counted it as it had expired.
+    """
     known = known_of(connection)
-    holds = reads.holds.values()
-    rules, missing = known.rules_for((quota_id for hold in holds for quota_id in hold.quota_ids), reads.now)
-    versions = {hold.price_version_id for hold in holds} - known.prices.keys()
+    rules, missing = known.rules_for((quota_id.int for row in rows for quota_id in row.quota_ids), reads.now)
+    versions = {row.price_version_id for row in rows} - known.prices.keys()
     if missing or versions:
         rule_rows, prices = await exchange(
-            connection, [(SELECT_RULES_BY_ID, (id_array(missing),)), (SELECT_PRICES_BY_ID, (array(versions),))]
+            connection, [(SELECT_RULES_BY_ID, (id_number_array(list(missing)),)), (SELECT_PRICES_BY_ID, (array(versions),))]
         )
         read = rules_of_rows(connection, rule_rows)
         known.add_rules(read.values())
         known.prices |= {row[0]: TokenPrices(*row) for row in prices}
         rules |= read
-    reads.rules |= rules
-    reads.prices |= {hold.price_version_id: known.prices[hold.price_version_id] for hold in holds}
+    expired = [row for row in rows if row.state == HoldState.EXPIRED]
+    later: list[QuotaRule] = []
+    if expired:
+        subjects = {row.receipt_ids[place : place + 16] for row in expired for place in (0, 16, 32)}
+        [rule_rows] = await exchange(connection, [(SELECT_RULES, (id_bytes_array(subjects),))])
+        later = list(rules_of_rows(connection, rule_rows).values())
+    terms: dict[tuple[object, ...], HoldTerms] = {}
+    for row in rows:
+        numbers = tuple(quota_id.int for quota_id in row.quota_ids)
+        key = row.receipt_ids[:48], row.model, row.embedding, row.price_version_id, numbers
+        common = terms.get(key)
+        if common is None:
+            common = terms[key] = HoldTerms(*key[:3], known.prices[row.price_version_id], numbers)
+        charged = [rules[number] for number in numbers]
+        if row.state == HoldState.EXPIRED:
+            of_hold = [row.receipt_ids[place : place + 16] for place in (0, 16, 32)]
+            charged += [
+                rule
+                for rule in later
+                if rule.subject_id.bytes in of_hold and rule.model in ("", row.model) and rule.number not in numbers
+            ]
+        reads.holds[row.id.int] = row.hold(common, tuple(charged))
 
 
 def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
@@ -441,29 +337,50 @@ def take_admission_reads(
     connection: Connection, reads: BatchReads, admits: Sequence[Admit], answers: Sequence[list[Row]]
 ) -> list[Row]:
     """The answers to `admission_reads`; the connection goes on knowing them. Returns the rows of SELECT_SAME_REQUEST."""
-    rules, same, keys, in_force, next_prices = answers
-    reads.rules = rules_of_rows(connection, rules)
+    rule_rows, same, keys, in_force, next_prices = answers
+    by_subject: dict[tuple[int, str], list[QuotaRule]] = {}
+    for rule in rules_of_rows(connection, rule_rows).values():
+        by_subject.setdefault((rule.subject_id.int, rule.model), []).append(rule)
     expiries = {row[0].int: row[1] for row in keys}
     reads.live_keys = set(expiries)
+    book = PriceBook()
     for organization_id, tier, withdrawn, model, *version in in_force:
-        prices = TokenPrices(*version)
-        reads.prices_in_force.add(prices, model=model, organization_id=organization_id, tier=tier, withdrawn=withdrawn)
+        book.add(TokenPrices(*version), model=model, organization_id=organization_id, tier=tier, withdrawn=withdrawn)
     next_price_at = {(model, currency_code): at for model, currency_code, at in next_prices}
-    known = known_of(connection)
+    known, terms = known_of(connection), {}
     for payer, model, tier, embedding in {(op.payer, op.model, op.tier, op.embedding) for op in admits}:
-        current = reads.prices_in_force.find(model, payer.currency_code, payer.organization_id, tier)
-        if current is None or payer.api_key_id.int not in expiries:
+        key = payer.api_key_id.int, model, tier, embedding
+        current = book.find(model, payer.currency_code, payer.organization_id, tier)
+        if current is None or key[0] not in expiries:
             continue
-        found = reads.rules_for(payer, model)
-        ends = [rule.raised_until for rule in found.rules]
-        until = earliest([*ends, expiries[payer.api_key_id.int], next_price_at[model, payer.currency_code]])
-        terms = Terms.of(payer, reads.hold_terms(payer, model, current, embedding=embedding), found.rules, until)
-        known.add_terms((payer.api_key_id.int, model, tier, embedding), terms)
+        subjects = (payer.organization_id.int, payer.project_id.int, payer.api_key_id.int)
+        places = [(subject, each) for subject in subjects for each in dict.fromkeys(("", model))]
+        rules = tuple(rule for place in places for rule in by_subject.get(place, ()))
+        ends = (*(rule.raised_until for rule in rules), expiries[key[0]], next_price_at[model, payer.currency_code])
+        common = HoldTerms(payer.receipt_ids, model, embedding, current, tuple(rule.number for rule in rules))
+        until = min((each for each in ends if each is not None), default=None)
+        terms[key] = AdmissionTerms(payer, common, rules, until)
+        known.add_terms(key, terms[key])
+    reads.terms = terms
     return same
 
 
 def same_request(row: tuple[Any, ...], events: Mapping[int, EventSums]) -> SameRequest:
     """One row of SELECT_SAME_REQUEST. events: of the holds that have ended."""
     _, _, state, payload_hash, hold_id, currency_code = row
-    settled = None if state == HoldState.HELD else events.get(hold_id.int, EventSums()).settled(hold_id, currency_code)
+    settled = None if state == HoldState.HELD else events.get(hold_id.int, NOTHING_USED).settled(hold_id, currency_code, [])
     return SameRequest(state, payload_hash, settled)
+
+
+async def lock_counters(connection: Connection, now: datetime, keys: Collection[CounterKey]) -> Counters:
+    """Lock the counter rows in order, making those of windows that have just begun."""
+    counters = Counters(now)
+    if not keys:
+        return counters
+    columns = key_columns(keys)
+    [rows] = await exchange(connection, [(LOCK_COUNTERS, columns)])
+    if len(rows) < len(keys):
+        inserted, rows = await exchange(connection, [(INSERT_COUNTERS, columns), (LOCK_COUNTERS, columns)])
+        counters.created = frozenset((row[0].int, row[1]) for row in inserted)
+    counters.rows = {(row[0].int, row[1]): Counter(row[2], row[3]) for row in rows}
+    return counters

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from metering.core.errors import RequestIdReused, RequestInFlight, StoreAway
-from metering.core.models import HoldState, ServiceTier
-from metering.holds.counter_rows import lock_counters
+from metering.holds.decide import BatchReads, Hold
 from metering.holds.journal import Bind
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, new_hold_id
-from metering.holds.read import BatchReads, HoldRow, read_and_lock
-from metering.holds.write import BatchWrites, write_and_commit
+from metering.holds.read import lock_counters, read_and_lock
+from metering.holds.write import counter_writes
+from metering.core.models import HoldState, ServiceTier
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey, Payer
 from metering.quotas.quotas import Counters
@@ -243,8 +243,6 @@ def has_room(admitted: Admitted) -> bool:
     return all(state.remaining * 2 >= state.limit_value for state in admitted.quotas if state.rule.enforced)
 
 
-NOBODY = uuid.UUID(int=0)  # no hold is inserted here, so none gets an owner
-
 SELECT_USED_REQUESTS = """
 SELECT h.project_id, h.request_id
 FROM holds h JOIN unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) USING (project_id, request_id)
@@ -282,25 +280,23 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
             answers.append(Ended(done=False))
         else:
             taken.add((bind.payer.project_id, bind.request_id))
-            shrink(reads, counters, hold, bind)
+            shrink(counters, hold, bind)
             new.append(bind)
             answers.append(Ended(done=True))
     if new:
         await exchange(connection, [(BIND_HOLDS, bind_columns(new))])
-    await write_and_commit(connection, NOBODY, 0.0, counters, BatchWrites(reads.chains))
+    await exchange(connection, [*counter_writes(counters), ("COMMIT", ())])
     return answers
 
 
-def bound_keys(reads: BatchReads, hold: HoldRow) -> set[CounterKey]:
+def bound_keys(reads: BatchReads, hold: Hold) -> set[CounterKey]:
     """The counters in which the hold's claim stands."""
-    claim = hold.claim(reads.prices[hold.price_version_id])
-    return quotas.touched_keys(reads.rules_of(hold), claim, reads.now, extends=False)
+    return quotas.touched_keys(hold.rules, hold.claim(), reads.now, extends=False)
 
 
-def shrink(reads: BatchReads, counters: Counters, hold: HoldRow, bind: Bind) -> None:
+def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
     """Make the claim that of the request."""
-    rules = reads.rules_of(hold)
-    before = hold.claim(reads.prices[hold.price_version_id])
+    rules, before = hold.rules, hold.claim()
     if hold.state == HoldState.EXPIRED:
         charged, granted = (hold.input_token_count, hold.leased_token_count), (bind.input_token_count, bind.leased_token_count)
         # Lifetime quotas keep nothing of an expired hold but what is billed, and of an unbound one nothing is.

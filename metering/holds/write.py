@@ -1,30 +1,32 @@
-"""What one batch of hold operations writes back, and commits, in one round trip. No decisions."""
+"""What one batch of hold operations writes: holds, usage events with their receipts, counters. No decisions.
+
+The statements that end and extend holds compare all of their rows that can have changed since they were decided about, and those
+that move counters see that each limit has room: a batch that was decided by what a process remembers (`one_trip.py`) is written
+whole or not at all. Where the rows were locked before, all of that holds anyway.
+
+Rows are locked in the order of holds by id, chains by project, counters by (quota, window), in every process alike.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
 
-from metering.core.models import HoldState
-from metering.holds.counter_rows import counter_writes
-from metering.holds.known import HoldTerms
-from metering.holds.operations import Admit, Settle, Settled
-from metering.quotas.quotas import Counters
-from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, SignedBatch
+import psycopg
+
+from metering.holds.decide import BatchWrites, Hold, HoldTerms, NewHold, UsageEvent
+from metering.quotas.quota_rules import CounterKey
+from metering.quotas.quotas import NO_LIMIT, USED_MAX, Counters
+from metering.receipts.chaining import BatchSigner, Chains, SignedBatch
 from metering.store.exchange import (
     UUID_OID,
-    Connection,
+    Packed,
     Statement,
     Value,
     array,
     bigint_array,
     bytes_array,
-    exchange,
     id_array,
     id_bytes_array,
     id_number_array,
@@ -32,6 +34,9 @@ from metering.store.exchange import (
     text_array,
     time_array,
 )
+
+# Raised where a row is not as it was decided about: a division by nothing, and with it the transaction fails.
+GuardFailed = psycopg.errors.DivisionByZero
 
 # What holds have in common comes once for all that have it: `terms` is their place in those arrays.
 INSERT_HOLDS = """
@@ -44,21 +49,31 @@ FROM unnest(%s::uuid[], %s::int[], %s::uuid[], %s::bytea[], %s::text[], %s::bigi
     AS v(id, terms, request_id, payload_hash, labels, input_token_count, leased_token_count)
 """
 
+# Each extension makes the lease larger: that tells whether there was another.
 EXTEND_HOLDS = """
-UPDATE holds h SET cached_input_token_count = v.cached, leased_token_count = v.leased, delivered_token_count = v.delivered,
-    posted_token_count = v.posted, posted_cost_picos = v.posted_cost, posted_minutes = v.posted_minutes::bigint[],
-    charged_at = v.charged_at, expires_at = now() + make_interval(secs => %s)
-FROM unnest(%s::uuid[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::text[], %s::timestamptz[])
-    AS v(id, cached, leased, delivered, posted, posted_cost, posted_minutes, charged_at)
-WHERE h.id = v.id
+WITH extended AS (
+    UPDATE holds h SET cached_input_token_count = v.cached, leased_token_count = v.leased, delivered_token_count = v.delivered,
+        posted_token_count = v.posted, posted_cost_picos = v.posted_cost, posted_minutes = v.posted_minutes::bigint[],
+        charged_at = now(), expires_at = now() + make_interval(secs => %s)
+    FROM unnest(%s::uuid[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::text[], %s::bigint[],
+                %s::int[])
+        AS v(id, cached, leased, delivered, posted, posted_cost, posted_minutes, leased_before, quota_count)
+    WHERE h.id = v.id AND h.ended_at IS NULL AND h.leased_token_count = v.leased_before
+        AND cardinality(h.quota_ids) = v.quota_count
+    RETURNING 1
+) SELECT 1 / (count(*) = %s)::int FROM extended
 """
-
+# Asked for their state, the server would go through all that live.
 END_HOLDS = """
-UPDATE holds h SET state = v.state, cached_input_token_count = v.cached, delivered_token_count = v.delivered, ended_at = now()
-FROM unnest(%s::uuid[], %s::text[], %s::bigint[], %s::bigint[]) AS v(id, state, cached, delivered)
-WHERE h.id = v.id
+WITH ended AS (
+    UPDATE holds h SET state = v.state, cached_input_token_count = v.cached, delivered_token_count = v.delivered, ended_at = now()
+    FROM unnest(%s::uuid[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::int[])
+        AS v(id, state, cached, delivered, leased, posted, quota_count)
+    WHERE h.id = v.id AND h.ended_at IS NULL AND h.leased_token_count = v.leased AND h.posted_token_count = v.posted
+        AND cardinality(h.quota_ids) = v.quota_count
+    RETURNING 1
+) SELECT 1 / (count(*) = %s)::int FROM ended
 """
-
 # Whoever else has a hold under lock is ending it: renewing it would be in vain, and waiting could deadlock.
 RENEW_HOLDS = """
 UPDATE holds SET expires_at = now() + make_interval(secs => %s)
@@ -67,11 +82,14 @@ RETURNING id
 """
 
 UPDATE_CHAINS = """
-UPDATE receipt_chains c SET last_sequence = v.sequence, last_hash = v.hash, last_settled_at = v.settled_at
-FROM unnest(%s::uuid[], %s::bigint[], %s::bytea[], %s::timestamptz[]) AS v(project_id, sequence, hash, settled_at)
-WHERE c.project_id = v.project_id
+WITH continued AS (
+    UPDATE receipt_chains c SET last_sequence = v.sequence, last_hash = v.hash, last_settled_at = v.settled_at
+    FROM unnest(%s::uuid[], %s::bigint[], %s::bytea[], %s::timestamptz[], %s::bytea[])
+        AS v(project_id, sequence, hash, settled_at, hash_before)
+    WHERE c.project_id = v.project_id AND c.last_hash = v.hash_before
+    RETURNING 1
+) SELECT 1 / (count(*) = %s)::int FROM continued
 """
-
 # The first three values are empty where no key signs.
 INSERT_USAGE_EVENTS = """
 WITH signed AS (
@@ -94,131 +112,112 @@ JOIN holds h ON h.id = v.hold_id
 """
 
 
-class Extension(NamedTuple):
-    """The new values of a hold that was extended. posted_cost_picos: the money that its posted tokens are worth."""
-
-    hold_id: uuid.UUID
-    cached_input_token_count: int
-    leased_token_count: int
-    delivered_token_count: int
-    posted_token_count: int
-    posted_cost_picos: int
-    posted_minutes: tuple[int, ...]
-    charged_at: datetime
-
-
-class End(NamedTuple):
-    """The new values of a hold that has ended."""
-
-    hold_id: uuid.UUID
-    state: HoldState
-    cached_input_token_count: int
-    delivered_token_count: int
-
-
-class NewHold(NamedTuple):
-    """A hold to insert."""
-
-    admit: Admit
-    terms: HoldTerms
-    leased_token_count: int
-
-
-# A usage event to insert, in the order of INSERT_USAGE_EVENTS: the number of its hold, part, outcome; input, cached, generated,
-# delivered and billed tokens, cost; timings as JSON, whether recovered; of its receipt time, place, hash before and hash; embedded
-# tokens; migrations.
-UsageRow = tuple[int, int, str, int, int, int, int, int, int, str | None, bool, datetime, int, bytes, bytes, int, int]
+UPDATE_COUNTERS = """
+UPDATE quota_counters c SET used = v.used, held = v.held
+FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[]) AS v(quota_id, window_start, used, held)
+WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
+"""
+COUNT_UNHEEDED = """
+UPDATE quota_counters c SET would_refuse_count = c.would_refuse_count + v.admitted
+FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[]) AS v(quota_id, window_start, admitted)
+WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
+"""
+DELETE_COUNTERS = """
+DELETE FROM quota_counters c USING unnest(%s::uuid[], %s::timestamptz[]) AS v(quota_id, window_start)
+WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
+"""
+# A negative limit is none. The values of a row that is full stay there.
+_moving = f"""
+WITH moved AS (
+    UPDATE quota_counters c SET held = c.held + v.held, used = CASE
+        WHEN c.used <= {USED_MAX} - greatest(v.used, 0) AND c.used < {USED_MAX} THEN c.used + v.used ELSE {USED_MAX} END
+    FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[], %s::bigint[]) WITH ORDINALITY
+        AS v(quota_id, window_start, used, held, limit_value, place)
+    WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
+        AND (v.limit_value < 0 OR c.used <= v.limit_value - c.held - v.used - v.held)
+    RETURNING v.place, c.used, c.held
+) SELECT m.place, m.used, m.held, 1 / ((SELECT count(*) FROM moved) = %s)::int FROM (SELECT) one LEFT JOIN moved m ON {{which}}
+"""
+MOVE_AND_TELL = _moving.format(which="true")
+MOVE_SILENTLY = _moving.format(which="m.place = 1")
 
 
-def usage_row(usage: Settled, part: int, op: Settle, receipt: IssuedReceipt, *, recovered: bool) -> UsageRow:
-    """One part of what a hold has used."""
-    return (
-        usage.hold_id.int,
-        part,
-        usage.outcome,
-        usage.input_token_count,
-        usage.cached_input_token_count,
-        usage.generated_token_count,
-        usage.delivered_token_count,
-        usage.billed_token_count,
-        usage.cost_picos,
-        None if op.timings is None else json.dumps(op.timings),
-        recovered,
-        receipt.settled_at,
-        receipt.sequence,
-        receipt.previous_hash,
-        receipt.hash,
-        usage.embedding_token_count,
-        op.migration_count,
-    )
+def renewals(writes: BatchWrites, expiry_s: float) -> list[Statement]:
+    """Move the expiry of holds; each tells which."""
+    return [(RENEW_HOLDS, (expiry_s, str(owner_id), id_array(hold_ids))) for owner_id, hold_ids in writes.renewed]
 
 
-@dataclass(slots=True)
-class BatchWrites:
-    """All that a batch changes. Extensions and ends by the number of the hold."""
-
-    chains: Chains
-    holds: list[NewHold] = field(default_factory=list)
-    extensions: dict[int, Extension] = field(default_factory=dict)
-    ends: dict[int, End] = field(default_factory=dict)
-    events: list[UsageRow] = field(default_factory=list)
-    renewed: list[tuple[uuid.UUID, frozenset[uuid.UUID]]] = field(default_factory=list)
-
-
-async def write_and_commit(
-    connection: Connection,
-    owner_id: uuid.UUID,
-    expiry_s: float,
-    counters: Counters,
-    writes: BatchWrites,
-    signer: BatchSigner | None = None,
-) -> list[frozenset[uuid.UUID]]:
-    """Sign the receipts, write all changes and commit, in one round trip. Returns the holds that each renewal moved."""
+def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
+    """Extend and end holds. Raises there: GuardFailed."""
     statements: list[Statement] = []
-    if writes.holds:
-        statements.append(insertion(owner_id, expiry_s, writes.holds))
     if writes.extensions:
-        statements.append((EXTEND_HOLDS, (expiry_s, *extension_columns(list(writes.extensions.values())))))
+        extended = [writes.extensions[number] for number in sorted(writes.extensions)]
+        statements.append((EXTEND_HOLDS, (expiry_s, *extension_columns(extended), len(extended))))
     if writes.ends:
-        statements.append((END_HOLDS, end_columns(list(writes.ends.values()))))
-    if writes.events:
-        statements += usage_writes(writes.chains, writes.events, signer)
-    first_renewal = len(statements)
-    for renewing_owner_id, hold_ids in writes.renewed:
-        statements.append((RENEW_HOLDS, (expiry_s, str(renewing_owner_id), id_array(hold_ids))))
-    rows = await exchange(connection, [*statements, *counter_writes(counters), ("COMMIT", ())])
-    return [frozenset(row[0] for row in found) for found in rows[first_renewal : len(statements)]]
+        ended = [writes.ends[number] for number in sorted(writes.ends)]
+        statements.append((END_HOLDS, (*end_columns(ended), len(ended))))
+    return statements
 
 
-def usage_writes(chains: Chains, events: Sequence[UsageRow], signer: BatchSigner | None) -> list[Statement]:
-    """Usage events with their receipts, which are signed here."""
+def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statement]:
+    """Insert holds."""
+    return [insertion(owner, expiry_s, writes.holds)] if writes.holds else []
+
+
+def usage_writes(chains: Chains, events: Sequence[UsageEvent], signer: BatchSigner | None) -> list[Statement]:
+    """Usage events with their receipts, which are issued and signed here. Raises there: GuardFailed."""
+    if not events:
+        return []
+    for event in events:
+        issue(chains, event)
     signed = chains.sign(signer)
     return [
-        (UPDATE_CHAINS, chain_columns(chains)),
+        (UPDATE_CHAINS, (*chain_columns(chains), len(chains.changed))),
         (INSERT_USAGE_EVENTS, (*batch_values(signed), *usage_event_columns(events))),
     ]
 
 
-def insertion(owner_id: uuid.UUID, expiry_s: float, holds: Sequence[NewHold]) -> Statement:
+def issue(chains: Chains, event: UsageEvent) -> None:
+    """Continue the chain of the event's project by its receipt."""
+    usage, hold = event.usage, event.hold
+    terms = hold.terms
+    event.receipt = chains.append(
+        terms.payer_ids + hold.request_id.bytes,
+        (
+            event.part,
+            usage.input_token_count,
+            usage.cached_input_token_count,
+            usage.billed_token_count,
+            usage.embedding_token_count,
+        ),
+        (terms.prices.version, usage.cost_picos),
+        hold.admitted_at,
+        (usage.currency_code, terms.model, usage.outcome),
+    )
+    usage.receipts.append(event.receipt)
+
+
+def insertion(owner: str, expiry_s: float, holds: Sequence[NewHold]) -> Statement:
     """INSERT_HOLDS with its values."""
     places: dict[int, int] = {}
     terms: list[HoldTerms] = []
     of_holds: list[int] = []
-    for _, each, _ in holds:
+    for _, hold in holds:
+        each = hold.terms
         place = places.get(id(each))
         if place is None:
             terms.append(each)
             place = places[id(each)] = len(terms)
         of_holds.append(place)
     ends = list(itertools.accumulate(len(each.quota_ids) for each in terms))
-    admits = [op for op, _, _ in holds]
+    admits = [op for op, _ in holds]
     return INSERT_HOLDS, (
         id_bytes_array([each.payer_ids[:16] for each in terms]),
         id_bytes_array([each.project_id for each in terms]),
         id_bytes_array([each.payer_ids[32:] for each in terms]),
         text_array([each.model for each in terms]),
         bigint_array([each.prices.version for each in terms]),
-        str(owner_id),
+        owner,
         packed_array(UUID_OID, [quota_id for each in terms for quota_id in each.packed_quota_ids]),
         array([end - len(each.quota_ids) + 1 for end, each in zip(ends, terms, strict=True)]),
         array(ends),
@@ -230,42 +229,48 @@ def insertion(owner_id: uuid.UUID, expiry_s: float, holds: Sequence[NewHold]) ->
         bytes_array([op.payload_hash for op in admits]),
         text_array([json.dumps(op.labels) if op.labels else None for op in admits]),
         bigint_array([op.input_token_count for op in admits]),
-        bigint_array([lease for _, _, lease in holds]),
+        bigint_array([hold.leased_token_count for _, hold in holds]),
     )
 
 
-def extension_columns(extensions: Sequence[Extension]) -> tuple[Value, ...]:
+def extension_columns(extended: Sequence[tuple[Hold, int]]) -> tuple[Value, ...]:
     """One list per column of EXTEND_HOLDS."""
+    holds = [hold for hold, _ in extended]
     return (
-        id_array(each.hold_id for each in extensions),
-        array(each.cached_input_token_count for each in extensions),
-        array(each.leased_token_count for each in extensions),
-        array(each.delivered_token_count for each in extensions),
-        array(each.posted_token_count for each in extensions),
-        array(each.posted_cost_picos for each in extensions),
-        text_array(array(each.posted_minutes) for each in extensions),
-        array(each.charged_at for each in extensions),
+        id_array([hold.id for hold in holds]),
+        bigint_array([hold.cached_input_token_count for hold in holds]),
+        bigint_array([hold.leased_token_count for hold in holds]),
+        bigint_array([hold.delivered_token_count for hold in holds]),
+        bigint_array([hold.posted_token_count for hold in holds]),
+        bigint_array([hold.posted_cost_picos for hold in holds]),
+        text_array([array(hold.posted_minutes) for hold in holds]),
+        bigint_array([leased_before for _, leased_before in extended]),
+        array([len(hold.terms.quota_ids) for hold in holds]),
     )
 
 
-def end_columns(ends: Sequence[End]) -> tuple[Value, ...]:
+def end_columns(holds: Sequence[Hold]) -> tuple[Value, ...]:
     """One list per column of END_HOLDS."""
     return (
-        id_array(each.hold_id for each in ends),
-        array(each.state for each in ends),
-        array(each.cached_input_token_count for each in ends),
-        array(each.delivered_token_count for each in ends),
+        id_array([hold.id for hold in holds]),
+        array([hold.state for hold in holds]),
+        bigint_array([hold.cached_input_token_count for hold in holds]),
+        bigint_array([hold.delivered_token_count for hold in holds]),
+        bigint_array([hold.leased_token_count for hold in holds]),
+        bigint_array([hold.posted_token_count for hold in holds]),
+        array([len(hold.terms.quota_ids) for hold in holds]),
     )
 
 
 def chain_columns(chains: Chains) -> tuple[Value, ...]:
     """One list per column of UPDATE_CHAINS."""
-    heads = [chains.heads[project_id] for project_id in chains.changed]
+    heads = [(chains.heads[project_id], before) for project_id, before in chains.changed.items()]
     return (
-        id_bytes_array([head.project_id for head in heads]),
-        bigint_array([head.sequence for head in heads]),
-        bytes_array([head.hash for head in heads]),
-        time_array([head.settled_at for head in heads]),
+        id_bytes_array([head.project_id for head, _ in heads]),
+        bigint_array([head.sequence for head, _ in heads]),
+        bytes_array([head.hash for head, _ in heads]),
+        time_array([head.settled_at for head, _ in heads]),
+        bytes_array([before for _, before in heads]),
     )
 
 
@@ -274,21 +279,66 @@ def batch_values(batch: SignedBatch | None) -> tuple[str, str, str]:
     return ("", "", "") if batch is None else (batch.key_id, b"".join(batch.hashes).hex(), batch.signature.hex())
 
 
-def usage_event_columns(events: Sequence[UsageRow]) -> tuple[Value, ...]:
+def usage_event_columns(events: Sequence[UsageEvent]) -> tuple[Value, ...]:
     """One list per column of INSERT_USAGE_EVENTS."""
-    columns = zip(*events, strict=True)
-    holds, parts, outcomes, *counts, timings, recovered, settled, sequences, previous, hashes, embedded, migrations = columns
+    usages = [event.usage for event in events]
+    receipts = [event.receipt for event in events if event.receipt is not None]
     return (
-        id_number_array(holds),
-        array(parts),
-        array(outcomes),
-        *map(bigint_array, counts),
-        text_array(timings),
-        array(recovered),
-        time_array(settled),
-        bigint_array(sequences),
-        bytes_array(previous),
-        bytes_array(hashes),
-        bigint_array(embedded),
-        array(migrations),
+        id_array([usage.hold_id for usage in usages]),
+        array([event.part for event in events]),
+        array([usage.outcome for usage in usages]),
+        bigint_array([usage.input_token_count for usage in usages]),
+        bigint_array([usage.cached_input_token_count for usage in usages]),
+        bigint_array([usage.generated_token_count for usage in usages]),
+        bigint_array([usage.delivered_token_count for usage in usages]),
+        bigint_array([usage.billed_token_count for usage in usages]),
+        bigint_array([usage.cost_picos for usage in usages]),
+        text_array([None if event.timings is None else json.dumps(event.timings) for event in events]),
+        array([event.recovered for event in events]),
+        time_array([receipt.settled_at for receipt in receipts]),
+        bigint_array([receipt.sequence for receipt in receipts]),
+        bytes_array([receipt.previous_hash for receipt in receipts]),
+        bytes_array([receipt.hash for receipt in receipts]),
+        bigint_array([usage.embedding_token_count for usage in usages]),
+        array([event.migration_count for event in events]),
     )
+
+
+def key_columns(keys: Collection[CounterKey]) -> tuple[Packed, Packed]:
+    """The two columns of counter keys."""
+    return id_number_array([number for number, _ in keys]), time_array([start for _, start in keys])
+
+
+def moved_counters(
+    moves: Mapping[CounterKey, tuple[int, int]], limits: Mapping[CounterKey, int]
+) -> tuple[list[CounterKey], list[Statement]]:
+    """Move counters by used and held, each within its limit. Tells of those with a limit, if any, what they hold then.
+
+    Returns the keys by the places that the rows have. Raises there: GuardFailed, also where a row is not there.
+    """
+    if not moves:
+        return [], []
+    keys = sorted(moves)
+    columns = (
+        bigint_array([moves[key][0] for key in keys]),
+        bigint_array([moves[key][1] for key in keys]),
+        bigint_array([limits.get(key, NO_LIMIT) for key in keys]),
+    )
+    return keys, [(MOVE_AND_TELL if limits else MOVE_SILENTLY, (*key_columns(keys), *columns, len(keys)))]
+
+
+def counter_writes(counters: Counters) -> list[Statement]:
+    """What brings the rows to what was decided."""
+    if counters.guessed:
+        return moved_counters(counters.all_moves(), counters.limits)[1]
+    statements: list[Statement] = []
+    if counters.changed:
+        rows = [counters.rows[key] for key in counters.changed]
+        values = (array(row.used for row in rows), array(row.held for row in rows))
+        statements.append((UPDATE_COUNTERS, (*key_columns(counters.changed), *values)))
+    if counters.would_refuse:
+        unheeded = (*key_columns(counters.would_refuse), array(counters.would_refuse.values()))
+        statements.append((COUNT_UNHEEDED, unheeded))
+    if untouched := counters.created - counters.changed.keys():  # a refused request leaves no trace
+        statements.append((DELETE_COUNTERS, key_columns(untouched)))
+    return statements

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 from metering.core.errors import InvalidValue
 from metering.core.models import QuotaDimension, QuotaSubject
@@ -107,6 +107,11 @@ class Scale:
     cached_input: int
     output: int
     divisor: int
+    dearest_input: int = field(init=False, compare=False, repr=False)  # of the two: what input is held at until it is posted
+
+    def __post_init__(self) -> None:
+        """Work out once what every claim needs."""
+        object.__setattr__(self, "dearest_input", max(self.input, self.cached_input))
 
     @property
     def factors(self) -> tuple[int, int, int]:
@@ -164,6 +169,8 @@ class QuotaRule:
     window: int = field(init=False, compare=False, repr=False)  # which of `UNITS` its windows are
     kind: Kind = field(init=False, compare=False, repr=False)
     token_scale: Scale | None = field(init=False, compare=False, repr=False)  # None for what does not count tokens
+    is_used_at_once: bool = field(init=False, compare=False, repr=False)  # from the admission on, so that nothing is held
+    counts_tokens: bool = field(init=False, compare=False, repr=False)  # by a scale; else each request counts 1
 
     def __post_init__(self) -> None:
         """Work out once what every request of the rule needs."""
@@ -172,6 +179,8 @@ class QuotaRule:
         object.__setattr__(self, "window", UNITS.index(unit))
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "token_scale", token_scale(self.dimension, self.weights))
+        object.__setattr__(self, "is_used_at_once", kind is Kind.REQUESTS)
+        object.__setattr__(self, "counts_tokens", kind is Kind.TOKENS or kind is Kind.MONEY)
 
     @property
     def unit(self) -> Unit | None:
@@ -231,8 +240,12 @@ class Claim(NamedTuple):
         if self.posted_token_count:
             sent, cached = self.input_token_count, self.cached_input_token_count
             return scale.amount(sent, cached, output_token_count) - self.posted(scale)
-        cached = self.input_token_count if scale.cached_input > scale.input else 0
-        return scale.amount(self.input_token_count, cached, output_token_count)
+        return -(-(self.input_token_count * scale.dearest_input + output_token_count * scale.output) // scale.divisor)
+
+    def leasing(self, output_token_count: int) -> Claim:
+        """Return the claim with another lease."""
+        prices, sent, cached, _, posted, admitted_at, charged_at, minutes = self
+        return Claim(prices, sent, cached, output_token_count, posted, admitted_at, charged_at, minutes)
 
     def posted(self, scale: Scale) -> int:
         """What was moved to `used` of earlier charges."""
@@ -282,9 +295,9 @@ class Claim(NamedTuple):
             return None
         if self.posted_token_count:
             cached = self.cached_input_token_count
+            sent = (self.input_token_count - cached) * scale.input + cached * scale.cached_input
         else:
-            cached = self.input_token_count if scale.cached_input > scale.input else 0
-        sent = (self.input_token_count - cached) * scale.input + cached * scale.cached_input
+            sent = self.input_token_count * scale.dearest_input
         return (scale.divisor * (room + self.posted(scale)) - sent) // scale.output
 
     def moved_on(self, delivered_token_count: int, now: datetime) -> Claim:
@@ -401,6 +414,44 @@ class QuotaState(NamedTuple):
         """Seconds from `now` to `resets_at`."""
         resets_at = self.resets_at
         return None if resets_at is None else (resets_at - self.now).total_seconds()
+
+
+class QuotaStates(Sequence[QuotaState]):
+    """The states of several limits at one moment, built when they are asked for: most admissions are asked for none.
+
+    counts: used and held of each. corrections: what has to be added to these, once that is known.
+    """
+
+    __slots__ = ("corrections", "counts", "now", "rules")
+
+    def __init__(self, rules: Sequence[QuotaRule], counts: Sequence[tuple[int, int]], now: datetime) -> None:
+        self.rules = rules
+        self.counts = counts
+        self.now = now
+        self.corrections: Sequence[tuple[int, int]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rules)
+
+    @overload
+    def __getitem__(self, place: int) -> QuotaState: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[QuotaState]: ...
+
+    def __getitem__(self, place: int | slice) -> QuotaState | Sequence[QuotaState]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        used, held = self.counts[place]
+        if self.corrections is not None:
+            more_used, more_held = self.corrections[place]
+            used, held = used + more_used, held + more_held
+        return QuotaState(self.rules[place], used, held, self.now)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it may still be corrected
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from metering.quotas.quota_rules import (
     Kind,
     QuotaRule,
     QuotaState,
+    QuotaStates,
     money_scale,
     window_end,
     window_starts,
@@ -91,6 +92,13 @@ class InsufficientCredit(QuotaExceeded):
         return False
 
 
+NO_LIMIT = -1  # of a row that may be moved however full it is
+
+
+class Unsure(Exception):
+    """What was seen of the counters last does not tell what the decision is: the rows have to be locked and read."""
+
+
 @dataclass(slots=True)
 class Counter:
     """Working copy of one counter row."""
@@ -103,50 +111,85 @@ class Counter:
 class Counters:
     """The locked counter rows of one batch, at one database time. created: those that the batch itself has inserted, empty.
 
+    changed: what the rows were before the batch changed them: used and held.
     would_refuse: admissions of this batch that went past a quota which is not enforced, by counter.
-    unread: no row was read or locked; what is added is kept in `moves`, by counter: used and held. Enough for what only gives back.
+    guessed: the rows are as they were seen last and not locked; some may be missing. What is decided then holds only if every row
+    can be moved as the batch does within `limits`; a decision that would be another one for another row raises `Unsure`.
+    moves: what is added to rows that are missing: used and held.
     """
 
     now: datetime
     rows: dict[CounterKey, Counter] = field(default_factory=dict)
-    changed: set[CounterKey] = field(default_factory=set)
+    changed: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
     created: frozenset[CounterKey] = frozenset()
     would_refuse: dict[CounterKey, int] = field(default_factory=dict)
-    unread: bool = False
+    guessed: bool = False
+    limits: dict[CounterKey, int] = field(default_factory=dict)
     moves: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, key: CounterKey, *, used: int = 0, held: int = 0) -> None:
         """Move a counter. Going below zero is a bug of the caller and would break conservation."""
         if not used and not held:
             return
-        if self.unread:
-            before = self.moves.get(key, (0, 0))
-            self.moves[key] = min(before[0] + used, USED_MAX), before[1] + held
+        if self.guessed and key not in self.limits:  # the row does not matter
+            before = self.moves.get(key)
+            if before is None:
+                self.moves[key] = used, held
+            else:
+                self.moves[key] = min(before[0] + used, USED_MAX), before[1] + held
             return
         row = self.rows[key]
+        if key not in self.changed:
+            self.changed[key] = row.used, row.held
+        row.held += held
+        if self.guessed:  # what is added counts, and not where that leads to
+            row.used += used
+            return
         if row.used < USED_MAX:
             row.used = min(row.used + used, USED_MAX)
-        row.held += held
         assert row.used >= 0, f"counter {key} used {row.used} < 0"
         assert row.held >= 0, f"counter {key} held {row.held} < 0"
-        self.changed.add(key)
+
+    def all_moves(self) -> dict[CounterKey, tuple[int, int]]:
+        """Return what guessed rows are moved by, used and held."""
+        moves = dict(self.moves)
+        for key, (used, held) in self.changed.items():
+            row, more = self.rows[key], moves.get(key, (0, 0))
+            moves[key] = row.used - used + more[0], row.held - held + more[1]
+        return {key: move for key, move in moves.items() if move != (0, 0)}
 
     def remaining(self, rule: QuotaRule) -> int | None:
         """What may still be charged to the rule now; None for unlimited."""
         if rule.limit_value is None:
             return None
-        row = self.rows[rule.key(self.now)]
+        row = self.row(rule.key(self.now))
         return rule.limit_value - row.used - row.held
+
+    def row(self, key: CounterKey) -> Counter:
+        """Return a row. Raises: Unsure for one that was never seen."""
+        try:
+            return self.rows[key]
+        except KeyError:
+            if self.guessed:
+                raise Unsure from None
+            raise
 
     def copy_for(self, rules: Iterable[QuotaRule]) -> Counters:
         """Counters of these rules to decide on without changing anything."""
         keys = {rule.key(self.now) for rule in rules}
-        return Counters(self.now, {key: Counter(self.rows[key].used, self.rows[key].held) for key in keys})
+        rows = {key: self.row(key) for key in keys}
+        return Counters(self.now, {key: Counter(row.used, row.held) for key, row in rows.items()}, guessed=self.guessed)
 
     def state(self, rule: QuotaRule) -> QuotaState:
         """The rule as its subject may see it."""
         row = self.rows[rule.key(self.now)]
         return QuotaState(rule, row.used, row.held, self.now)
+
+    def states(self, rules: Sequence[QuotaRule]) -> QuotaStates:
+        """Return the states of several rules as they are now, whatever comes later."""
+        starts, rows = window_starts(self.now), self.rows
+        counted = [rows[rule.number, starts[rule.window]] for rule in rules]
+        return QuotaStates(rules, [(row.used, row.held) for row in counted], self.now)
 
 
 def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_token_count: int, least_token_count: int) -> Claim:
@@ -155,9 +198,10 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
     wanted_token_count: the slice asked for; least_token_count: below that the request is better refused than started.
     Raises: QuotaExceeded naming every rule that does not fit, the first to reset in front.
     """
-    whole = claim._replace(leased_token_count=wanted_token_count)
-    if charge_whole(counters, rules, whole):
-        return whole
+    if charge_whole(counters, rules, claim, wanted_token_count):
+        return claim.leasing(wanted_token_count)
+    if counters.guessed:
+        raise Unsure
     smallest = claim._replace(leased_token_count=least_token_count)
     lease = wanted_token_count
     failing: list[QuotaRule] = []
@@ -190,22 +234,33 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
     return admitted
 
 
-def charge_whole(counters: Counters, rules: Sequence[QuotaRule], claim: Claim) -> bool:
-    """Charge a new claim as it is to all rules, or to none and say so: what most admissions come to, at half the work."""
-    charges: list[tuple[CounterKey, Counter, bool, int]] = []
+def charge_whole(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, output_token_count: int) -> bool:
+    """Charge a new claim with all of a lease to all rules, or to none and say so: what most admissions come to."""
+    starts, money, rows = window_starts(counters.now), money_scale(claim.prices), counters.rows
+    sent, guessed, changed = claim.input_token_count, counters.guessed, counters.changed
+    charges: list[tuple[CounterKey, Counter, QuotaRule, int]] = []
     for rule in rules:
-        key = rule.key(counters.now)
-        row, amount = counters.rows[key], demand(rule, claim)
+        key = rule.number, starts[rule.window]
+        row = rows.get(key)
+        if row is None:
+            row = counters.row(key)
+        amount = 1
+        if rule.counts_tokens:  # `Claim.charge` of a claim of which nothing is posted, without the calls
+            scale = rule.token_scale or money
+            amount = -(-(sent * scale.dearest_input + output_token_count * scale.output) // scale.divisor)
         if rule.limit_value is not None and amount > rule.limit_value - row.used - row.held:
             return False
         if amount:
-            charges.append((key, row, rule.kind is Kind.REQUESTS, amount))
-    for key, row, is_used_at_once, amount in charges:
-        if is_used_at_once:
+            charges.append((key, row, rule, amount))
+    for key, row, rule, amount in charges:
+        if key not in changed:
+            changed[key] = row.used, row.held
+            if guessed:
+                counters.limits[key] = NO_LIMIT if rule.limit_value is None else rule.limit_value
+        if rule.is_used_at_once:
             row.used += amount
         else:
             row.held += amount
-        counters.changed.add(key)
     return True
 
 
@@ -228,6 +283,8 @@ def extend(
         held, used = claim.held(rule), claim.consumed(rule, claim.input_token_count, delivered_token_count)
         moves.append((old, new, held, used))
         room = counters.remaining(rule)
+        if counters.guessed:
+            counters.row(new)
         if room is None or not rule.enforced:
             continue
         if old == new:  # its own present charge is not in its way
@@ -236,10 +293,14 @@ def extend(
             failing.append(rule)
         elif (most := one_more.most_output(rule, room)) is not None and most < lease:
             lease = most
+    if counters.guessed and (failing or lease < posted.leased_token_count + wanted_token_count):
+        raise Unsure
     if failing:
         raise refusal(counters, failing, one_more)
-    extended = posted._replace(leased_token_count=lease)
+    extended = posted.leasing(lease)
     for rule, (old, new, held, used) in zip(windowed, moves, strict=True):
+        if counters.guessed:
+            counters.limits[new] = rule.limit_value if rule.enforced and rule.limit_value is not None else NO_LIMIT
         counters.add(old, used=used, held=-held)
         counters.add(new, held=extended.held(rule))
     return extended
@@ -249,13 +310,12 @@ def end(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, input_toke
     """Give back what the claim holds and leave what it consumed in `used`."""
     starts, money = window_starts(claim.charged_at), money_scale(claim.prices)
     for rule in rules:
-        kind = rule.kind
-        if kind is Kind.CONCURRENCY:
-            counters.add((rule.number, starts[rule.window]), held=-1)
-        elif kind is not Kind.REQUESTS:
+        if rule.counts_tokens:
             scale = rule.token_scale or money
             used = claim.consumed_by(scale, input_token_count, delivered_token_count)
             counters.add((rule.number, starts[rule.window]), used=used, held=-claim.charge(scale, claim.leased_token_count))
+        elif not rule.is_used_at_once:
+            counters.add((rule.number, starts[rule.window]), held=-1)
 
 
 def expire(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, billed: Tokens) -> None:

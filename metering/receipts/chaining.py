@@ -104,7 +104,7 @@ class Chains:
 
     def __init__(self) -> None:
         self.heads: dict[bytes, ChainHead] = {}
-        self.changed: set[bytes] = set()
+        self.changed: dict[bytes, bytes] = {}  # with the hash of the last receipt before the batch
         self.added: list[IssuedReceipt] = []
 
     @classmethod
@@ -139,7 +139,7 @@ class Chains:
         encoded = encode(ids, numbers, previous_hash, texts(*ends))
         head.hash = hash_of(encoded)
         receipt = IssuedReceipt(encoded, head.settled_at, head.sequence, previous_hash, head.hash)
-        self.changed.add(project_id)
+        self.changed.setdefault(project_id, previous_hash)
         self.added.append(receipt)
         return receipt
 

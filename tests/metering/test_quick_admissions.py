@@ -13,18 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metering.pricing.token_prices import TokenPrices
 from metering.core.errors import InvariantViolated, KeyInvalid, RequestIdReused, RequestInFlight
-from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds import batch, connections, quick_ends
+from metering.holds import batch, connections, one_trip
 from metering.holds import read as reading
 from metering.holds.connections import HoldConnection
-from metering.holds.known import Weighing, known_of
+from metering.holds.known import known_of
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, Renew, Settled, Void
-from metering.holds.quick_admissions import admit_planned
-from metering.pricing.token_prices import TokenPrices
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.quotas import quotas
 from metering.quotas.quota_rules import NO_WINDOW, Claim, Payer, QuotaRule, Weights
-from metering.quotas.quotas import QuotaExceeded
+from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 from metering.store.db import psycopg_conninfo
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
@@ -217,18 +216,19 @@ async def test_a_request_that_is_sent_again_while_it_is_settled_waits_for_nobody
     payer, _ = tenant(world)
     ops = [admit(payer) for _ in range(3)]
     ended, may_go_on = asyncio.Event(), asyncio.Event()
-    returns_of_all = quick_ends.returns_of_all
+    exchange = vars(one_trip)["exchange"]
 
-    async def paused(*arguments: Any) -> Any:
-        ended.set()
-        await may_go_on.wait()
-        return await returns_of_all(*arguments)
+    async def paused(connection: Any, statements: Sequence[Any]) -> Any:
+        if statements[-1][0] == "COMMIT":
+            ended.set()
+            await may_go_on.wait()
+        return await exchange(connection, statements)
 
     async with HoldConnection(world.url, uuid.uuid4(), own=holds._own) as ending:
         await holds.execute(ops[:1])
         await holds.execute(ops[1:])
         await ending.execute([settle(ops[0].hold_id, 1)])
-        monkeypatch.setattr(quick_ends, "returns_of_all", paused)
+        monkeypatch.setattr(one_trip, "exchange", paused)
         settling = asyncio.create_task(ending.execute([settle(ops[1].hold_id, 1)]))
         await ended.wait()
         again, other = await holds.execute([replace(ops[1], hold_id=uuid.uuid4()), admit(payer)])
@@ -352,12 +352,14 @@ async def test_an_error_that_nobody_foresaw_gives_each_admission_its_own_hold(
     await holds.execute([admit(first), admit(second)])
     failures = [psycopg.errors.InternalError_("tuple concurrently updated")] * 2
 
-    async def failing(*arguments: Any) -> list[Admitted]:
+    take = vars(connections)["take"]
+
+    async def failing(*arguments: Any, **named: Any) -> Any:
         if failures:
             raise failures.pop()
-        return await admit_planned(*arguments)
+        return await take(*arguments, **named)
 
-    monkeypatch.setattr(connections, "admit_planned", failing)
+    monkeypatch.setattr(connections, "take", failing)
     ops = [admit(first), admit(second), admit(first)]
     answers = await holds.execute(ops)
 
@@ -389,7 +391,10 @@ async def test_keys_that_were_revoked_are_forgotten(world: HoldWorld, holds: Hol
 def test_a_rule_weighs_a_new_claim_as_the_long_way_does(
     dimension: QuotaDimension, weights: Weights, prices: TokenPrices, tokens: tuple[int, int]
 ) -> None:
-    rule = QuotaRule(uuid.uuid4(), QuotaSubject.API_KEY, uuid.uuid4(), "", dimension, 10, weights)
+    rule = QuotaRule(uuid.uuid4(), QuotaSubject.API_KEY, uuid.uuid4(), "", dimension, 2**62, weights)
     claim = Claim(prices, tokens[0], 0, tokens[1], 0, NO_WINDOW, NO_WINDOW)
+    row = Counter(0, 0)
 
-    assert Weighing.of(rule, prices).amount(*tokens) == quotas.demand(rule, claim)
+    assert quotas.charge_whole(Counters(NO_WINDOW, {rule.key(NO_WINDOW): row}), [rule], claim, tokens[1])
+
+    assert row.used + row.held == quotas.demand(rule, claim)

@@ -14,15 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.models import Outcome, Quota, QuotaDimension, QuotaSubject
-from metering.holds import batch, write
+from metering.pricing.token_prices import TokenPrices, embedding_terms
+from metering.holds import batch
 from metering.holds import read as reading
 from metering.holds.connections import HoldConnection
-from metering.holds.counter_rows import packed_key
-from metering.holds.known import HoldTerms, OwnHold, Return
+from metering.holds.decide import BatchReads, Decisions, Hold, HoldTerms
 from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, Settle, Settled, Void
-from metering.holds.quick_ends import End, moves_of
-from metering.pricing.token_prices import TokenPrices, embedding_terms
+from metering.core.models import Outcome, Quota, QuotaDimension, QuotaSubject
 from metering.quotas import quotas
 from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import Claim, Payer, QuotaRule, Weights
@@ -197,7 +195,7 @@ CHANGES: list[tuple[Change, list[int]]] = [
     (settled, [1]),
     (extended, [1]),
     (charged_to_one_more_quota, [1]),
-    (weighed_anew, []),  # the rules that its end goes by are those of the moment, read or not
+    (weighed_anew, [1]),  # the rules that its end goes by are those of the moment
 ]
 
 
@@ -301,18 +299,19 @@ async def test_a_quota_that_is_set_while_a_late_settlement_is_written_counts_wha
     await holds.execute([op])
     await expired(world, op, payer)
     decided = asyncio.Event()
-    write_and_commit = write.write_and_commit
+    exchange = vars(batch)["exchange"]
 
-    async def paused(*arguments: Any) -> Any:
-        decided.set()
-        await until_somebody_waits_or(world, setting)
-        return await write_and_commit(*arguments)
+    async def paused(connection: Any, statements: Sequence[Any]) -> Any:
+        if statements[-1][0] == "COMMIT":
+            decided.set()
+            await until_somebody_waits_or(world, setting)
+        return await exchange(connection, statements)
 
     async def set_meanwhile() -> None:
         await decided.wait()
         await charged_to_one_more_quota(world, op, payer)
 
-    monkeypatch.setattr(batch, "write_and_commit", paused)
+    monkeypatch.setattr(batch, "exchange", paused)
     setting = asyncio.create_task(set_meanwhile())
     [answer] = await holds.execute([settle(op.hold_id, 15)])
     await setting
@@ -364,19 +363,24 @@ def test_what_ends_give_back_together_is_what_each_gives_back_the_long_way(
     charged = [QuotaRule(uuid.uuid4(), QuotaSubject.API_KEY, uuid.uuid4(), "", each, LIMIT, weights) for each, weights in rules]
     numbers = tuple(rule.number for rule in charged)
     terms = {embedding: HoldTerms(bytes(48), "m", embedding, prices, numbers) for embedding in (False, True)}
-    counters = Counters(NOON, unread=True)
-    planned: list[End] = []
-    returns: dict[int, tuple[Return, ...]] = {}
-    for number, ((embedding, sent, cached, leased, posted, charged_at), (billed, known, delivered)) in enumerate(all_ends):
-        of_hold = terms[embedding]
-        hold = OwnHold(of_hold, uuid.uuid4(), sent, cached, leased, 0, posted, NOON, charged_at)
-        cached = cached if posted else max(cached, known)
-        planned.append(End(number, Settle(uuid.uuid4(), billed, known, delivered, delivered, Outcome.STOP), hold, cached))
+    counters = Counters(NOON, guessed=True)
+    decisions = Decisions(BatchReads(NOON), Counters(NOON, guessed=True))
+    for (embedding, sent, cached, leased, posted, charged_at), (billed, known, delivered) in all_ends:
+        hold = Hold(
+            uuid.uuid4(),
+            uuid.uuid4(),
+            terms[embedding],
+            charged,
+            *(sent, cached, leased, 0, posted, ()),
+            admitted_at=NOON,
+            charged_at=charged_at,
+        )
+        decisions.reads.holds[hold.id.int] = hold
+        decisions.decide(Settle(hold.id, billed, known, delivered, delivered, Outcome.STOP))
+        if not embedding:
+            cached = cached if posted else max(cached, known)
         paid = embedding_terms(prices) if embedding else prices
-        returns[id(of_hold)] = tuple(each for rule in charged if (each := Return.of(rule, paid)) is not None)
         claim = Claim(paid, sent, cached, leased, posted, NOON, charged_at)
         quotas.end(counters, charged, claim, billed, delivered)
 
-    moves = {key: tuple(move) for key, move in moves_of(planned, returns).items() if move != [0, 0]}
-
-    assert moves == {packed_key(key): move for key, move in counters.moves.items() if move != (0, 0)}
+    assert decisions.counters.all_moves() == counters.all_moves()
