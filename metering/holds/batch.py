@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from metering.core.errors import MeteringError
+from metering.core.models import HoldState
 from metering.holds.decide import BatchReads, BatchWrites, Decisions
 from metering.holds.known import OwnHolds, known_of
 from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, HoldOperation, Renew, Renewed, Settle, Void
 from metering.holds.read import SELECT_ORPHANS, lock_counters, read_and_lock
 from metering.holds.write import GuardFailed, changed_holds, counter_writes, new_holds, renewals, usage_writes
-from metering.core.models import HoldState
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey
 from metering.quotas.quotas import Counters, QuotaExceeded

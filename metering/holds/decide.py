@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from metering.pricing.token_prices import TokenPrices, embedding_terms
 from metering.core.errors import (
     HoldEnded,
     InvariantViolated,
@@ -23,6 +22,7 @@ from metering.core.errors import (
     RequestIdReused,
     RequestInFlight,
 )
+from metering.core.models import HoldState, Outcome, ServiceTier
 from metering.holds.operations import (
     Admit,
     Admitted,
@@ -41,7 +41,7 @@ from metering.holds.operations import (
     Void,
     is_other_payload,
 )
-from metering.core.models import HoldState, Outcome, ServiceTier
+from metering.pricing.token_prices import TokenPrices, embedding_terms
 from metering.quotas import quotas
 from metering.quotas.quota_rules import Claim, Payer, QuotaRule, money_scale
 from metering.quotas.quotas import Counters

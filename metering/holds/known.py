@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from metering.pricing.token_prices import TokenPrices
 from metering.holds.decide import AdmissionTerms, Hold, TermsKey
 from metering.holds.lease_clock import boot_time_s
 from metering.holds.operations import Admit
+from metering.pricing.token_prices import TokenPrices
 from metering.quotas.quota_rules import CounterKey, QuotaRule
 from metering.quotas.quotas import Counter
 from metering.receipts.chaining import ChainHead

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
-from metering.errors import MeteringError
+from metering.core.errors import MeteringError
 from metering.holds.decide import LATEST, BatchReads, Decisions
 from metering.holds.known import Known, OwnHolds
 from metering.holds.operations import Admit, Admitted, Extend, HoldAnswer, HoldOperation, Renew, Settle, Void

@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from metering.pricing.token_prices import PriceBook, TokenPrices
+from metering.core.models import HoldState, QuotaDimension, QuotaSubject
 from metering.holds.decide import NOTHING_USED, AdmissionTerms, BatchReads, EventSums, Hold, HoldTerms, SameRequest
 from metering.holds.known import SELECT_CHANGES, known_of
 from metering.holds.operations import Admit
 from metering.holds.write import key_columns
-from metering.core.models import HoldState, QuotaDimension, QuotaSubject
+from metering.pricing.token_prices import PriceBook, TokenPrices
 from metering.quotas.quota_recount import QUOTA_LOCK
 from metering.quotas.quota_rules import CounterKey, QuotaRule, Weights
 from metering.quotas.quotas import Counter, Counters

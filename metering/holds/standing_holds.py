@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from metering.core.errors import RequestIdReused, RequestInFlight, StoreAway
+from metering.core.models import HoldState, ServiceTier
 from metering.holds.decide import BatchReads, Hold
 from metering.holds.journal import Bind
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, new_hold_id
 from metering.holds.read import lock_counters, read_and_lock
 from metering.holds.write import counter_writes
-from metering.core.models import HoldState, ServiceTier
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey, Payer
 from metering.quotas.quotas import Counters

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metering.pricing.token_prices import TokenPrices
 from metering.core.errors import InvariantViolated, KeyInvalid, RequestIdReused, RequestInFlight
+from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds import batch, connections, one_trip
 from metering.holds import read as reading
 from metering.holds.connections import HoldConnection
 from metering.holds.known import known_of
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, Renew, Settled, Void
-from metering.core.models import QuotaDimension, QuotaSubject
+from metering.pricing.token_prices import TokenPrices
 from metering.quotas import quotas
 from metering.quotas.quota_rules import NO_WINDOW, Claim, Payer, QuotaRule, Weights
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded

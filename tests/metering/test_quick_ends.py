@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.pricing.token_prices import TokenPrices, embedding_terms
+from metering.core.models import Outcome, Quota, QuotaDimension, QuotaSubject
 from metering.holds import batch
 from metering.holds import read as reading
 from metering.holds.connections import HoldConnection
 from metering.holds.decide import BatchReads, Decisions, Hold, HoldTerms
 from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, Settle, Settled, Void
-from metering.core.models import Outcome, Quota, QuotaDimension, QuotaSubject
+from metering.pricing.token_prices import TokenPrices, embedding_terms
 from metering.quotas import quotas
 from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import Claim, Payer, QuotaRule, Weights
