@@ -24,7 +24,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine host: torch
 
 import torch
 
-from inference.adapters.torch_worker import event_message
 from inference.core.engine_core import EngineCore, EngineOptions
 from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria
 from inference.limits import EngineLimits
@@ -79,7 +78,7 @@ def measure(core: Any, step_count: int) -> list[dict[str, float]]:
     step = clock.timed("step", core.step)
     report = clock.timed(
         "report",
-        lambda events: encode(StepReport([event_message(*event) for event in events], statistics_list(core.statistics()))),
+        lambda events: encode(StepReport(events, statistics_list(core.statistics()))),
     )
     rows = []
     for index in range(step_count + WARM_UP_STEPS):

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from inference.checkpoint.checkpoint import read_model_info
 from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore, EngineOptions, SequenceBroken
+from inference.core.engine_core import EngineCore, EngineOptions
 from inference.engine import (
     EngineCondition,
     EngineState,
     EngineStatistics,
     GenerationRequest,
     SequenceFinished,
+    SequenceRefused,
     SequenceStream,
     TokensGenerated,
 )
@@ -77,7 +78,7 @@ class VirtualEngine:
             self.busy_s += self._step_s
             await asyncio.sleep(self._step_s)  # what it computed is there when the step is over
             for number, event in events:
-                assert not isinstance(event, SequenceBroken), "no request here has a response format"
+                assert not isinstance(event, SequenceRefused), "no request here has a response format"
                 if (stream := self._streams.get(number)) is None:
                     continue
                 if isinstance(event, TokensGenerated) and not stream.has_output:

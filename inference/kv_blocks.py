@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 KV_BLOCK_TOKENS = 16  # tokens: small enough that a 200-token prefix shares 96 % of itself, large enough for fast copies
 
@@ -41,8 +41,7 @@ class PrefixHint:
     def note(self, token_ids: Sequence[int], cache_salt: str) -> None:
         """The engine has computed these tokens."""
         # The tail first, as the engine frees it: a shared head is then the last to be forgotten.
-        count = len(token_ids) // self._block_tokens
-        for key in reversed(list(chained_hashes(token_ids, cache_salt, count, self._block_tokens))):
+        for key in reversed(block_hashes(tuple(token_ids), cache_salt, self._block_tokens)):
             self._recent[key] = None
             self._recent.move_to_end(key)
         while len(self._recent) > self._block_count_max:
@@ -51,21 +50,25 @@ class PrefixHint:
     def predict(self, prompt_token_ids: Sequence[int], cache_salt: str) -> int:
         """Leading prompt tokens that were computed before under this salt; whole blocks, never the whole prompt."""
         count = 0
-        matchable_block_count = (len(prompt_token_ids) - 1) // self._block_tokens
-        for key in chained_hashes(prompt_token_ids, cache_salt, matchable_block_count, self._block_tokens):
+        if not self._recent:
+            return 0
+        for key in block_hashes(tuple(prompt_token_ids), cache_salt, self._block_tokens):
             if key not in self._recent:
                 break
             count += self._block_tokens
-        return count
+        return min(count, max(len(prompt_token_ids) - 1, 0) // self._block_tokens * self._block_tokens)
 
     def clear(self) -> None:
         """The engine has lost its cache."""
         self._recent.clear()
 
 
-def chained_hashes(token_ids: Sequence[int], cache_salt: str, block_count: int, block_tokens: int) -> Iterator[int]:
-    """Of the first full blocks, as in `block_keys`, but without the tokens that would prove a hit."""
-    chained = salt_hash(cache_salt)
-    for start in range(0, block_count * block_tokens, block_tokens):
-        chained = chain_hash(chained, tuple(token_ids[start : start + block_tokens]))
-        yield chained
+# A prompt is keyed for its price, for its replica and when it is computed, all within a moment.
+@functools.lru_cache(maxsize=64)
+def block_hashes(token_ids: tuple[int, ...], cache_salt: str, block_tokens: int) -> tuple[int, ...]:
+    """Chained hashes of all full blocks, as in `block_keys`, but without the tokens that would prove a hit."""
+    chained, keys = salt_hash(cache_salt), []
+    for end in range(block_tokens, len(token_ids) + 1, block_tokens):
+        chained = chain_hash(chained, token_ids[end - block_tokens : end])
+        keys.append(chained)
+    return tuple(keys)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
+import msgspec
+
 SequenceId = NewType("SequenceId", str)
 
 
@@ -172,23 +174,20 @@ class EngineFinishReason(StrEnum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(msgspec.Struct, tag=0, array_like=True, frozen=True):
     """The sequence left the engine's queue. cached_token_count: prompt tokens that the prefix cache serves, exact."""
 
     cached_token_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     """The natural logarithm of a token's probability."""
 
     token_id: int
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """How likely one output token was, and which ones were likeliest, the likeliest first.
 
     Of the model's own distribution: before bias, penalties, constraint and temperature.
@@ -198,8 +197,7 @@ class TokenLogprobs:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokensGenerated:
+class TokensGenerated(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """New output of one step. `text` may lag behind `token_ids`: characters and possible stops are held back.
 
     logprobs: one per token if the request asked for them, else none. choice_index: whose output, from 0.
@@ -211,8 +209,7 @@ class TokensGenerated:
     choice_index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceFinished:
+class ChoiceFinished(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """One of several choices has ended; comes for each of them if there are more than one. text: as in `SequenceFinished`."""
 
     choice_index: int
@@ -220,8 +217,7 @@ class ChoiceFinished:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class EngineTimings:
+class EngineTimings(msgspec.Struct, array_like=True, frozen=True):
     """Durations inside the engine, in ms: waiting for a place, computing the prompt, producing the rest."""
 
     queue_ms: float
@@ -229,8 +225,7 @@ class EngineTimings:
     decode_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceFinished:
+class SequenceFinished(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """The last event of a sequence that did not fail. Its KV blocks are free again.
 
     text: what was still held back and turned out to be output; a matched stop sequence is never in it.
@@ -247,6 +242,19 @@ class SequenceFinished:
     generated_token_count: int
     timings: EngineTimings
     migration_count: int = 0
+
+
+class SequenceRefused(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """Comes instead of the last event: the engine did not take the sequence, or cannot go on with it.
+
+    overloaded: the queue is full. failed: the engine is to blame. Else message says why it cannot run, and field what to mend, if
+    it is one field.
+    """
+
+    message: str
+    field: str | None = None
+    overloaded: bool = False
+    failed: bool = False
 
 
 SequenceEvent = Scheduled | TokensGenerated | ChoiceFinished | SequenceFinished

@@ -54,11 +54,11 @@ class TensorRtEngine(HostedEngine):
             return sent
         return min(sent, self._blocks.matched_token_count(prompt_token_ids))
 
-    def _handle(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         if isinstance(message, KvCacheChange):
             self._blocks.apply(message)
         else:
-            super()._handle(message)
+            super()._receive(message)
 
     def _forget_cache(self) -> None:
         super()._forget_cache()

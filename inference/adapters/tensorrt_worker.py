@@ -29,7 +29,7 @@ from inference.adapters.kv_events import KvCacheChange
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary, descendants
 from inference.adapters.tensorrt_settings import LoadTensorRt
 from inference.checkpoint.checkpoint import read_config
-from inference.engine import EngineStatistics, SequenceEvent
+from inference.engine import EngineStatistics, SequenceEvent, SequenceRefused
 from inference.errors import CheckpointInvalid, EngineError, EngineFailed, EngineStartFailed
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import request_fault
@@ -49,15 +49,12 @@ from inference.workers.protocol import (
     Message,
     ProtocolBroken,
     Ready,
-    RefusedEvent,
     Shutdown,
     StartSequence,
     StepReport,
     decoder_to_worker,
     encode,
-    request_of,
     statistics_list,
-    wire_event,
 )
 
 EXIT_ENGINE_BROKEN = 5
@@ -149,10 +146,10 @@ class TensorRtHost:
     def _handle(self, message: Message, arrived_at_s: float) -> None:
         match message:
             case StartSequence():
-                request = request_of(message)
+                request = message.request
                 reason = request_fault(request, self._load.limits, self._vocabulary_size, self._block_count)
                 if reason is not None:
-                    self._queue(RefusedEvent(message.number, overloaded=False, message=reason))
+                    self._queue((message.number, SequenceRefused(reason)))
                 else:
                     self._core.add(message.number, request, arrived_at_s)
             case CancelSequence():
@@ -171,9 +168,9 @@ class TensorRtHost:
 
     def _tell(self, number: int, event: SequenceEvent | EngineError) -> None:
         if isinstance(event, EngineError):
-            self._queue(RefusedEvent(number, overloaded=False, message=str(event), failed=True))
+            self._queue((number, SequenceRefused(str(event), failed=True)))
         else:
-            self._queue(wire_event(number, event))
+            self._queue((number, event))
 
     def _queue(self, event: Event) -> None:
         """Send it with all else that this round of the loop brings: responses of one step arrive together."""
@@ -271,18 +268,6 @@ def kill_workers() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def main() -> int:
-    """Entry point of the child process. The library starts processes of its own, which import this module and must not run it."""
-    return serve_parent("inference.adapters.tensorrt_worker", lambda connection: TensorRtHost(connection).run())
-
-
-if __name__ == "__main__":
-    # Not sys.exit: the library's own exit handlers have hung.
-    status = main()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 class Submission:
     """Hands choices to one engine."""
 
@@ -347,3 +332,15 @@ class KvEventReader:
             if lost or stored or removed:
                 changes.append(KvCacheChange(lost, stored, removed))
         return changes
+
+
+def main() -> int:
+    """Entry point of the child process. The library starts processes of its own, which import this module and must not run it."""
+    return serve_parent("inference.adapters.tensorrt_worker", lambda connection: TensorRtHost(connection).run())
+
+
+if __name__ == "__main__":
+    # Not sys.exit: the library's own exit handlers have hung.
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)

@@ -18,14 +18,11 @@ from typing import TYPE_CHECKING
 
 from inference.adapters.torch_settings import LoadModel
 from inference.engine import (
-    ChoiceFinished,
     EngineFinishReason,
     EngineTimings,
     GenerationRequest,
-    Scheduled,
-    SequenceEvent,
     SequenceFinished,
-    TokensGenerated,
+    SequenceRefused,
 )
 from inference.errors import CheckpointInvalid, EngineStartFailed, RequestImpossible
 from inference.workers.child import (
@@ -42,19 +39,16 @@ from inference.workers.protocol import (
     Message,
     ProtocolBroken,
     Ready,
-    RefusedEvent,
     Shutdown,
     StartSequence,
     StepReport,
     decoder_to_worker,
     encode,
-    request_of,
     statistics_list,
-    wire_event,
 )
 
 if TYPE_CHECKING:
-    from inference.core.engine_core import EngineCore, SequenceBroken
+    from inference.core.engine_core import EngineCore
     from inference.sampling.grammar import Compiled, Grammar, GrammarThread
 
 IMPORT_FRACTION = 0.4  # share of loading that importing torch takes, measured on a 5M-parameter model; larger ones read longer
@@ -124,15 +118,14 @@ class Host:
         messages = [self._inbox.wait()] if core.idle else []
         for arrived_at_s, message in messages + self._inbox.take_all():
             self._handle(core, message, arrived_at_s)
-        events = [event_message(number, event) for number, event in core.step()]
-        report = StepReport(self._unsent + events, statistics_list(core.statistics()))
-        self._unsent = []
-        self._send(report)
+        events, self._unsent = self._unsent, []
+        events += core.step()
+        self._send(StepReport(events, statistics_list(core.statistics())))
 
     def _handle(self, core: EngineCore, message: Message | Compiled, arrived_at_s: float) -> None:
         match message:
             case StartSequence():
-                request = request_of(message)
+                request = message.request
                 reason = core.request_fault(request)
                 if reason is not None:
                     self._refuse(message.number, reason)
@@ -178,29 +171,20 @@ class Host:
             request, arrived_at_s = waiting
             timings = EngineTimings((time.monotonic() - arrived_at_s) * 1e3, 0.0, 0.0)
             cancelled = SequenceFinished(EngineFinishReason.CANCELLED, "", len(request.prompt_token_ids), 0, 0, timings)
-            self._unsent.append(wire_event(number, cancelled))
+            self._unsent.append((number, cancelled))
 
     def _add(
         self, core: EngineCore, number: int, request: GenerationRequest, arrived_at_s: float, grammar: Grammar | None = None
     ) -> None:
         if not core.add(number, request, arrived_at_s, grammar):
-            self._unsent.append(RefusedEvent(number, overloaded=True, message="the engine's queue is full"))
+            self._unsent.append((number, SequenceRefused("the engine's queue is full", overloaded=True)))
 
     def _refuse(self, number: int, reason: str, field: str | None = None) -> None:
-        self._unsent.append(RefusedEvent(number, overloaded=False, message=reason, field=field))
+        self._unsent.append((number, SequenceRefused(reason, field)))
 
     def _send(self, message: Message) -> None:
         # Blocks while the parent does not read: its buffers then bound what is in flight.
         self._connection.sendall(encode(message))
-
-
-def event_message(number: int, event: SequenceEvent | SequenceBroken) -> Event:
-    """Wire form of what the core reports."""
-    match event:
-        case Scheduled() | TokensGenerated() | ChoiceFinished() | SequenceFinished():
-            return wire_event(number, event)
-        case _:
-            return RefusedEvent(number, overloaded=False, message=event.message, field=event.field)
 
 
 def main() -> int:

@@ -37,6 +37,7 @@ from inference.engine import (
     Scheduled,
     SequenceEvent,
     SequenceFinished,
+    SequenceRefused,
     TokensGenerated,
 )
 from inference.kv_blocks import blocks_for
@@ -60,15 +61,7 @@ class Choices:
     beams: BeamGroup | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceBroken:
-    """The last event of a sequence that cannot go on, and the engine is not to blame. field: what to mend."""
-
-    message: str
-    field: str
-
-
-NumberedEvent = tuple[int, SequenceEvent | SequenceBroken]
+NumberedEvent = tuple[int, SequenceEvent | SequenceRefused]
 
 
 class EngineCore:
@@ -282,7 +275,7 @@ class EngineCore:
         assert sequence.request.response_format is not None
         for choice in self._requests.pop(sequence.number).running:
             self._scheduler.remove(choice)
-        broken = SequenceBroken(f"cannot be followed any further: {fault}", sequence.request.response_format.field)
+        broken = SequenceRefused(f"cannot be followed any further: {fault}", sequence.request.response_format.field)
         self._events.append((sequence.number, broken))
 
     def _finish(self, sequence: Sequence, reason: EngineFinishReason, text: str, now_s: float) -> None:

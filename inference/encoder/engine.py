@@ -13,9 +13,9 @@ from inference.encoder.settings import BatchEncoded, EncodeBatch, EncoderSetting
 from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vector
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
 from inference.workers.batches import BatchQueue, Piece
-from inference.workers.life import HostedLife, HostKind
+from inference.workers.life import BackendLife, HostKind, Worker
 from inference.workers.process import CHILD_ENVIRONMENT
-from inference.workers.protocol import Message, ProtocolBroken, Ready, decoder_to_parent
+from inference.workers.protocol import Message, ProtocolBroken, Ready, Shutdown, decoder_to_parent
 
 OVERLOAD_WAIT_S_MIN = 0.5  # below it callers would spin
 
@@ -35,7 +35,7 @@ class _Text:
     call: _Call
 
 
-class TorchEncoder(HostedLife):
+class TorchEncoder(BackendLife):
     """One encoder on torch. See `Encoder` for the contract."""
 
     def __init__(self, settings: EncoderSettings) -> None:
@@ -43,8 +43,11 @@ class TorchEncoder(HostedLife):
         load = LoadEncoder(
             str(settings.directory), settings.compute_dtype, settings.device, settings.torch_thread_count or os.cpu_count() or 1
         )
-        self._kind = HostKind("inference.encoder.worker", CHILD_ENVIRONMENT, load, decoder=decoder_to_parent(BatchEncoded))
+        kind = HostKind("inference.encoder.worker", CHILD_ENVIRONMENT, load, decoder=decoder_to_parent(BatchEncoded))
         super().__init__(read_encoder_info(settings.directory, name=settings.name), settings)
+        self._worker = Worker(
+            self, kind, settings, on_ready=self._worker_ready, on_message=self._receive, owes_answers=self._owes_answers
+        )
         self._options = settings
         self._queue: BatchQueue[_Text, Vector] = BatchQueue(settings.batch_token_count_max, self._taken)
         self._window: asyncio.TimerHandle | None = None
@@ -52,6 +55,11 @@ class TorchEncoder(HostedLife):
         self._token_count = 0  # embedded since the child's start
         self._tokens_per_s = 0.0  # of the last full batch; 0 before one
         self._sent_at_s = -math.inf
+
+    @property
+    def host_pid(self) -> int | None:
+        """The child's process id, for operators and tests; None while there is none."""
+        return self._worker.pid
 
     def statistics(self) -> EngineStatistics:
         """See `Encoder`."""
@@ -110,12 +118,12 @@ class TorchEncoder(HostedLife):
         if self._window is not None:
             self._window.cancel()
             self._window = None
-        if self._host is None or not self.healthy() or not (batch := self._queue.take_batch()):
+        if not self._reachable() or not self.healthy() or not (batch := self._queue.take_batch()):
             return
-        self._watchdog.heard()
+        self._worker.heard()
         self._sent_at_s = asyncio.get_running_loop().time()
         self._batch_token_count = sum(len(text.token_ids) for text in batch)
-        self._host.send(EncodeBatch(self._queue.batch_count, [text.token_ids for text in batch]))
+        self._worker.send(EncodeBatch(self._queue.batch_count, [text.token_ids for text in batch]))
 
     def _taken(self, piece: Piece[_Text, Vector]) -> None:
         call = piece.payload.call
@@ -126,7 +134,7 @@ class TorchEncoder(HostedLife):
     def _receive(self, message: Message) -> None:
         if not isinstance(message, BatchEncoded) or message.number != self._queue.batch_count:
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
-        self._watchdog.heard()
+        self._worker.heard()
         if (fault := message.fault) is not None:
             self._queue.fail_batch(lambda: EngineFailed(f"the encoder gave no vectors: {fault}"))
         else:
@@ -138,8 +146,20 @@ class TorchEncoder(HostedLife):
             self._queue.answer([vector_of(each) for each in message.vectors])
         self._send_batch()
 
-    def _host_ready(self, message: Ready, loading_time_s: float) -> None:
+    def _worker_ready(self, message: Ready, loading_time_s: float) -> None:
         self._now_ready(loading_time_s)
+
+    async def _run(self) -> str:
+        return await self._worker.run()
+
+    def _reachable(self) -> bool:
+        return self._worker.pid is not None
+
+    def _say_farewell(self) -> None:
+        self._worker.send(Shutdown())
+
+    def _end_at_once(self) -> None:
+        self._worker.kill()
 
     def _owes_answers(self) -> bool:
         return bool(self._queue.under_way_count)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from inference.engine import Engine, EngineCondition, EngineState, EngineStatistics
 from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
-from inference.kv_blocks import KV_BLOCK_TOKENS, chained_hashes
+from inference.kv_blocks import KV_BLOCK_TOKENS, block_hashes
 
 
 class BreakerState(StrEnum):
@@ -105,7 +105,7 @@ Keys = tuple[int, ...]
 
 def prefix_keys(token_ids: Sequence[int], cache_salt: str) -> Keys:
     """Of the full blocks of a prompt that a cache could serve: never its last token."""
-    return tuple(chained_hashes(token_ids, cache_salt, max(len(token_ids) - 1, 0) // KV_BLOCK_TOKENS, KV_BLOCK_TOKENS))
+    return block_hashes(tuple(token_ids), cache_salt, KV_BLOCK_TOKENS)[: max(len(token_ids) - 1, 0) // KV_BLOCK_TOKENS]
 
 
 class Found(NamedTuple):

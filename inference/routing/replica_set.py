@@ -1,15 +1,12 @@
 """One served model as several replicas, each an engine of its own: placing, losing, draining. Implements `Engine`.
 
-It decides only where a sequence runs. How replicas are started, restarted and stopped is theirs; how many are kept warm is told.
+`ReplicaSet` decides only where a sequence runs; how replicas are started, restarted and stopped is theirs. `Attempt` is one try
+on one replica, and keeps that replica's account. `FleetStream` is the sequence as its caller sees it: when its engine is lost, it
+goes on elsewhere. Before the first token it begins anew; after that it is continued from its prompt and the tokens that were told.
+The events are those of one sequence either way: `Scheduled` once, every token once, counts and times of the whole. Half of a
+character or of a stop sequence that the lost engine held back is held back by the next one, which reads the same tokens.
+
 Nothing here runs by itself but what `serve` runs.
-
-A sequence on one replica: from when it is placed there until it ends, is lost, or is left. Keeps that replica's books.
-
-A sequence as its caller sees it, wherever it runs: when its engine is lost, it goes on elsewhere.
-
-Before the first token it begins anew; after that it is continued from its prompt and the tokens that were told. The events are
-those of one sequence either way: `Scheduled` once, every token once, counts and times of the whole. Half of a character or of a
-stop sequence that the lost engine held back is held back by the next one, which reads the same tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +16,9 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
+
+import msgspec
 
 from common.incidents import IncidentTaskGroup
 from inference.engine import (
@@ -77,7 +75,7 @@ class ReplicaSet:
         self.is_closing = False
         self._start_requested = asyncio.Event()
         self.moving: set[FleetStream] = set()  # told to leave their replica for another, and not there yet
-        self._streams: set[FleetStream] = set()
+        self.streams: set[FleetStream] = set()
         self._placement_count = 0
         self._output_token_count = float(OUTPUT_TOKENS_FIRST)
         self._migration_count = self._replacement_count = 0
@@ -115,18 +113,9 @@ class ReplicaSet:
                 waits = [replica.breaker.wait_s(self.clock()) for replica in self._replicas if replica.engine.healthy()]
                 await asyncio.sleep(max(min(waits, default=0.0), START_PAUSE_S))
 
-    @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
+    def generate(self, request: GenerationRequest) -> FleetStream:
         """See `Engine.generate`."""
-        stream = FleetStream(self, request)
-        self._streams.add(stream)
-        try:
-            await stream.open()
-            yield stream
-        finally:
-            self._streams.discard(stream)
-            self.moving.discard(stream)
-            await stream.close()
+        return FleetStream(self, request)
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """See `Engine.predict_cached_token_count`: by the replica that a request would be given to now."""
@@ -173,7 +162,7 @@ class ReplicaSet:
 
         To be called again for those that had no place. An unknown name has nothing to move.
         """
-        return sum(stream.move_from(name) for stream in tuple(self._streams))
+        return sum(stream.move_from(name) for stream in tuple(self.streams))
 
     def has_place(self, request: GenerationRequest) -> bool:
         """Whether some replica has a place in its batch for it, beside those that are moving already."""
@@ -186,20 +175,18 @@ class ReplicaSet:
         """Whether some replica, were it there, could go on with it in mid-output."""
         return any(replica.engine.model.can_continue(request) for replica in self._replicas)
 
-    async def enter(
-        self, request: GenerationRequest, avoided: Sequence[Replica] = ()
-    ) -> tuple[Attempt, AsyncIterator[SequenceEvent]]:
-        """Place a sequence: the attempt and its events. avoided: replicas to be asked last.
+    async def enter(self, request: GenerationRequest, avoided: Sequence[Replica] = ()) -> Attempt:
+        """Place a sequence. avoided: replicas to be asked last.
 
         Raises as `Engine.generate`; a replica that refuses is passed over as long as there is another.
         """
-        work = self._policy.work_of(request.prompt_token_ids, request.cache_salt, request.output_token_ids)
+        work = self._work_of(request)
         refusals: list[EngineError] = []
         impossible: RequestImpossible | None = None
         for tier in self._tiers(request, avoided):
             left = list(tier)
             while left := [replica for replica in left if replica.takes(self.clock())]:
-                replica = self._choose(left, request, work)
+                replica = left[0] if len(left) == 1 else self._choose(left, request, work)
                 left.remove(replica)
                 try:
                     return await self._enter(replica, request, work)
@@ -211,12 +198,11 @@ class ReplicaSet:
             raise impossible
         raise self._refusal(request, refusals)
 
-    async def enter_at(self, replica: Replica, request: GenerationRequest) -> tuple[Attempt, AsyncIterator[SequenceEvent]]:
+    async def enter_at(self, replica: Replica, request: GenerationRequest) -> Attempt:
         """Place a sequence in this replica, be it drained. Raises as `Engine.generate`."""
         if not (replica.engine.healthy() and replica.breaker.admits(self.clock())):
             raise EngineUnavailable(f"replica {replica.name} does not work", retry_after_s=0.0)
-        work = self._policy.work_of(request.prompt_token_ids, request.cache_salt, request.output_token_ids)
-        return await self._enter(replica, request, work)
+        return await self._enter(replica, request, self._work_of(request))
 
     def note_output(self, token_count: int) -> None:
         """A sequence has ended with so many tokens."""
@@ -228,6 +214,11 @@ class ReplicaSet:
             self._migration_count += 1
         else:
             self._replacement_count += 1
+
+    def _work_of(self, request: GenerationRequest) -> Work:
+        if len(self._replicas) == 1:  # nothing is chosen: what the policy wants to know would be computed for nothing
+            return Work(len(request.prompt_token_ids) + len(request.output_token_ids))
+        return self._policy.work_of(request.prompt_token_ids, request.cache_salt, request.output_token_ids)
 
     def _choose(self, candidates: list[Replica], request: GenerationRequest, work: Work) -> Replica:
         """As the policy says; where the engine knows better what it has cached, what the policy knows is mended first."""
@@ -241,9 +232,7 @@ class ReplicaSet:
             if not chosen.prefixes.found_missing(found, told):
                 return chosen
 
-    async def _enter(
-        self, replica: Replica, request: GenerationRequest, work: Work
-    ) -> tuple[Attempt, AsyncIterator[SequenceEvent]]:
+    async def _enter(self, replica: Replica, request: GenerationRequest, work: Work) -> Attempt:
         self._placement_count += 1
         replica.placed_at = self._placement_count
         replica.refresh()
@@ -251,7 +240,8 @@ class ReplicaSet:
         output = min(max(round(self._output_token_count), 1), max(left, 1))
         output *= request.choice_count if request.beam_search is None else request.beam_search.width
         attempt = Attempt(replica, request, work, output, self.clock())
-        return attempt, await attempt.enter()
+        await attempt.enter()
+        return attempt
 
     def _tiers(self, request: GenerationRequest, avoided: Sequence[Replica]) -> Iterator[list[Replica]]:
         """Those that may be asked, in groups: by region in the order of preference, and all avoided ones after all others."""
@@ -332,11 +322,12 @@ class Attempt:
     def __init__(self, replica: Replica, request: GenerationRequest, work: Work, output_token_count: int, now_s: float) -> None:
         """output_token_count: what its output is expected to be. now_s: of the set's clock."""
         self.replica = replica
-        self.stream: SequenceStream | None = None
-        self._request = request
+        self._sequence = replica.engine.generate(request)
+        self.stream: SequenceStream  # from when it was entered
+        self.events: AsyncIterator[SequenceEvent]
         self._work = work
         self._began_at_s = now_s
-        self._stack = AsyncExitStack()
+        self._has_entered = False
         self._found = replica.prefixes.find(work.keys)
         replica.prefixes.sent(work.keys)
         self._is_probe = replica.breaker.begun(now_s)
@@ -347,14 +338,15 @@ class Attempt:
         replica.entered()
         self._charge(work.prompt_token_count - self._found.token_count + output_token_count)
 
-    async def enter(self) -> AsyncIterator[SequenceEvent]:
-        """Begin it there; its events. Raises as `Engine.generate` does, and has left then."""
+    async def enter(self) -> None:
+        """Begin it there. Raises as `Engine.generate` does, and has left then."""
         try:
-            self.stream = await self._stack.enter_async_context(self.replica.engine.generate(self._request))
+            self.stream = await self._sequence.__aenter__()
         except BaseException:
             await self.leave()
             raise
-        return aiter(self.stream)
+        self._has_entered = True
+        self.events = aiter(self.stream)
 
     def scheduled(self, cached_token_count: int) -> None:
         """The engine has begun with it, and says what it had cached."""
@@ -384,8 +376,10 @@ class Attempt:
             self.replica.left()
             if self._is_probe and not self._has_told:
                 self.replica.breaker.told_nothing()
-        await self._stack.aclose()
-        self.stream = None  # which refers to this attempt
+        if self._has_entered:
+            self._has_entered = False
+            await self._sequence.__aexit__(None, None, None)
+            del self._sequence, self.stream, self.events  # they may refer to whoever is told of tokens, and so to this attempt
 
     def _charge(self, token_count: int) -> None:
         """Set what of the replica's outstanding tokens is this one's."""
@@ -408,7 +402,7 @@ class FleetStream:
         self._request = request
         self._attempt: Attempt | None = None
         self._take: Callable[[TokensGenerated], bool] | None = None
-        self._events: AsyncIterator[SequenceEvent] | None = None
+        self._loss: EngineError | None = None  # that an event showed
         self._cancelled = False
         self._cancel_asked = asyncio.Event()
         self._ended = False
@@ -425,14 +419,22 @@ class FleetStream:
         self._scheduled_at_s: float | None = None
         self._first_token_at_s: float | None = None
 
-    async def open(self) -> None:
+    async def __aenter__(self) -> FleetStream:
         """Find the first place. Raises as `Engine.generate` does."""
-        await self._enter(self._request)
+        self._fleet.streams.add(self)
+        try:
+            self._entered(await self._fleet.enter(self._request))
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
 
-    async def close(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Cancel what still runs and forget it."""
         self._ended = True
-        attempt, self._attempt, self._events = self._attempt, None, None
+        self._fleet.streams.discard(self)
+        self._fleet.moving.discard(self)
+        attempt, self._attempt = self._attempt, None
         if attempt is not None:
             await attempt.leave()
 
@@ -442,25 +444,19 @@ class FleetStream:
     async def __anext__(self) -> SequenceEvent:
         while not self._ended:
             assert self._attempt is not None, "only what is open is read"
-            assert self._events is not None
+            loss: EngineError
             try:
-                event = await anext(self._events)
+                event = await anext(self._attempt.events)
             except StopAsyncIteration:
-                loss: EngineError = EngineFailed("the engine's events ended without a last one")
-            except RequestImpossible as error:
-                self._ended = True
-                if not self._migration_count:
-                    raise
-                # It was possible where it began: that nobody else can go on with it is not its client's mistake.
-                raise EngineFailed(f"no other engine can go on with it: {error}") from error
-            except (EngineFailed, EngineUnavailable, EngineOverloaded, EngineStartFailed) as error:
+                loss = EngineFailed("the engine's events ended without a last one")
+            except EngineError as error:
                 loss = error
             else:
-                if not self._is_closed_under_it(event):
-                    if (told := self._tell(self._attempt, event)) is not None:
-                        return told
+                if (told := self._tell(event)) is not None:
+                    return told
+                if self._loss is None:
                     continue
-                loss = EngineUnavailable("the replica was closed, or drained", retry_after_s=0.0)
+                loss = self._loss
             if (end := await self._go_on(loss)) is not None:
                 return end
         raise StopAsyncIteration
@@ -469,13 +465,21 @@ class FleetStream:
         """See `SequenceStream.cancel`."""
         self._cancelled = True
         self._cancel_asked.set()
-        if self._attempt is not None and self._attempt.stream is not None:
+        if self._attempt is not None:
             self._attempt.stream.cancel()
 
     def deliver_to(self, take: Callable[[TokensGenerated], bool]) -> None:
         """See `SequenceStream.deliver_to`."""
         self._take = take
-        self._deliver_from(self._attempt)
+        if self._attempt is not None:
+            self._attempt.stream.deliver_to(self._deliver)
+
+    def _deliver(self, event: TokensGenerated) -> bool:
+        """Let new tokens of the engine that has it now take the short way."""
+        if self._take is None or not self._take(event):
+            return False
+        self._tell(event)
+        return True
 
     def move_from(self, name: str) -> bool:
         """Leave the replica of this name for another, if it runs there, can go on elsewhere, and there is a place.
@@ -483,7 +487,7 @@ class FleetStream:
         The engine is told to end it; that end is then not told, and it goes on from there as after a loss.
         """
         attempt = self._attempt
-        if attempt is None or attempt.stream is None or attempt.replica.name != name or self in self._fleet.moving:
+        if attempt is None or attempt.replica.name != name or self in self._fleet.moving:
             return False
         if self._ended or self._cancelled or not self._may_go_on or not self._fleet.has_place(self._continued()):
             return False
@@ -502,13 +506,14 @@ class FleetStream:
             return self._request
         return replace(self._request, output_token_ids=(*self._request.output_token_ids, *self._output))
 
-    def _is_closed_under_it(self, event: SequenceEvent) -> bool:
+    def _is_closed_under_it(self, event: SequenceFinished) -> bool:
         """Whether its engine was closed while the set goes on: nobody has cancelled the sequence."""
-        cancelled = isinstance(event, SequenceFinished) and event.reason is EngineFinishReason.CANCELLED
-        return cancelled and not self._cancelled and not self._fleet.is_closing
+        return event.reason is EngineFinishReason.CANCELLED and not self._cancelled and not self._fleet.is_closing
 
-    def _tell(self, attempt: Attempt, event: SequenceEvent) -> SequenceEvent | None:
-        """An event as one of the whole sequence; None for one that was told before."""
+    def _tell(self, event: SequenceEvent) -> SequenceEvent | None:
+        """An event as one of the whole sequence; None for one that was told before, and for one that shows a loss."""
+        attempt = self._attempt
+        assert attempt is not None, "only what is open is read"
         match event:
             case Scheduled():
                 attempt.scheduled(event.cached_token_count)
@@ -525,10 +530,13 @@ class FleetStream:
             case ChoiceFinished():
                 self._is_told = True
             case SequenceFinished():
+                if self._is_closed_under_it(event):
+                    self._loss = EngineUnavailable("the replica was closed, or drained", retry_after_s=0.0)
+                    return None
                 self._ended = True
                 self._fleet.note_output(event.generated_token_count)
                 if self._moved:
-                    return replace(
+                    return msgspec.structs.replace(
                         event,
                         cached_token_count=self._cached_token_count or 0,
                         timings=self._timings(),
@@ -538,7 +546,13 @@ class FleetStream:
 
     async def _go_on(self, loss: EngineError) -> SequenceFinished | None:
         """Find another place after a loss; the last event if it was cancelled meanwhile. Raises the loss if there is no place."""
-        attempt, self._attempt, self._events = self._attempt, None, None
+        if isinstance(loss, RequestImpossible):
+            self._ended = True
+            if not self._migration_count:
+                raise loss
+            # It was possible where it began: that nobody else can go on with it is not its client's mistake.
+            raise EngineFailed(f"no other engine can go on with it: {loss}") from loss
+        attempt, self._attempt, self._loss = self._attempt, None, None
         assert attempt is not None
         has_failed = isinstance(loss, EngineFailed)
         if has_failed:
@@ -580,7 +594,7 @@ class FleetStream:
         request, give_up_at_s, pause_s = self._continued(), self._fleet.clock() + wait_s, PAUSE_S_MIN
         while not self._cancelled:
             try:
-                await self._enter(request)
+                self._entered(await self._fleet.enter(request, self._lost_on))
                 return
             except RequestImpossible:
                 raise loss from None
@@ -596,33 +610,17 @@ class FleetStream:
 
     async def _returned_to(self, home: Replica, request: GenerationRequest) -> bool:
         try:
-            self._entered(*await self._fleet.enter_at(home, request))
+            self._entered(await self._fleet.enter_at(home, request))
         except EngineError:
             return False
         return True
 
-    async def _enter(self, request: GenerationRequest) -> None:
-        self._entered(*await self._fleet.enter(request, self._lost_on))
-
-    def _entered(self, attempt: Attempt, events: AsyncIterator[SequenceEvent]) -> None:
-        self._attempt, self._events = attempt, events
-        self._deliver_from(attempt)
-        if self._cancelled and attempt.stream is not None:  # while the engine was taking it
+    def _entered(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        if self._take is not None:
+            attempt.stream.deliver_to(self._deliver)
+        if self._cancelled:  # while the engine was taking it
             attempt.stream.cancel()
-
-    def _deliver_from(self, attempt: Attempt | None) -> None:
-        """Let new tokens of the engine that has it now take the short way."""
-        if self._take is None or attempt is None or attempt.stream is None:
-            return
-        take = self._take
-
-        def deliver(event: TokensGenerated) -> bool:
-            if not take(event):
-                return False
-            self._tell(attempt, event)
-            return True
-
-        attempt.stream.deliver_to(deliver)
 
     def _note_moved(self, lost: Replica) -> None:
         assert self._attempt is not None

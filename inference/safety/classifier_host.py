@@ -123,7 +123,8 @@ class Classifier:
 
 def serve(connection: socket.socket) -> int:
     """Load, then score batch after batch until the parent is gone; the exit status."""
-    body = receive(connection)
+    stream = connection.makefile("rb")
+    body = receive(stream)
     if body is None:
         return 0
     load = decode_to_classifiers(body)
@@ -135,7 +136,7 @@ def serve(connection: socket.socket) -> int:
         _send(connection, ClassifiersFailed(str(error)))
         return EXIT_LOAD_FAILED
     _send(connection, ClassifiersReady())
-    while (body := receive(connection)) is not None:
+    while (body := receive(stream)) is not None:
         batch = decode_to_classifiers(body)
         assert isinstance(batch, ClassifyBatch), "what is loaded stays"
         _send(connection, score_batch(classifiers, batch))

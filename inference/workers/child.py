@@ -67,7 +67,8 @@ class Inbox(Generic[Local]):
     def _read(self) -> None:
         code = EXIT_PARENT_GONE
         try:
-            while (body := receive(self._connection)) is not None:
+            stream = self._connection.makefile("rb")  # reads what has come at once: the parent writes all of a moment together
+            while (body := receive(stream)) is not None:
                 self._messages.put((time.monotonic(), self._decoder.decode(body)))
         except OSError:
             pass  # a reset is an end too

@@ -13,31 +13,21 @@ from dataclasses import replace
 from types import TracebackType
 
 from inference.engine import (
-    ChoiceFinished,
     EngineStatistics,
     GenerationRequest,
     ModelInfo,
     Scheduled,
     SequenceEvent,
     SequenceFinished,
+    SequenceRefused,
     SequenceStream,
     TokensGenerated,
 )
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
 from inference.kv_blocks import PrefixHint
 from inference.limits import EngineLimits, request_fault
-from inference.workers.life import BackendLife, HostedLife, HostKind, HostWaits, LifeWaits
-from inference.workers.protocol import (
-    CancelSequence,
-    Event,
-    Message,
-    ProtocolBroken,
-    Ready,
-    RefusedEvent,
-    StepReport,
-    sequence_event,
-    start_message,
-)
+from inference.workers.life import BackendLife, HostKind, HostWaits, LifeWaits, Worker
+from inference.workers.protocol import CancelSequence, Message, ProtocolBroken, Ready, Shutdown, StartSequence, StepReport
 
 
 class BufferedStream:
@@ -55,18 +45,14 @@ class BufferedStream:
         self._cancel_sent = False
         self._events: deque[SequenceEvent] = deque()
         self._failure: EngineError | None = None
-        self._reader: asyncio.Future[None] | None = None  # while it waits; an `asyncio.Event` costs three times as much per token
         self._take: Callable[[TokensGenerated], bool] | None = None
-        self._take_error: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None  # while it waits; an `asyncio.Event` costs three times as much per token
 
     def __aiter__(self) -> AsyncIterator[SequenceEvent]:
         return self
 
     async def __anext__(self) -> SequenceEvent:
         while not self._events:
-            if (error := self._take_error) is not None:
-                self._take_error = None
-                raise error
             if self._failure is not None:
                 raise self._failure
             if self.ended:
@@ -90,18 +76,15 @@ class BufferedStream:
 
     def put(self, event: SequenceEvent) -> None:
         """Called by the engine: the sequence's next event."""
-        match event:
-            case TokensGenerated():
-                self.has_output = True
-                self.outputs[event.choice_index] += event.token_ids
-                if self._take is not None and self._reader_waits and self._taken(self._take, event):
-                    return
-            case Scheduled():
-                self.scheduled = True
-            case ChoiceFinished():
-                pass
-            case SequenceFinished():
-                self.ended = True
+        if isinstance(event, TokensGenerated):
+            self.has_output = True
+            self.outputs[event.choice_index] += event.token_ids
+            if self._is_taken(event):
+                return
+        elif isinstance(event, Scheduled):
+            self.scheduled = True
+        elif isinstance(event, SequenceFinished):
+            self.ended = True
         self._events.append(event)
         self._wake()
 
@@ -112,17 +95,14 @@ class BufferedStream:
             self._failure = error
             self._wake()
 
-    @property
-    def _reader_waits(self) -> bool:
-        """Whether the reader has read everything and was not woken."""
-        return self._reader is not None and not self._events and not self._reader.done()
-
-    def _taken(self, take: Callable[[TokensGenerated], bool], event: TokensGenerated) -> bool:
+    def _is_taken(self, event: TokensGenerated) -> bool:
+        """Whether it took the short way, past the reader: only where the reader has read everything and was not woken."""
+        if self._take is None or self._events or self._reader is None or self._reader.done():
+            return False
         try:
-            return take(event)
+            return self._take(event)
         except Exception as error:
-            self._take_error = error
-            self._wake()
+            self._reader.set_exception(error)
             return True
 
     def _wake(self) -> None:
@@ -149,9 +129,9 @@ class EngineLife(BackendLife):
         """See `Engine.predict_cached_token_count`."""
         return self._hint.predict(prompt_token_ids, self._cache_group(cache_salt))
 
-    def generate(self, request: GenerationRequest) -> RunningSequence:
+    def generate(self, request: GenerationRequest) -> EngineSequence:
         """See `Engine.generate`."""
-        return RunningSequence(self, request)
+        return EngineSequence(self, request)
 
     @abstractmethod
     def _submit(self, stream: BufferedStream) -> None:
@@ -173,9 +153,10 @@ class EngineLife(BackendLife):
         """The engine is gone, and its cache with it, as far as anybody knows."""
         self._hint.clear()
 
-    def open_stream(self, request: GenerationRequest) -> BufferedStream:
-        """Hand a sequence to the engine, for `close_stream` to follow. Raises as `generate` on entering."""
+    def enter(self, stream: BufferedStream) -> None:
+        """Hand a sequence to the engine, for `leave` to follow. Raises as `generate` on entering."""
         self._check_ready()
+        request = stream.request
         fault = request_fault(request, self._limits, self._model.vocabulary_size, self._block_count)
         if fault is not None:
             raise RequestImpossible(fault)
@@ -184,20 +165,20 @@ class EngineLife(BackendLife):
             raise unserved
         if self._waiting_count >= self._limits.waiting_sequence_count_max:
             raise EngineOverloaded("the engine's queue is full", self._overload_wait_s())
-        stream = BufferedStream(self._next_number, request, self._cancel)
+        stream.number = self._next_number
         self._next_number += 1
         self._streams[stream.number] = stream
         self._submit(stream)
         self._waiting_count += request.choice_count
-        return stream
 
-    def close_stream(self, stream: BufferedStream) -> None:
+    def leave(self, stream: BufferedStream) -> None:
         """Its caller has left: it is cancelled if it still runs, and forgotten."""
         stream.cancel()
         if self._streams.pop(stream.number, None) is not None and not stream.scheduled:
             self._waiting_count -= stream.request.choice_count
 
-    def _cancel(self, stream: BufferedStream) -> None:
+    def cancel(self, stream: BufferedStream) -> None:
+        """Ask the engine to end a sequence that has not ended."""
         if stream.number in self._streams:
             self._send_cancel(stream)
 
@@ -207,19 +188,22 @@ class EngineLife(BackendLife):
 
     def _take(self, stream: BufferedStream, event: SequenceEvent) -> None:
         """The engine tells of a sequence."""
+        if type(event) is TokensGenerated and stream.has_output:
+            stream.put(event)
+            return
         request = stream.request
-        if isinstance(event, Scheduled) and not stream.scheduled:
-            self._waiting_count -= request.choice_count
-        if isinstance(event, TokensGenerated) and not stream.has_output:
+        if isinstance(event, TokensGenerated):
             self._hint.note(request.prompt_token_ids, self._cache_group(request.cache_salt))
-        stream.put(event)
-        if isinstance(event, SequenceFinished):
+        elif isinstance(event, Scheduled) and not stream.scheduled:
+            self._waiting_count -= request.choice_count
+        elif isinstance(event, SequenceFinished):
             self._last_queue_ms = event.timings.queue_ms
             prompt = request.prompt_token_ids
             for output in stream.outputs:
                 computed_count = len(prompt) + len(output) - 1  # the last token's KV is never computed, since nothing followed it
                 if computed_count // self._block_tokens > len(prompt) // self._block_tokens:  # else the prompt's blocks are all
                     self._hint.note((*prompt, *output[:-1]), self._cache_group(request.cache_salt))
+        stream.put(event)
 
     def _ready(self, block_count: int, loading_time_s: float) -> None:
         """The engine takes requests. block_count: of `KV_BLOCK_TOKENS` each."""
@@ -232,65 +216,82 @@ class EngineLife(BackendLife):
             stream.fail(self._loss(reason))
 
 
-class RunningSequence:
+class EngineSequence(BufferedStream):
     """One sequence on an engine, as a context manager: leaving it ends the sequence."""
 
     def __init__(self, engine: EngineLife, request: GenerationRequest) -> None:
+        super().__init__(-1, request, engine.cancel)
         self._engine = engine
-        self._request = request
-        self._stream: BufferedStream
 
     async def __aenter__(self) -> SequenceStream:
-        self._stream = self._engine.open_stream(self._request)
-        return self._stream
+        self._engine.enter(self)
+        return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._engine.close_stream(self._stream)
+        self._engine.leave(self)
 
 
-class HostedEngine(EngineLife, HostedLife):
+class HostedEngine(EngineLife):
     """One model in one child process. See `Engine` for the contract."""
 
     def __init__(self, model: ModelInfo, limits: EngineLimits, waits: HostWaits, kind: HostKind) -> None:
         """Starts nothing."""
-        self._kind = kind
         super().__init__(replace(model, continues_output=True), limits, waits, kind.block_tokens)
+        self._worker = Worker(
+            self, kind, waits, on_ready=self._worker_ready, on_message=self._receive, owes_answers=self._owes_answers
+        )
+
+    @property
+    def host_pid(self) -> int | None:
+        """The child's process id, for operators and tests; None while there is none."""
+        return self._worker.pid
+
+    async def _run(self) -> str:
+        return await self._worker.run()
+
+    def _reachable(self) -> bool:
+        return self._worker.pid is not None
+
+    def _say_farewell(self) -> None:
+        self._worker.send(Shutdown())
+
+    def _end_at_once(self) -> None:
+        self._worker.kill()
 
     def _submit(self, stream: BufferedStream) -> None:
-        assert self._host is not None, "the engine is ready"
         if all(other.ended for other in self._streams.values() if other is not stream):
-            self._watchdog.heard()  # an idle host had no reason to report, whoever has yet to read what it has told
-        self._host.send(start_message(stream.number, stream.request))
+            self._worker.heard()  # an idle host had no reason to report, whoever has yet to read what it has told
+        self._worker.send(StartSequence(stream.number, stream.request))
 
     def _send_cancel(self, stream: BufferedStream) -> None:
-        if self._host is not None:
-            self._host.send(CancelSequence(stream.number))
+        self._worker.send(CancelSequence(stream.number))
 
-    def _host_ready(self, message: Ready, loading_time_s: float) -> None:
+    def _worker_ready(self, message: Ready, loading_time_s: float) -> None:
         self._hint = PrefixHint(message.kv_block_count, self._block_tokens)
         self._ready(message.kv_block_count, loading_time_s)
 
     def _receive(self, message: Message) -> None:
+        """What the child says of its sequences, all events of a step together. Raises: ProtocolBroken."""
         if not isinstance(message, StepReport):
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
-        self._watchdog.heard()
+        self._worker.heard()
         self._statistics = EngineStatistics(*message.statistics)
-        for event in message.events:
-            self._dispatch(event)
+        streams = self._streams
+        for number, event in message.events:
+            stream = streams.get(number)
+            if stream is None:
+                continue  # its caller has left
+            if isinstance(event, SequenceRefused):
+                stream.fail(self._refusal(event))
+            else:
+                self._take(stream, event)
 
     def _owes_answers(self) -> bool:
         return any(not stream.ended for stream in self._streams.values())
 
-    def _dispatch(self, event: Event) -> None:
-        stream = self._streams.get(event.number)
-        if stream is None:
-            return  # its caller has left
-        if isinstance(event, RefusedEvent):
-            refused: EngineError = RequestImpossible(event.message, event.field)
-            if event.failed:
-                refused = EngineFailed(event.message)
-            elif event.overloaded:
-                refused = EngineOverloaded(event.message, self._overload_wait_s())
-            stream.fail(refused)
-            return
-        self._take(stream, sequence_event(event))
+    def _refusal(self, refused: SequenceRefused) -> EngineError:
+        if refused.failed:
+            return EngineFailed(refused.message)
+        if refused.overloaded:
+            return EngineOverloaded(refused.message, self._overload_wait_s())
+        return RequestImpossible(refused.message, refused.field)

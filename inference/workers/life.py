@@ -12,7 +12,7 @@ import logging
 import math
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,6 @@ from inference.workers.protocol import (
     MessageDecoder,
     ProtocolBroken,
     Ready,
-    Shutdown,
 )
 
 
@@ -227,7 +226,17 @@ class BackendLife(ABC):
             async with asyncio.timeout(delay_s):
                 await self._close_requested.wait()
 
-    def _cannot_start(self, reason: str) -> None:
+    @property
+    def is_closing(self) -> bool:
+        """Whether it was asked to close."""
+        return self._close_requested.is_set()
+
+    def loading(self, stage: str, fraction: float) -> None:
+        """So much of the loading is done, 0 to 1."""
+        left_s = self._load_time_s * (1 - fraction)
+        self._set_condition(EngineCondition(EngineState.LOADING, fraction, stage, left_s, "loading"))
+
+    def cannot_start(self, reason: str) -> None:
         """A person has to see to it: no retry would help."""
         self._load_failure_count += 1
         self._set_condition(EngineCondition(EngineState.FAILED, reason=reason))
@@ -245,111 +254,114 @@ class BackendLife(ABC):
         self._changed = asyncio.Event()
 
 
-class HostedLife(BackendLife):
-    """One model in one child process. A class that has this among its bases sets `_kind` before it calls `__init__`."""
+class Worker:
+    """The child process of one backend, in one life after the other: started, loaded, watched, until it is gone."""
 
-    _kind: HostKind
+    def __init__(
+        self,
+        life: BackendLife,
+        kind: HostKind,
+        waits: HostWaits,
+        *,
+        on_ready: Callable[[Ready, float], None],
+        on_message: Callable[[Message], None],
+        owes_answers: Callable[[], bool],
+    ) -> None:
+        """Starts nothing. on_ready: it takes requests, after so many seconds.
 
-    def __init__(self, model: ModelInfo, waits: HostWaits) -> None:
-        """Starts nothing."""
-        super().__init__(model, waits)
-        self._settings = waits
-        self._host: HostProcess | None = None
+        on_message: called with each message that is not about its life. Raises `ProtocolBroken`. owes_answers: whether its silence
+        would be a fault.
+        """
+        self._life = life
+        self._kind = kind
+        self._waits = waits
+        self._on_ready = on_ready
+        self._on_message = on_message
+        self._owes_answers = owes_answers
+        self._process: HostProcess | None = None
         self._began_at_s = -math.inf
         self._hung = False
-        self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging_host)
+        self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging)
+        self.heard = self._watchdog.heard
 
     @property
-    def host_pid(self) -> int | None:
-        """The child's process id, for operators and tests; None while there is none."""
-        return None if self._host is None else self._host.pid
+    def pid(self) -> int | None:
+        """The child's process id; None while there is none."""
+        return None if self._process is None else self._process.pid
 
-    @abstractmethod
-    def _host_ready(self, message: Ready, loading_time_s: float) -> None:
-        """The child takes requests."""
+    def send(self, message: Message) -> None:
+        """Queue a message for the child, if there is one; never blocks."""
+        if self._process is not None:
+            self._process.send(message)
 
-    @abstractmethod
-    def _receive(self, message: Message) -> None:
-        """What the child says that is not about its life. Raises: ProtocolBroken."""
+    def kill(self) -> None:
+        """End the child at once, if there is one."""
+        if self._process is not None:
+            self._process.kill()
 
-    @abstractmethod
-    def _owes_answers(self) -> bool:
-        """Whether the child's silence would be a fault."""
-
-    def _reachable(self) -> bool:
-        return self._host is not None
-
-    def _say_farewell(self) -> None:
-        if self._host is not None:
-            self._host.send(Shutdown())
-
-    def _end_at_once(self) -> None:
-        if self._host is not None:
-            self._host.kill()
-
-    async def _run(self) -> str:
-        """One life of a child: start, load, serve, until it is gone."""
+    async def run(self) -> str:
+        """One life of a child: start, load, serve, until it is gone. Returns why it is gone."""
         self._hung = False
         try:
-            async with self._kind.opener(self._kind.module, self._kind.environment) as host:
-                if self._close_requested.is_set():
+            async with self._kind.opener(self._kind.module, self._kind.environment) as process:
+                if self._life.is_closing:
                     return "the engine was closed"  # while the process started; nobody would kill it later
-                self._host = host
+                self._process = process
                 try:
-                    await self._load(host)
-                    while (
-                        self._condition.state is not EngineState.FAILED
-                        and (message := await host.receive(self._kind.decoder)) is not None
-                    ):
+                    await self._load(process)
+                    while self._life.condition().state is not EngineState.FAILED:
+                        message = await process.receive(self._kind.decoder)
+                        if message is None:
+                            break
                         self._handle(message)
-                    return await self._exit_reason(host)
+                    return await self._exit_reason(process)
                 except TimeoutError:
-                    return f"loading took more than {self._settings.load_timeout_s:.0f} s"
+                    return f"loading took more than {self._waits.load_timeout_s:.0f} s"
                 except ProtocolBroken as error:
                     return f"the engine process broke the protocol: {error}"
                 finally:
-                    self._host = None
+                    self._process = None
                     self._watchdog.disarm()
         except OSError as error:
             return f"the engine process could not be started: {error}"
 
-    async def _load(self, host: HostProcess) -> None:
+    async def _load(self, process: HostProcess) -> None:
         self._began_at_s = asyncio.get_running_loop().time()
-        host.send(self._kind.load)
-        async with asyncio.timeout(self._settings.load_timeout_s):
-            while self._condition.state is EngineState.LOADING:
-                message = await host.receive(self._kind.decoder)
+        process.send(self._kind.load)
+        async with asyncio.timeout(self._waits.load_timeout_s):
+            while self._life.condition().state is EngineState.LOADING:
+                message = await process.receive(self._kind.decoder)
                 if message is None:
                     return
                 self._handle(message)
 
-    async def _exit_reason(self, host: HostProcess) -> str:
+    async def _exit_reason(self, process: HostProcess) -> str:
         """Why the child is gone, as far as its exit status tells."""
-        if self._condition.state is EngineState.FAILED:
-            return self._condition.reason
-        await host.wait_gone(self._settings.close_timeout_s)
+        condition = self._life.condition()
+        if condition.state is EngineState.FAILED:
+            return condition.reason
+        await process.wait_gone(self._waits.close_timeout_s)
         if self._hung:
             return "the engine process hung, and was ended"
-        if host.exit_status == -signal.SIGKILL:
+        if process.exit_status == -signal.SIGKILL:
             return "the engine process was killed: the system ends so what takes more memory than there is"
-        return f"the engine process ended with status {host.exit_status}"
+        return f"the engine process ended with status {process.exit_status}"
 
     def _handle(self, message: Message) -> None:
         match message:
             case Loading():
-                left_s = self._load_time_s * (1 - message.fraction)
-                self._set_condition(EngineCondition(EngineState.LOADING, message.fraction, message.stage, left_s, "loading"))
+                self._life.loading(message.stage, message.fraction)
             case Ready():
-                self._host_ready(message, asyncio.get_running_loop().time() - self._began_at_s)
+                self._on_ready(message, asyncio.get_running_loop().time() - self._began_at_s)
                 self._watchdog.arm()
             case LoadFailed():
-                self._cannot_start(message.message)
+                self._life.cannot_start(message.message)
             case _:
-                self._receive(message)
+                self._on_message(message)
 
-    def _kill_hanging_host(self, silence_s: float) -> None:
-        """A host that owes events and sends none is killed; its end is then handled like any other crash."""
-        if self._host is not None and self._owes_answers():
-            _log.error("engine %s: no report for %.0f s, killing the process", self._model.name, silence_s)
+    def _kill_hanging(self, silence_s: float) -> None:
+        """A child that owes events and sends none is killed; its end is then handled like any other crash."""
+        if self._process is not None and self._owes_answers():
+            _log.error("engine %s: no report for %.0f s, killing the process", self._life.model.name, silence_s)
             self._hung = True
-            self._host.kill()
+            self._process.kill()

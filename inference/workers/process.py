@@ -38,6 +38,7 @@ class ChildProcess:
         self._process = process
         self._reader = reader
         self._writer = writer
+        self._unwritten: list[bytes] = []
 
     @property
     def pid(self) -> int:
@@ -50,9 +51,18 @@ class ChildProcess:
         return self._process.returncode
 
     def write(self, framed: bytes) -> None:
-        """Queue an encoded message; never blocks. Its kind bounds what is buffered."""
+        """Queue an encoded message; never blocks. Its kind bounds what is buffered.
+
+        All that is queued in one round of the event loop is written at once: requests and cancellations come in flocks.
+        """
+        if not self._unwritten:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unwritten.append(framed)
+
+    def _flush(self) -> None:
         if not self._writer.is_closing():
-            self._writer.write(framed)
+            self._writer.write(b"".join(self._unwritten))
+        self._unwritten.clear()
 
     async def read(self) -> bytes | None:
         """The body of the child's next message; None when it is gone. Raises `ProtocolBroken`."""

@@ -8,13 +8,14 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 
 from inference.checkpoint.checkpoint import read_model_info
-from inference.core.engine_core import EngineCore, SequenceBroken
+from inference.core.engine_core import EngineCore
 from inference.engine import (
     EngineCondition,
     EngineState,
     EngineStatistics,
     GenerationRequest,
     ModelInfo,
+    SequenceRefused,
     SequenceStream,
     TokensGenerated,
 )
@@ -74,7 +75,7 @@ class CoreEngine:
             stream = self._streams.get(number)
             if stream is None:
                 continue
-            assert not isinstance(event, SequenceBroken)
+            assert not isinstance(event, SequenceRefused)
             stream.put(event)
             if isinstance(event, TokensGenerated):
                 self.token_count += len(event.token_ids)
@@ -123,7 +124,7 @@ class CoreEngine:
         self.core.cancel(stream.number)
         for number, event in self.core.step() if not self._is_due() else ():
             if (other := self._streams.get(number)) is not None:
-                assert not isinstance(event, SequenceBroken)
+                assert not isinstance(event, SequenceRefused)
                 other.put(event)
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
@@ -148,7 +149,7 @@ class CoreEngine:
             self.core.cancel_all()
             for number, event in self.core.step():
                 if (stream := self._streams.get(number)) is not None:
-                    assert not isinstance(event, SequenceBroken)
+                    assert not isinstance(event, SequenceRefused)
                     stream.put(event)
         self.core, self.state = None, EngineState.CLOSED
         self._wake.set()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inference.core.engine_core import EngineCore, EngineOptions, NumberedEvent, SequenceBroken
+from inference.core.engine_core import EngineCore, EngineOptions, NumberedEvent
 from inference.engine import (
     ChoiceFinished,
     GenerationRequest,
@@ -16,6 +16,7 @@ from inference.engine import (
     Scheduled,
     SequenceFinished,
     SequenceId,
+    SequenceRefused,
     StopCriteria,
     TokenLogprobs,
     TokensGenerated,
@@ -94,7 +95,7 @@ def collect(events: Iterable[NumberedEvent], outcomes: dict[int, Outcome]) -> No
     for number, event in events:
         outcome = outcomes[number]
         assert outcome.finished is None, "nothing follows the last event"
-        assert not isinstance(event, SequenceBroken), event.message
+        assert not isinstance(event, SequenceRefused), event.message
         match event:
             case Scheduled():
                 assert outcome.cached_token_count is None, "scheduled is reported once"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.core.engine_core import EngineCore, NumberedEvent, SequenceBroken
+from inference.core.engine_core import EngineCore, NumberedEvent
 from inference.engine import (
     BeamSearchParams,
     ChoiceFinished,
@@ -23,6 +23,7 @@ from inference.engine import (
     SamplingParams,
     Scheduled,
     SequenceFinished,
+    SequenceRefused,
     TokensGenerated,
 )
 from inference.kv_blocks import KV_BLOCK_TOKENS
@@ -68,7 +69,7 @@ def collect(events: Iterable[NumberedEvent], found: dict[int, Found]) -> None:
                 one.texts[0] += event.text
             case Scheduled():
                 pass
-            case SequenceBroken():
+            case SequenceRefused():
                 raise AssertionError(event.message)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from inference.core.engine_core import EngineCore, NumberedEvent, SequenceBroken
+from inference.core.engine_core import EngineCore, NumberedEvent
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -18,6 +18,7 @@ from inference.engine import (
     SamplingParams,
     Scheduled,
     SequenceFinished,
+    SequenceRefused,
     TokensGenerated,
 )
 from inference.kv_blocks import KV_BLOCK_TOKENS
@@ -59,7 +60,7 @@ def collect(events: list[NumberedEvent], answers: Answers, number: int = 0) -> N
                 answers.texts[event.choice_index] += event.text
             case SequenceFinished():
                 answers.finished.append(event)
-            case SequenceBroken():
+            case SequenceRefused():
                 raise AssertionError(event.message)
 
 
@@ -179,7 +180,7 @@ def test_a_broken_format_ends_all_choices_once(tiny: TinyCheckpoint, monkeypatch
 
     events = core.step()
 
-    assert [type(event) for _, event in events] == [SequenceBroken]
+    assert [type(event) for _, event in events] == [SequenceRefused]
     assert core.idle
     assert core.pool.block_count_held == 0
 

@@ -17,6 +17,7 @@ from inference.engine import (
     Scheduled,
     SequenceEvent,
     SequenceFinished,
+    SequenceRefused,
     TokenLogprob,
     TokenLogprobs,
     TokensGenerated,
@@ -25,24 +26,15 @@ from inference.kv_blocks import KV_BLOCK_TOKENS, PrefixHint
 from inference.workers.protocol import (
     LENGTH_PREFIX,
     MESSAGE_BYTES_MAX,
-    ChoiceFinishedEvent,
-    FinishedEvent,
     ProtocolBroken,
-    RefusedEvent,
-    ScheduledEvent,
     StartSequence,
     StepReport,
-    TokensEvent,
     body_length,
     decoder_to_parent,
     decoder_to_worker,
     encode,
     receive,
-    request_of,
-    sequence_event,
-    start_message,
     statistics_list,
-    wire_event,
 )
 from tests.inference.running import make_request
 
@@ -63,11 +55,11 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
         rank=-2.5,
     )
 
-    message = decoder_to_worker().decode(encode(start_message(9, request))[LENGTH_PREFIX.size :])
+    message = decoder_to_worker().decode(encode(StartSequence(9, request))[LENGTH_PREFIX.size :])
 
     assert isinstance(message, StartSequence)
-    crossed = request_of(message)
-    assert crossed.sequence_id == "9"
+    crossed = message.request
+    assert message.number == 9
     assert (crossed.prompt_token_ids, crossed.sampling, crossed.stop) == (request.prompt_token_ids, request.sampling, request.stop)
     assert crossed.cache_salt == "tenant"
     assert (crossed.response_format, crossed.choice_count, crossed.rank) == (request.response_format, 3, -2.5)
@@ -86,15 +78,12 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
 )
 def test_an_event_crosses_unchanged(event: SequenceEvent) -> None:
     statistics = EngineStatistics(*range(1, 13))
-    report = StepReport([wire_event(4, event), RefusedEvent(5, overloaded=True, message="full")], statistics_list(statistics))
+    report = StepReport([(4, event), (5, SequenceRefused("full", overloaded=True))], statistics_list(statistics))
 
     crossed = decoder_to_parent().decode(encode(report)[LENGTH_PREFIX.size :])
 
     assert isinstance(crossed, StepReport)
-    first, second = crossed.events
-    assert isinstance(first, ScheduledEvent | TokensEvent | ChoiceFinishedEvent | FinishedEvent)
-    assert (first.number, sequence_event(first)) == (4, event)
-    assert second == RefusedEvent(5, overloaded=True, message="full")
+    assert crossed.events == [(4, event), (5, SequenceRefused("full", overloaded=True))]
     assert EngineStatistics(*crossed.statistics) == statistics
 
 
@@ -117,8 +106,9 @@ def test_the_end_of_the_stream_inside_a_message_is_the_end() -> None:
         theirs.sendall(LENGTH_PREFIX.pack(3) + b"abc" + LENGTH_PREFIX.pack(10) + b"abc")
         theirs.close()
 
-        assert receive(ours) == b"abc"
-        assert receive(ours) is None
+        stream = ours.makefile("rb")
+        assert receive(stream) == b"abc"
+        assert receive(stream) is None
 
 
 def test_the_hint_knows_what_was_noted_and_forgets_the_oldest() -> None:

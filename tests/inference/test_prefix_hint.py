@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.core.kv_cache import block_keys
-from inference.kv_blocks import KV_BLOCK_TOKENS, PrefixHint, chained_hashes
+from inference.kv_blocks import KV_BLOCK_TOKENS, PrefixHint, block_hashes
 
 tokens = st.lists(st.integers(0, 50), max_size=70)
 
@@ -36,4 +36,4 @@ def test_the_oldest_tails_are_forgotten_first() -> None:
 def test_hashes_are_those_of_the_engine(token_ids: list[int], salt: str) -> None:
     count = len(token_ids) // KV_BLOCK_TOKENS
 
-    assert list(chained_hashes(token_ids, salt, count, KV_BLOCK_TOKENS)) == [key.key for key in block_keys(token_ids, salt, count)]
+    assert list(block_hashes(tuple(token_ids), salt, KV_BLOCK_TOKENS)) == [key.key for key in block_keys(token_ids, salt, count)]

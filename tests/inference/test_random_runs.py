@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.engine_core import EngineCore, NumberedEvent, SequenceBroken
+from inference.core.engine_core import EngineCore, NumberedEvent
 from inference.core.model_runner import ModelRunner
 from inference.core.sequence import Sequence
 from inference.core.step_plan import StepPlan
@@ -28,6 +28,7 @@ from inference.engine import (
     SamplingParams,
     Scheduled,
     SequenceFinished,
+    SequenceRefused,
     TokensGenerated,
 )
 from inference.sampling.logit_rules import SeenTokens
@@ -58,7 +59,7 @@ class Answer:
     def take(self, event: object) -> None:
         """One event, in order."""
         assert self.finished is None, "nothing follows the last event"
-        if isinstance(event, SequenceBroken):
+        if isinstance(event, SequenceRefused):
             raise Differs(event.message)
         match event:
             case TokensGenerated():

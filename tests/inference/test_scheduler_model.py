@@ -289,7 +289,7 @@ def test_the_model_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_model_sees_a_salt_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault at both places that keep tenants apart: the first hash, and the comparison."""
-    monkeypatch.setattr("inference.kv_blocks.salt_hash", lambda cache_salt: 0)
+    monkeypatch.setattr("inference.core.kv_cache.salt_hash", lambda cache_salt: 0)
     monkeypatch.setattr(BlockPool, "_find", find_by(tokens=True, salt=False, parent=True))
 
     with pytest.raises(AssertionError, match="another tenant"):
@@ -300,7 +300,7 @@ def test_the_model_sees_a_salt_that_is_ignored(monkeypatch: pytest.MonkeyPatch) 
 def test_either_of_both_keeps_tenants_apart(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing crosses from one tenant to another while one of the two still stands."""
     if lost == "the first hash":
-        monkeypatch.setattr("inference.kv_blocks.salt_hash", lambda cache_salt: 0)
+        monkeypatch.setattr("inference.core.kv_cache.salt_hash", lambda cache_salt: 0)
     else:
         monkeypatch.setattr(BlockPool, "_find", find_by(tokens=True, salt=False, parent=True))
     engine = new_engine(AMPLE)

@@ -21,6 +21,8 @@ from inference.engine import (
     EngineState,
     EngineStatistics,
     SamplingParams,
+    SequenceFinished,
+    SequenceRefused,
 )
 from inference.errors import EngineFailed, EngineStartFailed, EngineUnavailable
 from inference.limits import EngineLimits
@@ -28,10 +30,9 @@ from inference.workers.child import EXIT_PROTOCOL_BROKEN
 from inference.workers.engine import HostedEngine
 from inference.workers.process import CHILD_ENVIRONMENT, open_host
 from inference.workers.protocol import (
-    FinishedEvent,
     Ready,
+    StartSequence,
     StepReport,
-    start_message,
 )
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
 from tests.inference.hosted import LONG, WAIT_S, first_tokens, prompt, read_all, run, serving, settings_for, until
@@ -228,9 +229,9 @@ async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -
         while not isinstance(await host.receive(), Ready):
             pass
         for number in range(10):
-            host.send(start_message(number, make_request(prompt(number), 8)))
+            host.send(StartSequence(number, make_request(prompt(number), 8)))
         reports: list[StepReport] = []
-        while sum(isinstance(event, FinishedEvent) for report in reports for event in report.events) < 10:
+        while sum(isinstance(event, SequenceFinished) for report in reports for _, event in report.events) < 10:
             message = await host.receive()
             assert isinstance(message, StepReport)
             reports.append(message)
@@ -258,11 +259,11 @@ async def test_the_host_checks_requests_itself(tiny: TinyCheckpoint) -> None:
         host.send(load_message(tiny))
         while not isinstance(await host.receive(), Ready):
             pass
-        host.send(start_message(0, make_request([99999], 8)))
+        host.send(StartSequence(0, make_request([99999], 8)))
         report = await host.receive()
 
     assert isinstance(report, StepReport)
-    assert [(event.number, event.overloaded) for event in report.events if hasattr(event, "overloaded")] == [(0, False)]
+    assert [(number, event.overloaded) for number, event in report.events if isinstance(event, SequenceRefused)] == [(0, False)]
 
 
 def load_message(checkpoint: TinyCheckpoint) -> LoadModel:
@@ -334,9 +335,9 @@ async def test_a_host_that_was_idle_is_not_taken_for_hung_while_somebody_has_yet
         pid = engine.host_pid
         async with engine.generate(make_request(prompt(1), 2)) as unread:
             await until(lambda: not engine._owes_answers())
-            engine._watchdog._heard_at_s -= 1e6
+            engine._worker._watchdog._heard_at_s -= 1e6
             async with engine.generate(make_request(prompt(2), 5)) as stream:
-                engine._watchdog._look()
+                engine._worker._watchdog._look()
                 later = await read_all(stream)
             earlier = await read_all(unread)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.checkpoint.checkpoint import read_config
-from inference.core.engine_core import EngineCore, EngineOptions, SequenceBroken
+from inference.core.engine_core import EngineCore, EngineOptions
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
@@ -20,6 +20,7 @@ from inference.engine import (
     Scheduled,
     SequenceFinished,
     SequenceId,
+    SequenceRefused,
     StopCriteria,
     TokensGenerated,
 )
@@ -296,7 +297,7 @@ class LLM:
             case SequenceFinished():
                 del self._running[number]
                 self._finish(running, event)
-            case SequenceBroken():
+            case SequenceRefused():
                 del self._running[number]
                 result.put(Response([], [], 0, error=RequestError(event.message)))
 
