@@ -480,7 +480,7 @@ def package_imports(sources: Iterable[Source]) -> dict[str, dict[str, Place]]:
 
 
 def package_of(source: Source) -> str:
-    """`api.queue` of a module below `api/queue/`, `api.settings` of `api/core/settings.py`; empty for `api/__init__.py`."""
+    """`api.queue` of a module below `api/queue/`, `api.server` of `api/server.py`; empty for `api/__init__.py`."""
     parts = source.path.removesuffix(".py").split("/")[:2]
     return "" if parts[-1] == "__init__" else ".".join(parts)
 
@@ -527,7 +527,7 @@ def page_names_what_exists(sources: Iterable[Source]) -> Iterator[Finding]:
 
 
 # Size of the product: Python modules below the folders above, without generated code. To be lowered and never raised.
-MODULES_MAX, LINES_MAX = 400, 71_000
+MODULES_MAX, LINES_MAX = 340, 70_300
 
 
 def product_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
