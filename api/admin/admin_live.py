@@ -22,9 +22,8 @@ from api.core.accounts import find_generation
 from api.core.interceptor import Context
 from inference.routing.router import Router
 from metering.control import live, replica_drains
-from metering.control.control_models import ReplicaDrain
 from metering.control.replica_drains import ReplicaRow
-from metering.control.stop_orders import order_end_of_request
+from metering.control.stop_orders import ReplicaDrain, order_end_of_request
 from metering.core.audit import record_change
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import Hold, HoldState, Organization, Project

@@ -15,9 +15,8 @@ from sqlalchemy import delete, func, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.control.control_models import ReplicaDrain
 from metering.control.live import ask_all
-from metering.control.stop_orders import CHANNEL, LOOK_FOR_ORDERS
+from metering.control.stop_orders import CHANNEL, LOOK_FOR_ORDERS, ReplicaDrain
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue
 from metering.store.db import Sessions
