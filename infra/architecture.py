@@ -217,6 +217,19 @@ BORDERS = (
         why="a request runs the same whoever administers, bills, or asked for it",
     ),
     Border(
+        ("sqlalchemy",),
+        inside=("api/",),
+        save_for=("api/chaos/",),
+        but=("sqlalchemy.ext", "sqlalchemy.exc", "sqlalchemy.engine"),
+        why="statements stand in metering, beside the tables that they read; the API passes sessions on",
+    ),
+    Border(
+        ("weir_client",),
+        inside=("api/",),
+        save_for=("api/cli/", "api/chaos/"),
+        why="the server is no client of its own; the command is one",
+    ),
+    Border(
         ("transformers",),
         inside=PRODUCT,
         save_for=("inference/safety/classifier_host.py", "bench/engine.py", "bench/embeddings.py"),

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import grpc
 import structlog
-from weir_client.connection import is_local
 
+from api.core.addresses import is_local
 from api.core.setting_values import SettingInvalid
 from api.core.settings import DoorSettings
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Sequence
 from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
-from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import live_requests_pb2 as live_pb
@@ -26,7 +24,6 @@ from metering.control.replica_drains import ReplicaRow
 from metering.control.stop_orders import ReplicaDrain, order_end_of_request
 from metering.core.audit import record_change
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import Hold, HoldState, Organization, Project
 from metering.holds.recovery import sweep_expired_holds
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
@@ -136,7 +133,7 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
             raise NotFound("request", str(request_id))
         if len(found) > 1:
             async with self._sessions() as session:
-                names = await project_names(session, [place.project_id for place in found])
+                names = await tenants.project_names(session, [place.project_id for place in found])
             raise InvalidValue("project", f"several projects know a request of this id, say which: {', '.join(names)}")
         return found[0], not running
 
@@ -163,34 +160,21 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
             async with self._sessions() as session:
                 answer.generation.CopyFrom(await find_generation(session, place.project_id, request_id))
                 if result == live_pb.KillRequestResponse.RESULT_PENDING and (
-                    hold := await held(session, place.project_id, request_id)
+                    hold := await live.find_running_hold(session, place.project_id, request_id)
                 ):
                     answer.expire_time.FromDatetime(hold.expires_at)
         return answer
 
 
-async def held(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> Hold | None:
-    """The hold of a request that runs."""
-    query = select(Hold).where(Hold.project_id == project_id, Hold.request_id == request_id, Hold.state == HoldState.HELD)
-    found: Hold | None = await session.scalar(query)
-    return found
-
-
 async def record_kill(session: AsyncSession, actor: str, request_id: uuid.UUID, place: live.Place, reason: str) -> None:
     """Write into the audit log who ends what."""
-    hold = await held(session, place.project_id, request_id)
+    hold = await live.find_running_hold(session, place.project_id, request_id)
     before: dict[str, object] = {"project_id": str(place.project_id), "state": "waiting"}
     if hold is not None:
         before |= {"organization_id": str(hold.organization_id), "api_key_id": str(hold.api_key_id), "model": hold.model}
         before |= {"state": hold.state, "delivered_token_count": hold.delivered_token_count}
     after = before | {"state": "ordered to end", "reason": reason}
     await record_change(session, actor=actor, action="request.kill", subject_id=str(request_id), before=before, after=after)
-
-
-async def project_names(session: AsyncSession, project_ids: Sequence[uuid.UUID]) -> list[str]:
-    """As "organization/project", in order."""
-    names = select(Organization.name + "/" + Project.name).select_from(Project).join(Organization)
-    return sorted(await session.scalars(names.where(Project.id.in_(project_ids))))
 
 
 def live_request_message(row: live.LiveRequestRow) -> live_pb.LiveRequest:

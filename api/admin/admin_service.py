@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import uuid
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
 from weir.v1.types_pb2 import QuotaStatus
@@ -24,12 +20,12 @@ from api.core.messages import effective_quota_statuses, quota_status
 from inference.routing.router import Router
 from metering.core import audit
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import ApiKey, AuditEntry, Organization, Project
+from metering.core.models import AuditEntry
 from metering.quotas import quota_admin, quota_states
 from metering.quotas.quota_rules import QuotaState
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
-from metering.tenants.tenants import KeyRecord, find_api_key, find_organization, find_project
+from metering.tenants.tenants import find_api_key, subject_ids
 
 
 class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, ReplicaCalls, AlertWebhookCalls, LiveCalls):
@@ -143,20 +139,6 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
                 end_at=end_at,
             )
             return pb.ListAuditEntriesResponse(entries=map(audit_message, entries))
-
-
-async def subject_ids(session: AsyncSession, ref: str) -> list[str]:
-    """The ids of an organization, a project or a key of that name, and of all below it; and the text itself, for other ids."""
-    found: set[uuid.UUID] = set()
-    finders: tuple[Callable[[AsyncSession, str], Awaitable[Organization | Project | KeyRecord]], ...]
-    finders = (find_organization, find_project, find_api_key)
-    for find in finders:
-        with contextlib.suppress(NotFound):
-            found.add((await find(session, ref)).id)
-    projects = await session.scalars(select(Project.id).where(or_(Project.organization_id.in_(found), Project.id.in_(found))))
-    found |= set(projects)
-    found |= set(await session.scalars(select(ApiKey.id).where(ApiKey.project_id.in_(found))))
-    return sorted({ref, *map(str, found)})
 
 
 def audit_message(entry: AuditEntry) -> pb.AuditEntry:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping
 from datetime import date, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
-from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import configuration_pb2, types_pb2
@@ -19,13 +18,13 @@ from api.admin.admin_calls import AdminCalls
 from api.core import wire
 from api.core.interceptor import Context
 from metering.core.errors import InvalidValue
-from metering.core.models import Organization, TokenKind
+from metering.core.models import TokenKind
 from metering.ledger.ledger import month_bounds
 from metering.plans import credits, plan_admin, prepaid, simulation
 from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.pricing import prices
 from metering.pricing.prices import CustomerPrice, ModelPrice
-from metering.tenants.tenants import find_organization
+from metering.tenants.tenants import find_organization, organization_names
 
 KINDS = {str(kind): kind for kind in TokenKind}
 Names = Mapping[uuid.UUID, str]
@@ -144,12 +143,6 @@ class TermCalls(AdminCalls):
                 actor=acting.actor,
             )
             return plan_pb.SetPrepaidResponse(existed=existed)
-
-
-async def organization_names(session: AsyncSession, ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, str]:
-    """The names of organizations, by id."""
-    rows = await session.execute(select(Organization.id, Organization.name).where(Organization.id.in_(set(ids))))
-    return {row.id: row.name for row in rows}
 
 
 def parse_month(text: str, field: str) -> date | None:

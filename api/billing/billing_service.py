@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import uuid
 
-from sqlalchemy import select
 from weir.v1 import alerts_pb2 as alert_pb
 from weir.v1 import billing_service_pb2 as pb
 from weir.v1 import months_pb2, receipts_pb2
@@ -45,8 +44,7 @@ from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import to_csv, to_json
 from metering.invoicing.months import list_months, month_entry, verify_month
 from metering.ledger.ledger import month_bounds
-from metering.receipts.models import ReceiptKey
-from metering.receipts.months import BEGINNING, PageMark, receipt_month, receipts_page
+from metering.receipts.months import BEGINNING, PageMark, list_receipt_keys, receipt_month, receipts_page
 from metering.tenants.tenants import find_organization
 
 DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}
@@ -306,7 +304,7 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
         """All public keys: they are no secret."""
         principal = await self._authenticator.principal(context)
         async with self._reports.turn(principal) as sessions, sessions() as session:
-            keys = (await session.scalars(select(ReceiptKey).order_by(ReceiptKey.created_at, ReceiptKey.id))).all()
+            keys = await list_receipt_keys(session)
         return receipt_pb.ListReceiptKeysResponse(
             keys=[
                 receipts_pb2.ReceiptKey(key_id=key.id, public_key=key.public_key, create_time=wire.timestamp(key.created_at))

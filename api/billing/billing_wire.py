@@ -8,7 +8,6 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import billing_service_pb2 as pb
 from weir.v1 import months_pb2
@@ -28,7 +27,7 @@ from metering.invoicing.invoices import Invoice, InvoiceLine
 from metering.invoicing.month_report import TAX_NOTE, Charge, ChargeKind, MonthReport, ReportLine
 from metering.invoicing.months import MonthEntry
 from metering.ledger.models import MonthState
-from metering.store.db import Sessions, patience
+from metering.store.db import Sessions, patience, read_one_moment
 from metering.tenants.tenants import Principal, find_organization
 
 TOKEN_KINDS: Mapping[TokenKind, pb.TokenKind.ValueType] = {
@@ -280,8 +279,7 @@ class BillingCalls(AdminCalls):
         """A session whose statements see one moment and may take as long as a report takes. Raises: TooManyReports."""
         with patience(REPORT_S + 2):
             async with self._reports.turn(reader) as sessions, sessions() as session:
-                await session.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
-                await session.execute(text(f"SET LOCAL statement_timeout = {int(REPORT_S * 1000)}"))
+                await read_one_moment(session, REPORT_S)
                 yield session
 
 

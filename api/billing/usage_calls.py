@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, date, datetime
 from typing import IO
 
-from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import billing_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
@@ -31,7 +30,7 @@ from metering.ledger.ledger import month_bounds, month_text
 from metering.reports.focus import FOCUS_VERSION, focus_csv
 from metering.reports.forecast import CONFIDENCE, Forecast, forecast
 from metering.reports.usage_reports import Grouping, Share, UsageFilter, UsageRow, daily_costs, usage_page, usage_total
-from metering.store.db import Sessions
+from metering.store.db import Sessions, database_now
 from metering.tenants.tenants import Principal, find_api_key, find_project
 
 DRAWING_S = 25.0  # an invoice of a thousand lines takes three on a busy machine; clients give a call half a minute
@@ -112,7 +111,7 @@ class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
         principal = await self._caller(context)
         async with self._reading(principal) as session:
             owner = await visible_or_own(session, principal, request.organization)
-            now = (await session.execute(select(func.now()))).scalar_one()
+            now = await database_now(session)
             month = request.month or month_text(now.astimezone(UTC))
             begins, _ = month_bounds(month)
             if begins > now:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 from google.protobuf.timestamp_pb2 import Timestamp
-from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
@@ -15,10 +14,10 @@ from weir.v1 import types_pb2
 from api.core import wire
 from api.core.messages import model_message, receipt_messages
 from inference.routing.router import Router
-from metering.core.errors import NotFound
-from metering.core.models import Hold, HoldState, PriceVersion, UsageEvent
+from metering.core.models import Hold, HoldState, UsageEvent
 from metering.pricing.prices import customer_prices, versions_in_force
 from metering.receipts.months import receipts_of_hold
+from metering.reports.usage_reports import find_recorded_request
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
 
@@ -65,15 +64,7 @@ def restrictions(principal: Principal) -> pb.KeyRestrictions:
 
 async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> pb.Generation:
     """What is recorded of one request. Raises: NotFound if the project has no such request."""
-    of_request = (Hold.project_id == project_id, Hold.request_id == request_id)
-    # A voided attempt may have been followed by one that ran, which no other can follow, and which an index finds.
-    hold = await session.scalar(select(Hold).where(*of_request, Hold.state != HoldState.VOIDED))
-    if hold is None:
-        hold = await session.scalar(select(Hold).where(*of_request).order_by(Hold.admitted_at.desc()).limit(1))
-    if hold is None:
-        raise NotFound("request", str(request_id))
-    price = await session.get_one(PriceVersion, hold.price_version_id)
-    events = (await session.scalars(select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part))).all()
+    hold, currency_code, events = await find_recorded_request(session, project_id, request_id)
     generation = pb.Generation(
         request_id=str(request_id),
         state=STATES[HoldState(hold.state)],
@@ -85,7 +76,7 @@ async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_
     )
     if hold.ended_at is not None:
         generation.settle_time.CopyFrom(wire.timestamp(hold.ended_at) or Timestamp())
-        generation.cost.CopyFrom(wire.money(price.currency_code, sum(event.cost_picos for event in events)))
+        generation.cost.CopyFrom(wire.money(currency_code, sum(event.cost_picos for event in events)))
     if events:
         generation.outcome = events[-1].outcome.upper()
         generation.migration_count = sum(event.migration_count for event in events)

@@ -91,3 +91,14 @@ def address_of(peer: str) -> str:
             return str(address.ipv4_mapped)
         return str(ipaddress.ip_network((address, NETWORK_BITS), strict=False))
     return str(address)
+
+
+def is_local(address: str) -> bool:
+    """Whether a listening address is a Unix socket or on the loopback, so that no other machine reaches it."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

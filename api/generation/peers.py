@@ -23,8 +23,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from weir_client.connection import is_local
 
+from api.core.addresses import is_local
 from api.core.settings import DoorSettings
 from metering.tenants.networks import Address, parse_address
 

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.control.stop_orders import CHANNEL, REPORT
 from metering.core.errors import InvalidValue
-from metering.core.models import HoldState
+from metering.core.models import Hold, HoldState
 from metering.store.db import Sessions
 
 # A voided attempt has left nothing, and may have been followed by another.
@@ -266,3 +266,10 @@ async def ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:
             await session.execute(FORGET_ENDED, {"asked_at": asked_at})
             silent &= set(await session.scalars(EXPECTED))
     return asked_at, silent
+
+
+async def find_running_hold(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> Hold | None:
+    """The hold of a request that runs."""
+    query = select(Hold).where(Hold.project_id == project_id, Hold.request_id == request_id, Hold.state == HoldState.HELD)
+    found: Hold | None = await session.scalar(query)
+    return found

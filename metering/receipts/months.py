@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 
-from sqlalchemy import text
+from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
 from metering.receipts.chaining import BATCHES, ISSUED, IssuedReceipt, issued_of_rows, split
 from metering.receipts.encoding import NO_HASH
 from metering.receipts.merkle import RunningRoot
+from metering.receipts.models import ReceiptKey
 
 PAGE_SIZE_MAX = 1000
 OF_MONTH = "organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends"
@@ -166,3 +167,8 @@ async def with_batches(session: AsyncSession, rows: Sequence[Sequence[object]]) 
     ids = sorted({row[-1] for row in rows if isinstance(row[-1], int)})
     batches = (await session.execute(SELECT_BATCHES, {"ids": ids})).all() if ids else []
     return [receipt for _, receipt in issued_of_rows(rows, batches)]
+
+
+async def list_receipt_keys(session: AsyncSession) -> Sequence[ReceiptKey]:
+    """Return the public keys that have signed receipts, the oldest first."""
+    return (await session.scalars(select(ReceiptKey).order_by(ReceiptKey.created_at, ReceiptKey.id))).all()

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import Row, text
+from sqlalchemy import Row, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.errors import InvalidValue
-from metering.core.models import TokenKind
+from metering.core.errors import InvalidValue, NotFound
+from metering.core.models import Hold, HoldState, PriceVersion, TokenKind, UsageEvent
 from metering.invoicing.month_reading import CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import month_bounds
 from metering.ledger.models import MonthState, TransactionKind
@@ -385,3 +385,25 @@ def usage_row(row: Row[Any]) -> UsageRow:
         pending_picos=int(found["pending_picos"]),
         migration_count=int(found["migration_count"]),
     )
+
+
+class RecordedRequest(NamedTuple):
+    """The hold of one request, the currency of its price, and its usage events by part."""
+
+    hold: Hold
+    currency_code: str
+    events: Sequence[UsageEvent]
+
+
+async def find_recorded_request(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> RecordedRequest:
+    """Return what the database holds of a request. Raises: NotFound if the project has no such request."""
+    of_request = (Hold.project_id == project_id, Hold.request_id == request_id)
+    # A voided attempt may have been followed by one that ran, which no other can follow, and which an index finds.
+    hold = await session.scalar(select(Hold).where(*of_request, Hold.state != HoldState.VOIDED))
+    if hold is None:
+        hold = await session.scalar(select(Hold).where(*of_request).order_by(Hold.admitted_at.desc()).limit(1))
+    if hold is None:
+        raise NotFound("request", str(request_id))
+    price = await session.get_one(PriceVersion, hold.price_version_id)
+    events = (await session.scalars(select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part))).all()
+    return RecordedRequest(hold, price.currency_code, events)

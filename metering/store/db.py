@@ -22,6 +22,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from datetime import datetime
 from typing import Any, Self
 
 import psycopg
@@ -291,3 +292,15 @@ async def lock_holder(sessions: Sessions) -> AsyncIterator[AsyncSession]:
 async def try_lock(locks: AsyncSession, name: str) -> bool:
     """Take the advisory lock of a name on the session of `lock_holder`; False if another session has it."""
     return bool(await locks.scalar(text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))"), {"name": name}))
+
+
+async def database_now(session: AsyncSession) -> datetime:
+    """Return the time of the database at which the transaction has begun."""
+    now: datetime = (await session.execute(text("SELECT now()"))).scalar_one()
+    return now
+
+
+async def read_one_moment(session: AsyncSession, statement_max_s: float) -> None:
+    """Let the transaction only read, all of it as of one moment, and no statement of it take longer. Call it first of all."""
+    await session.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
+    await session.execute(text(f"SET LOCAL statement_timeout = {int(statement_max_s * 1000)}"))

@@ -6,9 +6,10 @@ once, at its creation; what is stored is its SHA-256. What changes a key later i
 
 from __future__ import annotations
 
+import contextlib
 import re
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -403,3 +404,29 @@ def _key_record(
 
 async def _record_creation(session: AsyncSession, actor: str, action: str, row: Organization | Project | ApiKey) -> None:
     await record_change(session, actor=actor, action=action, subject_id=str(row.id), before=None, after=snapshot(row))
+
+
+async def organization_names(session: AsyncSession, ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, str]:
+    """The names of organizations, by id."""
+    rows = await session.execute(select(Organization.id, Organization.name).where(Organization.id.in_(set(ids))))
+    return {row.id: row.name for row in rows}
+
+
+async def project_names(session: AsyncSession, project_ids: Sequence[uuid.UUID]) -> list[str]:
+    """As "organization/project", in order."""
+    names = select(Organization.name + "/" + Project.name).select_from(Project).join(Organization)
+    return sorted(await session.scalars(names.where(Project.id.in_(project_ids))))
+
+
+async def subject_ids(session: AsyncSession, ref: str) -> list[str]:
+    """The ids of an organization, a project or a key of that name, and of all below it; and the text itself, for other ids."""
+    found: set[uuid.UUID] = set()
+    finders: tuple[Callable[[AsyncSession, str], Awaitable[Organization | Project | KeyRecord]], ...]
+    finders = (find_organization, find_project, find_api_key)
+    for find in finders:
+        with contextlib.suppress(NotFound):
+            found.add((await find(session, ref)).id)
+    projects = await session.scalars(select(Project.id).where(or_(Project.organization_id.in_(found), Project.id.in_(found))))
+    found |= set(projects)
+    found |= set(await session.scalars(select(ApiKey.id).where(ApiKey.project_id.in_(found))))
+    return sorted({ref, *map(str, found)})
