@@ -9,14 +9,13 @@ holds is a guess: the statement that ends or extends a hold compares what can ha
 from __future__ import annotations
 
 import math
-import operator
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from metering.holds.decide import AdmissionTerms, Hold, TermsKey
+from metering.holds.decide import AdmissionTerms, Hold, HoldTerms, TermsKey
 from metering.holds.lease_clock import boot_time_s
 from metering.holds.operations import Admit
 from metering.pricing.token_prices import TokenPrices
@@ -105,12 +104,9 @@ class Known:
         terms = self.terms.get((op.payer.api_key_id.int, op.model, op.tier, op.embedding))
         return terms if terms is not None and (terms.payer is op.payer or terms.payer == op.payer) else None
 
-    def know_rules_of(self, hold: Hold) -> bool:
-        """Give a hold its rules as they are now; False if one of these is not known."""
-        rules = tuple(map(self.rules.get, hold.terms.quota_ids))
-        if not all(map(operator.is_, hold.rules, rules)) or len(hold.rules) != len(rules):
-            hold.rules = tuple(rule for rule in rules if rule is not None)
-        return len(hold.rules) == len(rules)
+    def rules_of(self, terms: HoldTerms) -> tuple[QuotaRule, ...]:
+        """Return the rules that holds are charged to as they are now, without those that are not known."""
+        return tuple([rule for rule in map(self.rules.get, terms.quota_ids) if rule is not None])
 
     def add_rules(self, rules: Iterable[QuotaRule]) -> None:
         """Rules that were read after `asked`."""

@@ -20,7 +20,7 @@ from metering.holds.known import Known, OwnHolds
 from metering.holds.operations import Admit, Admitted, Extend, HoldAnswer, HoldOperation, Renew, Settle, Void
 from metering.holds.read import BEGIN_ADMITTING, LOCK_CHAINS, SELECT_RULES_BY_ID, rules_of_rows
 from metering.holds.write import changed_holds, moved_counters, new_holds, usage_writes
-from metering.quotas.quota_rules import CounterKey, QuotaStates, window_starts
+from metering.quotas.quota_rules import CounterKey, QuotaRule, QuotaStates, window_starts
 from metering.quotas.quotas import Counters, Unsure
 from metering.receipts.chaining import BatchSigner, Chains
 from metering.store.exchange import Connection, Statement, exchange, id_array, id_bytes_array, id_number_array
@@ -84,9 +84,15 @@ def plan_admissions(known: Known, own: OwnHolds, batch: Sequence[HoldOperation])
 def unknown_rules(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> set[int]:
     """Give own holds that are ended or extended their rules as they are known; return the numbers of those that are not."""
     missing: set[int] = set()
+    rules: dict[int, tuple[QuotaRule, ...]] = {}  # by the identity of the terms, which many holds have in common
     for op in batch:
-        if isinstance(op, Settle | Extend) and (hold := own.get(op.hold_id.int)) is not None and not known.know_rules_of(hold):
-            missing.update(hold.terms.quota_ids)
+        if isinstance(op, Settle | Extend) and (hold := own.get(op.hold_id.int)) is not None:
+            found = rules.get(id(hold.terms))
+            if found is None:
+                found = rules[id(hold.terms)] = known.rules_of(hold.terms)
+                if len(found) < len(hold.terms.quota_ids):
+                    missing.update(hold.terms.quota_ids)
+            hold.rules = found
     return missing
 
 

@@ -126,8 +126,18 @@ class Counters:
     guessed: bool = False
     limits: dict[CounterKey, int] = field(default_factory=dict)
     moves: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
+    _of: dict[int, tuple[Sequence[QuotaRule], list[CounterKey], list[Counter]]] = field(default_factory=dict)
 
-    def add(self, key: CounterKey, *, used: int = 0, held: int = 0) -> None:
+    def of(self, rules: Sequence[QuotaRule]) -> tuple[Sequence[QuotaRule], list[CounterKey], list[Counter]]:
+        """Return the rules with the keys of their counters of now, and these: looked up once for all that have the same rules."""
+        found = self._of.get(id(rules))
+        if found is None:
+            starts = window_starts(self.now)
+            keys = [(rule.number, starts[rule.window]) for rule in rules]
+            found = self._of[id(rules)] = rules, keys, [self.row(key) for key in keys]
+        return found
+
+    def add(self, key: CounterKey, used: int = 0, held: int = 0) -> None:
         """Move a counter. Going below zero is a bug of the caller and would break conservation."""
         if not used and not held:
             return
@@ -187,9 +197,7 @@ class Counters:
 
     def states(self, rules: Sequence[QuotaRule]) -> QuotaStates:
         """Return the states of several rules as they are now, whatever comes later."""
-        starts, rows = window_starts(self.now), self.rows
-        counted = [rows[rule.number, starts[rule.window]] for rule in rules]
-        return QuotaStates(rules, [(row.used, row.held) for row in counted], self.now)
+        return QuotaStates(rules, [(row.used, row.held) for row in self.of(rules)[2]], self.now)
 
 
 def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_token_count: int, least_token_count: int) -> Claim:
@@ -236,26 +244,21 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
 
 def charge_whole(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, output_token_count: int) -> bool:
     """Charge a new claim with all of a lease to all rules, or to none and say so: what most admissions come to."""
-    starts, money, rows = window_starts(counters.now), money_scale(claim.prices), counters.rows
-    sent, guessed, changed = claim.input_token_count, counters.guessed, counters.changed
-    charges: list[tuple[CounterKey, Counter, QuotaRule, int]] = []
-    for rule in rules:
-        key = rule.number, starts[rule.window]
-        row = rows.get(key)
-        if row is None:
-            row = counters.row(key)
+    money, (_, keys, rows) = money_scale(claim.prices), counters.of(rules)
+    sent, changed = claim.input_token_count, counters.changed
+    amounts: list[int] = []
+    for rule, row in zip(rules, rows, strict=True):
         amount = 1
         if rule.counts_tokens:  # `Claim.charge` of a claim of which nothing is posted, without the calls
             scale = rule.token_scale or money
             amount = -(-(sent * scale.dearest_input + output_token_count * scale.output) // scale.divisor)
         if rule.limit_value is not None and amount > rule.limit_value - row.used - row.held:
             return False
-        if amount:
-            charges.append((key, row, rule, amount))
-    for key, row, rule, amount in charges:
-        if key not in changed:
+        amounts.append(amount)
+    for rule, key, row, amount in zip(rules, keys, rows, amounts, strict=True):
+        if amount and key not in changed:
             changed[key] = row.used, row.held
-            if guessed:
+            if counters.guessed:
                 counters.limits[key] = NO_LIMIT if rule.limit_value is None else rule.limit_value
         if rule.is_used_at_once:
             row.used += amount
@@ -309,13 +312,22 @@ def extend(
 def end(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, input_token_count: int, delivered_token_count: int) -> None:
     """Give back what the claim holds and leave what it consumed in `used`."""
     starts, money = window_starts(claim.charged_at), money_scale(claim.prices)
+    sent, lease, posted = claim.input_token_count, claim.leased_token_count, claim.posted_token_count
+    cached = min(claim.cached_input_token_count, input_token_count)
+    fresh = input_token_count - cached
     for rule in rules:
         if rule.counts_tokens:
             scale = rule.token_scale or money
-            used = claim.consumed_by(scale, input_token_count, delivered_token_count)
-            counters.add((rule.number, starts[rule.window]), used=used, held=-claim.charge(scale, claim.leased_token_count))
+            if posted:
+                used = claim.consumed_by(scale, input_token_count, delivered_token_count)
+                held = claim.charge(scale, lease)
+            else:  # the same without the calls
+                each, divisor = scale.output, scale.divisor
+                used = -(-(fresh * scale.input + cached * scale.cached_input + delivered_token_count * each) // divisor)
+                held = -(-(sent * scale.dearest_input + lease * each) // divisor)
+            counters.add((rule.number, starts[rule.window]), used, -held)
         elif not rule.is_used_at_once:
-            counters.add((rule.number, starts[rule.window]), held=-1)
+            counters.add((rule.number, starts[rule.window]), 0, -1)
 
 
 def expire(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, billed: Tokens) -> None:
