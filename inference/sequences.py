@@ -3,7 +3,7 @@
 `engine.py` names them for all others. Frozen, and valid by construction where a plain check can make them so; the API parses
 client input before it builds them.
 
-Numbers that follow from seeds: what chance decides is a hash of a sequence's seed and a position. No torch.
+What chance decides is a hash of a sequence's seed and a position: `uniform`. No torch.
 """
 
 from __future__ import annotations

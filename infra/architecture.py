@@ -462,7 +462,7 @@ def lines_with(pattern: re.Pattern[str], source: Source, what: str) -> Iterator[
 
 PACKAGED = ("api/", "inference/", "metering/")  # folders whose packages are ordered; a module beside the packages counts as one
 # Packages that still import each other. Groups may only be split, lose members and vanish.
-CYCLES: tuple[set[str], ...] = ({"inference.core", "inference.native"},)
+CYCLES: tuple[set[str], ...] = ()
 
 Place = tuple[str, int]  # a file and a line
 

@@ -3,7 +3,7 @@
 Such an engine admits first come, first served, and a sequence that is aborted in its queue may never answer. So no more are
 submitted than have a place in its batch, and the order among those that wait is ours. Everything runs on one event loop.
 
-Tells a sequence that is stuck from an engine that is: by who is silent for too long while who goes on.
+`StallWatch` tells a stuck sequence from a stuck engine, by which are silent for too long while others go on.
 """
 
 from __future__ import annotations

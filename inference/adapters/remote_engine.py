@@ -3,13 +3,8 @@
 The server's own word is checked where it is billed: tokens are counted as they come, and a count that cannot be fails its sequence.
 What is queued here is ranked here, since the services know no ranks.
 
-Sequences sent to a remote engine, and its messages as answers: one call for each.
-
-Whether a connection is of use: it is there, and its server is well. Calls back once with the reason when it is not any more.
-
-What is done beside the requests while a connection is in use: is it there, is the server well, what has it cached, who is stuck.
-
-Calls back once with the reason when the connection is of no use any more. All of it runs in the connection's task group.
+`Submission` sends sequences, one call for each. `Upkeep` looks after a connection beside the requests (is it there, is the server
+well, what has it cached, which sequence is stuck), and calls back once with the reason when it is of no more use.
 """
 
 from __future__ import annotations

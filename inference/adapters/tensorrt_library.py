@@ -3,11 +3,9 @@
 Everything of the library that the adapter touches passes here, so that what 1.2.1 wants, and what it must not be given, is in one
 place. The library is imported when an engine is built, never earlier: that takes seconds, loads compiled code, and needs a GPU.
 
-Finds out that a TensorRT-LLM engine is dead or stuck, since it does not say so itself: its own health check stays green.
-
-Looks twice a second at the silence of each sequence, at the engine's own word, at the processes that it started and at this one's
-memory; and lets it generate one token when it has been idle for a while.
-"""
+`EngineWatch` finds out that an engine is dead or stuck, since its own health check stays green. It looks twice a second at the
+silence of each sequence, at the engine's own word, at the processes that it started and at this one's memory; and lets it
+generate one token when it has been idle for a while."""
 
 from __future__ import annotations
 

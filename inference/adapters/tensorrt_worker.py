@@ -1,12 +1,8 @@
 """The child process of a TensorRT-LLM engine: `python -m inference.adapters.tensorrt_worker --fd N`.
 
-Speaks the protocol of `hosts/host_protocol.py`. The engine is built on the main thread, then one event loop runs everything.
+Speaks the protocol of `workers/protocol.py`. The engine is built on the main thread, then one event loop runs everything.
 When the engine is found to be dead or stuck, the process ends: the library cannot build another engine after a crash, the parent
 starts a new process. The processes that the library started are killed with it, or they would keep the GPU's memory.
-
-Sequences handed to TensorRT-LLM, and its answers as those of any engine that is not ours.
-
-What TensorRT-LLM tells of its KV cache, as changes of an index. Its events carry no cache salt.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 Reads the JSON files of the Hugging Face layout, never the weights, and imports no torch: the API process uses it too. Anything
 that this engine would compute wrongly is refused here by name, so that nobody gets a fluent wrong answer.
 
-What sets the supported architectures apart, and which entries of config.json each of them knows.
-
-An entry that is not known here might change what the model computes. It is refused by name rather than passed over, unless it is
-null or false, which turns a feature off. No torch.
-"""
+`Architecture` has what sets the supported architectures apart. An entry of config.json that it does not know might change what
+the model computes. It is refused by name rather than passed over, unless it is null or false, which turns a feature off. No
+torch."""
 
 from __future__ import annotations
 

@@ -3,13 +3,12 @@
 One step is `Scheduler.schedule`, `ModelRunner.run`, then `Scheduler.commit` and the new tokens' consequences. The host runs it in
 a child process; tests run it directly.
 
-How an engine is to run a checkpoint, and what computes its steps by that: the model, or a simulation in its place.
+`EngineOptions` say how to run a checkpoint, and `open_runner` opens what computes its steps: the model, or a simulation in its
+place.
 
-How much of a prompt a step may compute beside streams that run: as much as fits the time that they may be kept waiting.
-
-A fixed number of tokens cannot say it: 512 prompt tokens take 0.1 s on a model of 100 million parameters and more than a second on
-one ten times as large, and every running stream stands still meanwhile. So the pace is learnt from the steps themselves.
-"""
+`StepPace` limits how much of a prompt a step computes beside running streams. A fixed number of tokens cannot say it: 512 prompt
+tokens take 0.1 s on a model of 100 million parameters and more than a second on one ten times as large, and every running stream
+stands still meanwhile. So the pace is learnt from the steps themselves."""
 
 from __future__ import annotations
 

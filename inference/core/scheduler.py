@@ -17,9 +17,8 @@ then `commit`. Rules, in the order in which they are applied:
 6. A sequence that still waits, for a place or for its prompt, is overtaken by at most as many later ones as may wait at once. From
    then on nobody comes before it who came after it, whatever the ranks: nobody starves.
 
-What running sequences will still need: KV blocks for tokens to come, and the prefix blocks that they are about to compute.
-
-Pure arithmetic on sequences; the scheduler decides by it who may enter.
+`Commitments` is what running sequences will still need, by which the scheduler decides who may enter: KV blocks for tokens to come,
+and the prefix blocks that they are about to compute.
 """
 
 from __future__ import annotations

@@ -7,10 +7,8 @@
 A step computes some uncomputed tokens. When none is left, the logits of the last give the next token, which is uncomputed
 again: a decoding sequence is one with a single uncomputed token, and prefill, decode and recomputing are the same thing.
 
-The sequences of one beam search, as scheduler and engine core see them, and what the request gets to hear.
-
-A beam is a `Sequence` of its own, so that it is batched like any other; what beams have in common, they have in common KV blocks.
-Three phases follow each other:
+`BeamGroup` has the sequences of one beam search. A beam is a `Sequence` of its own, so that it is batched like any other; what
+beams have in common, they have in common KV blocks. Three phases follow each other:
 
     computing the prompt    one sequence, as if it were alone
     searching               a beam each, all of equal length and all computed in the same step: `ready`

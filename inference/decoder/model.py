@@ -1,6 +1,4 @@
-"""What a decoder's step ends in: the logits of the rows that were wanted, and what greedy decoding takes of each.
-
-The Llama decoder as one function of a batch: hidden states in, logits out, keys and values into the pool.
+"""The Llama decoder as one function of a batch: hidden states in, logits out, keys and values into the pool.
 
 Shapes on the lines: N rows (tokens of all sequences of a step), E hidden size, H heads, H_kv key-value heads, D head size,
 V vocabulary. Checked token for token against `transformers` in the tests.

@@ -1,6 +1,6 @@
-"""Reads an encoder's safetensors, each tensor where it lies in the mapped file if it has the type that is computed with.
+"""The encoder's arithmetic, token ids to one vector per text, and its weights.
 
-The encoder's arithmetic: token ids to one vector per text.
+A tensor stays where it lies in the mapped file if it has the type that is computed with.
 
 Nothing is padded. All tokens of a batch are rows of one matrix, so that each multiplication by weights runs over the whole batch;
 attention, the one place where texts must be kept apart, runs over all texts of equal length at once. So what a text is batched with

@@ -3,7 +3,7 @@
 The same contract as the torch decoder, from chunks to logits, and the same results: equal tokens in fp32; in bfloat16 the residual
 stream and all sums stay in fp32, so it is nearer to exact than torch, which rounds after every operator.
 
-A decoder from packed weights where a file has them, else from a checkpoint, whose packed weights are then kept for the next.
+`open_decoder` takes packed weights where a file has them, else a checkpoint's, which are then packed and kept for the next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,10 +30,6 @@ from inference.kv_blocks import blocks_for
 from inference.native import loader
 from inference.native.loader import library_name
 from inference.native.packed_file import PackedFile, PackedPlace, Part, open_packed, packed_path, trim_packed, write_packed
-
-if TYPE_CHECKING:
-    from inference.core.step_plan import Chunk
-
 
 PANEL_COLUMNS = 64  # as in decoder.cpp: rows of logits are padded to whole panels
 DTYPES = (torch.float32, torch.bfloat16)
@@ -98,6 +94,28 @@ def supports(config: DecoderConfig, dtype: torch.dtype) -> bool:
     return dtype in DTYPES and config.head_dim % 16 == 0 and even and loader.load() is not None
 
 
+class CachedTokens(Protocol):
+    """A sequence as this decoder reads it: its tokens, how many of them have KV, where that lies, and how it is rotated."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def computed_token_count(self) -> int: ...
+    @property
+    def block_table(self) -> list[int]: ...
+    @property
+    def rotary_offset(self) -> int: ...
+
+
+class Rows(Protocol):
+    """The next `token_count` uncomputed tokens of a sequence, to be computed in this step."""
+
+    @property
+    def sequence(self) -> CachedTokens: ...
+    @property
+    def token_count(self) -> int: ...
+
+
 class NativeDecoder:
     """Used by one thread; the code inside spreads a step over as many as torch is set to."""
 
@@ -151,7 +169,7 @@ class NativeDecoder:
         self._logits = self._logits_memory = torch.empty(0, self._logits_stride)
         self._step = _Step(logits_stride=self._logits_stride)
 
-    def forward(self, chunks: Sequence[Chunk]) -> Logits:
+    def forward(self, chunks: Sequence[Rows]) -> Logits:
         """Logits (R, V) of the chunks that complete, in their order; valid until the next call.
 
         Writes the pool at the chunks' positions and nowhere else.
@@ -268,7 +286,7 @@ class TableRows:
         """Of the first row; valid until `starts` is called again."""
         return self._rows.ctypes.data
 
-    def starts(self, chunks: Sequence[Chunk]) -> list[int]:
+    def starts(self, chunks: Sequence[Rows]) -> list[int]:
         """For each chunk, where its sequence's table begins, in entries from `address`; the rows hold all its blocks."""
         tables = [chunk.sequence.block_table for chunk in chunks]
         if sum(id(table) not in self._kept for table in tables) > len(self._free):

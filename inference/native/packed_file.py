@@ -1,6 +1,4 @@
-"""Where packed weights are kept, and how much of the disk they may take. No torch: it crosses to the hosts in a message.
-
-Packed weights in a file: written by the first host that packs them, mapped by all, so that they are in memory once.
+"""Packed weights in a file: written by the first host that packs them, mapped by all, so that they are in memory once.
 
 A file says in its name what it was made of: the checkpoint's files as they were (size, times and inode of each), the type, and the
 library, which knows the layout. Whatever changes makes another name, and the old file is removed when the new one is written. So

@@ -37,6 +37,7 @@ from inference.engine import (
 from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
 from inference.routing.memory import MemoryBudget
 
+# Seconds for which a fault that needs a person is told without trying again: looking costs a start, and mending takes longer.
 FAULT_STANDS_S = 30.0
 Served = TypeVar("Served", bound=Backend)
 _log = logging.getLogger("weir.inference.fleet")
@@ -405,6 +406,3 @@ class SlotSequence:
             return await self._running.__aexit__(kind, error, trace)
         finally:
             self._slot.end_use()
-
-
-# Seconds for which a fault that needs a person is told without trying again: looking costs a start, and mending takes longer.

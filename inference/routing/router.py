@@ -1,11 +1,8 @@
 """What serves a request: names, versions and regions are looked up in a catalog, replicas told apart by the engine.
 
-What can be asked for under which name, and where: aliases, versions, shares of traffic, regions. Pure data, checked by whoever
-builds it.
-
-A model has one name, by which it is priced, billed and limited. Behind it stand one or more versions, each served by an engine of
-its own; `name@version` pins one, and the bare name is spread over them by weight. An alias is another name for either.
-"""
+The catalog is pure data, checked by whoever builds it. A model has one name, by which it is priced, billed and limited. Behind it
+stand one or more versions, each served by an engine of its own; `name@version` pins one, and the bare name is spread over them by
+weight. An alias is another name for either."""
 
 from __future__ import annotations
 

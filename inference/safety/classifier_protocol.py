@@ -1,4 +1,4 @@
-"""What the API process and the classifier process say to each other. Framed as in `host_protocol.py`; no torch.
+"""What the API process and the classifier process say to each other. Framed as in `workers/protocol.py`; no torch.
 
 One batch is under way at a time: the parent sends the next when the last one's scores have come. So the queue is the parent's, and
 what nobody waits for any more is never computed.

@@ -1,10 +1,8 @@
-"""JSON's escapes in text that comes in pieces: `\u0074` is a `t` for whoever parses it.
-
-The safety stage: what a prompt and an output are checked for, and what a check answers.
+"""The safety stage: what a prompt and an output are checked for, and what a check answers.
 
 Off unless configured. A checker sees text only; what follows from a hit is its caller's business. The output is checked while it
-comes: text is let go once its checker has found nothing in it. Rules are in `safety_rules.py`, classifiers in
-`safety_classifiers.py`, and the file that names both is read by `safety_file.py`.
+comes: text is let go once its checker has found nothing in it. Classifiers are in
+`safety_classifiers.py`; rules, and the file that names both, in `safety_file.py`.
 """
 
 from __future__ import annotations

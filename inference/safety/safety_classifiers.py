@@ -1,9 +1,7 @@
-"""The parent's side of the classifier process: its queue, its batches, its life.
+"""Classifiers as checkers of prompts and outputs, and the parent's side of the process that runs them.
 
-Whatever happens there, callers here wait a bounded time and get scores or `SafetyUnavailable`; nobody else waits at all. A process
+Whatever happens there, callers wait a bounded time and get scores or `SafetyUnavailable`; nobody else waits at all. A process
 that ends or hangs is started again after a pause.
-
-Classifiers as checkers of prompts and outputs: which labels count from which score on, and which text they see when.
 
     output   [ given out ... | context | window ]      scored together: context and window; let go after it: the window
                                                        held: never more than a window and a token's text

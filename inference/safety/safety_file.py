@@ -1,11 +1,8 @@
-"""Regular expressions as checkers of prompts and outputs.
+"""The file that says what is checked: `[[rule]]` and `[[classifier]]` tables, and `[classifiers]` with how the latter are asked.
 
-A span of output that a rule matches never leaves, not even its beginning: text is let go once no rule can begin in it any more.
-
-The file that says what is checked: `[[rule]]` and `[[classifier]]` tables, and `[classifiers]` with how the latter are asked.
-
-Everything that can be known without loading a checkpoint is checked here, so that a mistake is told at start and by name.
-"""
+Everything that can be known without loading a checkpoint is checked here, so that a mistake is told at start and by name. Rules
+are regular expressions. A span of output that one matches never leaves, not even its beginning: text is let go once no rule can
+begin in it any more."""
 
 from __future__ import annotations
 

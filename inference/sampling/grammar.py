@@ -6,10 +6,8 @@ model's own end tokens are allowed exactly where the answer is complete, and alo
 
 Imported by the engine host only, and `llguidance` with the first request that needs it.
 
-Compiles grammars off the step thread, so that a large schema delays its own request and nobody's tokens.
-
-Bounded like the inbox: the parent sends no more sequences than the waiting queue takes.
-"""
+`GrammarThread` compiles off the step thread, so that a large schema delays its own request only. It is bounded like the inbox:
+the parent sends no more sequences than the waiting queue takes."""
 
 from __future__ import annotations
 

@@ -3,21 +3,17 @@
 Chance comes from a counter: the number for output token i of a sequence is a hash of its seed and i. So what a sequence draws
 depends on its seed alone, not on its neighbours, on the step, or on whether it was preempted and computed again.
 
-Log-probabilities of output tokens, for the rows that asked for them.
+`LogprobReport` has the log-probabilities of output tokens, for the rows that asked for them. They are the model's own: the
+log-softmax of its logits before bias, penalties, constraint, temperature and cuts, as in OpenAI's API. So they tell what the
+model thought, whatever it was made to say, and a token's value does not depend on how it was sampled.
 
-They are the model's own: the log-softmax of its logits before bias, penalties, constraint, temperature and cuts, as in OpenAI's
-API. So they tell what the model thought, whatever it was made to say, and a token's value does not depend on how it was sampled.
+`draw_token` draws one token from one row of logits, at the cost of looking at the likely tokens only. The cuts `top_k`, `top_p`
+and `min_p` are of a ranked list, and ranking a whole vocabulary costs more than a small model's forward pass. So a bound is found
+first that at least so many tokens reach; only those are ranked, and more if the nucleus turns out to be larger. The result is the
+one that ranking all of them gives, bit for bit: sums run from the likeliest token on, so they do not depend on how many follow,
+and what they are compared with is summed over the whole row in either case.
 
-Draws one token from one row of logits, at the cost of looking at the likely tokens only.
-
-The cuts `top_k`, `top_p` and `min_p` are of a ranked list, and ranking a whole vocabulary costs more than a small model's forward
-pass. So a bound is found first that at least so many tokens reach; only those are ranked, and more if the nucleus turns out to be
-larger. The result is the one that ranking all of them gives, bit for bit: sums run from the likeliest token on, so they do not
-depend on how many follow, and what they are compared with is summed over the whole row in either case.
-
-numpy, row by row: a row's numbers stay in the processor's cache, and what a row draws cannot depend on its neighbours.
-
-The rows of a batch whose sequences are beams: from logits to each one's best continuations.
+It uses numpy, row by row: a row's numbers stay in the processor's cache, and what a row draws cannot depend on its neighbours.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Where chat templates run: no attributes of Python's, no changes to what they are given, no loops without end.
+"""Conversations to prompts, by the checkpoint's own Jinja templates.
 
-A template is changed while it is parsed: each loop and macro begins with a look at the clock. What makes much of little without
-a loop (powers, repeated and joined texts, padding to a width) is bounded by its operands.
-
-Conversations to prompts, by the checkpoint's own Jinja templates.
-
-A template comes from whoever made the checkpoint, so it runs in a sandbox (`template_sandbox.py`). It finds
-there what published templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop controls, `generation`
-blocks, the special tokens by name.
-"""
+A template comes from whoever made the checkpoint, so it runs in a sandbox: no attributes of Python's, no changes to what it is
+given, no loops without end. It is changed while it is parsed: each loop and macro begins with a look at the clock. What makes
+much of little without a loop (powers, repeated and joined texts, padding to a width) is bounded by its operands. A template finds
+there what published templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop controls,
+`generation` blocks, the special tokens by name."""
 
 from __future__ import annotations
 

@@ -3,12 +3,10 @@
 Owns tokenizer.json; `chat_template.py` owns the templates, `control_tokens.py` keeps messages from imitating them. Imports no
 torch: the API process tokenizes with it, and the engine host takes its decoder from it.
 
-Lower bound of the number of tokens that a text encodes to, found without encoding it.
-
-Each byte of a text gets the weight 1/n, where n is the length of the longest token that contains the byte. A token of m bytes then
-weighs at most 1, so a text has at least as many tokens as its bytes weigh. That holds for tokenizers that encode every byte of
-the text and change it in no way but the ones below; for all others there is no bound.
-"""
+`TokenBound` is a lower bound of the number of tokens of a text, found without encoding it. Each byte of a text gets the weight
+1/n, where n is the length of the longest token that contains the byte. A token of m bytes then weighs at most 1, so a text has at
+least as many tokens as its bytes weigh. That holds for tokenizers that encode every byte of the text and change it in no way but
+the ones below; for all others there is no bound."""
 
 from __future__ import annotations
 
