@@ -109,6 +109,12 @@ BORDERS = (
     Border(("api", "inference", "migrations"), inside=("metering/",), why="metering counts what it is told"),
     Border(("grpc",), inside=("metering/",), why="metering knows nothing of the wire"),
     Border(
+        ("metering",),
+        inside=("metering/core/",),
+        but=("metering.core",),
+        why="what every package of metering imports imports none of them",
+    ),
+    Border(
         tuple(f"metering.{package}" for package in METERING_PACKAGES),
         inside=("metering/store/",),
         why="the way to the database knows nothing of what is kept in it",
