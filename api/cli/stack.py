@@ -24,6 +24,7 @@ from api.cli.local import Connection, HomeOption, bootstrap, clear_failures, ens
 from api.core.endpoint import forget_endpoint, make_private, serving_endpoint, serving_pid
 from api.core.settings import Settings
 from api.fleet.fleet_file import model_names
+from common.backoff import Backoff
 from metering.core.errors import InvalidValue, MeteringError
 from metering.export.export_settings import export_settings, webhook_settings
 from metering.store import embedded_postgres
@@ -162,19 +163,19 @@ class Stack:
 
     async def _keep_alive(self, child: Child, report: Report) -> None:
         """Start it again at once if it was ready before it died; else after a delay, which doubles each time."""
-        delay_s = RESTART_DELAY_S_MIN
+        backoff = Backoff(RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX)
         while True:
             status, was_ready = await child.wait()
             if was_ready:
-                delay_s = RESTART_DELAY_S_MIN
+                backoff.reset()
                 report(f"{child.name} ended with status {status}; starting it again (log: {child.log_path})")
             else:
+                delay_s = backoff.next_s()
                 report(
                     f"{child.name} ended with status {status} before it was ready; starting it again in {delay_s:g} s "
                     f"(log: {child.log_path})"
                 )
                 await asyncio.sleep(delay_s)
-                delay_s = min(delay_s * 2, RESTART_DELAY_S_MAX)
             await child.start(self._environment)
 
 

@@ -222,8 +222,8 @@ class HttpServer(web.Server):
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         """See `web.Server`. A connection too many is closed: it has no request yet that could be refused."""
         super().connection_made(handler, transport)
-        if len(self._connections) > self._settings.http_connections_max:
-            log.warning("http_connection_refused", connection_count=len(self._connections))
+        if len(self.connections) > self._settings.http_connections_max:
+            log.warning("http_connection_refused", connection_count=len(self.connections))
             transport.abort()
 
     def _bounded_request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:

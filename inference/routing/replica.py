@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from common.backoff import Backoff
 from inference.engine import Engine, EngineCondition, EngineState, EngineStatistics
 from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
 from inference.kv_blocks import KV_BLOCK_TOKENS, block_hashes
@@ -47,7 +48,7 @@ class CircuitBreaker:
         self._failure_count = 0
         self._failed_at_s: float | None = None
         self._open_until_s: float | None = None  # None: closed
-        self._pause_s = limits.pause_s_min
+        self._pauses = Backoff(limits.pause_s_min, limits.pause_s_max)
         self._probing = False
 
     def state(self, now_s: float) -> BreakerState:
@@ -74,7 +75,7 @@ class CircuitBreaker:
     def succeeded(self) -> None:
         """A sequence that began after the last failure has had a token."""
         self._failure_count = 0
-        self._pause_s = self._limits.pause_s_min
+        self._pauses.reset()
         self._open_until_s = None
         self._probing = False
 
@@ -85,8 +86,7 @@ class CircuitBreaker:
         self._failed_at_s = now_s
         self._failure_count += 1
         if self._probing or self._failure_count >= self._limits.failure_count_max:
-            self._open_until_s = now_s + self._pause_s
-            self._pause_s = min(self._pause_s * 2, self._limits.pause_s_max)
+            self._open_until_s = now_s + self._pauses.next_s()
         self._probing = False
 
     def told_nothing(self) -> None:

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import msgspec
 
+from common.backoff import Backoff
 from common.incidents import IncidentTaskGroup
 from inference.engine import (
     ChoiceFinished,
@@ -591,7 +592,8 @@ class FleetStream:
 
         home: where it could have stayed. If nobody else takes it after all, it goes on there, drained or not.
         """
-        request, give_up_at_s, pause_s = self._continued(), self._fleet.clock() + wait_s, PAUSE_S_MIN
+        request, give_up_at_s = self._continued(), self._fleet.clock() + wait_s
+        pauses = Backoff(PAUSE_S_MIN, PAUSE_S_MAX)
         while not self._cancelled:
             try:
                 self._entered(await self._fleet.enter(request, self._lost_on))
@@ -604,9 +606,8 @@ class FleetStream:
                 if self._fleet.is_closing or self._fleet.clock() >= give_up_at_s:
                     raise loss from None
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout(pauses.next_s()):
                     await self._cancel_asked.wait()
-            pause_s = min(pause_s * 2, PAUSE_S_MAX)
 
     async def _returned_to(self, home: Replica, request: GenerationRequest) -> bool:
         try:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.backoff import Backoff
 from common.incidents import Retries
 from inference.engine import EngineCondition, EngineState, EngineStatistics, ModelInfo
 from inference.errors import EngineError, EngineFailed, EngineStartFailed, EngineUnavailable
@@ -150,7 +151,7 @@ class BackendLife(ABC):
         if self._close_requested.is_set():
             return
         self._serving = True
-        delay_s = self._waits.restart_delay_s_min
+        backoff = Backoff(self._waits.restart_delay_s_min, self._waits.restart_delay_s_max)
         clock = asyncio.get_running_loop().time
         retries = Retries("engine")
         try:
@@ -163,10 +164,9 @@ class BackendLife(ABC):
                     reason = await self._run()
                 self._lost(reason)
                 if clock() - started_at_s > self._waits.stable_after_s:
-                    delay_s = self._waits.restart_delay_s_min
+                    backoff.reset()
                 if self._condition.state is EngineState.RESTARTING and not self._close_requested.is_set():
-                    await self._pause(delay_s)
-                    delay_s = min(delay_s * 2, self._waits.restart_delay_s_max)
+                    await self._pause(backoff.next_s())
             await self._close_requested.wait()
         finally:
             self._set_condition(_CLOSED)
