@@ -467,9 +467,6 @@ def lines_with(pattern: re.Pattern[str], source: Source, what: str) -> Iterator[
 
 
 PACKAGED = ("api/", "inference/", "metering/")  # folders whose packages are ordered; a module beside the packages counts as one
-# Packages that still import each other. Groups may only be split, lose members and vanish.
-CYCLES: tuple[set[str], ...] = ()
-
 Place = tuple[str, int]  # a file and a line
 
 
@@ -481,8 +478,7 @@ def packages_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
     imported = package_imports(sources)
     for package, places in imported.items():
         for target, (path, line) in places.items():
-            is_known = any({package, target} <= cycle for cycle in CYCLES)
-            if not is_known and package in reachable(imported, target):
+            if package in reachable(imported, target):
                 yield Finding(path, line, f"{package} imports {target}, which imports {package} or leads to it")
 
 
@@ -546,7 +542,7 @@ def page_names_what_exists(sources: Iterable[Source]) -> Iterator[Finding]:
 
 
 # Size of the product: Python modules below the folders above, without generated code. To be lowered and never raised.
-MODULES_MAX, LINES_MAX = 336, 69_600
+MODULES_MAX, LINES_MAX = 335, 69_600
 
 
 def product_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
