@@ -49,7 +49,7 @@ from metering.receipts.chaining import Chains, IssuedReceipt
 from metering.store.exchange import packed_id
 
 LATEST = datetime.max.replace(tzinfo=UTC)
-TermsKey = tuple[int, str, ServiceTier, bool]  # the key's number, model, tier; whether requests embed
+TermsKey = tuple[int, str, str, ServiceTier, bool]  # the key's number, currency, model, tier; whether requests embed
 
 
 @dataclass(slots=True, eq=False)
@@ -259,7 +259,7 @@ class Decisions:
     def admit(self, op: Admit) -> Admitted | Fits:
         """Take a hold, or refuse without a trace; only say that there could be one, where that is asked."""
         reads, payer = self.reads, op.payer
-        terms = reads.terms.get((payer.api_key_id.int, op.model, op.tier, op.embedding))
+        terms = reads.terms.get((payer.api_key_id.int, payer.currency_code, op.model, op.tier, op.embedding))
         if terms is None and payer.api_key_id.int not in reads.live_keys:
             raise KeyInvalid("the API key is unknown, expired or revoked")
         request_key = (payer.project_id.int, op.request_id.int)

@@ -101,7 +101,7 @@ class Known:
 
     def terms_of(self, op: Admit) -> AdmissionTerms | None:
         """What decides about an admission, if that is known."""
-        terms = self.terms.get((op.payer.api_key_id.int, op.model, op.tier, op.embedding))
+        terms = self.terms.get((op.payer.api_key_id.int, op.payer.currency_code, op.model, op.tier, op.embedding))
         return terms if terms is not None and (terms.payer is op.payer or terms.payer == op.payer) else None
 
     def rules_of(self, terms: HoldTerms) -> tuple[QuotaRule, ...]:

@@ -349,7 +349,7 @@ def take_admission_reads(
     next_price_at = {(model, currency_code): at for model, currency_code, at in next_prices}
     known, terms = known_of(connection), {}
     for payer, model, tier, embedding in {(op.payer, op.model, op.tier, op.embedding) for op in admits}:
-        key = payer.api_key_id.int, model, tier, embedding
+        key = payer.api_key_id.int, payer.currency_code, model, tier, embedding
         current = book.find(model, payer.currency_code, payer.organization_id, tier)
         if current is None or key[0] not in expiries:
             continue
