@@ -118,7 +118,7 @@ class Lease:
         self.settled: Settled | None = None
         self._admission = admission
         self._max_output_token_count = request.max_output_token_count
-        self._leased_token_count = admitted.leased_token_count
+        self.leased_token_count = admitted.leased_token_count
         self._lock = asyncio.Lock()
         self._anticipating = False
 
@@ -135,21 +135,17 @@ class Lease:
 
         Raises: QuotaExceeded if a quota has no room for them, HoldEnded, StoreAway. What was leased before stays leased.
         """
-        while token_count > self._leased_token_count:
-            await self._extend_beyond(self._leased_token_count)
+        while token_count > self.leased_token_count:
+            await self._extend_beyond(self.leased_token_count)
         self.anticipate(token_count)
-
-    def covers(self, token_count: int) -> bool:
-        """Whether so many output tokens in all may be delivered without asking the database."""
-        return token_count <= self._leased_token_count
 
     def anticipate(self, token_count: int) -> None:
         """Extend in the background once little is left, so that the stream does not wait for the database later."""
-        if self._leased_token_count - token_count > self._admission.settings.lease_margin_tokens:
+        if self.leased_token_count - token_count > self._admission.settings.lease_margin_tokens:
             return
-        if not self._anticipating and self._leased_token_count < self._max_output_token_count:
+        if not self._anticipating and self.leased_token_count < self._max_output_token_count:
             self._anticipating = True
-            self._admission.tasks.create_task(self._extend_quietly(self._leased_token_count), name="lease extension")
+            self._admission.tasks.create_task(self._extend_quietly(self.leased_token_count), name="lease extension")
 
     async def _extend_quietly(self, leased_token_count: int) -> None:
         try:
@@ -160,27 +156,27 @@ class Lease:
 
     async def _extend_beyond(self, leased_token_count: int) -> None:
         async with self._lock:
-            if self._leased_token_count > leased_token_count:
+            if self.leased_token_count > leased_token_count:
                 return
-            wanted = min(self._admission.settings.lease_slice_tokens, self._max_output_token_count - self._leased_token_count)
+            wanted = min(self._admission.settings.lease_slice_tokens, self._max_output_token_count - self.leased_token_count)
             assert wanted > 0, "the engine may not produce more than the request allows"
             extended = await self._admission.holds.extend(
                 Extend(self.admitted.hold_id, self.usage.delivered_token_count, self.usage.cached_input_token_count, wanted)
             )
-            self._leased_token_count = extended.leased_token_count
+            self.leased_token_count = extended.leased_token_count
             self._anticipating = False
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Settle or void the hold, as the table of endings says."""
         try:
             await self._end(cause_of(self.outcome, error))
         finally:
             self._admission.capacity.give_back()
 
     async def _end(self, cause: Cause) -> None:
-        """Settle or void the hold, as the table of endings says."""
         usage, hold_id = self.usage, self.admitted.hold_id
         charge = charge_of(phase_of(usage), cause)
         if charge.action is Action.VOID:

@@ -95,6 +95,8 @@ class ClientStream:
         granted_s = remaining_s(context)
         self._deadline = None if granted_s is None else time.monotonic() + granted_s
         try:
+            if isinstance(requests, ReceivedMessages):
+                requests.before_large = partial(self._process.pace.turn, self._key.principal)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_on(requests), name="stream reader")
                 tasks.create_task(self._write(context, granted_s), name="stream writer")
@@ -119,7 +121,11 @@ class ClientStream:
         Cancelling a write leaves the call with an operation under way, behind which gRPC never sends the status.
         """
         try:
-            await self._read(requests)
+            async for message in requests:
+                await self._work_off(message.frames)
+                del message  # a stream that waits for the next message does not keep this one
+            await self._all_ended.wait()
+            self._outbox.close()
         except Exception as violation:
             self._violation = violation
             self._leave(Outcome.CANCELLED)
@@ -131,31 +137,21 @@ class ClientStream:
             # The client went away in the middle of a write; that the call is cancelled will be the next thing we hear.
             self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
 
-    async def _read(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
-        auth_ms = self._auth_ms
-        if isinstance(requests, ReceivedMessages):
-            requests.before_large = partial(self._process.pace.turn, self._key.principal)
-        async for message in requests:
-            received_at = time.monotonic() - auth_ms / 1000
-            if not message.frames:
-                raise InvalidRequest([FieldViolation("frames", "a message must hold at least one frame")])
-            if len(message.frames) > self._frames_max:
-                wrong = f"a message may hold {self._frames_max} frames, not {len(message.frames)}: send several messages"
-                raise InvalidRequest([FieldViolation("frames", wrong)])
-            await self._key.look_again()
-            auth_ms = (time.monotonic() - received_at) * 1000
-            await self._work_off(message.frames, auth_ms, received_at)
-            auth_ms = 0.0  # only the requests of the first message waited for it
-            del message  # a stream that waits for the next message does not keep this one
-        await self._all_ended.wait()
-        self._outbox.close()
-
-    async def _work_off(self, batch: Sequence[pb.ClientFrame], auth_ms: float, received_at: float) -> None:
+    async def _work_off(self, batch: Sequence[pb.ClientFrame]) -> None:
         """The frames of one message, in slices; between them the streams of others go on, however full it is.
 
         Whose frames have taken their share of the event loop's time waits before the next slice. A key that is revoked meanwhile is
-        good for nothing more of the message.
+        good for nothing more of the message. Raises: InvalidRequest.
         """
+        received_at = time.monotonic() - self._auth_ms / 1000
+        if not batch:
+            raise InvalidRequest([FieldViolation("frames", "a message must hold at least one frame")])
+        if len(batch) > self._frames_max:
+            wrong = f"a message may hold {self._frames_max} frames, not {len(batch)}: send several messages"
+            raise InvalidRequest([FieldViolation("frames", wrong)])
+        await self._key.look_again()
+        auth_ms = (time.monotonic() - received_at) * 1000
+        self._auth_ms = 0.0  # only the requests of the first message waited for it
         pace, principal = self._process.pace, self._key.principal
         index = 0
         while index < len(batch):

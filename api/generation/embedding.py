@@ -24,7 +24,7 @@ from api.core.pace import REFUSAL_COST_S
 from api.generation.admission import AdmissionRequest, Lease
 from api.generation.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
 from api.generation.engine_run import RETRY_S_MIN, wait_until_ready
-from api.generation.life import End, Life, State, Stopwatch
+from api.generation.life import End, Interruptible, Life, State, Stopwatch
 from api.generation.outbox import UsageSoFar
 from api.generation.preparation import check_input_bound
 from api.generation.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
@@ -98,10 +98,6 @@ class LiveEmbedding:
         """Nothing is delivered before the end."""
         return 0.0
 
-    def run_in(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin."""
-        tasks.create_task(self._run(), name=f"request {self.start.request_id}")
-
     async def answer(self) -> pb.EmbedResponse:
         """Wait for the end. Cancelled, it stops the request, unless all is embedded. Raises what broke it."""
         try:
@@ -125,7 +121,8 @@ class LiveEmbedding:
     def tell_progress(self, outlook: Outlook | None) -> None:
         """There is nowhere to tell it before the answer."""
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """The whole life, as a task of the process."""
         try:
             structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
             response = await self._embed()
@@ -160,7 +157,7 @@ class LiveEmbedding:
         """All of it. Raises what breaks it."""
         async with contextlib.AsyncExitStack() as stack:
             self.life.become(State.PREPARING)
-            with self.life.interruptible(error_of):
+            with Interruptible(self.life, error_of):
                 route = self._process.router.route_encoder(self.start.model, str(self.start.request_id))
                 self.start = replace(self.start, model=route.model)  # by its own name it is limited and billed
                 encoder, self._served = route.encoder, route.served
@@ -182,7 +179,7 @@ class LiveEmbedding:
                 self._watch.lap("admission")
             self._lease = lease
             try:
-                with self.life.interruptible(error_of):
+                with Interruptible(self.life, error_of):
                     vectors = await self._encode(encoder, places)
                 self._deliver(lease, texts)
             finally:

@@ -57,6 +57,7 @@ class EngineRun:
         self._watch = watch
         self._usage = usage
         self._sequence: SequenceStream | None = None
+        self._left_over: TokensGenerated | None = None  # counted, and not handed on
         self._life = life
         self._output: list[int] = []  # of a request that may be continued
         self._first_timings: EngineTimings | None = None  # of one that was continued
@@ -99,7 +100,8 @@ class EngineRun:
                         usage.cached_input_token_count = event.cached_token_count
                         self._limits.begun(usage.input_token_count, usage.cached_input_token_count)
                 case TokensGenerated():
-                    self._count(event)
+                    if event is not self._left_over and self._take(event):
+                        continue
                     await self._reply.hand_on(event)
                 case ChoiceFinished():
                     await self._reply.hand_on_rest(event.choice_index, event.text)
@@ -109,20 +111,17 @@ class EngineRun:
         raise EngineFailed("the engine's events ended without a last one")
 
     def _take(self, event: TokensGenerated) -> bool:
-        """New output while the task waits for it; False leaves to the task what it may have to wait for."""
-        if not self._reply.can_hand_on_now(event):
-            return False
-        self._count(event)
-        self._reply.hand_on_now(event)
-        return True
-
-    def _count(self, event: TokensGenerated) -> None:
+        """Count new output, and hand it on if nothing has to be waited for; False leaves that to the task."""
         token_count = len(event.token_ids)
         self._watch.first_token()
         self._place.generated(token_count)
         self._usage.generated_token_count += token_count
         if self._request.may_be_continued:
             self._output += event.token_ids
+        if self._reply.hand_on_now(event):
+            return True
+        self._left_over = event
+        return False
 
     async def _finish(self, event: SequenceFinished) -> Outcome | None:
         self._usage.generated_token_count = event.generated_token_count

@@ -85,7 +85,7 @@ class Life:
         self.end: End | None = None
         self.discards = False
         self._on_stop = on_stop
-        self._task: asyncio.Task[object] | None = None  # inside a block of `interruptible`
+        self._task: asyncio.Task[object] | None = None  # inside an `Interruptible`
 
     def become(self, state: State) -> None:
         """Go on to a state."""
@@ -103,13 +103,6 @@ class Life:
         if self._task is not None:
             self._task.cancel()
 
-    def interruptible(self, error_of: Callable[[End], Exception]) -> Interruptible:
-        """Let `stop` cut the task short inside this block, which then raises what `error_of` makes of the end.
-
-        Raises the same at once if the request was stopped before.
-        """
-        return Interruptible(self, error_of)
-
     def over(self) -> None:
         """The request has ended: from now on this refers to nothing of it."""
         self.become(State.ENDED)
@@ -117,7 +110,7 @@ class Life:
 
 
 class Interruptible:
-    """A block of `Life.interruptible`.
+    """A block that `Life.stop` cuts short: it then raises what `error_of` makes of the end, and at once if that was decided before.
 
     Only inside it: a task that is cancelled before its first step never runs at all, and so would never end its request. Any other
     cancellation is the process ending.

@@ -24,7 +24,7 @@ from api.generation.attendance import Attendance
 from api.generation.endings import cause_of
 from api.generation.engine_run import RETRY_S_MIN, EngineRun, check_output_change, wait_until_ready
 from api.generation.feed import Feed, FlowControl
-from api.generation.life import End, Life, State, Stopwatch
+from api.generation.life import End, Interruptible, Life, State, Stopwatch
 from api.generation.outbox import UsageSoFar
 from api.generation.output_limits import LimitChange, OutputLimits, parse_update
 from api.generation.preparation import (
@@ -142,10 +142,6 @@ class LiveRequest:
         ended = self.life.end.outcome if self.life.end is not None else self._engine_outcome or Outcome.FAILED
         return self._reply.ends_of_choices(ended) or {0: ended}
 
-    def run_in(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin."""
-        tasks.create_task(self._run(), name=f"request {self.start.request_id}")
-
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
         """See `Life.stop`."""
         self.life.stop(outcome, error)
@@ -172,7 +168,7 @@ class LiveRequest:
             self._change_limits(parse_update(message))
         except ApiError as error:
             refusal = status_of(error)
-        self._reply.push(frames.updated(self._limits, refusal))
+        self.feed.push(frames.updated(self._limits, refusal))
         if refusal is None:
             self._reply.end_at_limit()
 
@@ -189,7 +185,8 @@ class LiveRequest:
             lease.allow(change.max_output_tokens)
         limits.change(change)
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """The whole life, as a task of the process."""
         lease: Lease | None = None
         end: pb.ServerFrame | None = None
         broken: Exception | None = None
@@ -197,7 +194,7 @@ class LiveRequest:
         try:
             structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
             self.life.become(State.PREPARING)
-            with self.life.interruptible(self._error_before_hold):
+            with Interruptible(self.life, self._error_before_hold):
                 route, request = await self._prepare()
                 place = self._enter_queue(route, request)
                 asked = admission_request(self.start, request, self.caller.payer)
@@ -302,10 +299,10 @@ class LiveRequest:
         predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
         bounded = is_bounded(self.caller.bounds, self.start.stop.max_output_tokens, request)
         self.caller.let_in()
-        self._reply.push(frames.admitted(lease.admitted, request, predicted, bounded_by_key=bounded))
+        self.feed.push(frames.admitted(lease.admitted, request, predicted, bounded_by_key=bounded))
         timer = self._start_timer()
         try:
-            with self.life.interruptible(lambda end: end.error or Stopped()):
+            with Interruptible(self.life, lambda end: end.error or Stopped()):
                 await self._wait_for_turn(engine, place, lease)
             self._engine_run = EngineRun(request, place, limits, self._reply, self._watch, self.life, self.usage)
             self._engine_outcome = await self._engine_run.run(engine)
@@ -362,21 +359,21 @@ class LiveRequest:
 
     async def _wait_for_turn(self, engine: Engine, place: Place, lease: Lease) -> None:
         """Wait for the engine, and for the turn with it."""
-        await self._wait_until_ready(engine)
+        if not engine.healthy():
+            await self._load(engine)
         self._watch.lap("cold_start")
         self.life.become(State.QUEUED)
         await place.turn()
         self._watch.lap("queue")
-        await self._wait_until_ready(engine)  # it may have gone meanwhile
+        if not engine.healthy():  # it may have gone meanwhile
+            await self._load(engine)
         self._watch.lap("cold_start")
         self.life.become(State.QUEUED)
         # This process may have slept while the request waited: then the engine is to spend nothing on it.
         if (lapse := lease.lapse()) is not None:
             raise lapse
 
-    async def _wait_until_ready(self, engine: Engine) -> None:
-        if engine.healthy():
-            return
+    async def _load(self, engine: Engine) -> None:
         self.life.become(State.LOADING)
         self.tell_progress(None)
         await wait_until_ready(engine, self.start.model, self._process.admission.settings.cold_start_wait_s)
@@ -395,7 +392,7 @@ class LiveRequest:
         if self.life.state is State.LOADING and self._route is not None:
             condition = self._route.engine.condition()
             if condition.state is not EngineState.READY:
-                self._reply.push(frames.loading(condition))
+                self.feed.push(frames.loading(condition))
         elif self.life.state is State.QUEUED:
             position, wait_s = (outlook.position, outlook.wait_s) if outlook is not None else (0, None)
-            self._reply.push(frames.queued(position, wait_s))
+            self.feed.push(frames.queued(position, wait_s))

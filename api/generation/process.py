@@ -70,6 +70,7 @@ class Process:
             thread_count=settings.preparation_thread_count,
             weights=settings.queue_weights,
         )
+        self._tasks: asyncio.TaskGroup = admission.tasks
         self._live: dict[Running, None] = {}  # in order of arrival
         self._by_key: dict[Key, LiveRequest] = {}
         self._progress = Retries("progress")
@@ -79,7 +80,7 @@ class Process:
         request = LiveRequest(caller, start, self, receiver)
         self._live[request] = None
         self._by_key.setdefault((caller.payer.project_id, start.request_id), request)
-        request.run_in(self.admission.tasks)
+        self._tasks.create_task(request.run(), name=f"request {start.request_id}")
 
     async def turn_to_read(self, owner: Owner, byte_count: int) -> None:
         """Wait until a message of this API key may be read, whose bytes count as being prepared meanwhile.
@@ -116,7 +117,7 @@ class Process:
         """Run a request that embeds; its `answer` tells of its end."""
         request = LiveEmbedding(caller, start, self)
         self._live[request] = None
-        request.run_in(self.admission.tasks)
+        self._tasks.create_task(request.run(), name=f"request {start.request_id}")
         return request
 
     def running(self) -> tuple[Running, ...]:

@@ -71,29 +71,24 @@ class Reply:
         self._life.discards = True
         self.feed.discard()
 
-    def push(self, frame: pb.ServerFrame) -> None:
-        """Say something of this request that is no output."""
-        self.feed.push(frame)
-
-    def can_hand_on_now(self, event: TokensGenerated) -> bool:
-        """Whether `hand_on_now` may be called instead of `hand_on`: neither checks, nor the client, nor a lease are waited for."""
+    def hand_on_now(self, event: TokensGenerated) -> bool:
+        """Give on new output unless checks, the client or the lease have to be waited for; False if so, and nothing was done."""
         if self._filters or self._start.beam_search:
             return False
-        return self._lease.covers(self.feed.queued_token_count + len(event.token_ids))
-
-    def hand_on_now(self, event: TokensGenerated) -> None:
-        """Give on new output for which `can_hand_on_now` was true."""
-        if self._life.end is not None:
-            return
         token_count = self.feed.queued_token_count + len(event.token_ids)
+        if token_count > self._lease.leased_token_count:
+            return False
+        if self._life.end is not None:
+            return True
         if token_count > self._limits.token_count_max:
             self._life.stop(self._limits.outcome)
-            return
+            return True
         self._lease.anticipate(token_count)
         self._say(event)
+        return True
 
     async def hand_on(self, event: TokensGenerated) -> None:
-        """Give on what of the new output, and of what was held back before, the safety stage lets go.
+        """Give on what of the new output, and of what was held back before, the safety stage lets go; for what has to wait for it.
 
         A beam search says much at once at its end: then the client is waited for, and given up only if it stalls.
         """

@@ -49,8 +49,8 @@ WATCHED = frozenset(
         "ClientStream.serve",
         "ClientStream._read_on",
         "ClientStream._write",
-        "LiveRequest._run",
-        "LiveEmbedding._run",
+        "LiveRequest.run",
+        "LiveEmbedding.run",
         "embed",
         "Lease._extend_quietly",
         "Relay._run",
@@ -461,7 +461,7 @@ def end_tasks(world: World, run: Run) -> None:
     Nobody hears then that the hold has ended: its journal stays for the recovery, which finds it settled.
     """
     world.is_broken = True
-    for name in ("LiveRequest._run", "LiveEmbedding._run"):
+    for name in ("LiveRequest.run", "LiveEmbedding.run"):
         for task in world.suspensions.of(name):
             task.cancel()
 
