@@ -46,6 +46,7 @@ class CoreEngine:
         self.state = EngineState.COLD
         self.queue_is_full = False
         self._streams: dict[int, BufferedStream] = {}
+        self._cancel_count = 0  # since the outermost call of `_cancel` began
         self._hint = PrefixHint(1000, 16)
         self._wake = asyncio.Event()
 
@@ -122,10 +123,19 @@ class CoreEngine:
         if self.core is None:
             return
         self.core.cancel(stream.number)
-        for number, event in self.core.step() if not self._is_due() else ():
-            if (other := self._streams.get(number)) is not None:
-                assert not isinstance(event, SequenceRefused)
-                other.put(event)
+        self._cancel_count += 1
+        if self._cancel_count > 1:  # a stream that was just given an event has cancelled: the loop below steps once more
+            return
+        stepped_count = 0
+        try:
+            while stepped_count < self._cancel_count:
+                stepped_count = self._cancel_count
+                for number, event in self.core.step() if not self._is_due() else ():
+                    if (other := self._streams.get(number)) is not None:
+                        assert not isinstance(event, SequenceRefused)
+                        other.put(event)
+        finally:
+            self._cancel_count = 0
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """See `Engine`."""
