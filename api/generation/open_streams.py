@@ -94,7 +94,7 @@ class BoundedCalls:
         self._unread = OpenStreams(UNREAD_PER_CONNECTION_MAX, count_max=UNREAD_MAX, error=TooManyStreams)
 
     def __call__(self, method: str, handler: Any) -> Any:
-        """See `api.interceptor.Wrap`."""
+        """See `api.core.interceptor.Wrap`."""
         serve: Callable[[Any, Context], Awaitable[Any]]
         if handler.unary_unary is not None:
             serve = self._reading_one(handler.unary_unary, answers_once=True, is_large=method in LARGE_MESSAGES)

@@ -227,7 +227,7 @@ def headers_of(quotas: Iterable[types_pb2.QuotaStatus]) -> dict[str, str]:
 
 
 def headers_of_refusal(facts: Mapping[str, str]) -> dict[str, str]:
-    """Headers of a request that a limit refused. facts: `api.errors.quota_metadata`; of any other error there are none."""
+    """Headers of a request that a limit refused. facts: `api.core.errors.quota_metadata`; of any other error there are none."""
     dimension = facts.get("dimension", "")
     kind = COUNTED.get(QuotaDimension(dimension)) if dimension in set(QuotaDimension) else None
     if kind is None or "reset_time" not in facts:
