@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import RenderableType
+from rich.text import Text
+from weir_client import Adjustment, BillingClient, Money
 
-from api.cli.connection import AddressOption, KeyOption, billing_client, organization_or_default
-from api.cli.render import JsonOption, decimal_text, note, parse_amount, print_json, show, table, time_text, units_to_picos
+from api.cli.connection import Output, billing_client, calls, organization_or_default
+from api.cli.render import money_text, parse_picos, parsed, table, time_text
 from api.cli.tenants import OrganizationOption
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from weir_client import Adjustment
 
 adjustment = typer.Typer(help="Put a line on the next invoice: one proposes it, another approves.", no_args_is_help=True)
 credit_note = typer.Typer(help="Give back a part of an invoice: one proposes it, another approves.", no_args_is_help=True)
@@ -27,126 +26,87 @@ UndecidedOption = Annotated[bool, typer.Option("--undecided", help="Only what wa
 
 
 @adjustment.command("create", context_settings={"ignore_unknown_options": True})
+@calls(billing_client)
 def create_adjustment(
+    client: BillingClient,
     amount: Annotated[
         str, typer.Argument(help="What the customer owes more, in units of its currency; negative for less, such as -12.50.")
     ],
     reason: ReasonOption,
     organization: OrganizationOption = None,
     request_id: RequestIdOption = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Propose a line for the next invoice. Somebody with another key approves it."""
-    from weir_client import Money
-
-    picos = parse_picos(amount)
-    with billing_client(address, api_key) as client:
-        chosen = organization_or_default(organization, client.address)
-        tell(client.create_adjustment(chosen, Money("", picos), reason, request_id=request_id), as_json=as_json)
+    chosen = organization_or_default(organization, client.address)
+    return told(client.create_adjustment(chosen, parse_money(amount), reason, request_id=request_id))
 
 
 @credit_note.command("create")
+@calls(billing_client)
 def create_credit_note(
+    client: BillingClient,
     invoice: Annotated[str, typer.Argument(help="Number of the invoice, such as INV-000001.")],
     amount: Annotated[str, typer.Argument(help="What is given back, above zero, in units of its currency.")],
     reason: ReasonOption,
     request_id: RequestIdOption = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Propose to give back a part of an invoice, or all of it. Somebody with another key approves it."""
-    from weir_client import Money
-
-    picos = parse_picos(amount)
-    with billing_client(address, api_key) as client:
-        tell(client.create_credit_note(invoice, Money("", picos), reason, request_id=request_id), as_json=as_json)
+    return told(client.create_credit_note(invoice, parse_money(amount), reason, request_id=request_id))
 
 
 @adjustment.command("approve")
 @credit_note.command("approve")
-def approve(
-    adjustment_id: IdArgument, as_json: JsonOption = False, address: AddressOption = None, api_key: KeyOption = None
-) -> None:
+@calls(billing_client)
+def approve(client: BillingClient, adjustment_id: IdArgument) -> Output:
     """Approve what somebody else proposed, and post it to the month whose invoice comes next."""
-    with billing_client(address, api_key) as client:
-        tell(client.approve_adjustment(adjustment_id), as_json=as_json)
+    return told(client.approve_adjustment(adjustment_id))
 
 
 @adjustment.command("reject")
 @credit_note.command("reject")
-def reject(
-    adjustment_id: IdArgument, as_json: JsonOption = False, address: AddressOption = None, api_key: KeyOption = None
-) -> None:
+@calls(billing_client)
+def reject(client: BillingClient, adjustment_id: IdArgument) -> Output:
     """Reject it for good; whoever proposed it may do so too."""
-    with billing_client(address, api_key) as client:
-        tell(client.reject_adjustment(adjustment_id), as_json=as_json)
+    return told(client.reject_adjustment(adjustment_id))
 
 
 @adjustment.command("list")
-def list_adjustments(
-    organization: OrganizationOption = None,
-    undecided: UndecidedOption = False,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+@calls(billing_client)
+def list_adjustments(client: BillingClient, organization: OrganizationOption = None, undecided: UndecidedOption = False) -> Output:
     """List the adjustments of an organization, the latest first."""
-    list_some(organization, undecided, as_json, address, api_key, credit_notes=False)
+    return listed(client, organization, undecided, credit_notes=False)
 
 
 @credit_note.command("list")
-def list_credit_notes(
-    organization: OrganizationOption = None,
-    undecided: UndecidedOption = False,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+@calls(billing_client)
+def list_credit_notes(client: BillingClient, organization: OrganizationOption = None, undecided: UndecidedOption = False) -> Output:
     """List the credit notes of an organization, the latest first."""
-    list_some(organization, undecided, as_json, address, api_key, credit_notes=True)
+    return listed(client, organization, undecided, credit_notes=True)
 
 
-def list_some(
-    organization: str | None, undecided: bool, as_json: bool, address: str | None, api_key: str | None, *, credit_notes: bool
-) -> None:
+def listed(client: BillingClient, organization: str | None, undecided: bool, *, credit_notes: bool) -> Output:
     """Those that are credit notes, or those that are not."""
-    with billing_client(address, api_key) as client:
-        found = client.list_adjustments(organization_or_default(organization, client.address), undecided_only=undecided)
+    found = client.list_adjustments(organization_or_default(organization, client.address), undecided_only=undecided)
     chosen = [each for each in found if bool(each.invoice_number) is credit_notes]
-    if as_json:
-        print_json(chosen)
-    elif chosen:
-        show(adjustments_table(chosen, credit_notes=credit_notes))
-    else:
-        note("none")
+    return chosen, adjustments_table(chosen, credit_notes=credit_notes) if chosen else "none"
 
 
-def parse_picos(amount: str) -> int:
+def parse_money(amount: str) -> Money:
     """Raises: typer.BadParameter."""
-    try:
-        return units_to_picos(parse_amount(amount))
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="AMOUNT") from error
+    return Money("", parsed("AMOUNT", parse_picos, amount))
 
 
-def tell(told: Adjustment, *, as_json: bool) -> None:
+def told(changed: Adjustment) -> Output:
     """One adjustment after a change."""
-    if as_json:
-        print_json(told)
-        return
-    name = f"credit note {told.credit_note_number}".rstrip() if told.invoice_number else "adjustment"
-    amount = f"{decimal_text(told.amount.amount)} {told.amount.currency_code}"
-    match told.state.value:
+    name = f"credit note {changed.credit_note_number}".rstrip() if changed.invoice_number else "adjustment"
+    match changed.state.value:
         case "proposed":
-            what = f"proposed; somebody else approves it: weir {name.replace(' ', '-')} approve {told.adjustment_id}"
+            what = f"proposed; somebody else approves it: weir {name.replace(' ', '-')} approve {changed.adjustment_id}"
         case "approved":
-            what = f"approved by {told.decided_by}, posted to {told.billing_month}"
+            what = f"approved by {changed.decided_by}, posted to {changed.billing_month}"
         case _:
-            what = f"{told.state.value} by {told.decided_by}"
-    typer.echo(f"{name} of {amount} ({told.reason}): {what}")
+            what = f"{changed.state.value} by {changed.decided_by}"
+    return changed, Text(f"{name} of {money_text(changed.amount)} ({changed.reason}): {what}")
 
 
 def adjustments_table(found: list[Adjustment], *, credit_notes: bool) -> RenderableType:
@@ -155,17 +115,6 @@ def adjustments_table(found: list[Adjustment], *, credit_notes: bool) -> Rendera
     made = table("id", "state", "amount", *own, "month", "reason", "proposed", "by", "decided by", right=("amount",))
     for each in found:
         cells = (each.invoice_number, each.credit_note_number or "—") if credit_notes else ()
-        amount = f"{decimal_text(each.amount.amount)} {each.amount.currency_code}"
-        proposed = time_text(each.create_time)
-        made.add_row(
-            each.adjustment_id,
-            each.state.value,
-            amount,
-            *cells,
-            each.billing_month or "—",
-            each.reason,
-            proposed,
-            each.author,
-            each.decided_by or "—",
-        )
+        what = each.adjustment_id, each.state.value, money_text(each.amount), *cells, each.billing_month or "—", each.reason
+        made.add_row(*what, time_text(each.create_time), each.author, each.decided_by or "—")
     return made

@@ -7,11 +7,21 @@ from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from weir_client import Alert, AlertDeliveryState, BillingClient, QuotaDimension
+from weir_client import AdminClient, Alert, AlertDeliveryState, BillingClient, QuotaDimension
 
-from api.cli.connection import AddressOption, KeyOption, admin_client, billing_client
+from api.cli.connection import AddressOption, KeyOption, Output, admin_client, billing_client, calls
 from api.cli.keys import show_secret
-from api.cli.render import JsonOption, decimal_text, dimension_amount, note, print_json, show, table, thresholds_text, time_text
+from api.cli.render import (
+    JsonOption,
+    dimension_amount,
+    money_text,
+    note,
+    print_json,
+    table,
+    tell_found,
+    thresholds_text,
+    time_text,
+)
 
 alerts = typer.Typer(help="Read alerts on limits, credit and payments; have them posted somewhere.", no_args_is_help=True)
 webhook = typer.Typer(help="Where an organization's alerts are posted to.", no_args_is_help=True)
@@ -23,26 +33,18 @@ OrganizationOption = Annotated[str, typer.Option("--org", help="Whose, by name o
 
 
 @alerts.command("list")
+@calls(billing_client)
 def list_alerts(
+    client: BillingClient,
     organization: Annotated[
         str, typer.Option("--org", help="Only of this organization, by name or id. Default: all that your key may see.")
     ] = "",
     count: Annotated[int, typer.Option("--count", "-n", min=1, max=100_000, help="At most so many, the latest first.")] = 100,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """List alerts, the latest first. A key for finance sees those of its own organization."""
-    with billing_client(address, api_key) as client:
-        found, has_more = read_alerts(client, organization, count)
-    if as_json:
-        print_json({"alerts": found, "has_more": has_more})
-    elif found:
-        show(alerts_table(found))
-        if has_more:
-            note(f"there are earlier ones: give --count more than {count}")
-    else:
-        note("nothing has alerted")
+    found, has_more = read_alerts(client, organization, count)
+    more = [f"there are earlier ones: give --count more than {count}"] if has_more else []
+    return {"alerts": found, "has_more": has_more}, alerts_table(found) if found else "nothing has alerted", *more
 
 
 @alerts.command("test")
@@ -63,25 +65,21 @@ def send_test(
             time.sleep(POLL_S)
             page = client.list_alerts(organization, page_size=PAGE_SIZE)
             sent = next((each for each in page.alerts if each.alert_id == sent.alert_id), sent)
-    if as_json:
-        print_json(sent)
-    else:
-        note(f"test {sent.alert_id}: {delivery_text(sent)}")
+    tell_found(sent, f"test {sent.alert_id}: {delivery_text(sent)}", as_json=as_json)
     if delivery is None or delivery.state is not AlertDeliveryState.DELIVERED:
         raise typer.Exit(1 if delivery is not None and delivery.last_error else 3)
 
 
 @webhook.command("set")
+@calls(admin_client)
 def set_webhook(
+    client: AdminClient,
     url: Annotated[str, typer.Argument(help="What to post to, such as https://example.com/alerts.")],
     organization: OrganizationOption,
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Post an organization's alerts to a URL from now on. What signs them goes to stdout, once; again makes another secret."""
-    with admin_client(address, api_key) as client:
-        made = client.set_alert_webhook(organization, url)
+    made = client.set_alert_webhook(organization, url)
     if as_json:
         print_json(made)
         return
@@ -90,46 +88,33 @@ def set_webhook(
 
 
 @webhook.command("list")
+@calls(admin_client)
 def list_webhooks(
+    client: AdminClient,
     organization: Annotated[str, typer.Option("--org", help="Only of this organization, by name or id.")] = "",
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """List webhooks, and how what is posted to them fares."""
-    with admin_client(address, api_key) as client:
-        found = client.list_alert_webhooks(organization)
-    if as_json:
-        print_json(found)
-    elif found:
-        made = table(
-            "organization", "URL", "since", "waiting", "failures", "rests until", "last error", right=("waiting", "failures")
-        )
-        for each in found:
-            counts = (str(each.pending_count), str(each.failure_count), time_text(each.rest_end_time))
-            made.add_row(each.organization_name, each.url, time_text(each.create_time), *counts, each.last_error or "—")
-        show(made)
-    else:
-        note("there is no webhook")
+    found = client.list_alert_webhooks(organization)
+    made = table("organization", "URL", "since", "waiting", "failures", "rests until", "last error", right=("waiting", "failures"))
+    for each in found:
+        counts = (str(each.pending_count), str(each.failure_count), time_text(each.rest_end_time))
+        made.add_row(each.organization_name, each.url, time_text(each.create_time), *counts, each.last_error or "—")
+    return found, made if found else "there is no webhook"
 
 
 @webhook.command("remove")
+@calls(admin_client)
 def remove_webhook(
+    client: AdminClient,
     organization: OrganizationOption,
     if_exists: Annotated[
         bool, typer.Option("--if-exists", help="Do nothing if there is none, so that a script may be repeated.")
     ] = False,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Post an organization's alerts nowhere. What waits is given up."""
-    with admin_client(address, api_key) as client:
-        deleted = client.delete_alert_webhook(organization, allow_missing=if_exists)
-    if as_json:
-        print_json({"organization": organization, "deleted": deleted})
-    else:
-        note(f"alerts of {organization} are posted nowhere" if deleted else f"{organization} has no webhook: nothing was removed")
+    deleted = client.delete_alert_webhook(organization, allow_missing=if_exists)
+    told = f"alerts of {organization} are posted nowhere" if deleted else f"{organization} has no webhook: nothing was removed"
+    return {"organization": organization, "deleted": deleted}, told
 
 
 def read_alerts(client: BillingClient, organization: str, count: int) -> tuple[list[Alert], bool]:
@@ -146,19 +131,25 @@ def read_alerts(client: BillingClient, organization: str, count: int) -> tuple[l
 
 def alerts_table(found: list[Alert]) -> RenderableType:
     """Alerts with what had been used when they were found."""
-    made = table("found", "of", "limit on", "model", "alert", "used", "limit", "window", "webhook", "id", right=("used", "limit"))
-    for each in found:
-        made.add_row(time_text(each.fire_time), *about(each), delivery_text(each), each.alert_id)
-    return made
+    columns = ("found", "of", "limit on", "model", "alert", "used", "limit", "window", "webhook", "id")
+    rows = ((time_text(each.fire_time), *about(each), delivery_text(each), each.alert_id) for each in found)
+    return table(*columns, right=("used", "limit"), rows=rows)
 
 
 def about(alert: Alert) -> tuple[str, ...]:
     """What of a limit an alert tells, column by column."""
     if alert.invoice is not None:
         paid, due = alert.invoice.amount_paid, alert.invoice.amount_due
-        amounts = f"{decimal_text(paid.amount)} {paid.currency_code}", f"{decimal_text(due.amount)} {due.currency_code}"
         what = alert.kind.replace("_", " ")
-        return f"organization {alert.organization_name}", "invoice", "—", what, *amounts, alert.invoice.month
+        return (
+            f"organization {alert.organization_name}",
+            "invoice",
+            "—",
+            what,
+            money_text(paid),
+            money_text(due),
+            alert.invoice.month,
+        )
     if not alert.quota_id:
         return alert.organization_name, "—", "—", "test", "—", "—", "—"
     return (

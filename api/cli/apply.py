@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
-from weir_client import AppliedConfiguration, ChangeAction, ConfigurationChange
+from weir_client import AdminClient, AppliedConfiguration, ChangeAction, ConfigurationChange
 
-from api.cli.connection import AddressOption, KeyOption, admin_client, fail
+from api.cli.connection import admin_client, calls
 from api.cli.document import Document, FileMistake, dimension_of, read_document, shown_field, write_document
-from api.cli.render import JsonOption, note, print_json, printable, show
+from api.cli.render import JsonOption, fail, note, print_json, printable, show
 
 SIGNS = {
     ChangeAction.CREATE: ("+", "green"),
@@ -93,7 +93,9 @@ def kind_text(change: ConfigurationChange) -> str:
     return change.kind.replace("_", " ")
 
 
+@calls(admin_client, timeout=TIMEOUT_S)
 def apply(
+    client: AdminClient,
     file: Annotated[Path, typer.Argument(help="The configuration, as YAML; - for stdin. `weir export` writes one.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
     prune: Annotated[
@@ -104,8 +106,6 @@ def apply(
         Path | None, typer.Option(help="Write the secrets of new keys into this new file instead of showing them.")
     ] = None,
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Make organizations, projects, keys, limits and prices what a file says: all of it in one transaction, or nothing.
 
@@ -113,9 +113,8 @@ def apply(
     """
     document = read_document(content_of(file), prune=prune)
     secrets = None if dry_run or secrets_file is None else new_secrets_file(secrets_file)
-    with admin_client(address, api_key, timeout=TIMEOUT_S) as client:
-        # A file with mistakes is still shown to the server, which knows of others: they are all told at once.
-        applied = client.apply_configuration(document.configuration, dry_run=dry_run or bool(document.mistakes))
+    # A file with mistakes is still shown to the server, which knows of others: they are all told at once.
+    applied = client.apply_configuration(document.configuration, dry_run=dry_run or bool(document.mistakes))
     mistakes = mistakes_of(document, applied)
     if mistakes:
         tell_mistakes(file, mistakes, as_json=as_json)
@@ -129,15 +128,14 @@ def apply(
         raise typer.Exit(CHANGES_WAIT)
 
 
+@calls(admin_client, timeout=TIMEOUT_S)
 def export(
+    client: AdminClient,
     organization: Annotated[str, typer.Option("--org", help="Only this organization, by name or id, with its own prices.")] = "",
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Write the present state as a file for `weir apply`. It has no secrets; applying it changes nothing."""
-    with admin_client(address, api_key, timeout=TIMEOUT_S) as client:
-        present = client.export_configuration(organization)
+    present = client.export_configuration(organization)
     if as_json:
         print_json(present)
     else:

@@ -5,30 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Annotated
 
 import psycopg.errors
 import typer
 from rich.console import RenderableType
 from rich.markup import escape
-from weir_client import AuditEntry
+from weir_client import AdminClient, AuditEntry
 
-from api.cli.connection import AddressOption, KeyOption, admin_client
-from api.cli.local import HomeOption, clear_failures, fail
-from api.cli.render import JsonOption, duration_text, make_console, note, print_json, show, table, time_text
+from api.cli.connection import Output, admin_client, calls
+from api.cli.local import HomeOption, clear_failures
+from api.cli.render import JsonOption, duration_text, fail, make_console, parse_span, print_json, table, time_text
 from api.cli.stack import domain_errors, local_database
 from metering.invoicing.months import changed_months
 from metering.proof.checks import Check, Moment
 from metering.proof.fsck import CHECKS, SAMPLE_MAX, Verdict, Violation, chosen_checks
 from metering.proof.fsck import fsck as run_checks
 from metering.store.db import create_engine, create_sessions
-
-UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-SHORT = re.compile(r"(\d{1,6})([mhdw])")
 
 # The one check that SQL cannot make: a report is written by the code that wrote it at the close.
 REPRODUCED = Check(
@@ -38,7 +34,9 @@ REPRODUCED = Check(
 )
 
 
+@calls(admin_client)
 def audit(
+    client: AdminClient,
     subject: Annotated[
         str, typer.Option(help="Only what concerns this: an organization, ORG/PROJECT, a key's prefix, a request, or any id.")
     ] = "",
@@ -48,40 +46,29 @@ def audit(
     until: Annotated[str | None, typer.Option(help="Only before this time: 2h, 7d, or a time in UTC.")] = None,
     limit: Annotated[int, typer.Option(help="At most so many entries, 1 to 1000.", min=1, max=1000)] = 100,
     before: Annotated[int, typer.Option(help="Only entries before this number; for the next page.")] = 0,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Read who changed what, newest first. Entries are never changed or removed."""
     now = datetime.now(UTC)
     start, end = parse_time(since, now, "--since"), parse_time(until, now, "--until")
-    with admin_client(address, api_key) as client:
-        entries = client.list_audit_entries(
-            page_size=limit,
-            before_entry_id=before,
-            subject=subject,
-            actor=actor,
-            action_prefix=action,
-            start_time=start,
-            end_time=end,
-        )
-    if as_json:
-        print_json(entries)
-        return
-    if entries:
-        show(audit_table(entries))
-    else:
-        note("no such entry")
-    if len(entries) == limit:
-        note(f"older entries: weir audit --before {entries[-1].entry_id}")
+    entries = client.list_audit_entries(
+        page_size=limit,
+        before_entry_id=before,
+        subject=subject,
+        actor=actor,
+        action_prefix=action,
+        start_time=start,
+        end_time=end,
+    )
+    older = [f"older entries: weir audit --before {entries[-1].entry_id}"] if len(entries) == limit else []
+    return entries, audit_table(entries) if entries else "no such entry", *older
 
 
 def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
     """A time, or so long before `now`. Raises: typer.BadParameter."""
     if text is None:
         return None
-    if short := SHORT.fullmatch(text):
-        return now - timedelta(**{UNITS[short[2]]: int(short[1])})
+    with contextlib.suppress(ValueError):
+        return now - parse_span(text)
     try:
         time = datetime.fromisoformat(text)
     except ValueError:

@@ -6,19 +6,23 @@ A key from the file is used only for the address in the file: it is never sent t
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
+import weir_client
 from weir_client import (
+    DEFAULT_ADDRESS,
     AlreadyExists,
+    Client,
     DeadlineExceeded,
     ExceededQuota,
     IncompleteGeneration,
@@ -32,7 +36,12 @@ from weir_client import (
 )
 from weir_client.connection import is_local
 
-from api.cli.render import dimension_amount, duration_text
+from api.cli.render import JsonOption, dimension_amount, duration_text, fail, tell_found
+
+if TYPE_CHECKING:
+    from weir_client import AdminClient, BillingClient, ReceiptClient
+
+C = TypeVar("C")
 
 CLOCK_ONLY_S = 6 * 3600.0  # a wait below this is told without the day on which it ends
 
@@ -171,10 +180,6 @@ def dimension_of(quota: ExceededQuota) -> QuotaDimension | None:
     return QuotaDimension(word) if word in set(QuotaDimension) else None
 
 
-if TYPE_CHECKING:
-    from weir_client import AdminClient, BillingClient, Client, ReceiptClient
-
-
 @dataclass(frozen=True, slots=True)
 class ConnectionFile:
     """What `weir up` left behind for the other commands. Empty where it did not run."""
@@ -223,8 +228,6 @@ def resolve(role: Role, address: str | None, api_key: str | None) -> Target:
     file = read_connection_file()
     chosen = address or os.environ.get("WEIR_ADDRESS") or file.address
     if not chosen:
-        from weir_client import DEFAULT_ADDRESS
-
         chosen = DEFAULT_ADDRESS
     if api_key is None:
         api_key = next((os.environ[name] for name in KEY_VARIABLES[role] if os.environ.get(name)), None)
@@ -255,57 +258,76 @@ def _or_default(given: str | None, field: Literal["organization", "project"], fl
 
 
 @contextmanager
-def inference_client(address: str | None, api_key: str | None) -> Iterator[Client]:
+def _client(
+    role: Role, address: str | None, api_key: str | None, make: Callable[[Target], AbstractContextManager[C]]
+) -> Iterator[C]:
+    with reported(address):
+        target = resolve(role, address, api_key)
+        with reported(target.address), make(target) as client:
+            yield client
+
+
+def inference_client(address: str | None, api_key: str | None) -> AbstractContextManager[Client]:
     """A client for the inference API. Leaves the program with a clear line and exit code 1 if something fails."""
-    with reported(address):
-        target = resolve("inference", address, api_key)
-        from weir_client import Client
-
-        with (
-            reported(target.address),
-            Client(target.address, target.api_key, retry_wait_max_s=RETRY_WAIT_MAX_S) as client,
-        ):
-            yield client
+    return _client("inference", address, api_key, lambda to: Client(to.address, to.api_key, retry_wait_max_s=RETRY_WAIT_MAX_S))
 
 
-@contextmanager
-def admin_client(address: str | None, api_key: str | None, *, timeout: float = UNARY_TIMEOUT_S) -> Iterator[AdminClient]:
+def admin_client(
+    address: str | None, api_key: str | None, *, timeout: float = UNARY_TIMEOUT_S
+) -> AbstractContextManager[AdminClient]:
     """A client for the admin API; fails like `inference_client`. timeout: seconds for each call."""
-    with reported(address):
-        target = resolve("admin", address, api_key)
-        from weir_client import AdminClient
-
-        with reported(target.address), AdminClient(target.address, target.api_key, timeout=timeout) as client:
-            yield client
+    return _client("admin", address, api_key, lambda to: weir_client.AdminClient(to.address, to.api_key, timeout=timeout))
 
 
-@contextmanager
-def billing_client(address: str | None, api_key: str | None, *, timeout: float = UNARY_TIMEOUT_S) -> Iterator[BillingClient]:
+def billing_client(
+    address: str | None, api_key: str | None, *, timeout: float = UNARY_TIMEOUT_S
+) -> AbstractContextManager[BillingClient]:
     """A client for the billing API; fails like `inference_client`. timeout: seconds for each call."""
-    with reported(address):
-        target = resolve("admin", address, api_key)
-        from weir_client import BillingClient
-
-        with reported(target.address), BillingClient(target.address, target.api_key, timeout=timeout) as client:
-            yield client
+    return _client("admin", address, api_key, lambda to: weir_client.BillingClient(to.address, to.api_key, timeout=timeout))
 
 
-@contextmanager
-def receipt_client(address: str | None, api_key: str | None) -> Iterator[ReceiptClient]:
+def receipt_client(address: str | None, api_key: str | None) -> AbstractContextManager[ReceiptClient]:
     """A client for the receipt API; fails like `inference_client`."""
-    with reported(address):
-        target = resolve("admin", address, api_key)
-        from weir_client import ReceiptClient
+    return _client("admin", address, api_key, lambda to: weir_client.ReceiptClient(to.address, to.api_key))
 
-        with reported(target.address), ReceiptClient(target.address, target.api_key) as client:
-            yield client
+
+Output = tuple[Any, ...]  # the value for `--json`; then tables for people, and remarks as plain text
+Opener = Callable[..., AbstractContextManager[Any]]
+
+
+def calls(opener: Opener, **settings: Any) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
+    """Make a function a command: it takes a client first, made by `opener`, and returns what it found, if it has not shown it.
+
+    The command takes `--json`, `--address` and `--api-key` besides; a function with a parameter `as_json` sees the first.
+    """
+
+    def decorate(function: Callable[..., Output | None]) -> Callable[..., None]:
+        own = inspect.signature(function, eval_str=True)
+        shared = {"as_json": (JsonOption, False), "address": (AddressOption, None), "api_key": (KeyOption, None)}
+        parameters = {parameter.name: parameter for parameter in list(own.parameters.values())[1:]}
+        for name, (annotation, default) in shared.items():
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.setdefault(name, inspect.Parameter(name, kind, default=default, annotation=annotation))
+
+        def command(*, address: str | None, api_key: str | None, as_json: bool, **options: Any) -> None:
+            if "as_json" in own.parameters:
+                options["as_json"] = as_json
+            with opener(address, api_key, **settings) as client:
+                output = function(client, **options)
+                if output is not None:
+                    tell_found(*output, as_json=as_json)
+
+        command.__doc__ = function.__doc__
+        command.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+        command.__signature__ = own.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
 @contextmanager
 def reported(address: str | None) -> Iterator[None]:
     """Turns what the SDK raises into one line on stderr and exit code 1, an interrupt into exit code 130."""
-    from weir_client import WeirError
-
     try:
         yield
     except ConnectionProblem as problem:
@@ -317,9 +339,3 @@ def reported(address: str | None) -> Iterator[None]:
     except BrokenPipeError:  # the reader of our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
-
-
-def fail(message: str, status: int = 1) -> NoReturn:
-    """One line on stderr, then the exit code: 2 where the command line or a file of the user is what is wrong."""
-    typer.secho(f"error: {message}", fg="red", err=True)
-    raise typer.Exit(status) from None

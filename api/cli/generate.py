@@ -27,12 +27,13 @@ from weir_client import (
     WeirError,
 )
 
-from api.cli.connection import AddressOption, KeyOption, fail, inference_client
+from api.cli.connection import AddressOption, KeyOption, inference_client
 from api.cli.models import ContextOption, FileOption, ModelOption, PromptArgument, SystemOption, messages, read_file
 from api.cli.render import (
     JsonOption,
     dimension_amount,
     duration_text,
+    fail,
     make_console,
     note,
     print_json,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from weir_client import ApiKey, KeyRestrictions
+from weir_client import AdminClient, ApiKey, KeyRestrictions
 
-from api.cli.connection import AddressOption, KeyOption, admin_client, organization_or_default, project_or_default
-from api.cli.render import JsonOption, note, print_json, show, table, time_text
+from api.cli.connection import Output, admin_client, calls, organization_or_default, project_or_default
+from api.cli.render import JsonOption, note, parse_span, parsed, print_json, table, time_text
 from api.cli.tenants import OrganizationOption
 
 key = typer.Typer(help="Create, rotate, change, revoke and list API keys.", no_args_is_help=True)
@@ -31,11 +30,11 @@ OutputTokensOption = Annotated[
 ]
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, or its prefix as shown.")]
 
-UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-
 
 @key.command("create")
+@calls(admin_client)
 def create_key(
+    client: AdminClient,
     name: Annotated[str, typer.Argument(help="Name for people, for example the program that uses it.")],
     organization: OrganizationOption = None,
     project: Annotated[str | None, typer.Option("--project", help="Project, by name or id. Else that of `weir up`.")] = None,
@@ -51,24 +50,21 @@ def create_key(
         bool, typer.Option("--if-missing", help="Do nothing if the project has a working key of this name and these scopes.")
     ] = False,
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Create an API key. Its secret goes to stdout, once."""
-    lifetime = parse_span(expires_in, "--expires-in") if expires_in is not None else None
-    with admin_client(address, api_key) as client:
-        created = client.create_api_key(
-            organization_or_default(organization, client.address),
-            project_or_default(project, client.address),
-            name,
-            scopes=scope or ("inference",),
-            models=model or (),
-            allowed_networks=network or (),
-            max_input_tokens=max_input_tokens,
-            max_output_tokens=max_output_tokens,
-            lifetime=lifetime,
-            allow_existing=if_missing,
-        )
+    lifetime = parsed("--expires-in", parse_span, expires_in) if expires_in is not None else None
+    created = client.create_api_key(
+        organization_or_default(organization, client.address),
+        project_or_default(project, client.address),
+        name,
+        scopes=scope or ("inference",),
+        models=model or (),
+        allowed_networks=network or (),
+        max_input_tokens=max_input_tokens,
+        max_output_tokens=max_output_tokens,
+        lifetime=lifetime,
+        allow_existing=if_missing,
+    )
     if as_json:
         print_json(created)
         return
@@ -83,17 +79,16 @@ def create_key(
 
 
 @key.command("rotate")
+@calls(admin_client)
 def rotate_key(
+    client: AdminClient,
     api_key_ref: KeyArgument,
     overlap: Annotated[str, typer.Option(help="How long the present secret works on: 90m, 12h, 7d, or 0 to end it now.")] = "24h",
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Give a key a new secret, shown once. The present one works on for the overlap; id, prefix, limits and counters stay."""
-    span = timedelta(0) if overlap == "0" else parse_span(overlap, "--overlap")
-    with admin_client(address, api_key) as client:
-        rotated = client.rotate_api_key(api_key_ref, overlap=span)
+    span = timedelta(0) if overlap == "0" else parsed("--overlap", parse_span, overlap)
+    rotated = client.rotate_api_key(api_key_ref, overlap=span)
     if as_json:
         print_json(rotated)
         return
@@ -104,7 +99,9 @@ def rotate_key(
 
 
 @key.command("update")
+@calls(admin_client)
 def update_key(
+    client: AdminClient,
     api_key_ref: KeyArgument,
     name: Annotated[str | None, typer.Option(help="New name for people.")] = None,
     scope: Annotated[
@@ -118,10 +115,7 @@ def update_key(
     max_output_tokens: OutputTokensOption = None,
     expires_in: Annotated[str | None, typer.Option(help="Let it end in so long, as 90m, 12h, 30d or 4w; 0 ends it now.")] = None,
     never_expires: Annotated[bool, typer.Option("--never-expires", help="Let it work for ever.")] = False,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Change name, end, or what a key is good for. What is not given stays."""
     given = (name, max_input_tokens, max_output_tokens, expires_in)
     if all(each is None for each in given) and not (scope or model or all_models or network or all_networks or never_expires):
@@ -129,94 +123,60 @@ def update_key(
             "say what to change: --name, --scope, --model, --all-models, --network, --all-networks, --max-input-tokens, "
             "--max-output-tokens, --expires-in or --never-expires"
         )
-    span = None if expires_in is None else timedelta(0) if expires_in == "0" else parse_span(expires_in, "--expires-in")
+    span = None if expires_in is None else timedelta(0) if expires_in == "0" else parsed("--expires-in", parse_span, expires_in)
     expire_time = None if span is None else datetime.now(UTC) + span
-    with admin_client(address, api_key) as client:
-        changed = client.update_api_key(
-            api_key_ref,
-            name=name,
-            scopes=scope or (),
-            models=model or (),
-            all_models=all_models,
-            allowed_networks=network or (),
-            all_networks=all_networks,
-            max_input_tokens=max_input_tokens,
-            max_output_tokens=max_output_tokens,
-            expire_time=expire_time,
-            never_expires=never_expires,
-        )
-    if as_json:
-        print_json(changed)
-    else:
-        show(keys_table([changed], datetime.now(UTC)))
+    changed = client.update_api_key(
+        api_key_ref,
+        name=name,
+        scopes=scope or (),
+        models=model or (),
+        all_models=all_models,
+        allowed_networks=network or (),
+        all_networks=all_networks,
+        max_input_tokens=max_input_tokens,
+        max_output_tokens=max_output_tokens,
+        expire_time=expire_time,
+        never_expires=never_expires,
+    )
+    return changed, keys_table([changed], datetime.now(UTC))
 
 
 @key.command("revoke")
-def revoke_key(
-    api_key_ref: KeyArgument,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+@calls(admin_client)
+def revoke_key(client: AdminClient, api_key_ref: KeyArgument) -> Output:
     """Revoke an API key for good, and end what runs with it, on every server. Doing it twice changes nothing."""
-    with admin_client(address, api_key) as client:
-        revoked = client.revoke_api_key(api_key_ref)
-    if as_json:
-        print_json(revoked)
-    else:
-        note(f"key {revoked.name} ({revoked.prefix}) is revoked since {time_text(revoked.revoke_time)}")
+    revoked = client.revoke_api_key(api_key_ref)
+    return revoked, f"key {revoked.name} ({revoked.prefix}) is revoked since {time_text(revoked.revoke_time)}"
 
 
 @key.command("list")
+@calls(admin_client)
 def list_keys(
+    client: AdminClient,
     organization: Annotated[str, typer.Option("--org", help="Only keys of this organization, by name or id.")] = "",
     unused_for: Annotated[
         str | None, typer.Option(help="Only working keys that nobody has used for so long, as 90m, 12h, 90d or 13w: to clean up.")
     ] = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """List API keys, newest first, without their secrets."""
-    span = None if unused_for is None else parse_span(unused_for, "--unused-for")
-    with admin_client(address, api_key) as client:
-        found = client.list_api_keys(organization, unused_for=span)
-    if as_json:
-        print_json(found)
-    elif found:
-        show(keys_table(found, datetime.now(UTC)))
-    else:
-        note("there is no key" if span is None else f"no working key is known to be unused for {unused_for}")
+    span = None if unused_for is None else parsed("--unused-for", parse_span, unused_for)
+    found = client.list_api_keys(organization, unused_for=span)
+    none = "there is no key" if span is None else f"no working key is known to be unused for {unused_for}"
+    return found, keys_table(found, datetime.now(UTC)) if found else none
 
 
 @key.command("show")
-def show_key(
-    api_key_ref: KeyArgument,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+@calls(admin_client)
+def show_key(client: AdminClient, api_key_ref: KeyArgument) -> Output:
     """Show all that is known of an API key but its secret."""
-    with admin_client(address, api_key) as client:
-        found = client.list_api_keys(api_key=api_key_ref)
-    if as_json:
-        print_json(found[0])
-    else:
-        show(key_sheet(found[0], datetime.now(UTC)))
+    found = client.list_api_keys(api_key=api_key_ref)
+    return found[0], key_sheet(found[0], datetime.now(UTC))
 
 
 def show_secret(secret: str) -> None:
     """A secret alone on stdout, with a warning beside it."""
     typer.secho("This is the only time that the secret is shown. Store it now:", fg="yellow", err=True)
     typer.echo(secret)
-
-
-def parse_span(text: str, flag: str) -> timedelta:
-    """`30d` and the like. Raises: typer.BadParameter naming the flag."""
-    match = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip())
-    if match is None or int(match[1]) == 0:
-        raise typer.BadParameter("write it as 90m, 12h, 30d or 4w", param_hint=flag)
-    return timedelta(**{UNITS[match[2]]: int(match[1])})
 
 
 def key_state(key: ApiKey, now: datetime) -> str:
@@ -263,8 +223,7 @@ def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:
 
 def key_sheet(key: ApiKey, now: datetime) -> RenderableType:
     """One key, line by line."""
-    made = table("key", key.name)
-    for name, value in (
+    rows = (
         ("of", f"{key.organization_name}/{key.project_name}"),
         ("prefix", key.prefix),
         ("state", key_state(key, now)),
@@ -275,6 +234,5 @@ def key_sheet(key: ApiKey, now: datetime) -> RenderableType:
         ("id", key.api_key_id),
         ("project id", key.project_id),
         ("organization id", key.organization_id),
-    ):
-        made.add_row(name, value)
-    return made
+    )
+    return table("key", key.name, rows=rows)

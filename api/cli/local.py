@@ -8,11 +8,12 @@ import os
 from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from api.cli.render import fail
 from api.core.setting_values import SettingInvalid, listen_address
 from api.core.settings import Settings
 from inference.errors import CheckpointInvalid
@@ -41,12 +42,6 @@ INPUT_PICOS_PER_TOKEN = 150_000
 CACHED_INPUT_PICOS_PER_TOKEN = 75_000
 OUTPUT_PICOS_PER_TOKEN = 600_000
 EMBEDDING_PICOS_PER_TOKEN = 20_000  # USD 0.02 per million tokens, for models that embed
-
-
-def fail(message: str, status: int = 1) -> NoReturn:
-    """End the command with one clear message."""
-    stderr.print(f"[red]error:[/red] {message}", soft_wrap=True)
-    raise typer.Exit(status)
 
 
 def read_settings(home: Path | None = None, listen: str = "") -> Settings:

@@ -11,11 +11,12 @@ from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from weir_client import EmbedOptions, EmbedResult, Message, Model, ModelTask, Quote
+from rich.text import Text
+from weir_client import Client, EmbedOptions, EmbedResult, Message, Model, ModelTask, Quote
 
-from api.cli.connection import AddressOption, KeyOption, inference_client
+from api.cli.connection import Output, calls, inference_client
 from api.cli.quotas import quotas_table
-from api.cli.render import JsonOption, duration_text, note, price_text, print_json, printable, show, table, usage_line
+from api.cli.render import JsonOption, duration_text, note, price_text, printable, table, tell_found, usage_line
 
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="Model to ask, as `weir models` names it.")]
 PromptArgument = Annotated[str | None, typer.Argument(help="The question, or - to read it from standard input.")]
@@ -64,36 +65,26 @@ def read_file(path: str) -> str:
         raise typer.BadParameter(f"{path} cannot be read: {error}") from error
 
 
-def models(as_json: JsonOption = False, address: AddressOption = None, api_key: KeyOption = None) -> None:
+@calls(inference_client)
+def models(client: Client) -> Output:
     """List the models and their prices."""
-    with inference_client(address, api_key) as client:
-        found = client.list_models()
-    if as_json:
-        print_json(found)
-    elif found:
-        show(models_table(found))
-    else:
-        note("no model is served")
+    found = client.list_models()
+    return found, models_table(found) if found else "no model is served"
 
 
+@calls(inference_client)
 def count(
+    client: Client,
     prompt: PromptArgument = None,
     model: ModelOption = "demo",
     system: SystemOption = None,
     context: ContextOption = None,
     file: FileOption = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Count the tokens of a prompt as admission would, without running or billing anything."""
     conversation = messages(prompt, system, context, file)
-    with inference_client(address, api_key) as client:
-        counted = client.count_tokens(model, conversation)
-    if as_json:
-        print_json(counted)
-    else:
-        typer.echo(f"{counted.input_token_count:,} tokens of a context window of {counted.context_window_tokens:,}")
+    counted = client.count_tokens(model, conversation)
+    return counted, Text(f"{counted.input_token_count:,} tokens of a context window of {counted.context_window_tokens:,}")
 
 
 def models_table(models: list[Model]) -> RenderableType:
@@ -132,7 +123,9 @@ def other_names(model: Model) -> str:
     return ", ".join([*(f"@{version.version} {version.share:.0%}" for version in model.versions), *model.aliases])
 
 
+@calls(inference_client)
 def quote(
+    client: Client,
     prompt: PromptArgument = None,
     model: ModelOption = "demo",
     system: SystemOption = None,
@@ -141,30 +134,21 @@ def quote(
     max_output_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer. Else the rest of the window.")] = None,
     choices: Annotated[int | None, typer.Option(help="So many answers, up to 16.")] = None,
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Tell what a request would count and cost, and whether it would be let in now. Nothing is run or billed.
 
     Exits with 3 if a limit would refuse it.
     """
     conversation = messages(prompt, system, context, file)
-    with inference_client(address, api_key) as client:
-        temperature = None if choices is None else 1.0  # several answers need one; it changes no number here
-        found = client.quote(
-            model, conversation, max_output_tokens=max_output_tokens, choice_count=choices, temperature=temperature
-        )
+    temperature = None if choices is None else 1.0  # several answers need one; it changes no number here
+    found = client.quote(model, conversation, max_output_tokens=max_output_tokens, choice_count=choices, temperature=temperature)
     tell_quote(found, as_json=as_json)
 
 
 def tell_quote(found: Quote, *, as_json: bool) -> None:
     """What it would be. Raises: typer.Exit if it would be refused."""
-    if as_json:
-        print_json(found)
-    else:
-        show(told(found))
-        if found.quotas:
-            show(quotas_table(list(found.quotas), ids=False))
+    quotas = [quotas_table(list(found.quotas), ids=False)] if found.quotas else []
+    tell_found(found, Text(told(found)), *quotas, as_json=as_json)
     if not found.would_admit:
         note(why_refused(found))
         raise typer.Exit(WOULD_BE_REFUSED)
@@ -190,7 +174,9 @@ def why_refused(found: Quote) -> str:
     return f"would be refused by {limits}; waiting does not help: ask for less, or have the limit raised (`weir quota raise`)"
 
 
+@calls(inference_client)
 def embed(
+    client: Client,
     texts: TextsArgument = None,
     model: Annotated[str, typer.Option("--model", "-m", help="Model that embeds, as `weir models` names it.")] = "",
     file: FileOption = None,
@@ -201,8 +187,6 @@ def embed(
         bool, typer.Option("--quote", help="Tell only what it would cost, and whether it fits (else exit code 3).")
     ] = False,
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Turn texts into vectors.
 
@@ -213,18 +197,13 @@ def embed(
         raise typer.BadParameter("--tier is interactive or batch")
     if not model:
         raise typer.BadParameter("--model is missing; `weir models` lists those that embed")
-    with inference_client(address, api_key) as client:
-        options: EmbedOptions = {"truncate": truncate, "tier": "batch" if tier == "batch" else None, "timeout": timeout}
-        if ask:
-            tell_quote(client.quote_embed(model, given, **options), as_json=as_json)
-            return
-        result = client.embed(model, given, **options)
-    if as_json:
-        print_json(result)
-    else:
-        show(vectors_table(given, result))
-        if 1 < len(given) <= LIKENESS_COUNT_MAX:
-            show(likeness_table(result.vectors))
+    options: EmbedOptions = {"truncate": truncate, "tier": "batch" if tier == "batch" else None, "timeout": timeout}
+    if ask:
+        tell_quote(client.quote_embed(model, given, **options), as_json=as_json)
+        return
+    result = client.embed(model, given, **options)
+    likeness = [likeness_table(result.vectors)] if 1 < len(given) <= LIKENESS_COUNT_MAX else []
+    tell_found(result, vectors_table(given, result), *likeness, as_json=as_json)
     note(usage_line(result.usage, result.cost, result.timings, result.request_id))
 
 

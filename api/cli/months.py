@@ -5,24 +5,30 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-from api.cli.connection import (
-    AddressOption,
-    KeyOption,
-    admin_client,
-    billing_client,
-    fail,
-    organization_or_default,
+from rich.console import RenderableType
+from weir_client import (
+    Aborted,
+    BillingClient,
+    ClosedMonth,
+    DeadlineExceeded,
+    DocumentFormat,
+    FailedPrecondition,
+    Internal,
+    InvalidRequest,
+    Invoice,
+    Month,
+    MonthVerification,
+    NotFound,
+    Unavailable,
+    WeirError,
 )
-from api.cli.render import JsonOption, decimal_text, month_report, note, print_json, show, table, time_text
-from api.cli.tenants import OrganizationOption
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from weir_client import BillingClient, ClosedMonth, Invoice, Month, MonthVerification, WeirError
+from api.cli.connection import AddressOption, KeyOption, Output, admin_client, billing_client, calls, organization_or_default
+from api.cli.render import JsonOption, decimal_text, fail, money_text, month_report, note, print_json, show, table, time_text
+from api.cli.tenants import OrganizationOption
 
 month = typer.Typer(help="Close months, read them, and prove that they are what they were.", no_args_is_help=True)
 
@@ -41,16 +47,11 @@ class DocumentForm(StrEnum):
 
 
 @month.command("list")
-def list_months(
-    organization: OrganizationOption = None, as_json: JsonOption = False, address: AddressOption = None, api_key: KeyOption = None
-) -> None:
+@calls(billing_client)
+def list_months(client: BillingClient, organization: OrganizationOption = None) -> Output:
     """List the months of an organization: which are closed, by whom, with which invoice."""
-    with billing_client(address, api_key) as client:
-        found = client.list_months(organization_or_default(organization, client.address))
-    if as_json:
-        print_json(found)
-    else:
-        show(months_table(found))
+    found = client.list_months(organization_or_default(organization, client.address))
+    return found, months_table(found)
 
 
 @month.command("show")
@@ -65,8 +66,6 @@ def show_month(
     api_key: KeyOption = None,
 ) -> None:
     """Show a month as it stands: the invoice of a closed one, and what it would be now of an open one."""
-    from weir_client import DocumentFormat
-
     with billing_client(address, api_key) as client:
         chosen = organization_or_default(organization, client.address)
         if form is DocumentForm.TABLE:
@@ -175,8 +174,6 @@ def verify_months(
 
 def one_failure(every: bool) -> tuple[type[WeirError], ...]:
     """What may go wrong with one organization and hold up no other. A key that may not do it may do it for none."""
-    from weir_client import Aborted, DeadlineExceeded, FailedPrecondition, Internal, InvalidRequest, NotFound, Unavailable
-
     others = (Aborted, DeadlineExceeded, Internal, InvalidRequest, NotFound, Unavailable)
     return (FailedPrecondition, *others) if every else (FailedPrecondition,)
 
@@ -237,7 +234,7 @@ def months_table(months: list[Month]) -> RenderableType:
     made = table("month", "state", "closed", "by", "invoice", "total", "payment", "SHA-256 of the JSON", right=("total",))
     for each in months:
         at, by = (each.close_time, each.closed_by) if each.state == "closed" else (each.closing_time, each.closing_by)
-        total = "—" if each.total is None else f"{decimal_text(each.total.amount)} {each.total.currency_code}"
+        total = "—" if each.total is None else money_text(each.total)
         made.add_row(
             each.month,
             each.state.value,

@@ -8,12 +8,12 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import RenderableType
-from weir_client import CreditGrant, Money, Plan, PlanAssignment
+from weir_client import AdminClient, CreditGrant, Plan, PlanAssignment
 
 from api.cli.apply import content_of
-from api.cli.connection import AddressOption, KeyOption, admin_client
+from api.cli.connection import Output, admin_client, calls
 from api.cli.document import PROPOSAL, FileMistake, read_document
-from api.cli.render import JsonOption, decimal_text, note, parse_amount, print_json, show, table, units_to_picos
+from api.cli.render import money_text, parse_picos, parsed, table
 
 plan = typer.Typer(help="Make plans, and say who has which.", no_args_is_help=True)
 
@@ -25,63 +25,48 @@ OrganizationArgument = Annotated[str, typer.Argument(help="Organization, by name
 
 
 @plan.command("create")
+@calls(admin_client)
 def create_plans(
+    client: AdminClient,
     file: Annotated[Path, typer.Argument(help="YAML with `plans:`; - for stdin. See docs/administration.md.")],
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Make the plans of a file, or their next versions. What says the same already stays; customers keep their versions."""
     proposal = read_proposal(file)
     if proposal.get("prices"):
         raise typer.BadParameter("`prices:` are set by `weir apply`", param_hint="FILE")
-    with admin_client(address, api_key) as client:
-        made = [client.create_plan(each) for each in proposal.get("plans", [])]
-    if as_json:
-        print_json(made)
-        return
-    for each in made:
-        note(f"plan {each.name} version {each.version}{' says so already' if each.existed else ' is made'}")
+    made = [client.create_plan(each) for each in proposal.get("plans", [])]
+    told = (f"plan {each.name} version {each.version}{' says so already' if each.existed else ' is made'}" for each in made)
+    return made, *told
 
 
 @plan.command("list")
+@calls(admin_client)
 def list_plans(
+    client: AdminClient,
     name: Annotated[str, typer.Argument(help="Only this plan.")] = "",
     organization: Annotated[str, typer.Option("--org", help="Only assignments of this organization.")] = "",
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """List plans, and who has which."""
-    with admin_client(address, api_key) as client:
-        found = client.list_plans(name, organization=organization)
-    if as_json:
-        print_json(found)
-    elif found.plans:
-        show(plans_table(found.plans), assignments_table(found.assignments))
-    else:
-        note("there is no plan: `weir plan create FILE`")
+    found = client.list_plans(name, organization=organization)
+    if not found.plans:
+        return found, "there is no plan: `weir plan create FILE`"
+    return found, plans_table(found.plans), assignments_table(found.assignments)
 
 
 @plan.command("assign")
+@calls(admin_client)
 def assign_plan(
+    client: AdminClient,
     organization: Annotated[str, typer.Argument(help="Organization, by name or id.")],
     name: Annotated[str, typer.Argument(help="The plan; leave it out to end the present one.")] = "",
     first_month: Annotated[str, typer.Option("--from", help="The first month, as YYYY-MM. Default: this one.")] = "",
     version: Annotated[int, typer.Option(min=0, help="Version of the plan. Default: the latest.")] = 0,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Give an organization a plan from a month on. Months before stay as they are."""
-    with admin_client(address, api_key) as client:
-        assigned = client.assign_plan(organization, name, version=version, first_month=first_month)
-    if as_json:
-        print_json(assigned)
-    else:
-        which = f"the plan {assigned.plan} version {assigned.version}" if assigned.plan else "no plan"
-        already = " already" if assigned.existed else ""
-        note(f"{assigned.organization_name} has{already} {which} from {assigned.first_month} on")
+    assigned = client.assign_plan(organization, name, version=version, first_month=first_month)
+    which = f"the plan {assigned.plan} version {assigned.version}" if assigned.plan else "no plan"
+    already = " already" if assigned.existed else ""
+    return assigned, f"{assigned.organization_name} has{already} {which} from {assigned.first_month} on"
 
 
 def plans_table(plans: tuple[Plan, ...]) -> RenderableType:
@@ -111,10 +96,8 @@ def about(rule: Mapping[str, Any]) -> str:
 
 def assignments_table(assignments: tuple[PlanAssignment, ...]) -> RenderableType:
     """Who has which plan from when on."""
-    made = table("organization", "from", "plan", "version", right=("version",))
-    for each in assignments:
-        made.add_row(each.organization_name, each.first_month, each.plan or "none", str(each.version) if each.version else "—")
-    return made
+    rows = ((each.organization_name, each.first_month, each.plan or "none", str(each.version or "—")) for each in assignments)
+    return table("organization", "from", "plan", "version", right=("version",), rows=rows)
 
 
 def read_proposal(file: Path) -> dict[str, Any]:
@@ -153,7 +136,9 @@ def refuse(file: Path, mistakes: list[FileMistake]) -> NoReturn:
 
 
 @credit.command("grant")
+@calls(admin_client)
 def grant_credit(
+    client: AdminClient,
     organization: OrganizationArgument,
     amount: Annotated[str, typer.Argument(help="In units of the organization's currency, such as 500.00.")],
     last_month: Annotated[str, typer.Option("--until", help="The last month that it pays for, as YYYY-MM; then the rest expires.")],
@@ -162,90 +147,58 @@ def grant_credit(
     request_id: Annotated[
         str, typer.Option("--request-id", help="A UUID of your own: the same call with it again grants nothing more.")
     ] = "",
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Grant an organization credit for what is billed in some months.
 
     At most 1,000,000 units at once. For a prepaid organization, all that it ever uses and its credit are limited to
     9,223,372 units together: an error says how much more can be granted.
     """
-    try:
-        picos = units_to_picos(parse_amount(amount))
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="AMOUNT") from error
-    with admin_client(address, api_key) as client:
-        granted = client.grant_credit(
-            organization, picos, last_month=last_month, reason=reason, first_month=first_month, request_id=request_id or None
-        )
-    if as_json:
-        print_json(granted)
-    else:
-        show(grants_table([granted]))
+    picos = parsed("AMOUNT", parse_picos, amount)
+    granted = client.grant_credit(
+        organization, picos, last_month=last_month, reason=reason, first_month=first_month, request_id=request_id or None
+    )
+    return granted, grants_table([granted])
 
 
 @credit.command("list")
+@calls(admin_client)
 def list_grants(
+    client: AdminClient,
     organization: Annotated[str, typer.Option("--org", help="Only of this organization, by name or id.")] = "",
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """List credit, spent and left by the months that are closed."""
-    with admin_client(address, api_key) as client:
-        found = client.list_credit_grants(organization)
-    if as_json:
-        print_json(found)
-    elif found:
-        show(grants_table(found))
-    else:
-        note("no credit was granted")
+    found = client.list_credit_grants(organization)
+    return found, grants_table(found) if found else "no credit was granted"
 
 
 @credit.command("balance")
-def show_balance(
-    organization: OrganizationArgument, as_json: JsonOption = False, address: AddressOption = None, api_key: KeyOption = None
-) -> None:
+@calls(admin_client)
+def show_balance(client: AdminClient, organization: OrganizationArgument) -> Output:
     """Tell what there is of an organization's credit at this moment."""
-    with admin_client(address, api_key) as client:
-        found = client.get_credit_balance(organization)
-    if as_json:
-        print_json(found)
-        return
-    made = table(
-        "organization", "prepaid only", "left", "unbilled", "held", "available", right=("left", "unbilled", "held", "available")
-    )
-    amounts = map(shown, (found.left, found.unbilled, found.held, found.available))
-    made.add_row(found.organization_name, "yes" if found.prepaid else "no", *amounts)
-    show(made)
+    found = client.get_credit_balance(organization)
+    numbers = ("left", "unbilled", "held", "available")
+    amounts = map(money_text, (found.left, found.unbilled, found.held, found.available))
+    row = found.organization_name, "yes" if found.prepaid else "no", *amounts
+    return found, table("organization", "prepaid only", *numbers, right=numbers, rows=[row])
 
 
 @credit.command("prepaid")
+@calls(admin_client)
 def set_prepaid(
+    client: AdminClient,
     organization: OrganizationArgument,
     only: Annotated[bool, typer.Option("--only/--off", help="Let requests in only as far as credit reaches, or end that.")],
     alert_left: Annotated[
         str | None,
         typer.Option(help="Alert when so much is left, such as 100.00,20.00; or none. Default: as it is; none at first."),
     ] = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Keep an organization to its credit, exactly, from now on; or no longer."""
-    try:
-        parts = [] if alert_left in (None, "none") else (alert_left or "").split(",")
-        lefts = [units_to_picos(parse_amount(part.strip())) for part in parts]
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--alert-left") from error
-    with admin_client(address, api_key) as client:
-        existed = client.set_prepaid(organization, only, alert_at=None if alert_left is None else lefts)
-    if as_json:
-        print_json({"organization": organization, "prepaid": only, "existed": existed})
-    else:
-        already = " already" if existed else ""
-        note(f"{organization} is{already} {'kept to its credit' if only else 'not kept to its credit'}")
+    parts = [] if alert_left in (None, "none") else (alert_left or "").split(",")
+    lefts = [parsed("--alert-left", parse_picos, part.strip()) for part in parts]
+    existed = client.set_prepaid(organization, only, alert_at=None if alert_left is None else lefts)
+    told = f"{organization} is{' already' if existed else ''} {'kept to its credit' if only else 'not kept to its credit'}"
+    return {"organization": organization, "prepaid": only, "existed": existed}, told
 
 
 def grants_table(grants: Iterable[CreditGrant]) -> RenderableType:
@@ -253,11 +206,6 @@ def grants_table(grants: Iterable[CreditGrant]) -> RenderableType:
     numbers = ("granted", "spent", "expired", "left")
     made = table("organization", *numbers, "from", "until", "reason", "id", right=numbers)
     for each in grants:
-        amounts = map(shown, (each.amount, each.spent, each.expired, each.remaining))
+        amounts = map(money_text, (each.amount, each.spent, each.expired, each.remaining))
         made.add_row(each.organization_name, *amounts, each.first_month, each.last_month, each.reason, each.grant_id)
     return made
-
-
-def shown(money: Money) -> str:
-    """An amount with its currency."""
-    return f"{decimal_text(money.amount)} {money.currency_code}"

@@ -12,19 +12,18 @@ from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from weir_client import AppliedPrice, PriceVersion, SimulatedCustomer
+from weir_client import AdminClient, AppliedPrice, PriceVersion, SimulatedCustomer
 
-from api.cli.connection import AddressOption, KeyOption, admin_client
-from api.cli.plans import read_proposal, shown
+from api.cli.connection import Output, admin_client, calls
+from api.cli.plans import read_proposal
 from api.cli.render import (
     JsonOption,
     decimal_text,
-    note,
+    money_text,
     parse_amount,
     parse_price,
+    parsed,
     per_million,
-    print_json,
-    show,
     table,
     time_text,
 )
@@ -51,7 +50,9 @@ CSV_COLUMNS = (
 
 
 @price.command("set")
+@calls(admin_client)
 def set_price(
+    client: AdminClient,
     model: ModelArgument,
     input_price: Annotated[str, typer.Option("--input", help="Per million input tokens, in units of the currency.")],
     output_price: Annotated[str, typer.Option("--output", help="Per million output tokens.")],
@@ -70,56 +71,48 @@ def set_price(
     ] = "",
     currency: Annotated[str, typer.Option(help="ISO 4217 code. Default: the organization's; USD for the list.")] = "",
     effective_time: SinceOption = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Set a new price version, one per service tier. Earlier ones stay: a request costs what was in force when it was admitted."""
-    per_token = _price("--input", input_price)
-    with admin_client(address, api_key) as client:
-        versions = client.set_price(
-            model,
-            input_picos_per_token=per_token,
-            cached_input_picos_per_token=per_token if cached_price is None else _price("--cached-input", cached_price),
-            output_picos_per_token=_price("--output", output_price),
-            embedding_picos_per_token=None if embedding_price is None else _price("--embedding", embedding_price),
-            batch_multiplier_milli=None if batch_multiplier is None else _thousandths("--batch-multiplier", batch_multiplier),
-            organization=organization,
-            currency_code=currency,
-            effective_time=_utc(effective_time),
-        )
-    if as_json:
-        print_json(versions)
-        return
+    per_token = parsed("--input", parse_price, input_price)
+    versions = client.set_price(
+        model,
+        input_picos_per_token=per_token,
+        cached_input_picos_per_token=per_token if cached_price is None else parsed("--cached-input", parse_price, cached_price),
+        output_picos_per_token=parsed("--output", parse_price, output_price),
+        embedding_picos_per_token=None if embedding_price is None else parsed("--embedding", parse_price, embedding_price),
+        batch_multiplier_milli=None if batch_multiplier is None else _thousandths("--batch-multiplier", batch_multiplier),
+        organization=organization,
+        currency_code=currency,
+        effective_time=_utc(effective_time),
+    )
+    remarks = []
     for each in versions:
         whose = f" for {each.organization_name}" if each.organization_name else ""
         told = ", ".join(f"{kind} {decimal_text(per_million(picos))}" for kind, picos in zip(KINDS, rates(each), strict=True))
         since = time_text(each.effective_time, "now")
         what = f"price version {each.version} of {each.model}{whose}, {each.tier}, from {since} on"
-        note(f"{what}, in {each.currency_code} per million tokens: {told}")
+        remarks.append(f"{what}, in {each.currency_code} per million tokens: {told}")
+    return versions, *remarks
 
 
 @price.command("withdraw")
+@calls(admin_client)
 def withdraw_price(
+    client: AdminClient,
     model: ModelArgument,
     organization: Annotated[str, typer.Option("--org", "--organization", help="Whose own price ends, by name or id.")],
     effective_time: SinceOption = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """End a customer's own price: from then on it pays as the list says."""
-    with admin_client(address, api_key) as client:
-        versions = client.withdraw_price(organization, model, effective_time=_utc(effective_time))
-    if as_json:
-        print_json(versions)
-    else:
-        since = time_text(versions[0].effective_time, "now")
-        note(f"{organization} pays the list price of {model} from {since} on")
+    versions = client.withdraw_price(organization, model, effective_time=_utc(effective_time))
+    since = time_text(versions[0].effective_time, "now")
+    return versions, f"{organization} pays the list price of {model} from {since} on"
 
 
 @price.command("list")
+@calls(admin_client)
 def list_prices(
+    client: AdminClient,
     organization: Annotated[
         str, typer.Option("--org", "--organization", help="What this organization pays, by name or id. Default: the list.")
     ] = "",
@@ -127,21 +120,12 @@ def list_prices(
     currency: Annotated[str, typer.Option(help="Only in this currency.")] = "",
     at: Annotated[datetime | None, typer.Option("--at", help="At this time, in UTC. Default: now.", formats=TIME_FORMATS)] = None,
     history: Annotated[bool, typer.Option("--history", help="Every version there ever was and will be.")] = False,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Tell who pays what for which model and tier, where that comes from and since when."""
-    with admin_client(address, api_key) as client:
-        found = client.list_prices(organization, model=model, currency_code=currency, time=_utc(at), history=history)
-    if as_json:
-        print_json(found)
-    elif history and found.versions:
-        show(versions_table(found.versions))
-    elif found.prices:
-        show(applied_table(found.prices))
-    else:
-        note("no price is in force: set one with `weir price set`")
+    found = client.list_prices(organization, model=model, currency_code=currency, time=_utc(at), history=history)
+    if history and found.versions:
+        return found, versions_table(found.versions)
+    return found, applied_table(found.prices) if found.prices else "no price is in force: set one with `weir price set`"
 
 
 def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
@@ -183,18 +167,8 @@ def rates(version: PriceVersion) -> tuple[int, ...]:
     )
 
 
-def _price(flag: str, text: str) -> int:
-    try:
-        return parse_price(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=flag) from error
-
-
 def _thousandths(flag: str, text: str) -> int:
-    try:
-        milli = parse_amount(text) * 1000
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=flag) from error
+    milli = parsed(flag, parse_amount, text) * 1000
     if milli < 0 or milli != milli.to_integral_value() or milli > Decimal(10**9):
         raise typer.BadParameter("give a number of 0 or more with at most three decimals, such as 0.5", param_hint=flag)
     return int(milli)
@@ -204,31 +178,27 @@ def _utc(time: datetime | None) -> datetime | None:
     return time.replace(tzinfo=UTC) if time else None
 
 
+@price.command("simulate")
+@calls(admin_client, timeout=TIMEOUT_S)
 def simulate(
+    client: AdminClient,
     month: Annotated[str, typer.Argument(help="The month, as YYYY-MM, UTC.")],
     file: Annotated[Path, typer.Option("--prices", help="YAML with `prices:` as for `weir apply`, and `plans:`; - for stdin.")],
     organization: Annotated[str, typer.Option("--org", "--organization", help="Only this organization, by name or id.")] = "",
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV with exact amounts on stdout.")] = False,
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output | None:
     """Rate a past month's real usage anew, with proposed prices and plans. Changes nothing.
 
     Amounts are usage and plan; adjustments, credit and rounding are left out on both sides.
     """
     if as_csv and as_json:
         raise typer.BadParameter("give --csv or --json, not both")
-    with admin_client(address, api_key, timeout=TIMEOUT_S) as client:
-        found = client.simulate_prices(month, read_proposal(file), organization=organization)
-    if as_json:
-        print_json(found)
-    elif as_csv:
+    found = client.simulate_prices(month, read_proposal(file), organization=organization)
+    if as_csv:
         write_csv(found)
-    elif found:
-        show(simulated_table(found))
-    else:
-        note(f"nothing was used in {month}")
+        return None
+    return found, simulated_table(found) if found else f"nothing was used in {month}"
 
 
 def write_csv(customers: list[SimulatedCustomer]) -> None:
@@ -260,13 +230,10 @@ def simulated_table(customers: list[SimulatedCustomer]) -> RenderableType:
         made.add_row(
             each.organization_name,
             f"{each.token_count:,}",
-            shown(each.old_amount),
+            money_text(each.old_amount),
             decimal_text(each.new_amount.amount),
             decimal_text(each.difference.amount),
             share,
             plan if each.new_plan == each.old_plan else f"{each.old_plan or 'none'} → {plan}",
         )
     return made
-
-
-price.command("simulate")(simulate)

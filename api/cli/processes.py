@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from api.cli.local import HomeOption, ListenOption, clear_failures, fail, read_settings, stderr
-from api.cli.render import JsonOption, print_json, show
+from api.cli.local import HomeOption, ListenOption, clear_failures, read_settings, stderr
+from api.cli.render import JsonOption, fail, print_json, show
 from metering.worker import worker_command
 
 GRANT_HELP = (

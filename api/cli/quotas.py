@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from weir_client import QuotaDimension, QuotaStatus, QuotaSubject
+from weir_client import AdminClient, Client, QuotaDimension, QuotaStatus, QuotaSubject
 
-from api.cli.connection import AddressOption, KeyOption, admin_client, inference_client
+from api.cli.connection import Output, admin_client, calls, inference_client
 from api.cli.keys import restrictions
 from api.cli.render import (
-    JsonOption,
     dimension_amount,
     duration_text,
-    note,
     parse_limit,
+    parse_span,
     parse_thresholds,
-    print_json,
-    show,
+    parsed,
     table,
     thresholds_text,
     time_text,
@@ -34,7 +32,9 @@ DIMENSIONS = tuple(each for each in QuotaDimension if each is not QuotaDimension
 
 
 @quota.command("set")
+@calls(admin_client)
 def set_quota(
+    client: AdminClient,
     dimension: Annotated[str, typer.Argument(help=f"What to limit: {', '.join(DIMENSIONS)}.")],
     value: Annotated[str, typer.Argument(help="The limit; for money in units of the currency, such as 250.00. 0 lets nothing in.")],
     organization: Annotated[str | None, typer.Option("--org", help="Limit this organization, by name or id.")] = None,
@@ -59,146 +59,100 @@ def set_quota(
             help="Percent of the limit at which it alerts, such as 50,80,100; or none. Default: as it is; these at first."
         ),
     ] = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Set one limit. A limit for the same subject, model and dimension is replaced, and what was used is counted."""
     kind = parse_dimension(dimension)
-    try:
-        limit = parse_limit(kind, value)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="VALUE") from error
-    try:
-        thresholds = None if alert_at is None else parse_thresholds(alert_at)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--alert-at") from error
+    limit = parsed("VALUE", parse_limit, kind, value)
+    thresholds = None if alert_at is None else parsed("--alert-at", parse_thresholds, alert_at)
     subject, subject_ref = parse_subject(organization, project, key)
-    with admin_client(address, api_key) as client:
-        status = client.set_quota(
-            subject,
-            subject_ref,
-            kind,
-            limit,
-            model=model,
-            input_weight_milli=input_weight,
-            cached_input_weight_milli=cached_weight,
-            output_weight_milli=output_weight,
-            enforced=enforce,
-            for_new_keys=new_keys,
-            alert_at=thresholds,
-        )
-    show_one(status, as_json=as_json)
+    status = client.set_quota(
+        subject,
+        subject_ref,
+        kind,
+        limit,
+        model=model,
+        input_weight_milli=input_weight,
+        cached_input_weight_milli=cached_weight,
+        output_weight_milli=output_weight,
+        enforced=enforce,
+        for_new_keys=new_keys,
+        alert_at=thresholds,
+    )
+    return changed(status)
 
 
 @quota.command("raise")
+@calls(admin_client)
 def raise_quota(
+    client: AdminClient,
     quota_id: Annotated[str, typer.Argument(help="Id of the limit, as `weir quota list` shows it.")],
     value: Annotated[str | None, typer.Argument(help="The higher limit, as for `weir quota set`.")] = None,
-    lasting: Annotated[str | None, typer.Option("--for", help="How long: 90m, 12h or 7d.")] = None,
+    lasting: Annotated[str | None, typer.Option("--for", help="How long: 90m, 12h, 7d.")] = None,
     reason: Annotated[str, typer.Option("--reason", help="Why; it is shown with the limit and stands in the audit log.")] = "",
     end: Annotated[bool, typer.Option("--end", help="End a raise before its time.")] = False,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Let a higher limit hold for a time, or end that."""
     if end == (value is not None) or end == (lasting is not None):
         raise typer.BadParameter("give a VALUE with --for and --reason, or --end alone")
-    with admin_client(address, api_key) as client:
-        if value is None or lasting is None:
-            status = client.end_quota_raise(quota_id)
-        else:
-            kind = next((each.dimension for each in client.list_quotas() if each.quota_id == quota_id), QuotaDimension.UNSPECIFIED)
-            try:
-                limit, until = parse_limit(kind, value), datetime.now(UTC) + parse_lasting(lasting)
-            except ValueError as error:
-                raise typer.BadParameter(str(error)) from error
-            status = client.raise_quota(quota_id, limit, until, reason)
-    show_one(status, as_json=as_json)
+    if value is None or lasting is None:
+        status = client.end_quota_raise(quota_id)
+    else:
+        kind = next((each.dimension for each in client.list_quotas() if each.quota_id == quota_id), QuotaDimension.UNSPECIFIED)
+        limit, span = parsed("VALUE", parse_limit, kind, value), parsed("--for", parse_span, lasting, "90m, 12h or 7d")
+        status = client.raise_quota(quota_id, limit, datetime.now(UTC) + span, reason)
+    return changed(status)
 
 
 @quota.command("show")
+@calls(inference_client)
 def show_quotas(
+    client: Client,
     model: Annotated[str, typer.Option("--model", help="Only limits that apply to this model.")] = "",
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Show every limit that applies to your own key, and what is left of it."""
-    with inference_client(address, api_key) as client:
-        found = client.get_quota(model)
-        own = None if as_json else client.get_restrictions()
-    if own is None:
-        print_json(found)
-        return
-    if found:
-        show(quotas_table(found, ids=False))
-    else:
-        note("no limit applies to this key")
-    if narrowed := restrictions(own):
-        note(f"key {own.prefix} is good for: {'; '.join(f'{name} {value}' for name, value in narrowed)}")
+    found, own = client.get_quota(model), client.get_restrictions()
+    narrowed = "; ".join(f"{name} {value}" for name, value in restrictions(own))
+    remarks = [f"key {own.prefix} is good for: {narrowed}"] if narrowed else []
+    return found, quotas_table(found, ids=False) if found else "no limit applies to this key", *remarks
 
 
 @quota.command("list")
+@calls(admin_client)
 def list_quotas(
+    client: AdminClient,
     organization: Annotated[str, typer.Option("--org", help="Only limits of this organization, its projects and keys.")] = "",
     key: Annotated[
         str, typer.Option("--key", help="All limits that this key meets, by id or prefix, and which of them bind.")
     ] = "",
     model: Annotated[str, typer.Option("--model", help="With --key: only limits that apply to this model.")] = "",
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """List limits as an admin, with what is left of them and their ids."""
     if key and organization:
         raise typer.BadParameter("give --org or --key, not both")
-    with admin_client(address, api_key) as client:
-        found = client.list_key_quotas(key, model) if key else client.list_quotas(organization)
-    if as_json:
-        print_json(found)
-    elif found:
-        show(quotas_table(found))
-    else:
-        note("no limit is set")
+    found = client.list_key_quotas(key, model) if key else client.list_quotas(organization)
+    return found, quotas_table(found) if found else "no limit is set"
 
 
 @quota.command("delete")
+@calls(admin_client)
 def delete_quota(
+    client: AdminClient,
     quota_id: Annotated[str, typer.Argument(help="Id of the limit, as `weir quota list` shows it.")],
     if_exists: Annotated[
         bool, typer.Option("--if-exists", help="Do nothing if it is gone, so that a script may be repeated.")
     ] = False,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Remove one limit."""
-    with admin_client(address, api_key) as client:
-        deleted = client.delete_quota(quota_id, allow_missing=if_exists)
-    if as_json:
-        print_json({"quota_id": quota_id, "deleted": deleted})
-    else:
-        note(f"limit {quota_id} is removed" if deleted else f"there is no limit {quota_id}: nothing was removed")
+    deleted = client.delete_quota(quota_id, allow_missing=if_exists)
+    told = f"limit {quota_id} is removed" if deleted else f"there is no limit {quota_id}: nothing was removed"
+    return {"quota_id": quota_id, "deleted": deleted}, told
 
 
-def show_one(status: QuotaStatus, *, as_json: bool) -> None:
+def changed(status: QuotaStatus) -> Output:
     """A limit that was changed."""
-    if as_json:
-        print_json(status)
-        return
-    show(quotas_table([status]))
-    if status.narrowed_by_quota_id:
-        note(f"this limit has no effect: {status.narrowed_by_quota_id} further up always runs out first")
-
-
-def parse_lasting(text: str) -> timedelta:
-    """A length of time such as 90m, 12h or 7d. Raises: ValueError."""
-    unit = {"m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(days=1)}.get(text[-1:])
-    if unit is None or not text[:-1].isdecimal() or not 0 < int(text[:-1]) <= 1_000_000:
-        raise ValueError(f"{text!r} is no length of time: give minutes, hours or days, such as 90m, 12h or 7d")
-    return int(text[:-1]) * unit
+    narrowing = status.narrowed_by_quota_id
+    remarks = [f"this limit has no effect: {narrowing} further up always runs out first"] if narrowing else []
+    return status, quotas_table([status]), *remarks
 
 
 def parse_dimension(text: str) -> QuotaDimension:

@@ -15,11 +15,12 @@ from typing import IO, Annotated, Any
 
 import typer
 from rich.table import Table
-from weir_client import Receipt, ReceiptKey, ReceiptVerdict, public_keys, verify_receipts
+from rich.text import Text
+from weir_client import Receipt, ReceiptClient, ReceiptKey, ReceiptVerdict, public_keys, verify_receipts
 from weir_client.receipt_months import Totals
 
-from api.cli.connection import AddressOption, KeyOption, fail, organization_or_default, receipt_client
-from api.cli.render import JsonOption, jsonable, note, print_json, show
+from api.cli.connection import AddressOption, KeyOption, Output, calls, organization_or_default, receipt_client
+from api.cli.render import JsonOption, fail, jsonable, note, print_json, show
 from api.cli.tenants import OrganizationOption
 
 PICOS_PER_UNIT = 10**12
@@ -94,10 +95,10 @@ def picos_of(amount: Any) -> int:
 
 
 @receipt.command("keys")
-def keys(as_json: JsonOption = False, address: AddressOption = None, api_key: KeyOption = None) -> None:
+@calls(receipt_client)
+def keys(client: ReceiptClient, as_json: JsonOption = False) -> None:
     """List the public keys that receipts were signed with. Keep `--json` in a file, and verify with it offline."""
-    with receipt_client(address, api_key) as client:
-        found = client.list_receipt_keys()
+    found = client.list_receipt_keys()
     if as_json:
         typer.echo(keys_document(found), nl=False)
         return
@@ -126,28 +127,22 @@ def export(
 
 
 @receipt.command("month")
+@calls(receipt_client)
 def month_(
+    client: ReceiptClient,
     month: MonthArgument,
     organization: OrganizationOption = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Show the root over a month's receipts, and where the chain of each project begins and ends in it."""
     checked_month(month)
-    with receipt_client(address, api_key) as client:
-        found = client.get_receipt_month(organization_or_default(organization, client.address), month)
-    if as_json:
-        print_json(found)
-        return
+    found = client.get_receipt_month(organization_or_default(organization, client.address), month)
     table = Table("project", "first", "last", "receipts", "hash of the last")
     for each in found.chains:
         counts = (f"{each.first_sequence:,}", f"{each.last_sequence:,}", f"{each.receipt_count:,}")
         table.add_row(each.project_id, *counts, each.last_hash.hex())
-    show(table)
-    typer.echo(f"{found.receipt_count:,} receipts, root {found.root.hex()}")
-    if found.unreceipted_count:
-        note(f"{found.unreceipted_count:,} usage events are from before there were receipts")
+    count = found.unreceipted_count
+    remarks = [f"{count:,} usage events are from before there were receipts"] if count else []
+    return found, table, Text(f"{found.receipt_count:,} receipts, root {found.root.hex()}"), *remarks
 
 
 @receipt.command("verify")
@@ -202,17 +197,16 @@ def rotate() -> None:
 
     Servers use it from their next start. Receipts that the old key signed stay valid: its public half is kept.
     """
-    from api.cli.local import fail as fail_locally
     from api.cli.local import read_settings
     from metering.receipts.signing import key_path, replace_key
 
     path = key_path(read_settings().to_environment())
     if path is None:
-        fail_locally("WEIR_RECEIPT_KEY_FILE says off: name a file there to sign receipts", 2)
+        fail("WEIR_RECEIPT_KEY_FILE says off: name a file there to sign receipts", 2)
     try:
         signer = replace_key(path)
     except OSError as error:
-        fail_locally(f"{path} cannot be written: {error.strerror}")
+        fail(f"{path} cannot be written: {error.strerror}")
     typer.echo(signer.key_id)
     note(f"{path} holds the new key: copy it to the other machines that serve, and restart the servers")
 

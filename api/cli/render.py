@@ -6,23 +6,28 @@ import csv
 import io
 import json
 import os
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Context, Decimal, InvalidOperation
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
-from weir_client import Money, MonthReport, MonthReportLine, Price, QuotaDimension, Result, Timings, Usage
+from weir_client import Money, MonthReport, MonthReportLine, Price, QuotaDimension, Receipt, Result, Timings, Usage
+
+T = TypeVar("T")
 
 TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens, as customers compare them
 INT64_MAX = 2**63 - 1  # the wire's limit for one value
 MONEY = (QuotaDimension.COST_PER_DAY, QuotaDimension.COST_PER_MONTH, QuotaDimension.PREPAID_CREDIT)
+SPAN_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 PIPE_WIDTH = 160  # columns where there is no terminal to ask: wide enough that no id is cut
 TABLE_WIDTH_MAX = 100_000  # columns of a table in a pipe: more than any row has
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for scripts.")]
@@ -57,6 +62,14 @@ REPORT_CSV_COLUMNS = (
 )
 
 
+def parse_span(text: str, examples: str = "90m, 12h, 30d or 4w") -> timedelta:
+    """A length of time such as `30d`, in a unit of the examples. Raises: ValueError."""
+    match = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip())
+    if match is None or match[2] not in examples or int(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a length of time: write it as {examples}")
+    return timedelta(**{SPAN_UNITS[match[2]]: int(match[1])})
+
+
 def duration_text(seconds: float) -> str:
     """A wait for people: `0.3 s`, `12 s`, `4 min`, `3 h`, `9 d`, rounded up so that waiting so long is enough."""
     if seconds < 1:
@@ -84,6 +97,11 @@ def per_million(picos_per_token: int) -> Decimal:
     return Money("", picos_per_token * TOKENS_PER_PRICE).amount
 
 
+def money_text(money: Money) -> str:
+    """An amount with its currency."""
+    return f"{decimal_text(money.amount)} {money.currency_code}"
+
+
 def price_text(price: Price | None, picos_per_token: int) -> str:
     """A price per million tokens with its currency; a dash where there is none."""
     return f"{decimal_text(per_million(picos_per_token))} {price.currency_code}" if price else "—"
@@ -104,6 +122,14 @@ def units_to_picos(amount: Decimal) -> int:
     return int(scaled)
 
 
+def parsed(flag: str, parse: Callable[..., T], *values: Any) -> T:
+    """What `parse` makes of a parameter. Raises: typer.BadParameter naming the flag or argument where it raises ValueError."""
+    try:
+        return parse(*values)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from error
+
+
 def parse_amount(text: str) -> Decimal:
     """A decimal number as people write it, `1,000.50` included. Raises: ValueError."""
     try:
@@ -113,6 +139,11 @@ def parse_amount(text: str) -> Decimal:
     if not amount.is_finite():
         raise ValueError(f"{text!r} is not a number")
     return amount
+
+
+def parse_picos(text: str) -> int:
+    """An amount in units of a currency as whole picos. Raises: ValueError if it is no number, or finer than a pico."""
+    return units_to_picos(parse_amount(text))
 
 
 def parse_limit(dimension: QuotaDimension, text: str) -> int:
@@ -170,18 +201,12 @@ def thresholds_text(dimension: QuotaDimension, values: Iterable[int]) -> str:
     return f"{text} left" if text else "none"
 
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-
 def jsonable(value: Any) -> Any:
     """A value of the client as plain JSON types.
 
     Money becomes `{"currency_code", "amount", "picos"}` with the exact amount as text; times are ISO 8601 in UTC with `Z`; bytes
     are hexadecimal; a receipt is what `weir receipt verify` reads.
     """
-    from weir_client import Money, Receipt
-
     if isinstance(value, Money):
         return {"currency_code": value.currency_code, "amount": f"{value.amount:f}", "picos": value.picos}
     if isinstance(value, Receipt):
@@ -216,12 +241,27 @@ def show(*parts: RenderableType) -> None:
         console.print(part, crop=False)  # a line too long for the terminal is wrapped by it, never cut
 
 
-def whole_width(console: Console, part: RenderableType) -> int:
-    """How wide a table is whose rows have a line each, as programs that read lines want them; 0 for what is no table."""
-    from rich.measure import Measurement
-    from rich.table import Table
+def fail(message: str, status: int = 1) -> NoReturn:
+    """One line on stderr, then the exit code: 2 where the command line or a file of the user is what is wrong."""
+    typer.secho(f"error: {message}", fg="red", err=True)
+    raise typer.Exit(status) from None
 
-    if not isinstance(part, Table):
+
+def tell_found(value: Any, *parts: RenderableType, as_json: bool) -> None:
+    """What a command found: one JSON document, or tables on stdout and remarks, which are plain text, on stderr."""
+    if as_json:
+        print_json(value)
+        return
+    for part in parts:
+        if isinstance(part, str):
+            note(part)
+        else:
+            show(part)
+
+
+def whole_width(console: Console, part: RenderableType) -> int:
+    """How wide tables and text are whose rows have a line each, as programs that read lines want them; 0 for anything else."""
+    if not isinstance(part, Table | Text):
         return 0
     return Measurement.get(console, console.options.update(max_width=TABLE_WIDTH_MAX), part).maximum
 
@@ -233,8 +273,6 @@ def note(text: str) -> None:
 
 def make_console(*, stderr: bool = False) -> Console:
     """A console as wide as the terminal, or wide enough for ids where there is none."""
-    from rich.console import Console
-
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
@@ -267,7 +305,7 @@ class Sheet(Table):
         yield from super().__rich_console__(console, options.update(max_width=max(options.max_width, least)))
 
 
-def table(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Sheet:
+def table(*columns: str, right: Iterable[str] = (), title: str | None = None, rows: Iterable[Sequence[str]] = ()) -> Sheet:
     """A table in the house look; the columns named in `right` hold numbers."""
     numbers = set(right)
     made = Sheet(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
@@ -280,6 +318,8 @@ def table(*columns: str, right: Iterable[str] = (), title: str | None = None) ->
             no_wrap=not folds,
             min_width=ID_WIDTH_MIN if folds else len(column),
         )
+    for row in rows:
+        made.add_row(*row)
     return made
 
 

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 from rich.console import RenderableType
-from weir_client import Replica, ReplicaDrain, ReplicaList
+from weir_client import AdminClient, Replica, ReplicaDrain
 
-from api.cli.connection import AddressOption, KeyOption, admin_client
-from api.cli.render import JsonOption, duration_text, note, print_json, show, table, time_text
+from api.cli.connection import Output, admin_client, calls
+from api.cli.render import JsonOption, duration_text, table, tell_found, time_text
 
 REMAINS = 3  # exit code: some process has not answered
 
@@ -20,31 +20,24 @@ NameArgument = Annotated[str, typer.Argument(help="Name of the replica, as `weir
 
 
 @replicas.command("list")
+@calls(admin_client)
 def list_replicas(
+    client: AdminClient,
     model: Annotated[str, typer.Option(help="Only of this model, or MODEL@VERSION.")] = "",
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Show the engines of all models: where they run, what they do, what runs in them."""
-    with admin_client(address, api_key) as client:
-        found = client.list_replicas(model)
-    if as_json:
-        print_json(found)
-    elif not found.replicas and not found.drains and not found.silent_owner_ids:
-        note("no process has told of an engine" + (f" of {model}" if model else ""))
-    else:
-        if found.replicas:
-            show(replicas_table(found.replicas))
-        for each in found.replicas:
-            if each.reason:
-                note(f"{each.replica} in {each.owner_name}: {each.reason}")
-        tell_drains(found)
-        tell_silent(found.silent_owner_ids)
+    found = client.list_replicas(model)
+    if not found.replicas and not found.drains and not found.silent_owner_ids:
+        return found, "no process has told of an engine" + (f" of {model}" if model else "")
+    reasons = (f"{each.replica} in {each.owner_name}: {each.reason}" for each in found.replicas if each.reason)
+    tables = [replicas_table(found.replicas)] if found.replicas else []
+    return found, *tables, *reasons, *map(drain_text, found.drains), *silence(found.silent_owner_ids)
 
 
 @replicas.command("drain")
+@calls(admin_client)
 def drain_replica(
+    client: AdminClient,
     model: ModelArgument,
     replica: NameArgument,
     move_after: Annotated[
@@ -52,40 +45,30 @@ def drain_replica(
     ] = None,
     reason: Annotated[str, typer.Option(help="Why; for the audit log and for whoever lists replicas.")] = "",
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Take a replica out of use in all processes: what runs there ends by itself, and nothing new begins. Safe to repeat."""
-    with admin_client(address, api_key) as client:
-        drained = client.drain_replica(model, replica, reason=reason, move_after_s=move_after)
-    if as_json:
-        print_json(drained)
-    else:
-        running_count = sum(each.request_count for each in drained.replicas)
-        note(f"{drain_text(drained.drain)}; {taken_text(drained.replicas)}, {running_count} requests still run in it")
-        tell_silent(drained.silent_owner_ids)
+    drained = client.drain_replica(model, replica, reason=reason, move_after_s=move_after)
+    running_count = sum(each.request_count for each in drained.replicas)
+    told = f"{drain_text(drained.drain)}; {taken_text(drained.replicas)}, {running_count} requests still run in it"
+    tell_found(drained, told, *silence(drained.silent_owner_ids), as_json=as_json)
     if drained.silent_owner_ids:
         raise typer.Exit(REMAINS)
 
 
 @replicas.command("undrain")
+@calls(admin_client)
 def undrain_replica(
+    client: AdminClient,
     model: ModelArgument,
     replica: NameArgument,
     reason: Annotated[str, typer.Option(help="Why; for the audit log.")] = "",
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Put a replica into use again in all processes. Safe to repeat."""
-    with admin_client(address, api_key) as client:
-        undrained = client.undrain_replica(model, replica, reason=reason)
-    if as_json:
-        print_json(undrained)
-    else:
-        was = "is in use again" if undrained.undrained else "was not drained"
-        note(f"replica {replica} {was}; {taken_text(undrained.replicas)}")
-        tell_silent(undrained.silent_owner_ids)
+    undrained = client.undrain_replica(model, replica, reason=reason)
+    was = "is in use again" if undrained.undrained else "was not drained"
+    told = f"replica {replica} {was}; {taken_text(undrained.replicas)}"
+    tell_found(undrained, told, *silence(undrained.silent_owner_ids), as_json=as_json)
     if undrained.silent_owner_ids:
         raise typer.Exit(REMAINS)
 
@@ -103,16 +86,10 @@ def drain_text(drain: ReplicaDrain) -> str:
     return f"replica {drain.replica} of {drain.model} is drained since {time_text(drain.drain_time)}{why}{moves}"
 
 
-def tell_drains(found: ReplicaList) -> None:
-    """The orders."""
-    for drain in found.drains:
-        note(drain_text(drain))
-
-
-def tell_silent(owner_ids: tuple[str, ...]) -> None:
-    """Who did not answer."""
-    if owner_ids:
-        note(f"no answer from process {', '.join(owner_ids)}: it learns of orders within seconds, or when it is back")
+def silence(owner_ids: tuple[str, ...]) -> list[str]:
+    """A remark on those who did not answer."""
+    told = f"no answer from process {', '.join(owner_ids)}: it learns of orders within seconds, or when it is back"
+    return [told] if owner_ids else []
 
 
 def replicas_table(found: tuple[Replica, ...]) -> RenderableType:

@@ -20,16 +20,15 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 from weir_client import BillingClient, Money, MonthExportFormat, MonthReport, UsageForecast, UsageGrouping, UsagePage, UsageRow
 
-from api.cli.connection import AddressOption, KeyOption, billing_client, fail, organization_or_default
+from api.cli.connection import Output, billing_client, calls, organization_or_default
 from api.cli.render import (
-    JsonOption,
     decimal_places,
     decimal_text,
+    fail,
     jsonable,
     month_report,
     month_report_csv,
     note,
-    print_json,
     show,
     table,
     time_text,
@@ -303,7 +302,9 @@ class Format(StrEnum):
 
 
 @report.command("month")
+@calls(billing_client)
 def month(
+    client: BillingClient,
     month: Annotated[str, typer.Argument(help="The month in UTC, as YYYY-MM.")],
     organization: OrganizationOption = None,
     form: Annotated[
@@ -323,8 +324,6 @@ def month(
         bool | None, typer.Option("--plot/--no-plot", help="Draw the tokens of each day. Else on a terminal only.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Report one month of one organization from the ledger: tokens by kind, unit price, amount, and the check against usage."""
     checked_month(month)
@@ -336,34 +335,28 @@ def month(
         raise typer.BadParameter("--day, --project, --key and --all-orgs need --by", param_hint="--by")
     if everyone and organization:
         raise typer.BadParameter("give --org or --all-orgs", param_hint="--all-orgs")
-    with billing_client(address, api_key) as client:
-        owner = "" if everyone else organization_or_default(organization, client.address)
-        if groups:
-            write_usage(client, form, output, pages(client, month, groups, owner, day, project, key), groups, month)
-        elif pdf is not None:
-            save(client, month, MonthExportFormat.INVOICE_PDF, owner, pdf)
-        elif form is Format.FOCUS:
-            save(client, month, MonthExportFormat.FOCUS_CSV, owner, output)
-        else:
-            write_month(client.get_month_report(owner, month), form, output)
-            if form is Format.TABLE and output is None:
-                add_outlook(client, month, owner, plot)
+    owner = "" if everyone else organization_or_default(organization, client.address)
+    if groups:
+        write_usage(client, form, output, pages(client, month, groups, owner, day, project, key), groups, month)
+    elif pdf is not None:
+        save(client, month, MonthExportFormat.INVOICE_PDF, owner, pdf)
+    elif form is Format.FOCUS:
+        save(client, month, MonthExportFormat.FOCUS_CSV, owner, output)
+    else:
+        write_month(client.get_month_report(owner, month), form, output)
+        if form is Format.TABLE and output is None:
+            add_outlook(client, month, owner, plot)
 
 
 @report.command("forecast")
+@calls(billing_client)
 def forecast(
+    client: BillingClient,
     organization: OrganizationOption = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Tell what the present month has cost so far, what it will have cost by its end, and how sure that is."""
-    with billing_client(address, api_key) as client:
-        found = client.get_forecast(organization_or_default(organization, client.address))
-    if as_json:
-        print_json(found)
-    else:
-        show(*forecast_lines(found))
+    found = client.get_forecast(organization_or_default(organization, client.address))
+    return found, *forecast_lines(found)
 
 
 def checked_month(month: str) -> None:

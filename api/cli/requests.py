@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 from weir_client import (
+    AdminClient,
     Generation,
     GenerationState,
     KilledRequest,
@@ -22,8 +23,8 @@ from weir_client import (
     RequestPhase,
 )
 
-from api.cli.connection import AddressOption, ConnectionProblem, KeyOption, admin_client, inference_client, resolve
-from api.cli.render import JsonOption, duration_text, make_console, note, print_json, show, table, time_text, usage_line, waterfall
+from api.cli.connection import AddressOption, ConnectionProblem, KeyOption, admin_client, calls, inference_client, resolve
+from api.cli.render import JsonOption, duration_text, make_console, table, tell_found, time_text, usage_line, waterfall
 
 REMAINS = 3  # exit code: something remains to be done
 PHASE_WORDS = {RequestPhase.UNSPECIFIED: "?"}
@@ -72,66 +73,53 @@ def list_requests(
 
 
 @requests.command("kill")
+@calls(admin_client)
 def kill_request(
+    client: AdminClient,
     request_id: Annotated[str, typer.Argument(help="Id of the request, as `weir requests` shows it.")],
     project: Annotated[str, typer.Option(help="Its project as ORG/NAME, where several run a request of this id.")] = "",
     reason: Annotated[str, typer.Option(help="Why; told to its client and in the audit log.")] = "",
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """End a request in whichever process it runs. What was delivered is settled. Doing it twice changes nothing."""
-    with admin_client(address, api_key) as client:
-        killed = client.kill_request(request_id, project=project, reason=reason)
-    if as_json:
-        print_json(killed)
-    else:
-        note(killed_text(request_id, killed))
+    killed = client.kill_request(request_id, project=project, reason=reason)
+    tell_found(killed, killed_text(request_id, killed), as_json=as_json)
     if killed.result is KillResult.PENDING:
         raise typer.Exit(REMAINS)
 
 
 @requests.command("stuck")
+@calls(admin_client)
 def stuck_requests(
+    client: AdminClient,
     end: Annotated[bool, typer.Option("--end", help="End every hold whose time is over, as the worker does.")] = False,
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Show holds that should have ended by themselves 30 s ago and have not. There are none while a worker runs."""
-    with admin_client(address, api_key) as client:
-        ended_count = client.end_overdue_holds() if end else 0
-        view = client.list_live_requests(page_size=1000, stuck_only=True)
-    if as_json:
-        print_json({"ended_count": ended_count, "stuck_count": view.request_count, "requests": view.requests})
-    else:
-        if end:
-            note(f"ended {ended_count} overdue {'hold' if ended_count == 1 else 'holds'}")
-        tell_stuck(view)
+    ended_count = client.end_overdue_holds() if end else 0
+    view = client.list_live_requests(page_size=1000, stuck_only=True)
+    found = {"ended_count": ended_count, "stuck_count": view.request_count, "requests": view.requests}
+    ended = [f"ended {ended_count} overdue {'hold' if ended_count == 1 else 'holds'}"] if end else []
+    tell_found(found, *ended, *stuck_parts(view), as_json=as_json)
     if view.request_count:
         raise typer.Exit(REMAINS)
 
 
 def tell(view: LiveView, *, wide: bool, as_json: bool) -> None:
     """One look."""
-    if as_json:
-        print_json(view)
-    elif view.request_count or view.silent_owner_ids:
-        show(live_tables(view, wide=wide))
-    else:
-        note("nothing runs")
+    runs = view.request_count or view.silent_owner_ids
+    tell_found(view, live_tables(view, wide=wide) if runs else "nothing runs", as_json=as_json)
 
 
-def tell_stuck(view: LiveView) -> None:
+def stuck_parts(view: LiveView) -> list[RenderableType]:
     """Holds that nobody has ended, and what to do."""
     if not view.request_count:
-        note("no hold is stuck")
-        return
-    show(requests_table(view.requests, wide=True))
-    note(
+        return ["no hold is stuck"]
+    remedy = (
         f"{view.request_count} holds keep their quotas though their time is over: no worker sweeps. "
         "Start one (`weir up` runs it; see metering/README.md), or end them now with `weir requests stuck --end`"
     )
+    return [requests_table(view.requests, wide=True), remedy]
 
 
 def killed_text(request_id: str, killed: KilledRequest) -> str:
@@ -222,10 +210,7 @@ def trace(
     A key sees the requests of its own project, an admin's key those of all.
     """
     generation, whose = look_up(request_id, project, address, api_key)
-    if as_json:
-        print_json(generation if whose is None else whose)
-    else:
-        show(traced(generation, whose))
+    tell_found(generation if whose is None else whose, traced(generation, whose), as_json=as_json)
 
 
 def look_up(request_id: str, project: str, address: str | None, api_key: str | None) -> tuple[Generation, RecordedRequest | None]:

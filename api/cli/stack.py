@@ -20,7 +20,8 @@ from typing import IO, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2
 
-from api.cli.local import Connection, HomeOption, bootstrap, clear_failures, ensure_receipt_key, fail, read_settings
+from api.cli.local import Connection, HomeOption, bootstrap, clear_failures, ensure_receipt_key, read_settings
+from api.cli.render import fail
 from api.core.endpoint import forget_endpoint, make_private, serving_endpoint, serving_pid
 from api.core.settings import Settings
 from api.fleet.fleet_file import model_names

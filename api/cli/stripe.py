@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
-from api.cli.local import HomeOption, fail
-from api.cli.render import JsonOption, note, print_json, show, table
+from api.cli.local import HomeOption
+from api.cli.render import JsonOption, fail, note, print_json, show, table
 from api.cli.stack import domain_errors, run
 from metering.core.errors import BillingDetailsMissing, InvalidValue
 from metering.core.money import exact_text
@@ -85,7 +83,7 @@ def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
         print_json(asdict(found) | {"needing_attention": [asdict(each) | {"id": str(each.id)} for each in found.needing_attention]})
         return
     rows = [[each.state, f"{each.batch_count:,}", f"{each.token_count:,}"] for each in found.states]
-    show(sheet(["State", "Batches", "Tokens"], rows, numbers=2))
+    show(table("State", "Batches", "Tokens", right=("Batches", "Tokens"), rows=rows))
     if found.pause_reason:
         note(f"resting until {found.paused_until:%H:%M:%S} UTC: {found.pause_reason}")
     for name in found.changed_profiles:
@@ -175,19 +173,9 @@ def show_sums(found: MeterReconciliation) -> None:
     rows = []
     for each in found.sums:
         numbers = (each.used, each.delivered, each.waiting, each.rejected, each.stripe, each.difference)
-        rows.append(
-            [each.organization, each.model, str(each.price_version), each.token_kind, *(f"{number:,}" for number in numbers)]
-        )
-    show(sheet(heads, rows, numbers=6, title=f"{found.month}, hours until {found.until:%Y-%m-%d %H:%M} UTC"))
+        rows.append((each.organization, each.model, str(each.price_version), each.token_kind, *(f"{n:,}" for n in numbers)))
+    show(table(*heads, right=heads[-6:], rows=rows, title=f"{found.month}, hours until {found.until:%Y-%m-%d %H:%M} UTC"))
     note("Stripe counts exactly what was used" if found.balanced else "Stripe does not count what was used")
-
-
-def sheet(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int, title: str | None = None) -> RenderableType:
-    """A table whose last columns are numbers."""
-    made = table(*heads, right=heads[-numbers:], title=title)
-    for row in rows:
-        made.add_row(*row)
-    return made
 
 
 def charges_automatically() -> bool:

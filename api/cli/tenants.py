@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from weir_client import BillingProfile, Organization, Project
+from weir_client import AdminClient, BillingProfile, Organization, Project
 
-from api.cli.connection import AddressOption, KeyOption, admin_client, fail, organization_or_default
-from api.cli.render import JsonOption, note, print_json, show, table, time_text
+from api.cli.connection import Output, admin_client, calls, organization_or_default
+from api.cli.render import fail, table, time_text
 
 org = typer.Typer(help="Create and list organizations; set the addressee of their invoices.", no_args_is_help=True)
 project = typer.Typer(help="Create and list projects.", no_args_is_help=True)
@@ -21,38 +21,30 @@ IfMissingOption = Annotated[bool, typer.Option("--if-missing", help="Do nothing 
 
 
 @org.command("create")
+@calls(admin_client)
 def create_organization(
+    client: AdminClient,
     name: Annotated[str, typer.Argument(help="1 to 63 of a-z, 0-9 and -, starting with a letter.")],
     currency: Annotated[str, typer.Option(help="Currency of its bills, as ISO 4217 code.")] = "USD",
     if_missing: IfMissingOption = False,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Create an organization: a customer with its own bill."""
-    with admin_client(address, api_key) as client:
-        created = client.create_organization(name, currency_code=currency, allow_existing=if_missing)
-    if as_json:
-        print_json(created)
-    else:
-        show(organizations_table([created]))
+    created = client.create_organization(name, currency_code=currency, allow_existing=if_missing)
+    return created, organizations_table([created])
 
 
 @org.command("list")
-def list_organizations(as_json: JsonOption = False, address: AddressOption = None, api_key: KeyOption = None) -> None:
+@calls(admin_client)
+def list_organizations(client: AdminClient) -> Output:
     """List all organizations."""
-    with admin_client(address, api_key) as client:
-        found = client.list_organizations()
-    if as_json:
-        print_json(found)
-    elif found:
-        show(organizations_table(found))
-    else:
-        note("there is no organization yet: `weir org create NAME`")
+    found = client.list_organizations()
+    return found, organizations_table(found) if found else "there is no organization yet: `weir org create NAME`"
 
 
 @org.command("billing")
+@calls(admin_client)
 def billing_profile(
+    client: AdminClient,
     organization: Annotated[str, typer.Argument(help="Organization, by name or id.", metavar="ORG")],
     emails: Annotated[
         list[str] | None,
@@ -67,10 +59,7 @@ def billing_profile(
     country: Annotated[str | None, typer.Option(help="ISO 3166-1 alpha-2 code, such as DE.")] = None,
     tax_id: Annotated[str | None, typer.Option(help="Tax id, as it is printed on documents.")] = None,
     language: Annotated[str | None, typer.Option(help="Language of Stripe's messages, such as de or pt-BR.")] = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Show the addressee of an organization's invoices; with options, change those fields. Clear one with ''."""
     options = {
         "emails": None if emails is None else tuple(filter(None, emails)),
@@ -85,63 +74,42 @@ def billing_profile(
         "language": language,
     }
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    with admin_client(address, api_key) as client:
-        found = next((each for each in client.list_organizations() if organization in (each.name, each.organization_id)), None)
-        if found is None:
-            fail(f"there is no organization {organization!r}: see `weir org list`")
-        if given:
-            changed = replace(found.billing_profile or BillingProfile(), **given)
-            found = client.set_billing_profile(found.organization_id, changed)
-    if as_json:
-        print_json(found)
-    elif found.billing_profile is None:
-        note(f"{found.name} has no billing profile: give --email, --legal-name and the address")
-    else:
-        show(profile_table(found.name, found.billing_profile))
+    found = next((each for each in client.list_organizations() if organization in (each.name, each.organization_id)), None)
+    if found is None:
+        fail(f"there is no organization {organization!r}: see `weir org list`")
+    if given:
+        changed = replace(found.billing_profile or BillingProfile(), **given)
+        found = client.set_billing_profile(found.organization_id, changed)
+    if found.billing_profile is None:
+        return found, f"{found.name} has no billing profile: give --email, --legal-name and the address"
+    return found, profile_table(found.name, found.billing_profile)
 
 
 @project.command("create")
+@calls(admin_client)
 def create_project(
+    client: AdminClient,
     name: Annotated[str, typer.Argument(help="1 to 63 of a-z, 0-9 and -, starting with a letter.")],
     organization: OrganizationOption = None,
     if_missing: IfMissingOption = False,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+) -> Output:
     """Create a project: a part of an organization with its own keys and limits."""
-    with admin_client(address, api_key) as client:
-        created = client.create_project(organization_or_default(organization, client.address), name, allow_existing=if_missing)
-    if as_json:
-        print_json(created)
-    else:
-        show(projects_table([created]))
+    created = client.create_project(organization_or_default(organization, client.address), name, allow_existing=if_missing)
+    return created, projects_table([created])
 
 
 @project.command("list")
-def list_projects(
-    organization: OrganizationOption = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
+@calls(admin_client)
+def list_projects(client: AdminClient, organization: OrganizationOption = None) -> Output:
     """List the projects of an organization."""
-    with admin_client(address, api_key) as client:
-        found = client.list_projects(organization_or_default(organization, client.address))
-    if as_json:
-        print_json(found)
-    elif found:
-        show(projects_table(found))
-    else:
-        note("it has no project yet: `weir project create NAME --org ORG`")
+    found = client.list_projects(organization_or_default(organization, client.address))
+    return found, projects_table(found) if found else "it has no project yet: `weir project create NAME --org ORG`"
 
 
 def organizations_table(organizations: list[Organization]) -> RenderableType:
     """Customers with their currency."""
-    made = table("organization", "currency", "created", "id")
-    for each in organizations:
-        made.add_row(each.name, each.currency_code, time_text(each.create_time), each.organization_id)
-    return made
+    rows = ((each.name, each.currency_code, time_text(each.create_time), each.organization_id) for each in organizations)
+    return table("organization", "currency", "created", "id", rows=rows)
 
 
 def profile_table(organization: str, profile: BillingProfile) -> RenderableType:
@@ -154,7 +122,5 @@ def profile_table(organization: str, profile: BillingProfile) -> RenderableType:
 
 def projects_table(projects: list[Project]) -> RenderableType:
     """Projects of an organization."""
-    made = table("project", "created", "id", "organization id")
-    for each in projects:
-        made.add_row(each.name, time_text(each.create_time), each.project_id, each.organization_id)
-    return made
+    rows = ((each.name, time_text(each.create_time), each.project_id, each.organization_id) for each in projects)
+    return table("project", "created", "id", "organization id", rows=rows)

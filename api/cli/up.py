@@ -16,8 +16,8 @@ from rich.markup import escape
 from rich.panel import Panel
 
 from api.cli.connection import ConnectionProblem, connection_path, read_connection_file, reported
-from api.cli.local import HomeOption, ListenOption, clear_failures, fail, read_settings, stderr
-from api.cli.render import note
+from api.cli.local import HomeOption, ListenOption, clear_failures, read_settings, stderr
+from api.cli.render import fail, note
 from api.core.endpoint import read_console_url, read_metrics_url, read_openai_url, serving_endpoint
 
 

@@ -22,12 +22,13 @@ from weir_client import (
 
 from api.cli.audit import changed
 from api.cli.connection import flag_of
-from api.cli.keys import key_state, parse_span
+from api.cli.keys import key_state
 from api.cli.render import (
     decimal_text,
     duration_text,
     parse_limit,
     parse_price,
+    parse_span,
     printable,
     show,
     table,
@@ -167,7 +168,7 @@ def test_the_state_of_a_key_at_a_moment() -> None:
 
     assert key_state(key, now) == "until 2026-11-21 00:00:00Z"
     assert key_state(key, now + timedelta(days=2)) == "expired 2026-11-21 00:00:00Z"
-    assert parse_span("4w", "--expires-in") == timedelta(weeks=4)
+    assert parse_span("4w") == timedelta(weeks=4)
 
 
 @pytest.mark.parametrize(
