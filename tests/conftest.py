@@ -19,9 +19,11 @@ import pytest
 from psycopg import sql
 from sqlalchemy import make_url
 
+from inference.workers import process
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo, sqlalchemy_url
 from metering.store.migrations_runner import migrate, prepare_application_role
+from tests.forked_hosts import HOSTS, execute_host, fork_hosts
 
 # Files whose tests mostly wait for processes come first: shared out last, one of them would keep a single worker busy at the end.
 LONG_FILES_FIRST = ("tests/faults/", "tests/e2e/", "tests/api/", "tests/sdk/")
@@ -74,6 +76,18 @@ def new_database(server_url: str, template: str = "template0") -> Iterator[str]:
             yield sqlalchemy_url(server_url).set(drivername="postgresql", database=name).render_as_string(hide_password=False)
         finally:
             connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_hosts() -> None:
+    """Engine hosts of this process are forked."""
+    process.start_process = fork_hosts(lambda: HOSTS.path)
+
+
+@pytest.fixture
+def executed_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engine hosts of this process are started as in production."""
+    monkeypatch.setattr(process, "start_process", execute_host)
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,6 @@ from weir.v1 import types_pb2
 from weir_client import AsyncClient
 
 import api.__main__ as api_main
-from api.chaos.system import children_of
 from api.core.endpoint import forget_endpoint, read_endpoint, read_metrics_url, read_openai_url
 from api.core.settings import Settings
 from api.generation.admission import Capacity
@@ -47,7 +46,8 @@ from metering.pricing.prices import set_price
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.tenants.tenants import KeyRecord, create_api_key, create_organization, create_project, revoke_api_key
-from tests.api_forks import ForkedApi, Forks
+from tests.forked_hosts import children_of, start_api
+from tests.forks import Forked
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 
 MODEL = "tiny"
@@ -57,7 +57,6 @@ POLL_S = 0.01
 INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS = 150_000, 15_000, 600_000
 PLAIN_IDS = range(7, 400)  # of the tiny tokenizer; those below are special tokens
 SMALL_WINDOWS = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.http2.write_buffer_size", 0))
-FORKS = Forks()
 
 Value = TypeVar("Value")
 Detail = TypeVar("Detail", bound=Message)
@@ -152,7 +151,7 @@ class Service:
         self.database_url = database_url
         self.books = Books(database_url)
         self.tokenizer = Tokenizer(model)
-        self.process: subprocess.Popen[bytes] | ForkedApi | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
         self.address = ""
         self.credentials: grpc.ChannelCredentials | None = None  # of its clients, where it speaks TLS
         self._priced = False
@@ -195,7 +194,7 @@ class Service:
         forget_endpoint(self.home)
         environment = {**os.environ, **self.settings.to_environment(), "WEIR_LOG": "info"}
         self.home.mkdir(parents=True, exist_ok=True)
-        self.process = FORKS.start(environment, self.home / "api.log")
+        self.process = start_api(environment, self.home / "api.log")
         if self.process is None:
             with (self.home / "api.log").open("ab") as log:
                 command = [sys.executable, "-m", "api"]

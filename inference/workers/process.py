@@ -99,6 +99,17 @@ class ChildProcess:
 Child = TypeVar("Child", bound=ChildProcess)
 
 
+async def start_process(module: str, fd: int, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    """Start `python -m module --fd N` with exactly this environment, and with no file of ours but stderr and the socket."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, "--fd", str(fd)),
+        pass_fds=(fd,),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,  # it belongs to whoever reads this program's answers; the child's logs go to stderr
+        env=environment,
+    )
+
+
 @contextlib.asynccontextmanager
 async def open_child(kind: type[Child], module: str, environment: Mapping[str, str]) -> AsyncIterator[Child]:
     """Start `python -m module --fd N`; on leaving it is dead and reaped, and the socket closed.
@@ -110,18 +121,7 @@ async def open_child(kind: type[Child], module: str, environment: Mapping[str, s
         for end in (parent_end, child_end):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         parent_end.setblocking(False)
-        # stdout belongs to whoever reads this program's answers; the child's logs go to stderr.
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            module,
-            "--fd",
-            str(child_end.fileno()),
-            pass_fds=(child_end.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            env={**environment, **inherited()},
-        )
+        process = await start_process(module, child_end.fileno(), {**environment, **inherited()})
     except BaseException:
         parent_end.close()  # a child that was started all the same reads the end of the stream and exits
         raise

@@ -12,6 +12,8 @@ from common.child_environment import inherited
 from inference.safety import safety_classifiers as classifier_process
 from inference.workers.process import CHILD_ENVIRONMENT, SPARE_MODULE, open_host
 
+pytestmark = pytest.mark.usefixtures("executed_hosts")
+
 SECRETS = {
     "STRIPE_API_KEY": "sk_live_1",
     "WEIR_STRIPE_WEBHOOK_SECRET": "whsec_1",

@@ -14,9 +14,9 @@ import grpc
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.chaos.system import children_of
 from inference.routing.memory import torch_memory_bytes
 from tests.conftest import new_database
+from tests.forked_hosts import children_of
 from tests.metering.invariants import check_invariants
 from tests.service import MODEL, POLL_S, Service, Stream, Tenant, cost_picos, picos, price_model, running, until
 

@@ -22,7 +22,6 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir_client import AlreadyExists, Client, InvalidRequest, ModelTask
 
-from api.chaos.system import children_of
 from inference.adapters.remote_settings import Service as RemoteService
 from inference.text.tokenizer import Tokenizer
 from metering.core.models import QuotaDimension
@@ -32,6 +31,7 @@ from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.tenants.key_changes import rotate_api_key
 from tests.conftest import new_database
 from tests.e2e.openai_clients import connect, extension, says
+from tests.forked_hosts import children_of
 from tests.inference.encoder_checkpoints import DIMENSION, INPUT_TOKENS_MAX, PLAIN_IDS, make_random_encoder
 from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.serving import server_process
@@ -103,11 +103,7 @@ def request_of(*texts: str | Sequence[int], model: str = ENCODER, **fields: Any)
 
 def encoder_pid(service: Service) -> int | None:
     """Of the encoder's host."""
-    for pid in children_of(service.pid):
-        with contextlib.suppress(OSError):
-            if b"inference.encoder.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-    return None
+    return next(iter(children_of(service.pid, "inference.encoder.worker")), None)
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.chaos.system import children_of
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
+from tests.forked_hosts import children_of
 from tests.inference.classifier_checkpoints import make_danger_classifier
 from tests.service import PLAIN_IDS, Service, conversation, running, wait_for
 
@@ -73,11 +73,7 @@ def says(text: str) -> pb.ResponseFormat:
 
 def classifier_pid(service: Service) -> int | None:
     """The api process's child that classifies."""
-    for pid in children_of(service.pid):
-        with contextlib.suppress(OSError):
-            if b"inference.safety.classifier_host" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-    return None
+    return next(iter(children_of(service.pid, "inference.safety.classifier_host")), None)
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import uuid
@@ -15,10 +14,10 @@ from weir.v1 import admin_service_pb2_grpc, replicas_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.chaos.system import children_of
 from api.core.settings import bundled_models
 from metering.pricing.prices import set_price
 from tests.conftest import new_database
+from tests.forked_hosts import children_of
 from tests.inference.encoder_checkpoints import make_random_encoder
 from tests.service import PATIENCE_S, Service, bearer, running
 
@@ -35,12 +34,7 @@ CALLS = [[f"the garden number {call} is near the sea", "a hotel with breakfast",
 
 def encoder_pids(service: Service) -> list[int]:
     """Of the processes that embed."""
-    found = []
-    for pid in children_of(service.pid):
-        with contextlib.suppress(OSError):
-            if b"inference.encoder.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
+    return children_of(service.pid, "inference.encoder.worker")
 
 
 async def test_calls_outlive_the_encoder_that_had_them_and_are_billed_once(

@@ -11,11 +11,11 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.chaos.system import children_of
 from api.core.settings import bundled_models
 from metering.core.models import QuotaDimension
 from tests.faults.billed import check_ledger, rate
 from tests.faults.conftest import Start
+from tests.forked_hosts import children_of
 from tests.metering.invariants import check_invariants
 from tests.service import MODEL, PLAIN_IDS, Stream, cost_picos, picos, start, wait_for
 

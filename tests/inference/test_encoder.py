@@ -289,6 +289,7 @@ async def serving(directory: Path, *, started: bool = True, **changes: Any) -> A
 class TestProcess:
     """The encoder as the API process sees it."""
 
+    @pytest.mark.usefixtures("executed_hosts")
     async def test_serves_batches_and_refuses_what_it_cannot_embed(self, tiny: Path) -> None:
         given = texts(6, 9, 4, INPUT_TOKENS_MAX)
         too_long, strange = texts(6, 5, INPUT_TOKENS_MAX + 1), [*texts(6, 5), [CLS, 10_000]]

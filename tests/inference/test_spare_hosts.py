@@ -16,6 +16,8 @@ from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import prompt, run, settings_for, until
 from tests.inference.running import make_request
 
+pytestmark = pytest.mark.usefixtures("executed_hosts")
+
 
 async def test_a_start_takes_the_spare_and_one_that_died_is_not_taken(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch

@@ -62,6 +62,7 @@ async def test_streams_equal_what_the_core_generates(tiny: TinyCheckpoint) -> No
     assert statistics.output_token_count == sum(len(outcome.token_ids) for outcome in [*outcomes, again])
 
 
+@pytest.mark.usefixtures("executed_hosts")
 def test_it_runs_on_uvloop_as_in_the_api_process(tiny: TinyCheckpoint) -> None:
     async def crash_and_recover() -> list[int]:
         async with serving(settings_for(tiny)) as engine:
@@ -76,6 +77,7 @@ def test_it_runs_on_uvloop_as_in_the_api_process(tiny: TinyCheckpoint) -> None:
     assert uvloop.run(crash_and_recover()) == run_all(make_core(tiny.directory), [make_request(prompt(1), 8)])[0].token_ids
 
 
+@pytest.mark.usefixtures("executed_hosts")
 async def test_a_killed_host_fails_its_streams_and_comes_back(tiny: TinyCheckpoint) -> None:
     async with serving(settings_for(tiny)) as engine:
         first_pid = engine.host_pid
@@ -177,6 +179,7 @@ async def expect_unavailable(engine: HostedEngine) -> None:
         await engine.start()
 
 
+@pytest.mark.usefixtures("executed_hosts")
 async def test_cancelling_serve_takes_the_child_along(tiny: TinyCheckpoint) -> None:
     engine = TorchEngine(settings_for(tiny))
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
@@ -192,6 +195,7 @@ async def test_cancelling_serve_takes_the_child_along(tiny: TinyCheckpoint) -> N
     assert has_exited(pidfd, timeout_s=WAIT_S)
 
 
+@pytest.mark.usefixtures("executed_hosts")
 async def test_loading_tells_its_progress_and_many_may_wait_for_it(tiny: TinyCheckpoint) -> None:
     async with serving(settings_for(tiny), started=False) as engine, asyncio.TaskGroup() as tasks:
         starts = [tasks.create_task(engine.start()) for _ in range(5)]

@@ -1,0 +1,92 @@
+"""Engine hosts for tests, forked from a process that has imported torch, and api processes that start such hosts.
+
+Each is a host like any other, with the environment and the files that it would get, but that its parent is the server of
+`tests.forks`: `children_of` tells whose it is. Hosts are started as they are in production by the tests that use the fixture
+`executed_hosts`, and by `weir up` in tests/e2e/test_up.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from api.chaos import system
+from common.child_environment import inherited
+from inference.workers import process
+from inference.workers.process import CHILD_ENVIRONMENT
+from tests.forks import ANSWER_BYTES_MAX, Forked, ForkedChild, Server, send
+
+
+class StartProcess(Protocol):
+    """The type of `process.start_process`."""
+
+    def __call__(self, module: str, fd: int, environment: Mapping[str, str]) -> Coroutine[Any, Any, asyncio.subprocess.Process]:
+        """Start a host that has one end of a socket as its file `fd`."""
+
+
+execute_host: StartProcess = process.start_process
+APIS = Server("api.__main__")
+HOSTS = Server(
+    *("inference.core.engine_core", "inference.encoder.network"), environment=lambda: {**CHILD_ENVIRONMENT, **inherited()}
+)
+
+
+def start_api(environment: Mapping[str, str], log: Path) -> Forked | None:
+    """A new api process that appends to `log` and whose hosts are forked; None: see `Server.start`."""
+    return APIS.start([sys.executable, "-m", "tests.forked_hosts", HOSTS.path], environment, log)
+
+
+def children_of(pid: int, module: str = "") -> list[int]:
+    """Processes whose parent it is, and hosts that were forked for it. module: only those that run it."""
+    executed = [child for child in system.children_of(pid) if module in command_of(child)]
+    return executed + HOSTS.children_of(pid, module)
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process; empty if it has ended, and without /proc."""
+    try:
+        return (system.PROC / str(pid) / "cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def fork_hosts(path: Callable[[], str]) -> StartProcess:
+    """A substitute for `process.start_process`, which is still used where the server's environment is another one.
+
+    path: of the server's socket.
+    """
+
+    async def start_process(module: str, fd: int, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        with open(os.devnull, "r+") as null:  # noqa: ASYNC230  # never blocks
+            files = {0: null.fileno(), 1: null.fileno(), 2: 2, fd: fd}
+            arguments = ("--fd", str(fd))
+            connection = send(path(), files, module=module, arguments=arguments, environment=environment, owner=os.getpid())
+        connection.setblocking(False)
+        try:
+            answer = await asyncio.get_running_loop().sock_recv(connection, ANSWER_BYTES_MAX)
+        except BaseException:
+            connection.close()
+            raise
+        if answer:
+            return cast(asyncio.subprocess.Process, ForkedChild(connection, answer))
+        connection.close()
+        return await execute_host(module, fd, environment)
+
+    return start_process
+
+
+def main() -> None:
+    """Be an api process. The argument is the path of the server of its hosts."""
+    from api.__main__ import main as api_main  # here, since tests that start no api process import this module as well
+
+    path = sys.argv[1]
+    process.start_process = fork_hosts(lambda: path)
+    api_main()
+
+
+if __name__ == "__main__":
+    main()
