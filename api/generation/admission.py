@@ -6,28 +6,24 @@ Entering takes both or neither; leaving ends the hold exactly once, on every exi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import structlog
 
-from api.core.errors import Cause, Draining, Overloaded
+from api.core.errors import Draining, Overloaded
 from api.core.settings import Settings
 from api.generation.endings import OUTCOMES, Action, cause_of, charge_of, phase_of
 from api.generation.outbox import UsageSoFar
 from metering.core.errors import MeteringError
-from metering.core.models import Outcome, ServiceTier
+from metering.core.models import Outcome
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal
-from metering.holds.operations import Admit, Admitted, Extend, Settle, Settled, new_hold_id
-from metering.quotas.quota_rules import Payer
+from metering.holds.operations import Admit, Admitted, Extend, Settle, Settled
 from metering.quotas.quotas import QuotaExceeded
 
 REFUSED_S = 5.0  # after a refusal by a quota: so long the key's short prompts are not tokenized before the quotas are asked
@@ -53,9 +49,11 @@ class Capacity:
 
     def take(self) -> None:
         """Take a permit, to be given back once. Raises: Draining, Overloaded."""
-        self.check()
+        if self._draining or self._taken_count >= self._permit_count_max:
+            self.check()
+        if not self._taken_count:
+            self._idle.clear()
         self._taken_count += 1
-        self._idle.clear()
 
     def check(self) -> None:
         """Raise what taking a permit would raise: Draining, Overloaded."""
@@ -84,24 +82,6 @@ class Capacity:
         await self._idle.wait()
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionRequest:
-    """What admission has to know of a request. max_output_token_count: what the request and the context window allow.
-
-    embedding: its input is to be embedded, and there is no output.
-    """
-
-    payer: Payer
-    request_id: uuid.UUID
-    payload_hash: bytes
-    model: str
-    input_token_count: int
-    max_output_token_count: int
-    labels: dict[str, str]
-    tier: ServiceTier = ServiceTier.INTERACTIVE
-    embedding: bool = False
-
-
 class Lease:
     """The hold and the permit of one admitted request while it runs: a context manager, and leaving it ends both.
 
@@ -109,7 +89,7 @@ class Lease:
     `endings.py` says what it costs. `settled` is there afterwards, unless the hold was voided.
     """
 
-    def __init__(self, admission: Admission, request: AdmissionRequest, admitted: Admitted, usage: UsageSoFar) -> None:
+    def __init__(self, admission: Admission, max_output_token_count: int, admitted: Admitted, usage: UsageSoFar) -> None:
         self.admitted = admitted
         self.usage = usage
         self.outcome: Outcome | None = None
@@ -117,9 +97,9 @@ class Lease:
         self.migration_count = 0
         self.settled: Settled | None = None
         self._admission = admission
-        self._max_output_token_count = request.max_output_token_count
+        self._max_output_token_count = max_output_token_count
         self.leased_token_count = admitted.leased_token_count
-        self._lock = asyncio.Lock()
+        self._lock: asyncio.Lock | None = None  # made by the first extension
         self._anticipating = False
 
     def lapse(self) -> MeteringError | None:
@@ -155,6 +135,7 @@ class Lease:
             log.debug("lease_extension_refused", hold_id=str(self.admitted.hold_id), cause=str(refusal))
 
     async def _extend_beyond(self, leased_token_count: int) -> None:
+        self._lock = self._lock or asyncio.Lock()
         async with self._lock:
             if self.leased_token_count > leased_token_count:
                 return
@@ -171,30 +152,28 @@ class Lease:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Settle or void the hold, as the table of endings says."""
+        admission, usage, hold_id = self._admission, self.usage, self.admitted.hold_id
         try:
-            await self._end(cause_of(self.outcome, error))
-        finally:
-            self._admission.capacity.give_back()
-
-    async def _end(self, cause: Cause) -> None:
-        usage, hold_id = self.usage, self.admitted.hold_id
-        charge = charge_of(phase_of(usage), cause)
-        if charge.action is Action.VOID:
-            await self._admission.holds.void(hold_id)
-        else:
-            self.settled = await self._admission.holds.settle(
-                Settle(
-                    hold_id=hold_id,
-                    input_token_count=usage.input_token_count if charge.bills_input else 0,
-                    cached_input_token_count=usage.cached_input_token_count if charge.bills_input else 0,
-                    generated_token_count=max(usage.generated_token_count, usage.delivered_token_count),
-                    delivered_token_count=usage.delivered_token_count if charge.bills_output else 0,
-                    outcome=self.outcome or OUTCOMES[cause],
-                    timings=self.timings,
-                    migration_count=self.migration_count,
+            cause = cause_of(self.outcome, error)
+            charge = charge_of(phase_of(usage), cause)
+            if charge.action is Action.VOID:
+                await admission.holds.void(hold_id)
+            else:
+                self.settled = await admission.holds.settle(
+                    Settle(
+                        hold_id=hold_id,
+                        input_token_count=usage.input_token_count if charge.bills_input else 0,
+                        cached_input_token_count=usage.cached_input_token_count if charge.bills_input else 0,
+                        generated_token_count=max(usage.generated_token_count, usage.delivered_token_count),
+                        delivered_token_count=usage.delivered_token_count if charge.bills_output else 0,
+                        outcome=self.outcome or OUTCOMES[cause],
+                        timings=self.timings,
+                        migration_count=self.migration_count,
+                    )
                 )
-            )
-        self._admission.journal.forget(hold_id)
+            admission.journal.forget(hold_id)
+        finally:
+            admission.capacity.give_back()
 
 
 class Admission:
@@ -215,60 +194,44 @@ class Admission:
         """Whether the last request of a key was refused by a quota, a moment ago."""
         return time.monotonic() - self._refused_at.get(api_key_id, -math.inf) < REFUSED_S
 
-    @contextlib.contextmanager
-    def _noting(self, api_key_id: uuid.UUID) -> Iterator[None]:
-        try:
-            yield
-        except QuotaExceeded:
-            self._refused_at[api_key_id] = time.monotonic()
-            self._refused_at.move_to_end(api_key_id)
-            if len(self._refused_at) > REFUSED_KEYS_MAX:
-                self._refused_at.popitem(last=False)
-            raise
+    def _note_refusal(self, api_key_id: uuid.UUID) -> None:
+        self._refused_at[api_key_id] = time.monotonic()
+        self._refused_at.move_to_end(api_key_id)
+        if len(self._refused_at) > REFUSED_KEYS_MAX:
+            self._refused_at.popitem(last=False)
 
-    async def check_room(self, request: AdmissionRequest) -> None:
+    async def check_room(self, op: Admit) -> None:
         """Raise what a request would be refused with that is at least this large, before any work is spent on it.
 
-        request: with as many input tokens as it may have at least, and no more output than it needs to begin. Raises: Draining,
-        Overloaded; as `HoldStore.check_room`.
+        op: with as many input tokens as it may have at least; of its output no more is asked for than it needs to begin. Raises:
+        Draining, Overloaded; as `HoldStore.check_room`.
         """
         self.capacity.check()
-        least = min(1, request.max_output_token_count)
-        with self._noting(request.payer.api_key_id):
-            await self.holds.check_room(hold_operation(request, least, least))
+        op.first_slice_token_count = op.least_slice_token_count = min(1, op.first_slice_token_count)
+        try:
+            await self.holds.check_room(op)
+        except QuotaExceeded:
+            self._note_refusal(op.payer.api_key_id)
+            raise
 
-    async def admit(self, request: AdmissionRequest, usage: UsageSoFar) -> Lease:
+    async def admit(self, op: Admit, usage: UsageSoFar) -> Lease:
         """Hold what the request may cost. Whoever gets the lease enters it at once: leaving it ends the hold by `usage`.
 
+        op: its first slice is all the output that the request and the context window allow; a slice of that is leased at first.
         Raises: Draining, Overloaded, QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled,
         StoreAway. A refused request leaves no trace.
         """
-        slice_tokens = min(self.settings.lease_slice_tokens, request.max_output_token_count)
+        settings, max_output_token_count = self.settings, op.first_slice_token_count
+        op.first_slice_token_count = min(settings.lease_slice_tokens, max_output_token_count)
+        op.least_slice_token_count = min(settings.lease_least_tokens, op.first_slice_token_count)
         self.capacity.take()
         try:
-            least = min(self.settings.lease_least_tokens, slice_tokens)
-            with self._noting(request.payer.api_key_id):
-                admitted = await self.holds.admit(hold_operation(request, slice_tokens, least))
-        except BaseException:
+            admitted = await self.holds.admit(op)
+        except BaseException as error:
             self.capacity.give_back()
+            if isinstance(error, QuotaExceeded):
+                self._note_refusal(op.payer.api_key_id)
             raise
-        self._refused_at.pop(request.payer.api_key_id, None)
+        self._refused_at.pop(op.payer.api_key_id, None)
         self.admitted_count += 1
-        return Lease(self, request, admitted, usage)
-
-
-def hold_operation(request: AdmissionRequest, first_slice_tokens: int, least_slice_tokens: int) -> Admit:
-    """Build the operation that takes a new hold. Both slices are in output tokens."""
-    return Admit(
-        hold_id=new_hold_id(),
-        payer=request.payer,
-        request_id=request.request_id,
-        payload_hash=request.payload_hash,
-        model=request.model,
-        input_token_count=request.input_token_count,
-        first_slice_token_count=first_slice_tokens,
-        least_slice_token_count=least_slice_tokens,
-        labels=request.labels,
-        tier=request.tier,
-        embedding=request.embedding,
-    )
+        return Lease(self, max_output_token_count, admitted, usage)

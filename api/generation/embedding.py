@@ -21,7 +21,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
 from api.core.messages import input_count_max
 from api.core.pace import REFUSAL_COST_S
-from api.generation.admission import AdmissionRequest, Lease
+from api.generation.admission import Lease
 from api.generation.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
 from api.generation.engine_run import RETRY_S_MIN, wait_until_ready
 from api.generation.life import End, Interruptible, Life, State, Stopwatch
@@ -37,7 +37,7 @@ from inference.errors import EngineFailed
 from inference.text.tokenizer import TokenLimitExceeded
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered
-from metering.holds.operations import Settled
+from metering.holds.operations import Admit, Settled, new_hold_id
 from metering.quotas.quota_rules import Payer
 from metering.tenants.keys import NO_BOUNDS, TokenBounds
 from metering.tenants.networks import Address
@@ -216,19 +216,10 @@ class LiveEmbedding:
     async def _check_room(self, least_token_count: int) -> None:
         await self._process.admission.check_room(self._admission_request(least_token_count))
 
-    def _admission_request(self, token_count: int) -> AdmissionRequest:
+    def _admission_request(self, token_count: int) -> Admit:
         start = self.start
-        return AdmissionRequest(
-            payer=self.caller.payer,
-            request_id=start.request_id,
-            payload_hash=start.payload_hash,
-            model=start.model,
-            input_token_count=token_count,
-            max_output_token_count=0,
-            labels=start.labels,
-            tier=start.tier,
-            embedding=True,
-        )
+        ids = new_hold_id(), self.caller.payer, start.request_id, start.payload_hash
+        return Admit(*ids, start.model, token_count, 0, 0, start.labels, start.tier, embedding=True)
 
     async def _encode(self, encoder: Encoder, places: dict[Place, Part]) -> list[Vector]:
         """The vectors of all parts, each in its turn; so others have theirs in between."""

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from api.core.errors import FieldViolation, InvalidRequest, KeyBoundExceeded, PromptTooLong
-from api.generation.admission import AdmissionRequest
 from api.generation.decoding import check_against_model
 from api.generation.start_frame import ValidStart
 from api.generation.text_work import TextWork
@@ -19,6 +18,7 @@ from inference.engine import GenerationRequest, SequenceId
 from inference.routing.router import Route, Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer, TokenLimitExceeded
+from metering.holds.operations import Admit, new_hold_id
 from metering.quotas.quota_rules import Payer
 from metering.tenants.keys import TokenBounds
 
@@ -116,32 +116,26 @@ def arrival_of(
     )
 
 
-def admission_request(start: ValidStart, request: GenerationRequest, payer: Payer) -> AdmissionRequest:
-    """What admission has to know of it."""
-    return AdmissionRequest(
-        payer=payer,
-        request_id=start.request_id,
-        payload_hash=start.payload_hash,
-        model=start.model,
-        input_token_count=len(request.prompt_token_ids),
-        max_output_token_count=request.stop.max_output_tokens * request.choice_count,
+def admission_request(start: ValidStart, request: GenerationRequest, payer: Payer) -> Admit:
+    """The admission of a request with all of its output."""
+    return Admit(
+        new_hold_id(),
+        payer,
+        start.request_id,
+        start.payload_hash,
+        start.model,
+        len(request.prompt_token_ids),
+        first_slice_token_count=request.stop.max_output_tokens * request.choice_count,
+        least_slice_token_count=0,
         labels=start.labels,
         tier=start.tier,
     )
 
 
-def smallest_admission(start: ValidStart, least_token_count: int, payer: Payer) -> AdmissionRequest:
-    """Build the admission request of a prompt that is not tokenized yet, from a lower bound of its tokens."""
-    return AdmissionRequest(
-        payer=payer,
-        request_id=start.request_id,
-        payload_hash=start.payload_hash,
-        model=start.model,
-        input_token_count=least_token_count,
-        max_output_token_count=1,
-        labels=start.labels,
-        tier=start.tier,
-    )
+def smallest_admission(start: ValidStart, least_token_count: int, payer: Payer) -> Admit:
+    """The same for a prompt that is not tokenized yet, from a lower bound of its tokens."""
+    ids = new_hold_id(), payer, start.request_id, start.payload_hash
+    return Admit(*ids, start.model, least_token_count, 1, 0, start.labels, start.tier)
 
 
 def check_input_bound(bounds: TokenBounds, token_count: int, field: str, *, is_least: bool = False) -> None:

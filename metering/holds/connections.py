@@ -398,13 +398,8 @@ class PairedConnections:
         sent_at = self._leases.now()
         batch = [self._renewal() if isinstance(op, Renew) else op for op in operations if not isinstance(op, Probe)]
         answers = await connection.execute(batch)
-        lost = any(type(op) is Admit and type(answer) is StoreAway for op, answer in zip(batch, answers, strict=True))
-        self._has_lost_admissions = self._has_lost_admissions or lost
+        self._note(batch, answers, sent_at)
         self._note_answer()
-        for op, answer in zip(batch, answers, strict=True):
-            self._note(op, answer, sent_at)
-        if any(type(answer) is Settled for answer in answers):
-            self._used()
         if len(batch) == len(operations):
             return answers
         there, given = Ended(done=self._gate.away_s is None), iter(answers)
@@ -422,23 +417,32 @@ class PairedConnections:
             self._has_lost_admissions = False
             self._came_back()
 
-    def _note(self, op: HoldOperation, answer: HoldAnswer | Exception, sent_at: float) -> None:
+    def _note(self, batch: Sequence[HoldOperation], answers: Sequence[HoldAnswer | Exception], sent_at: float) -> None:
         """Keep the list of live holds, and until when they are ours, as the database has just answered."""
-        if isinstance(answer, Admitted):
-            self._leases.begin(answer.hold_id, sent_at)
-        elif isinstance(op, Settle | Void):
-            if isinstance(answer, StoreAway):
-                return
-            self._leases.end(op.hold_id)
-            if self._standing is not None:
-                self._standing.ended(op.hold_id)
-            if isinstance(answer, InvariantViolated):
-                # Voiding it would lose what was delivered, renewing it would hold its quotas for ever.
-                self._spared.add(op.hold_id)
-        elif isinstance(op, Extend) and isinstance(answer, Extended):
-            self._leases.extend(op.hold_id, sent_at)
-        elif isinstance(answer, Renewed):
-            self._leases.renew(answer.hold_ids, sent_at)
+        begun: list[uuid.UUID] = []
+        ended: list[uuid.UUID] = []
+        has_used = False
+        for op, answer in zip(batch, answers, strict=True):
+            if isinstance(answer, Admitted):
+                begun.append(answer.hold_id)
+            elif isinstance(answer, StoreAway):
+                self._has_lost_admissions = self._has_lost_admissions or type(op) is Admit
+            elif isinstance(op, Settle | Void):
+                ended.append(op.hold_id)
+                has_used = has_used or isinstance(answer, Settled)
+                if self._standing is not None:
+                    self._standing.ended(op.hold_id)
+                if isinstance(answer, InvariantViolated):
+                    # Voiding it would lose what was delivered, renewing it would hold its quotas for ever.
+                    self._spared.add(op.hold_id)
+            elif isinstance(op, Extend) and isinstance(answer, Extended):
+                self._leases.extend(op.hold_id, sent_at)
+            elif isinstance(answer, Renewed):
+                self._leases.renew(answer.hold_ids, sent_at)
+        self._leases.begin(begun, sent_at)
+        self._leases.end(ended)
+        if has_used:
+            self._used()
 
     def _renewal(self) -> Renew:
         """Of all holds that are live now."""

@@ -163,18 +163,23 @@ class HoldStore:
 
         Raises: QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled, StoreAway.
         """
-        if self._standing is None:
-            return await self._admit(op)
+        standing = self._standing
         try:
-            admitted = await self._admit(op)
+            self.gate.check()
+            admitted = await self._admissions.submit(op)
         except QuotaExceeded:
-            if not (released := self._standing.release(op.payer.organization_id)):
+            if standing is None or not (released := standing.release(op.payer.organization_id)):
                 raise
             await self._void_all(released)
-            admitted = await self._admit(op)
+            self.gate.check()
+            admitted = await self._admissions.submit(op)
         except StoreAway:
-            return self._standing.give(op)
-        self._standing.admitted(op, admitted)
+            if standing is None:
+                raise
+            return standing.give(op)
+        assert isinstance(admitted, Admitted)
+        if standing is not None:
+            standing.admitted(op, admitted)
         return admitted
 
     async def check_room(self, op: Admit) -> None:
@@ -186,19 +191,17 @@ class HoldStore:
             return
         asked = replace(op, only_asks=True)
         try:
-            await self._admissions_ask(asked)
+            self.gate.check()
+            await self._admissions.submit(asked)
         except QuotaExceeded:
             if self._standing is None or not (released := self._standing.release(op.payer.organization_id)):
                 raise
             await self._void_all(released)
-            await self._admissions_ask(asked)
+            self.gate.check()
+            await self._admissions.submit(asked)
         except StoreAway:
             if self._standing is None:
                 raise
-
-    async def _admissions_ask(self, op: Admit) -> None:
-        self.gate.check()
-        await self._admissions.submit(op)
 
     async def extend(self, op: Extend) -> Extended:
         """Lease more output tokens. While the database is away this waits for it, for a bounded time.
@@ -207,7 +210,7 @@ class HoldStore:
         """
         try:
             async with asyncio.timeout(self._answer_wait_s):
-                answer = await self._until_answered(op)
+                answer = await self._until_answered(op, None)
         except TimeoutError:
             raise StoreAway("the quota store does not answer, and what was leased is used up") from None
         assert isinstance(answer, Extended)
@@ -218,13 +221,16 @@ class HoldStore:
 
         Raises: InvariantViolated, HoldEnded; StoreAway only if `run` has ended: the journal's recovery settles it then.
         """
-        answer = await self._until_answered(op)
+        try:
+            answer = await self._commits.submit(op)
+        except StoreAway as away:
+            answer = await self._until_answered(op, away)
         assert isinstance(answer, Settled)
         return answer
 
     async def void(self, hold_id: uuid.UUID) -> None:
         """End a hold as if it had never been. Tries until the database has answered."""
-        await self._until_answered(Void(hold_id))
+        await self._until_answered(Void(hold_id), None)
 
     @property
     def has_answered(self) -> bool:
@@ -265,29 +271,26 @@ class HoldStore:
             async with asyncio.timeout(self._answer_wait_s):
                 await asyncio.gather(*(self._commits.submit(Void(hold_id)) for hold_id in hold_ids))
 
-    async def _admit(self, op: Admit) -> Admitted:
-        self.gate.check()
-        answer = await self._admissions.submit(op)
-        assert isinstance(answer, Admitted)
-        return answer
-
-    async def _until_answered(self, op: Settle | Void | Extend) -> HoldAnswer:
+    async def _until_answered(self, op: Settle | Void | Extend, away: StoreAway | None) -> HoldAnswer:
+        """Submit an operation until the database answers it. away: the answer to a first attempt, if there was one."""
         delay_s = 0.05
         while True:
+            if away is not None:
+                if self._closed:
+                    raise away
+                log.warning("hold_operation_delayed", operation=type(op).__name__, hold_id=str(op.hold_id), cause=str(away))
+                try:
+                    await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
+                    await self._connections.wait_until_answering(SETTLE_RETRY_MAX_S)
+                except asyncio.CancelledError:
+                    if not isinstance(op, Extend):
+                        self._owed[op.hold_id] = op
+                    raise
+                delay_s = min(delay_s * 2, SETTLE_RETRY_MAX_S)
             try:
                 return await self._commits.submit(op)
-            except StoreAway as away:
-                if self._closed:
-                    raise
-                log.warning("hold_operation_delayed", operation=type(op).__name__, hold_id=str(op.hold_id), cause=str(away))
-            try:
-                await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
-                await self._connections.wait_until_answering(SETTLE_RETRY_MAX_S)
-            except asyncio.CancelledError:
-                if not isinstance(op, Extend):
-                    self._owed[op.hold_id] = op
-                raise
-            delay_s = min(delay_s * 2, SETTLE_RETRY_MAX_S)
+            except StoreAway as again:
+                away = again
 
     async def _run_batches(self, commits: GroupCommit[HoldOperation | Probe, HoldAnswer]) -> None:
         while True:
@@ -338,7 +341,7 @@ class HoldStore:
         """Nobody takes the answer: end what an admission obtained, and do later what could not be done now."""
         if isinstance(answer, Admitted):
             # Not ours any more: a renewal voids it too, before its request can be bound to what was given to it meanwhile.
-            self._leases.end(answer.hold_id)
+            self._leases.end((answer.hold_id,))
             self._commits.post(Void(answer.hold_id))
         elif isinstance(op, Settle | Void) and isinstance(answer, StoreAway):
             self._owed[op.hold_id] = op

@@ -7,6 +7,7 @@ passed it stays passed, whatever a later renewal says: who has slept that long d
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -17,9 +18,7 @@ DRIFT = 0.01  # of the expiry: far more than two clocks can come apart by themse
 BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
-def boot_time_s() -> float:
-    """Seconds on that clock."""
-    return time.clock_gettime(BOOT_CLOCK)
+boot_time_s = functools.partial(time.clock_gettime, BOOT_CLOCK)  # seconds on that clock
 
 
 class LeaseClock:
@@ -39,29 +38,28 @@ class LeaseClock:
     def __len__(self) -> int:
         return len(self._deadlines)
 
-    def begin(self, hold_id: uuid.UUID, sent_at: float) -> None:
-        """The hold was taken by a statement sent at that time: it is ours now, whatever was before."""
-        self._deadlines[hold_id.int] = hold_id, sent_at + self._span_s
+    def begin(self, hold_ids: Iterable[uuid.UUID], sent_at: float) -> None:
+        """The holds were taken by a statement sent at that time: they are ours now, whatever was before."""
+        deadline = sent_at + self._span_s
+        for hold_id in hold_ids:
+            self._deadlines[hold_id.int] = hold_id, deadline
 
     def extend(self, hold_id: uuid.UUID, sent_at: float) -> None:
         """The same for an extension, unless the hold has ended here before."""
         if hold_id.int in self._deadlines:
-            self.begin(hold_id, sent_at)
+            self.begin((hold_id,), sent_at)
 
     def renew(self, hold_ids: Iterable[uuid.UUID], sent_at: float) -> None:
         """The expiry of these holds was moved, by a statement sent at that time."""
-        for hold_id in hold_ids:
-            if self._deadline(hold_id) > sent_at:
-                self.begin(hold_id, sent_at)
+        deadlines = self._deadlines
+        self.begin([each for each in hold_ids if each.int in deadlines and deadlines[each.int][1] > sent_at], sent_at)
 
-    def end(self, hold_id: uuid.UUID) -> None:
-        """The hold has ended."""
-        self._deadlines.pop(hold_id.int, None)
+    def end(self, hold_ids: Iterable[uuid.UUID]) -> None:
+        """The holds have ended."""
+        for hold_id in hold_ids:
+            self._deadlines.pop(hold_id.int, None)
 
     def left_s(self, hold_id: uuid.UUID) -> float:
         """For how long this process may still act under the hold; 0 for one that has lapsed or ended."""
-        return max(self._deadline(hold_id) - self.now(), 0.0)
-
-    def _deadline(self, hold_id: uuid.UUID) -> float:
         found = self._deadlines.get(hold_id.int)
-        return 0.0 if found is None else found[1]
+        return 0.0 if found is None else max(found[1] - self.now(), 0.0)

@@ -18,6 +18,8 @@ from common.incidents import Retries
 
 Op = TypeVar("Op")
 Result = TypeVar("Result")
+# An operation, the future of its caller (None if it was posted) and the time by the loop's clock at which it came.
+Waiting = tuple[Op, asyncio.Future[Result] | None, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +43,6 @@ class GroupCommitStatistics:
         )
 
 
-@dataclass(slots=True)
-class Waiting(Generic[Op, Result]):
-    """One operation and the future of whoever waits for it; None if nobody ever did."""
-
-    op: Op
-    future: asyncio.Future[Result] | None
-    since: float  # by the loop's clock
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether somebody waited and does not any more."""
-        return self.future is not None and self.future.done()
-
-
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long an operation waits for its answer at most, and the error that it gets then. The answer is orphaned."""
@@ -65,6 +53,8 @@ class Patience:
 
 class GroupCommit(Generic[Op, Result]):
     """Collects operations and hands them to `execute` in batches, in order of arrival.
+
+    A caller waits for one future of its own, which the answer to its batch sets: nothing else belongs to an operation.
 
     execute: answers each operation of a batch with a result or an exception, in order; raising fails the whole batch.
     orphaned: told of each answer, result or error, that nobody takes: of a posted operation, or of one whose caller was cancelled
@@ -98,9 +88,9 @@ class GroupCommit(Generic[Op, Result]):
         self._fair_share = fair_share
         self._patience = patience
         self._overdue_check: asyncio.TimerHandle | None = None
-        self._under_way: list[Waiting[Op, Result]] = []
         self._queue: deque[Waiting[Op, Result]] = deque()
-        self._arrived = asyncio.Event()
+        self._under_way: list[Waiting[Op, Result]] = []
+        self._arrived: asyncio.Future[None] | None = None  # while `run_batch` waits for an operation
         self._closed: Exception | None = None
         self._operation_count = 0
         self._batch_count = 0
@@ -120,7 +110,9 @@ class GroupCommit(Generic[Op, Result]):
             raise self._overflow()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
-        self._append(Waiting(op, future, loop.time()))
+        self._queue.append((op, future, loop.time()))
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
         if self._patience is not None and self._overdue_check is None:
             self._overdue_check = loop.call_later(self._patience.wait_s, self._answer_overdue, self._patience)
         try:
@@ -137,19 +129,17 @@ class GroupCommit(Generic[Op, Result]):
 
     def post(self, op: Op) -> None:
         """Run one operation without waiting for its answer, which goes to `orphaned`."""
-        self._append(Waiting(op, None, 0.0))
+        self._queue.append((op, None, 0.0))
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
     def close(self, error: Exception) -> None:
         """Answer everything that waits, and all that is submitted later, with the error: no batch will run any more."""
         self._closed = error
-        while self._queue:
-            self._answer(self._queue.popleft(), error)
-
-    def _append(self, waiting: Waiting[Op, Result]) -> None:
-        self._queue.append(waiting)
-        if len(self._queue) > self._waiting_count_peak:
-            self._waiting_count_peak = len(self._queue)
-        self._arrived.set()
+        self._note_peak()
+        batch = list(self._queue)
+        self._queue.clear()
+        self._answer(batch, [error] * len(batch))
 
     def _answer_overdue(self, patience: Patience) -> None:
         """One look for all: a timer for each operation would cost as much as answering it.
@@ -158,29 +148,32 @@ class GroupCommit(Generic[Op, Result]):
         """
         loop = asyncio.get_running_loop()
         self._overdue_check = None
+        self._note_peak()
         latest = loop.time() - patience.wait_s
-        for waiting in itertools.chain(self._under_way, self._queue):  # who waits longest comes first
-            if waiting.future is None or waiting.future.done():
+        for _, future, since in itertools.chain(self._under_way, self._queue):  # who waits longest comes first
+            if future is None or future.done():
                 continue
-            if waiting.since > latest:
-                self._overdue_check = loop.call_at(waiting.since + patience.wait_s, self._answer_overdue, patience)
+            if since > latest:
+                self._overdue_check = loop.call_at(since + patience.wait_s, self._answer_overdue, patience)
                 break
-            waiting.future.set_exception(patience.error())
+            future.set_exception(patience.error())
         self._drop_abandoned()
 
     def _drop_abandoned(self) -> None:
         """Take out of the front of the queue what may be left out, up to the first that somebody waits for."""
         queue = self._queue
         kept: list[Waiting[Op, Result]] = []
-        while queue and (queue[0].future is None or queue[0].abandoned):
+        while queue and ((future := queue[0][1]) is None or future.done()):
             waiting = queue.popleft()
-            if not (waiting.abandoned and self._droppable(waiting.op)):
+            if future is None or not self._droppable(waiting[0]):
                 kept.append(waiting)
         queue.extendleft(reversed(kept))
 
     async def run_batch(self) -> None:
         """Wait until something waits, then run one batch."""
-        await self._arrived.wait()
+        if not self._queue:
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
         batch = self._take()
         if not batch:
             return
@@ -190,7 +183,7 @@ class GroupCommit(Generic[Op, Result]):
         began_at = time.monotonic()
         self._under_way = batch
         try:
-            results = await self._execute([waiting.op for waiting in batch])
+            results = await self._execute([op for op, _, _ in batch])
         except Exception as error:
             results = [error] * len(batch)
         except BaseException:
@@ -200,9 +193,7 @@ class GroupCommit(Generic[Op, Result]):
             self._under_way = []
             if self._measured is not None:
                 self._measured(len(batch), time.monotonic() - began_at)
-        for waiting, result in zip(batch, results, strict=True):
-            with self._answers.survive():
-                self._answer(waiting, result)
+        self._answer(batch, results)
 
     def empty(self) -> bool:
         """Whether nothing waits."""
@@ -215,6 +206,7 @@ class GroupCommit(Generic[Op, Result]):
 
     def statistics(self) -> GroupCommitStatistics:
         """Counts and peaks so far."""
+        self._note_peak()
         return GroupCommitStatistics(
             operation_count=self._operation_count,
             batch_count=self._batch_count,
@@ -225,21 +217,29 @@ class GroupCommit(Generic[Op, Result]):
 
     def _take(self) -> list[Waiting[Op, Result]]:
         """The next batch, without operations that nobody waits for any more."""
-        batch: list[Waiting[Op, Result]] = []
+        self._note_peak()
         size_max = self._batch_size_max if self._fair_share is None else min(self._batch_size_max, self._fair_share())
         queue = self._queue
+        batch: list[Waiting[Op, Result]] = []
         while queue and len(batch) < size_max:
             waiting = queue.popleft()
-            if not (waiting.abandoned and self._droppable(waiting.op)):
+            future = waiting[1]
+            if future is None or not (future.done() and self._droppable(waiting[0])):
                 batch.append(waiting)
-        if not self._queue:
-            self._arrived.clear()
         return batch
 
-    def _answer(self, waiting: Waiting[Op, Result], answer: Result | Exception) -> None:
-        if waiting.future is None or waiting.future.done():
-            self._orphaned(waiting.op, answer)
-        elif isinstance(answer, Exception):
-            waiting.future.set_exception(answer)
-        else:
-            waiting.future.set_result(answer)
+    def _note_peak(self) -> None:
+        """Called wherever the queue is about to become shorter."""
+        self._waiting_count_peak = max(self._waiting_count_peak, len(self._queue))
+
+    def _answer(self, batch: Sequence[Waiting[Op, Result]], answers: Sequence[Result | Exception]) -> None:
+        for (op, future, _), answer in zip(batch, answers, strict=True):
+            try:
+                if future is None or future.done():
+                    self._orphaned(op, answer)
+                elif isinstance(answer, Exception):
+                    future.set_exception(answer)
+                else:
+                    future.set_result(answer)
+            except Exception as error:  # the others are answered all the same
+                self._answers.failed(error)

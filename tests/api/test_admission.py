@@ -14,12 +14,13 @@ import pytest
 
 from api.core.errors import Draining, Overloaded
 from api.core.settings import Settings
-from api.generation.admission import Admission, AdmissionRequest, Capacity, Lease
+from api.generation.admission import Admission, Capacity, Lease
 from api.generation.outbox import UsageSoFar
 from metering.core.errors import HoldEnded, RequestInFlight
 from metering.core.models import Outcome, QuotaDimension
 from metering.holds.holds import HoldStore
 from metering.holds.journal import Delivered, UsageJournal
+from metering.holds.operations import Admit, new_hold_id
 from metering.holds.recovery import sweep_expired_holds
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
@@ -66,8 +67,8 @@ async def running(world: HoldWorld, directory: Path, *, settings: Settings = SET
     journal.close()
 
 
-def request(payer: Payer, *, max_output_tokens: int = 1000) -> AdmissionRequest:
-    return AdmissionRequest(payer, uuid.uuid4(), bytes(32), "demo", 10, max_output_tokens, {})
+def request(payer: Payer, *, max_output_tokens: int = 1000) -> Admit:
+    return Admit(new_hold_id(), payer, uuid.uuid4(), bytes(32), "demo", 10, max_output_tokens, 0)
 
 
 async def test_tokens_flow_under_a_lease_that_grows_with_them(world: HoldWorld, tmp_path: Path) -> None:

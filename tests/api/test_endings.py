@@ -23,13 +23,12 @@ from api.core.errors import (
     SiblingEnded,
 )
 from api.core.statuses import CODES
-from api.generation.admission import AdmissionRequest
 from api.generation.endings import CAUSES, OUTCOMES, PHASES, TABLE, WAYS, Action, Charge, EndPhase, cause_of, charge_of, phase_of
 from api.generation.outbox import UsageSoFar
 from inference.errors import EngineError, EngineFailed, EngineUnavailable, RequestImpossible, SafetyUnavailable
 from metering.core.errors import HoldEnded, KeyInvalid, RequestIdReused, StoreAway
 from metering.core.models import Outcome, QuotaDimension
-from metering.holds.operations import Expire, Settle, Void
+from metering.holds.operations import Admit, Expire, Settle, Void, new_hold_id
 from metering.holds.recovery import sweep_expired_holds
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
@@ -173,13 +172,13 @@ async def test_what_ends_before_its_hold_leaves_no_trace(world: HoldWorld, tmp_p
         if cause is Cause.CLIENT:
             other = world.tenant("other")
             async with await rig.admission.admit(
-                AdmissionRequest(other, asked.request_id, bytes(32), "demo", 10, 9, {}), UsageSoFar()
+                Admit(new_hold_id(), other, asked.request_id, bytes(32), "demo", 10, 9, 0), UsageSoFar()
             ):
                 pass
             refused = RequestIdReused
             async with await rig.admission.admit(asked, UsageSoFar()) as lease:
                 lease.outcome = Outcome.CANCELLED
-            asked = AdmissionRequest(payer, asked.request_id, bytes(31) + b"x", "demo", 10, 9, {})
+            asked = Admit(new_hold_id(), payer, asked.request_id, bytes(31) + b"x", "demo", 10, 9, 0)
         elif cause is Cause.LIMIT:
             world.execute("UPDATE quotas SET limit_value = 9 WHERE dimension = 'tokens_per_day'")
         elif cause is Cause.OPERATOR:

@@ -25,7 +25,7 @@ def test_a_deadline_counts_from_when_the_statement_was_sent_and_ends_before_the_
     clock = Clock()
     leases = LeaseClock(60.0, clock)
 
-    leases.begin(ID, sent_at=995.0)
+    leases.begin([ID], sent_at=995.0)
 
     assert 54.0 <= leases.left_s(ID) < 55.0
     assert leases.left_s(OTHER) == 0.0
@@ -34,8 +34,8 @@ def test_a_deadline_counts_from_when_the_statement_was_sent_and_ends_before_the_
 def test_a_renewal_moves_what_has_not_lapsed_and_nothing_else() -> None:
     clock = Clock()
     leases = LeaseClock(60.0, clock)
-    leases.begin(ID, sent_at=1000.0)
-    leases.begin(OTHER, sent_at=1030.0)
+    leases.begin([ID], sent_at=1000.0)
+    leases.begin([OTHER], sent_at=1030.0)
 
     clock.now = 1061.0  # asleep: one of them has lapsed
     leases.renew([ID, OTHER], sent_at=1061.0)
@@ -48,13 +48,13 @@ def test_a_renewal_moves_what_has_not_lapsed_and_nothing_else() -> None:
 def test_an_extension_proves_that_the_hold_is_still_ours() -> None:
     clock = Clock()
     leases = LeaseClock(60.0, clock)
-    leases.begin(ID, sent_at=1000.0)
+    leases.begin([ID], sent_at=1000.0)
     clock.now = 1100.0
 
     leases.extend(ID, sent_at=1100.0)
 
     assert leases.left_s(ID) > 0.0
-    leases.end(ID)
+    leases.end([ID])
     leases.extend(ID, sent_at=1100.0)  # its settlement was answered before
     assert leases.left_s(ID) == 0.0
     assert len(leases) == 0
