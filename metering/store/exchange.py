@@ -2,17 +2,19 @@
 
 psycopg's own pipelines send each statement by itself and look for its answer by itself, and its cursors adapt each value: together
 ten times the work. Here a caller writes its values as text (the arrays below), each statement is prepared when a connection first
-sees it, all go out at once, and one wait ends with the last answer.
+sees it, all go out at once, and the caller is woken once, by the last answer.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import re
 import struct
 import uuid
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any
@@ -21,7 +23,6 @@ import psycopg
 from psycopg import pq
 from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
-from psycopg.waiting import Ready, Wait
 
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 
@@ -55,8 +56,20 @@ _PLACEHOLDER = re.compile(r"%[s%]")
 
 _numbers = itertools.count(1)
 
-# By statement the name that it was prepared under, per connection.
-_prepared: weakref.WeakKeyDictionary[Connection, dict[bytes, bytes]] = weakref.WeakKeyDictionary()
+CANCEL_TIMEOUT_S = 5.0  # for the server to take notice that nobody waits for an answer any more
+
+
+class _Session:
+    """Of one connection: statements and the names that they were prepared under, and what makes values of answers."""
+
+    __slots__ = ("load", "prepared")
+
+    def __init__(self) -> None:
+        self.prepared: dict[bytes, bytes] = {}
+        self.load: Any = Transformer()  # a class of psycopg's that it gives no type; texts are UTF-8, and times UTC
+
+
+_sessions: weakref.WeakKeyDictionary[Connection, _Session] = weakref.WeakKeyDictionary()
 
 
 async def exchange(connection: Connection, statements: Sequence[Statement]) -> list[list[Row]]:
@@ -64,76 +77,104 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
 
     Statements that neither begin nor commit are one transaction by themselves, committed when this returns.
 
-    connection: in autocommit mode and used by nobody else meanwhile. Raises ValueError for text with a NUL, and then nothing was
-    sent; else what the first statement that failed raises, and no later one was run: nothing is committed then, and a transaction
-    that was begun has to be rolled back. After a cancellation the connection is of no more use.
+    connection: in autocommit mode and used by nobody else meanwhile; waits for as long as it lasts. Raises ValueError for text with
+    a NUL, and then nothing was sent; else what the first statement that failed raises, and no later one was run: nothing is
+    committed then, and a transaction that was begun has to be rolled back. After a cancellation the connection is of no more use.
     """
-    encoded = [(_query(sql), [_encoded(value) for value in values]) for sql, values in statements]
-    pgconn = connection.pgconn
-    prepared = _prepared.setdefault(connection, {})
+    encoded: list[tuple[bytes, list[bytes | None], list[int]]] = []
+    for sql, values in statements:
+        parameters: list[bytes | None] = []
+        for value in values:
+            if value is None or type(value) is Packed:
+                parameters.append(value)
+                continue
+            parameters.append(text := str(value).encode())
+            if b"\0" in text:  # the protocol would end the value there
+                raise ValueError("text for the database must not contain NUL")
+        encoded.append((_query(sql), parameters, [type(value) is Packed for value in values]))
+    session = _sessions.get(connection)
+    if session is None:
+        session = _sessions[connection] = _Session()
+    pgconn, prepared = connection.pgconn, session.prepared
     new: dict[bytes, bytes] = {}
     pgconn.enter_pipeline_mode()
-    for query, values in encoded:
+    for query, parameters, formats in encoded:
         name = prepared.get(query) or new.get(query)
         if name is None:
             # Whether a preparation was done is not known before its answer, so a name is never used for a second one.
             name = new[query] = f"weir_{next(_numbers)}".encode()
             pgconn.send_prepare(name, query)
-        formats = [pq.Format.BINARY if type(value) is Packed else pq.Format.TEXT for value in values]
-        pgconn.send_query_prepared(name, values, formats, result_format=pq.Format.BINARY)
+        pgconn.send_query_prepared(name, parameters, formats, result_format=pq.Format.BINARY)
     pgconn.pipeline_sync()
-    results = await connection.wait(_answers(pgconn, prepared, iter(new.items())))
-    load: Any = Transformer(connection)  # a class of psycopg's that it gives no type
-    return [_rows(load, result) for result in results]
+    loop, socket = asyncio.get_running_loop(), pgconn.socket
+    answered: asyncio.Future[None] = loop.create_future()
+    results: list[pq.abc.PGresult] = []
+    loop.add_reader(socket, _read, pgconn, prepared, iter(new.items()), results, answered)
+    try:
+        if pgconn.flush():
+            loop.add_writer(socket, _write, loop, pgconn, answered)
+        await answered
+    except asyncio.CancelledError:
+        with contextlib.suppress(psycopg.Error):
+            await connection.cancel_safe(timeout=CANCEL_TIMEOUT_S)
+        raise
+    finally:
+        loop.remove_reader(socket)
+        loop.remove_writer(socket)
+    rows: list[list[Row]] = []
+    for result in results:
+        row_count = result.ntuples
+        if row_count:
+            session.load.set_pgresult(result)
+        rows.append(session.load.load_rows(0, row_count, tuple) if row_count else [])
+    return rows
 
 
-def _answers(
-    pgconn: pq.abc.PGconn, prepared: dict[bytes, bytes], new: Iterator[tuple[bytes, bytes]]
-) -> Generator[Wait, Ready | int, list[pq.abc.PGresult]]:
-    """Send what is to be sent and collect one result per executed statement, up to the end of the pipeline.
+def _read(
+    pgconn: pq.abc.PGconn,
+    prepared: dict[bytes, bytes],
+    new: Iterator[tuple[bytes, bytes]],
+    results: list[pq.abc.PGresult],
+    answered: asyncio.Future[None],
+) -> None:
+    """Take what has arrived: one result per executed statement, and at the end of the pipeline the first error, if there was one.
 
     new: what is being prepared, in order. It goes to `prepared` as the server answers, also before an error: else a batch that
     fails again and again would leave statements there that nobody uses.
     """
-    while pgconn.flush():
-        if (yield Wait.RW) & Ready.R:
-            pgconn.consume_input()
-    results: list[pq.abc.PGresult] = []
-    error: psycopg.Error | None = None
-    while True:
-        while pgconn.is_busy():
-            yield Wait.R
-            pgconn.consume_input()
-        result = pgconn.get_result()
-        if result is None:  # the end of one statement's answer
-            continue
-        match result.status:
-            case pq.ExecStatus.PIPELINE_SYNC:
-                break
-            case pq.ExecStatus.TUPLES_OK:
+    try:
+        pgconn.consume_input()
+        while not (pgconn.is_busy() or answered.done()):
+            result = pgconn.get_result()
+            if result is None:  # the end of one statement's answer
+                if pgconn.status == pq.ConnStatus.BAD:
+                    raise psycopg.OperationalError(pgconn.get_error_message())
+                continue
+            status = result.status
+            if status == pq.ExecStatus.PIPELINE_SYNC:
+                pgconn.exit_pipeline_mode()
+                failed = next((each for each in results if each.status == pq.ExecStatus.FATAL_ERROR), None)
+                if failed is not None:
+                    raise error_from_result(failed)
+                answered.set_result(None)
+            elif status == pq.ExecStatus.COMMAND_OK and not result.command_status:  # the answer to a preparation
+                query, name = next(new)
+                prepared[query] = name
+            elif status != pq.ExecStatus.PIPELINE_ABORTED:  # which tells what comes after an error that it was left out
                 results.append(result)
-            case pq.ExecStatus.COMMAND_OK:
-                if result.command_status:
-                    results.append(result)
-                else:  # the answer to a preparation
-                    query, name = next(new)
-                    prepared[query] = name
-            case pq.ExecStatus.FATAL_ERROR:
-                error = error or error_from_result(result)
-            case _:
-                pass  # what comes after an error is told to have been left out
-    pgconn.exit_pipeline_mode()
-    if error is not None:
-        raise error
-    return results
+    except psycopg.Error as error:
+        if not answered.done():
+            answered.set_exception(error)
 
 
-def _rows(load: Any, result: pq.abc.PGresult) -> list[Row]:
-    rows: list[Row] = []
-    if result.ntuples:
-        load.set_pgresult(result)
-        rows = load.load_rows(0, result.ntuples, tuple)
-    return rows
+def _write(loop: asyncio.AbstractEventLoop, pgconn: pq.abc.PGconn, answered: asyncio.Future[None]) -> None:
+    """Send on what the socket did not take at once."""
+    try:
+        if not pgconn.flush():
+            loop.remove_writer(pgconn.socket)
+    except psycopg.Error as error:
+        if not answered.done():
+            answered.set_exception(error)
 
 
 @lru_cache(maxsize=256)  # statements are constants
@@ -141,15 +182,6 @@ def _query(sql: str) -> bytes:
     """The text of a statement as the server takes it."""
     numbers = itertools.count(1)
     return _PLACEHOLDER.sub(lambda found: "%" if found[0] == "%%" else f"${next(numbers)}", sql).encode()
-
-
-def _encoded(value: Value) -> bytes | None:
-    if value is None or type(value) is Packed:
-        return value
-    encoded = str(value).encode()
-    if b"\0" in encoded:  # the protocol would end the value there
-        raise ValueError("text for the database must not contain NUL")
-    return encoded
 
 
 def array(values: Iterable[int | bool | datetime | str]) -> str:
