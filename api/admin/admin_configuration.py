@@ -30,13 +30,6 @@ from metering.configuration.configuration import (
 from metering.configuration.parts import Attempts
 from metering.tenants.networks import in_one_form
 
-ACTIONS = {
-    Action.CREATE: pb.ConfigurationChange.ACTION_CREATE,
-    Action.UPDATE: pb.ConfigurationChange.ACTION_UPDATE,
-    Action.DELETE: pb.ConfigurationChange.ACTION_DELETE,
-    Action.KEEP: pb.ConfigurationChange.ACTION_KEEP,
-}
-
 WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
 
 # Columns whose times the contract names as times.
@@ -71,7 +64,6 @@ class Parsing:
 
     def key(self, path: str, message: pb.ApiKeyConfiguration) -> KeySpec:
         """One key."""
-        ends = message.HasField("expire_time")
         return KeySpec(
             name=message.name,
             prefix=message.prefix,
@@ -80,7 +72,7 @@ class Parsing:
             allowed_networks=in_one_form(message.allowed_networks),
             max_input_tokens=message.max_input_tokens or None,
             max_output_tokens=message.max_output_tokens or None,
-            expires_at=wire.parse_timestamp(message.expire_time, f"{path}.expire_time") if ends else None,
+            expires_at=wire.given_time(message, "expire_time", f"{path}.expire_time"),
             quotas=self.quotas(path, message.quotas),
             prune_quotas=message.prune_quotas,
         )
@@ -112,14 +104,13 @@ class Parsing:
 
 def price_spec(path: str, message: pb.PriceConfiguration) -> PriceSpec:
     """The prices of one model."""
-    has = message.HasField
     return PriceSpec(
         model=message.model,
         currency_code=message.currency_code or ("" if message.organization else "USD"),
         organization=message.organization,
-        embedding_picos_per_token=message.embedding_picos_per_token if has("embedding_picos_per_token") else None,
-        batch_multiplier_milli=message.batch_multiplier_milli if has("batch_multiplier_milli") else None,
-        effective_at=wire.parse_timestamp(message.effective_time, f"{path}.effective_time") if has("effective_time") else None,
+        embedding_picos_per_token=wire.given(message, "embedding_picos_per_token"),
+        batch_multiplier_milli=wire.given(message, "batch_multiplier_milli"),
+        effective_at=wire.given_time(message, "effective_time", f"{path}.effective_time"),
         input_picos_per_token=message.input_picos_per_token,
         cached_input_picos_per_token=message.cached_input_picos_per_token,
         output_picos_per_token=message.output_picos_per_token,
@@ -141,35 +132,19 @@ def configuration_message(configuration: Configuration) -> pb.Configuration:
             )
             for organization in configuration.organizations
         ],
-        prices=[
-            pb.PriceConfiguration(
-                model=price.model,
-                currency_code=price.currency_code,
-                input_picos_per_token=price.input_picos_per_token,
-                cached_input_picos_per_token=price.cached_input_picos_per_token,
-                output_picos_per_token=price.output_picos_per_token,
-                organization=price.organization,
-                embedding_picos_per_token=price.embedding_picos_per_token,
-                batch_multiplier_milli=price.batch_multiplier_milli,
-            )
-            for price in configuration.prices
-        ],
+        prices=[wire.message_of(pb.PriceConfiguration, price, effective_time=None) for price in configuration.prices],
     )
 
 
 def project_message(project: ProjectSpec) -> pb.ProjectConfiguration:
     """One project."""
     keys = (
-        pb.ApiKeyConfiguration(
-            name=key.name,
-            prefix=key.prefix,
-            scopes=key.scopes,
-            models=key.models,
-            allowed_networks=key.allowed_networks,
-            max_input_tokens=key.max_input_tokens or 0,
-            max_output_tokens=key.max_output_tokens or 0,
-            expire_time=wire.timestamp(key.expires_at),
+        wire.message_of(
+            pb.ApiKeyConfiguration,
+            key,
+            expire_time=key.expires_at,
             quotas=map(quota_message, key.quotas),
+            prune_quotas=None,
         )
         for key in project.keys
     )
@@ -219,10 +194,9 @@ def mistaken_message(mistakes: Iterable[Mistake]) -> pb.ApplyConfigurationRespon
 def change_message(change: Change, *, secrets: bool) -> pb.ConfigurationChange:
     """One difference."""
     is_unmade = change.kind == "key" and change.action is Action.CREATE and not secrets
-    return pb.ConfigurationChange(
-        action=ACTIONS[change.action],
-        kind=change.kind,
-        path=change.path,
+    return wire.message_of(
+        pb.ConfigurationChange,
+        change,
         quota=None if change.quota is None else place_message(change.quota),
         fields=[
             pb.FieldChange(

@@ -33,15 +33,6 @@ REASON_CHARS_MAX = 200
 PAGE_SIZE = 200
 END_WAIT_S = 2.0  # a process that is well ends a request within some milliseconds
 END_POLL_S = 0.005
-PHASES = {
-    "": live_pb.REQUEST_PHASE_UNSPECIFIED,
-    "preparing": live_pb.REQUEST_PHASE_PREPARING,
-    "queued": live_pb.REQUEST_PHASE_QUEUED,
-    "loading": live_pb.REQUEST_PHASE_LOADING,
-    "prefill": live_pb.REQUEST_PHASE_PREFILL,
-    "decode": live_pb.REQUEST_PHASE_DECODE,
-    "ending": live_pb.REQUEST_PHASE_ENDING,
-}
 
 
 class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
@@ -100,8 +91,7 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
         """Ends a request wherever it runs."""
         await self._caller(context)
         request_id = wire.parse_request_id(request.request_id)
-        if len(request.reason) > REASON_CHARS_MAX or not request.reason.isprintable():
-            raise InvalidValue("reason", f"give at most {REASON_CHARS_MAX} printable characters")
+        check_reason(request.reason)
         place, had_ended = await self._place(request_id, request.project)
         if had_ended:
             return await self._killed(live_pb.KillRequestResponse.RESULT_HAD_ENDED, request_id, place)
@@ -179,39 +169,13 @@ async def record_kill(session: AsyncSession, actor: str, request_id: uuid.UUID, 
 
 def live_request_message(row: live.LiveRequestRow) -> live_pb.LiveRequest:
     """One request."""
-    return live_pb.LiveRequest(
-        request_id=str(row.request_id),
-        organization_id=str(row.organization_id),
-        organization_name=row.organization_name,
-        project_id=str(row.project_id),
-        project_name=row.project_name,
-        api_key_id=str(row.api_key_id),
-        api_key_prefix=row.api_key_prefix,
-        model=row.model,
-        phase=PHASES[row.phase],
-        age=wire.duration(max(row.age_s, 0.0)),
-        input_token_count=row.input_token_count,
-        cached_input_token_count=row.cached_input_token_count,
-        delivered_token_count=row.delivered_token_count,
-        tokens_per_second=row.tokens_per_second,
-        leased_token_count=row.leased_token_count,
-        admit_time=wire.timestamp(row.admitted_at),
-        expire_time=wire.timestamp(row.expires_at),
-        owner_id=str(row.owner_id),
-        owner_name=row.owner_name,
-    )
+    times = {"admit_time": row.admitted_at, "expire_time": row.expires_at}
+    return wire.message_of(live_pb.LiveRequest, row, age=wire.duration(max(row.age_s, 0.0)), **times)
 
 
 def load_message(load: live.OrganizationLoad) -> live_pb.LiveOrganization:
     """All that runs for one organization."""
-    return live_pb.LiveOrganization(
-        organization_id=str(load.organization_id),
-        name=load.name,
-        request_count=load.request_count,
-        hold_count=load.hold_count,
-        held_token_count=load.held_token_count,
-        tokens_per_second=load.tokens_per_second,
-    )
+    return wire.message_of(live_pb.LiveOrganization, load)
 
 
 class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
@@ -308,27 +272,10 @@ def span(message: Duration) -> timedelta:
 
 def replica_message(row: ReplicaRow) -> replica_pb.Replica:
     """One replica of one process."""
-    return replica_pb.Replica(
-        model=row.model,
-        replica=row.replica,
-        region=row.region,
-        state=replica_pb.ReplicaState.Value(f"REPLICA_STATE_{row.state.upper()}"),
-        reason=row.reason,
-        drained=row.is_drained,
-        request_count=row.request_count,
-        outstanding_token_count=row.outstanding_token_count,
-        owner_id=str(row.owner_id),
-        owner_name=row.owner_name,
-    )
+    return wire.message_of(replica_pb.Replica, row, drained=row.is_drained)
 
 
 def drain_message(order: ReplicaDrain) -> replica_pb.ReplicaDrain:
     """One order."""
-    move_after_ms = order.move_after_ms
-    return replica_pb.ReplicaDrain(
-        model=order.model,
-        replica=order.replica,
-        reason=order.reason,
-        drain_time=wire.timestamp(order.drained_at),
-        move_after=None if move_after_ms is None else wire.duration(move_after_ms / 1000),
-    )
+    move_after = None if order.move_after_ms is None else wire.duration(order.move_after_ms / 1000)
+    return wire.message_of(replica_pb.ReplicaDrain, order, drain_time=order.drained_at, move_after=move_after)

@@ -10,7 +10,7 @@ from weir.v1 import admin_service_pb2 as pb
 from weir.v1.types_pb2 import QuotaStatus
 
 from api.access.auth import Authenticator
-from api.admin.admin_configuration import ConfigurationCalls
+from api.admin.admin_configuration import WEIGHTS, ConfigurationCalls
 from api.admin.admin_live import LiveCalls, ReplicaCalls
 from api.admin.admin_tenants import AlertWebhookCalls, TenantCalls
 from api.admin.admin_terms import PriceCalls, TermCalls
@@ -64,12 +64,8 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
                 model=request.model,
                 dimension=dimensions[request.dimension],
                 limit_value=request.limit_value,
-                weights=(
-                    request.input_weight_milli if request.HasField("input_weight_milli") else None,
-                    request.cached_input_weight_milli if request.HasField("cached_input_weight_milli") else None,
-                    request.output_weight_milli if request.HasField("output_weight_milli") else None,
-                ),
-                enforced=request.enforced if request.HasField("enforced") else None,
+                weights=tuple(wire.given(request, name) for name in WEIGHTS),
+                enforced=wire.given(request, "enforced"),
                 for_new_keys=request.for_new_keys,
                 alert_at=request.alert_at.values if request.HasField("alert_at") else None,
                 actor=actor,
@@ -85,7 +81,7 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
 
     async def RaiseQuota(self, request: pb.RaiseQuotaRequest, context: Context) -> pb.RaiseQuotaResponse:
         """Raises a limit for a time, or ends that."""
-        until = wire.parse_timestamp(request.expire_time, "expire_time") if request.HasField("expire_time") else None
+        until = wire.given_time(request, "expire_time")
         async with self._transaction(context) as (session, actor):
             state = await quota_admin.raise_quota(
                 session,
@@ -125,8 +121,8 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
 
     async def ListAuditEntries(self, request: pb.ListAuditEntriesRequest, context: Context) -> pb.ListAuditEntriesResponse:
         """Reads the audit log."""
-        start_at = wire.parse_timestamp(request.start_time, "start_time") if request.HasField("start_time") else None
-        end_at = wire.parse_timestamp(request.end_time, "end_time") if request.HasField("end_time") else None
+        start_at = wire.given_time(request, "start_time")
+        end_at = wire.given_time(request, "end_time")
         async with self._transaction(context) as (session, _):
             entries = await audit.list_audit_entries(
                 session,
@@ -143,15 +139,8 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
 
 def audit_message(entry: AuditEntry) -> pb.AuditEntry:
     """One change."""
-    return pb.AuditEntry(
-        entry_id=entry.id,
-        create_time=wire.timestamp(entry.created_at),
-        actor=entry.actor,
-        action=entry.action,
-        subject_id=entry.subject_id,
-        before_json=json_text(entry.before),
-        after_json=json_text(entry.after),
-    )
+    values = {"before_json": json_text(entry.before), "after_json": json_text(entry.after)}
+    return wire.message_of(pb.AuditEntry, entry, entry_id=entry.id, **values)
 
 
 def json_text(value: dict[str, Any] | None) -> str:

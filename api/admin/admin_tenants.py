@@ -84,7 +84,7 @@ class TenantCalls(AdminCalls):
 
     async def CreateApiKey(self, request: pb.CreateApiKeyRequest, context: Context) -> pb.CreateApiKeyResponse:
         """Creates a key and shows its secret, once."""
-        lifetime = wire.parse_duration(request.lifetime, "lifetime") if request.HasField("lifetime") else None
+        lifetime = wire.given_duration(request, "lifetime")
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
                 key = await tenants.find_api_key(acting.session, earlier)
@@ -111,7 +111,8 @@ class TenantCalls(AdminCalls):
 
     async def RotateApiKey(self, request: pb.RotateApiKeyRequest, context: Context) -> pb.RotateApiKeyResponse:
         """Gives a key a new secret and shows it, once."""
-        overlap = wire.parse_duration(request.overlap, "overlap") if request.HasField("overlap") else key_changes.OVERLAP
+        overlap = wire.given_duration(request, "overlap")
+        overlap = key_changes.OVERLAP if overlap is None else overlap
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
                 key = await tenants.find_api_key(acting.session, earlier)
@@ -124,20 +125,19 @@ class TenantCalls(AdminCalls):
 
     async def UpdateApiKey(self, request: pb.UpdateApiKeyRequest, context: Context) -> pb.UpdateApiKeyResponse:
         """Changes a key."""
-        has_time = request.HasField("expire_time")
         async with self._acting(context) as acting:
             key = await key_changes.update_api_key(
                 acting.session,
                 api_key=request.api_key,
-                name=request.name if request.HasField("name") else None,
+                name=wire.given(request, "name"),
                 scopes=tuple(request.scopes),
                 models=self._known_models(request.models),
                 all_models=request.all_models,
                 allowed_networks=tuple(request.allowed_networks),
                 all_networks=request.all_networks,
-                max_input_tokens=request.max_input_tokens if request.HasField("max_input_tokens") else None,
-                max_output_tokens=request.max_output_tokens if request.HasField("max_output_tokens") else None,
-                expires_at=wire.parse_timestamp(request.expire_time, "expire_time") if has_time else None,
+                max_input_tokens=wire.given(request, "max_input_tokens"),
+                max_output_tokens=wire.given(request, "max_output_tokens"),
+                expires_at=wire.given_time(request, "expire_time"),
                 never_expires=request.never_expires,
                 actor=acting.actor,
             )
@@ -159,7 +159,7 @@ class TenantCalls(AdminCalls):
                 session,
                 organization=request.organization or None,
                 api_key=request.api_key or None,
-                unused_for=wire.parse_duration(request.unused_for, "unused_for") if request.HasField("unused_for") else None,
+                unused_for=wire.given_duration(request, "unused_for"),
             )
             return pb.ListApiKeysResponse(api_keys=map(key_message, keys))
 
@@ -172,46 +172,29 @@ class TenantCalls(AdminCalls):
 
 def organization_message(organization: Organization, profile: BillingProfile | None) -> pb.Organization:
     """A customer."""
-    return pb.Organization(
-        organization_id=str(organization.id),
-        name=organization.name,
-        currency_code=organization.currency_code,
-        create_time=wire.timestamp(organization.created_at),
-        billing_profile=None if profile is None else billing_profile_message(profile),
-    )
+    addressee = None if profile is None else billing_profile_message(profile)
+    return wire.message_of(pb.Organization, organization, organization_id=organization.id, billing_profile=addressee)
 
 
 def project_message(project: Project) -> pb.Project:
     """A project."""
-    return pb.Project(
-        project_id=str(project.id),
-        organization_id=str(project.organization_id),
-        name=project.name,
-        create_time=wire.timestamp(project.created_at),
-    )
+    return wire.message_of(pb.Project, project, project_id=project.id)
 
 
 def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
     """A key without its secret."""
-    return pb.ApiKey(
-        api_key_id=str(key.id),
-        project_id=str(key.project_id),
-        project_name=key.project_name,
-        organization_id=str(key.organization_id),
-        organization_name=key.organization_name,
-        name=key.name,
-        prefix=key.prefix,
+    return wire.message_of(
+        pb.ApiKey,
+        key,
+        api_key_id=key.id,
         scopes=sorted(key.scopes),
         models=sorted(key.models),
-        create_time=wire.timestamp(key.created_at),
-        expire_time=wire.timestamp(key.expires_at),
-        revoke_time=wire.timestamp(key.revoked_at),
-        overlap_end_time=wire.timestamp(key.overlap_ends_at),
-        last_use_time=wire.timestamp(key.last_used_at),
-        use_known_since_time=wire.timestamp(key.uses_known_since),
-        allowed_networks=key.allowed_networks,
-        max_input_tokens=key.bounds.max_input_tokens or 0,
-        max_output_tokens=key.bounds.max_output_tokens or 0,
+        expire_time=key.expires_at,
+        overlap_end_time=key.overlap_ends_at,
+        last_use_time=key.last_used_at,
+        use_known_since_time=key.uses_known_since,
+        max_input_tokens=key.bounds.max_input_tokens,
+        max_output_tokens=key.bounds.max_output_tokens,
     )
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Iterable, Mapping
-from datetime import date, datetime
+from datetime import date
 
-from google.protobuf.timestamp_pb2 import Timestamp
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import configuration_pb2, types_pb2
+from weir.v1 import configuration_pb2
 from weir.v1 import plans_pb2 as plan_pb
 from weir.v1 import prices_pb2 as price_pb
-from weir.v1.inference_service_pb2 import SERVICE_TIER_UNSPECIFIED
 
 from api.admin.admin_calls import AdminCalls
 from api.core import wire
@@ -122,15 +120,8 @@ class TermCalls(AdminCalls):
         async with self._transaction(context) as (session, _):
             balance = await prepaid.credit_balance(session, organization=request.organization)
             currency_code = balance.organization.currency_code
-            return plan_pb.GetCreditBalanceResponse(
-                organization_id=str(balance.organization.id),
-                organization_name=balance.organization.name,
-                prepaid=balance.prepaid,
-                left=wire.money(currency_code, balance.left_picos),
-                unbilled=wire.money(currency_code, balance.unbilled_picos),
-                held=wire.money(currency_code, balance.held_picos),
-                available=wire.money(currency_code, balance.available_picos),
-            )
+            names = {"organization_id": balance.organization.id, "organization_name": balance.organization.name}
+            return wire.message_of(plan_pb.GetCreditBalanceResponse, balance, currency_code, **names)
 
     async def SetPrepaid(self, request: plan_pb.SetPrepaidRequest, context: Context) -> plan_pb.SetPrepaidResponse:
         """Keeps an organization to its credit, or no longer."""
@@ -181,12 +172,7 @@ def selector_of(message: plan_pb.TokenSelector) -> Selector:
 
 def step_of(message: plan_pb.PlanPriceStep) -> PriceStep:
     """One step."""
-    has = message.HasField
-    return PriceStep(
-        message.up_to_token_count if has("up_to_token_count") else None,
-        message.price_picos if has("price_picos") else None,
-        message.price_milli if has("price_milli") else None,
-    )
+    return PriceStep(*(wire.given(message, name) for name in ("up_to_token_count", "price_picos", "price_milli")))
 
 
 def plan_message(plan: plan_admin.Plan) -> plan_pb.Plan:
@@ -197,55 +183,38 @@ def plan_message(plan: plan_admin.Plan) -> plan_pb.Plan:
     for allowance in plan.rules.allowances:
         configuration.allowances.add(selector=selector_message(allowance.selector), token_count=allowance.token_count)
     for tiered in plan.rules.tiered_prices:
-        steps = (plan_pb.PlanPriceStep(**step_fields(step)) for step in tiered.steps)
+        steps = (wire.message_of(plan_pb.PlanPriceStep, step) for step in tiered.steps)
         configuration.tiered_prices.add(selector=selector_message(tiered.selector), kind=str(tiered.kind), steps=steps)
     return plan_pb.Plan(configuration=configuration, version=plan.version, create_time=wire.timestamp(plan.created_at))
 
 
-def step_fields(step: PriceStep) -> dict[str, int]:
-    """What a step says."""
-    values = {"up_to_token_count": step.up_to_token_count, "price_picos": step.price_picos, "price_milli": step.price_milli}
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def selector_message(selector: Selector) -> plan_pb.TokenSelector:
     """Which tokens."""
-    tier = SERVICE_TIER_UNSPECIFIED if selector.tier is None else wire.TIER_NUMBERS[selector.tier]
-    return plan_pb.TokenSelector(model=selector.model, token_kind=str(selector.token_kind or ""), tier=tier)
+    return wire.message_of(plan_pb.TokenSelector, selector)
 
 
 def assignment_message(assignment: plan_admin.Assignment, names: Names) -> plan_pb.PlanAssignment:
     """Which plan from when on."""
     plan = assignment.plan
-    return plan_pb.PlanAssignment(
-        organization_id=str(assignment.organization_id),
+    return wire.message_of(
+        plan_pb.PlanAssignment,
+        assignment,
         organization_name=names[assignment.organization_id],
         first_month=f"{assignment.first_month:%Y-%m}",
-        plan="" if plan is None else plan.name,
-        version=0 if plan is None else plan.version,
-        assigned_by=assignment.assigned_by,
+        plan=plan and plan.name,
+        version=plan and plan.version,
     )
 
 
 def grant_message(grant: credits.Grant, names: Names) -> plan_pb.CreditGrant:
     """Credit as it stands."""
-
-    def money(picos: int) -> types_pb2.Money:
-        return wire.money(grant.currency_code, picos)
-
-    return plan_pb.CreditGrant(
-        grant_id=str(grant.id),
-        organization_id=str(grant.organization_id),
+    return wire.message_of(
+        plan_pb.CreditGrant,
+        grant,
+        grant_id=grant.id,
         organization_name=names[grant.organization_id],
-        amount=money(grant.amount_picos),
-        spent=money(grant.spent_picos),
-        expired=money(grant.expired_picos),
-        remaining=money(grant.remaining_picos),
         first_month=f"{grant.first_month:%Y-%m}",
         last_month=f"{grant.last_month:%Y-%m}",
-        reason=grant.reason,
-        granted_by=grant.granted_by,
-        create_time=wire.timestamp(grant.created_at),
     )
 
 
@@ -261,7 +230,7 @@ def proposed_price(message: configuration_pb2.PriceConfiguration) -> simulation.
             message.embedding_picos_per_token,
         ),
         organization=message.organization,
-        batch_multiplier_milli=message.batch_multiplier_milli if message.HasField("batch_multiplier_milli") else None,
+        batch_multiplier_milli=wire.given(message, "batch_multiplier_milli"),
     )
 
 
@@ -273,20 +242,8 @@ def proposed_plan(path: str, message: plan_pb.PlanConfiguration) -> simulation.P
 
 def simulated_message(customer: simulation.SimulatedCustomer) -> plan_pb.SimulatedCustomer:
     """What a month would have come to."""
-
-    def money(picos: int) -> types_pb2.Money:
-        return wire.money(customer.currency_code, picos)
-
-    return plan_pb.SimulatedCustomer(
-        organization_id=str(customer.organization_id),
-        organization_name=customer.organization_name,
-        token_count=customer.token_count,
-        old_amount=money(customer.old_picos),
-        new_amount=money(customer.new_picos),
-        difference=money(customer.new_picos - customer.old_picos),
-        old_plan=customer.old_plan,
-        new_plan=customer.new_plan,
-    )
+    amounts = {"old_amount": customer.old_picos, "new_amount": customer.new_picos}
+    return wire.message_of(plan_pb.SimulatedCustomer, customer, difference=customer.new_picos - customer.old_picos, **amounts)
 
 
 class PriceCalls(AdminCalls):
@@ -294,8 +251,7 @@ class PriceCalls(AdminCalls):
 
     async def SetPrice(self, request: admin_pb.SetPriceRequest, context: Context) -> admin_pb.SetPriceResponse:
         """Adds a price version, and one for the batch tier where that pays another price."""
-        effective_at = given_time(request.effective_time, present=request.HasField("effective_time"), field="effective_time")
-        has_embedding, has_multiplier = request.HasField("embedding_picos_per_token"), request.HasField("batch_multiplier_milli")
+        effective_at = wire.given_time(request, "effective_time")
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
                 price = await prices.get_price(acting.session, int(earlier))
@@ -307,9 +263,9 @@ class PriceCalls(AdminCalls):
                     input_picos_per_token=request.input_picos_per_token,
                     cached_input_picos_per_token=request.cached_input_picos_per_token,
                     output_picos_per_token=request.output_picos_per_token,
-                    embedding_picos_per_token=request.embedding_picos_per_token if has_embedding else None,
+                    embedding_picos_per_token=wire.given(request, "embedding_picos_per_token"),
                     organization=request.organization,
-                    batch_multiplier_milli=request.batch_multiplier_milli if has_multiplier else None,
+                    batch_multiplier_milli=wire.given(request, "batch_multiplier_milli"),
                     effective_at=effective_at,
                     actor=acting.actor,
                 )
@@ -320,7 +276,7 @@ class PriceCalls(AdminCalls):
 
     async def WithdrawPrice(self, request: price_pb.WithdrawPriceRequest, context: Context) -> price_pb.WithdrawPriceResponse:
         """Ends an own price."""
-        effective_at = given_time(request.effective_time, present=request.HasField("effective_time"), field="effective_time")
+        effective_at = wire.given_time(request, "effective_time")
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
                 price = await prices.get_price(acting.session, int(earlier))
@@ -338,7 +294,7 @@ class PriceCalls(AdminCalls):
 
     async def ListPrices(self, request: price_pb.ListPricesRequest, context: Context) -> price_pb.ListPricesResponse:
         """Tells who pays what, where that comes from and since when."""
-        at = given_time(request.time, present=request.HasField("time"), field="time")
+        at = wire.given_time(request, "time")
         async with self._transaction(context) as (session, _):
             owner = await find_organization(session, request.organization) if request.organization else None
             owner_id = None if owner is None else owner.id
@@ -370,19 +326,15 @@ def version_messages(versions: Iterable[ModelPrice], names: Names) -> list[price
 def version_message(version: ModelPrice, names: Names) -> price_pb.PriceVersion:
     """One price version."""
     owner = version.organization_id
-    return price_pb.PriceVersion(
-        version=version.prices.version,
+    return wire.message_of(
+        price_pb.PriceVersion,
+        version.prices,
         model=version.model,
-        currency_code=version.prices.currency_code,
-        tier=wire.TIER_NUMBERS[version.tier],
-        organization_id="" if owner is None else str(owner),
-        organization_name="" if owner is None else names[owner],
-        input_picos_per_token=version.prices.input_picos_per_token,
-        cached_input_picos_per_token=version.prices.cached_input_picos_per_token,
-        output_picos_per_token=version.prices.output_picos_per_token,
-        embedding_picos_per_token=version.prices.embedding_picos_per_token,
+        tier=version.tier,
+        organization_id=owner,
+        organization_name=owner and names[owner],
         multiplier_milli=version.multiplier_milli,
-        effective_time=wire.timestamp(version.effective_at),
+        effective_time=version.effective_at,
         withdrawn=version.withdrawn,
     )
 
@@ -396,8 +348,3 @@ def applied_message(applied: CustomerPrice, names: Names) -> price_pb.AppliedPri
         source=price_pb.AppliedPrice.SOURCE_ORGANIZATION if is_own else price_pb.AppliedPrice.SOURCE_LIST,
         version=version_message(applied.price, names),
     )
-
-
-def given_time(message: Timestamp, *, present: bool, field: str) -> datetime | None:
-    """A time of a request; None if it is unset. Raises: InvalidRequest."""
-    return wire.parse_timestamp(message, field) if present else None

@@ -31,7 +31,7 @@ from api.billing.billing_wire import (
 from api.billing.usage_calls import UsageCalls
 from api.core import wire
 from api.core.interceptor import Context
-from api.core.messages import alert_message, chain_message, receipt_messages
+from api.core.messages import alert_message, receipt_messages
 from metering.alerts.alerts import list_alerts
 from metering.core.errors import InvalidValue, NotFound
 from metering.export.invoice_payments import payments_by_month
@@ -49,6 +49,7 @@ from metering.tenants.tenants import find_organization
 
 DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}
 PAGE_SIZE = 500
+COUNTS = [field.name for field in reconcile_pb.StageSum.DESCRIPTOR.fields if field.name.endswith("_token_count")]
 
 
 class AlertCalls(BillingCalls):
@@ -261,34 +262,14 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
 
 def sum_message(each: StageSum) -> reconcile_pb.StageSum:
     """One price version and kind of token."""
-    return reconcile_pb.StageSum(
-        model=each.model,
-        tier=each.tier,
-        price_version=each.price_version,
-        token_kind=each.token_kind,
-        used_token_count=each.used,
-        posted_token_count=each.posted,
-        billed_token_count=each.billed,
-        invoiced_token_count=each.invoiced,
-        due_token_count=each.due,
-        batched_token_count=each.batched,
-        delivered_token_count=each.delivered,
-    )
+    counts = {name: getattr(each, name.removesuffix("_token_count")) for name in COUNTS}
+    return wire.message_of(reconcile_pb.StageSum, each, **counts)
 
 
 def difference_message(each: Difference) -> reconcile_pb.StageDifference:
     """One difference."""
-    return reconcile_pb.StageDifference(
-        stage=each.stage,
-        model=each.model,
-        price_version=each.price_version or 0,
-        token_kind=each.token_kind,
-        token_count=each.token_count,
-        amount=wire.money(each.currency_code, each.amount_picos) if each.currency_code else None,
-        since_time=wire.timestamp(each.since),
-        detail=each.detail,
-        remedy=each.remedy,
-    )
+    amount = each.amount_picos if each.currency_code else None
+    return wire.message_of(reconcile_pb.StageDifference, each, amount=amount, since_time=each.since)
 
 
 class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
@@ -306,10 +287,7 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
         async with self._reports.turn(principal) as sessions, sessions() as session:
             keys = await list_receipt_keys(session)
         return receipt_pb.ListReceiptKeysResponse(
-            keys=[
-                receipts_pb2.ReceiptKey(key_id=key.id, public_key=key.public_key, create_time=wire.timestamp(key.created_at))
-                for key in keys
-            ]
+            keys=[wire.message_of(receipts_pb2.ReceiptKey, key, key_id=key.id) for key in keys]
         )
 
     async def ListReceipts(self, request: receipt_pb.ListReceiptsRequest, context: Context) -> receipt_pb.ListReceiptsResponse:
@@ -334,11 +312,4 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
         async with self._reports.turn(principal) as sessions, sessions() as session:
             owner = await visible(session, principal, request.organization)
             found = await receipt_month(session, owner.id, month)
-        return receipt_pb.GetReceiptMonthResponse(
-            organization_id=str(owner.id),
-            month=request.month,
-            root=found.root,
-            receipt_count=found.receipt_count,
-            chains=[chain_message(piece) for piece in found.chains],
-            unreceipted_count=found.unreceipted_count,
-        )
+        return wire.message_of(receipt_pb.GetReceiptMonthResponse, found, organization_id=owner.id, month=request.month)

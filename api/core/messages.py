@@ -12,7 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import alerts_pb2, receipts_pb2, types_pb2
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, TIER_NUMBERS, known_duration, known_time, money, timestamp
+from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, known_duration, known_time, message_of, timestamp
 from inference.engine import ModelInfo
 from inference.routing.router import ReplicaCounts
 from metering.alerts.alerts import ListedAlert, facts_of
@@ -23,7 +23,6 @@ from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, Weight
 from metering.quotas.quota_states import effective
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import VERSION
-from metering.receipts.months import ChainPiece
 from metering.tenants.billing_profiles import BillingProfile
 
 NO_WEIGHTS = Weights(0, 0, 0)  # what is told of a quota that counts no tokens
@@ -32,12 +31,6 @@ DIMENSION_ORDER = {dimension: index for index, dimension in enumerate(QuotaDimen
 INPUT_COUNT_MAX = 2048  # texts in one call: what others offer; more gain nothing, a batch is smaller
 ANSWER_BYTES_MAX = 4 * 2**20 - 2**16  # what gRPC clients take unless told otherwise, less what stands beside the vectors
 EMBEDDING_BYTES = 24  # of a message beside its vector
-DELIVERY_STATES = {
-    "pending": alerts_pb2.ALERT_DELIVERY_STATE_PENDING,
-    "delivered": alerts_pb2.ALERT_DELIVERY_STATE_DELIVERED,
-    "failed": alerts_pb2.ALERT_DELIVERY_STATE_FAILED,
-}
-
 ONE_REPLICA = ReplicaCounts(ready=1, total=1, drained=0)
 
 
@@ -169,18 +162,8 @@ def model_message(
 
 def price_message(paid: CustomerPrice) -> pb.Price:
     """What a model costs in one tier."""
-    prices = paid.price.prices
-    return pb.Price(
-        version=prices.version,
-        currency_code=prices.currency_code,
-        input_picos_per_token=prices.input_picos_per_token,
-        cached_input_picos_per_token=prices.cached_input_picos_per_token,
-        output_picos_per_token=prices.output_picos_per_token,
-        embedding_picos_per_token=prices.embedding_picos_per_token,
-        effective_time=timestamp(paid.price.effective_at),
-        tier=TIER_NUMBERS[paid.tier],
-        own=paid.price.organization_id is not None,
-    )
+    is_own = paid.price.organization_id is not None
+    return message_of(pb.Price, paid.price.prices, effective_time=paid.price.effective_at, tier=paid.tier, own=is_own)
 
 
 def receipt_messages(receipts: Iterable[IssuedReceipt]) -> list[receipts_pb2.Receipt]:
@@ -224,18 +207,6 @@ def time_of(micros: int) -> Timestamp:
     return Timestamp(seconds=seconds, nanos=rest * 1000)
 
 
-def chain_message(piece: ChainPiece) -> receipts_pb2.ReceiptChain:
-    """A month's piece of a chain."""
-    return receipts_pb2.ReceiptChain(
-        project_id=str(piece.project_id),
-        first_sequence=piece.first_sequence,
-        last_sequence=piece.last_sequence,
-        previous_hash=piece.previous_hash,
-        last_hash=piece.last_hash,
-        receipt_count=piece.receipt_count,
-    )
-
-
 def alert_message(listed: ListedAlert) -> alerts_pb2.Alert:
     """One alert."""
     alert, quota = listed.alert, listed.quota
@@ -264,39 +235,21 @@ def alert_message(listed: ListedAlert) -> alerts_pb2.Alert:
         )
     if alert.invoice_event is not None:
         facts = facts_of(alert)
-        message.invoice.MergeFrom(
-            alerts_pb2.AlertInvoice(
-                stripe_invoice_id=alert.stripe_invoice_id or "",
-                stripe_number=facts.stripe_number,
-                month=facts.month,
-                amount_due=money(facts.currency_code, facts.amount_due_picos),
-                amount_paid=money(facts.currency_code, facts.amount_paid_picos),
-                hosted_url=facts.hosted_url,
-            )
-        )
+        message.invoice.CopyFrom(message_of(alerts_pb2.AlertInvoice, facts, stripe_invoice_id=alert.stripe_invoice_id))
     if (delivery := listed.delivery) is not None:
-        message.delivery.MergeFrom(
-            alerts_pb2.AlertDelivery(
-                state=DELIVERY_STATES[delivery.state],
-                attempt_count=delivery.attempt_count,
-                attempt_time=timestamp(delivery.attempted_at),
-                end_time=timestamp(delivery.ended_at),
-                last_error=delivery.last_error or "",
-            )
-        )
+        times = {"attempt_time": delivery.attempted_at, "end_time": delivery.ended_at}
+        message.delivery.CopyFrom(message_of(alerts_pb2.AlertDelivery, delivery, **times))
     return message
 
 
 def webhook_message(state: WebhookState) -> alerts_pb2.AlertWebhook:
     """A webhook without its secret."""
-    return alerts_pb2.AlertWebhook(
-        organization_id=str(state.organization.id),
+    return message_of(
+        alerts_pb2.AlertWebhook,
+        state.webhook,
         organization_name=state.organization.name,
-        url=state.webhook.url,
-        create_time=timestamp(state.webhook.created_at),
         pending_count=state.pending_count,
-        failure_count=state.webhook.failure_count,
-        rest_end_time=timestamp(state.webhook.rests_until),
+        rest_end_time=state.webhook.rests_until,
         last_error=state.last_error,
     )
 
@@ -308,15 +261,5 @@ def billing_profile_message(profile: BillingProfile) -> types_pb2.BillingProfile
 
 def parse_billing_profile(message: types_pb2.BillingProfile) -> BillingProfile:
     """The profile that a message holds, not validated."""
-    return BillingProfile(
-        emails=tuple(message.emails),
-        legal_name=message.legal_name,
-        address_line1=message.address_line1,
-        address_line2=message.address_line2,
-        city=message.city,
-        postal_code=message.postal_code,
-        state=message.state,
-        country=message.country,
-        tax_id=message.tax_id,
-        language=message.language,
-    )
+    texts = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.name != "emails"}
+    return BillingProfile(emails=tuple(message.emails), **texts)

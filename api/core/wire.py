@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
 
+from google.protobuf import message_factory
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
@@ -16,6 +21,7 @@ from api.core.violations import Violations
 from inference.engine import EngineFinishReason
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
 
+M = TypeVar("M", bound=Message)
 PICOS_PER_UNIT = 10**12
 LABEL_COUNT_MAX = 16
 LABEL_KEY_CHARS_MAX = 64
@@ -29,37 +35,11 @@ TIERS: Mapping[int, ServiceTier] = {
     pb.SERVICE_TIER_INTERACTIVE: ServiceTier.INTERACTIVE,
     pb.SERVICE_TIER_BATCH: ServiceTier.BATCH,
 }
-TIER_NUMBERS: Mapping[ServiceTier, pb.ServiceTier.ValueType] = {
-    ServiceTier.INTERACTIVE: pb.SERVICE_TIER_INTERACTIVE,
-    ServiceTier.BATCH: pb.SERVICE_TIER_BATCH,
-}
-SUBJECTS: Mapping[QuotaSubject, types_pb2.QuotaSubject.ValueType] = {
-    QuotaSubject.ORGANIZATION: types_pb2.QUOTA_SUBJECT_ORGANIZATION,
-    QuotaSubject.PROJECT: types_pb2.QUOTA_SUBJECT_PROJECT,
-    QuotaSubject.API_KEY: types_pb2.QUOTA_SUBJECT_API_KEY,
-}
-DIMENSIONS: Mapping[QuotaDimension, types_pb2.QuotaDimension.ValueType] = {
-    QuotaDimension.CONCURRENT_REQUESTS: types_pb2.QUOTA_DIMENSION_CONCURRENT_REQUESTS,
-    QuotaDimension.REQUESTS_PER_MINUTE: types_pb2.QUOTA_DIMENSION_REQUESTS_PER_MINUTE,
-    QuotaDimension.TOKENS_PER_MINUTE: types_pb2.QUOTA_DIMENSION_TOKENS_PER_MINUTE,
-    QuotaDimension.TOKENS_PER_DAY: types_pb2.QUOTA_DIMENSION_TOKENS_PER_DAY,
-    QuotaDimension.TOKENS_PER_MONTH: types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH,
-    QuotaDimension.COST_PICOS_PER_MONTH: types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_MONTH,
-    QuotaDimension.INPUT_TOKENS_PER_MINUTE: types_pb2.QUOTA_DIMENSION_INPUT_TOKENS_PER_MINUTE,
-    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: types_pb2.QUOTA_DIMENSION_OUTPUT_TOKENS_PER_MINUTE,
-    QuotaDimension.COST_PICOS_PER_DAY: types_pb2.QUOTA_DIMENSION_COST_PICOS_PER_DAY,
-    QuotaDimension.PREPAID_CREDIT_PICOS: types_pb2.QUOTA_DIMENSION_PREPAID_CREDIT_PICOS,
-}
+TIER_NUMBERS = {tier: pb.ServiceTier.Value(f"SERVICE_TIER_{tier.name}") for tier in ServiceTier}
+SUBJECTS = {subject: types_pb2.QuotaSubject.Value(f"QUOTA_SUBJECT_{subject.name}") for subject in QuotaSubject}
+DIMENSIONS = {each: types_pb2.QuotaDimension.Value(f"QUOTA_DIMENSION_{each.name}") for each in QuotaDimension}
 FINISH_REASONS: Mapping[Outcome, types_pb2.FinishReason.ValueType] = {
-    Outcome.STOP: types_pb2.FINISH_REASON_STOP,
-    Outcome.STOP_SEQUENCE: types_pb2.FINISH_REASON_STOP_SEQUENCE,
-    Outcome.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    Outcome.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
-    Outcome.DEADLINE: types_pb2.FINISH_REASON_DEADLINE,
-    Outcome.QUOTA_EXHAUSTED: types_pb2.FINISH_REASON_QUOTA_EXHAUSTED,
-    Outcome.COST_LIMIT: types_pb2.FINISH_REASON_COST_LIMIT,
-    Outcome.SLOW_CONSUMER: types_pb2.FINISH_REASON_SLOW_CONSUMER,
-    Outcome.FILTERED: types_pb2.FINISH_REASON_FILTERED,
+    outcome: types_pb2.FinishReason.Value(f"FINISH_REASON_{outcome.name}") for outcome in Outcome if outcome is not Outcome.FAILED
 }
 OUTCOMES: Mapping[EngineFinishReason, Outcome] = {
     EngineFinishReason.STOP: Outcome.STOP,
@@ -143,6 +123,82 @@ def parse_duration(message: Duration, field: str) -> timedelta:
 def seconds_of(message: Duration) -> float:
     """A length of time in seconds, as far as a float tells it."""
     return message.seconds + message.nanos / 1e9
+
+
+def given(message: Message, field: str) -> Any:
+    """The value of a field that may be unset; None if it is."""
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def given_time(message: Message, field: str, path: str = "") -> datetime | None:
+    """The point in time of a field; None if it is unset. Raises: InvalidRequest naming the path, or else the field."""
+    return parse_timestamp(getattr(message, field), path or field) if message.HasField(field) else None
+
+
+def given_duration(message: Message, field: str) -> timedelta | None:
+    """The length of time of a field; None if it is unset. Raises: InvalidRequest."""
+    return parse_duration(getattr(message, field), field) if message.HasField(field) else None
+
+
+def message_of(kind: type[M], record: object, currency: str = "", /, **values: Any) -> M:
+    """A message of a record: each field has one of the values, or that of the record's attribute of the same name.
+
+    An amount is that of the attribute `…_picos`, in the record's currency if none is given; `close_time` is that of `closed_at`.
+    None stays unset. Raises: AttributeError for a field that neither has.
+    """
+    assert set(values) <= set(kind.DESCRIPTOR.fields_by_name), f"{kind.__name__} has not all of {', '.join(values)}"
+    currency = currency or getattr(record, "currency_code", "")
+    fields = {}
+    for name, convert, attribute in _fields(kind.DESCRIPTOR):
+        value = values[name] if name in values else getattr(record, name if hasattr(record, name) else attribute)
+        if value is not None:
+            fields[name] = convert(value, currency)
+    return kind(**fields)
+
+
+@functools.cache
+def _fields(kind: Any) -> list[tuple[str, Callable[[Any, str], Any], str]]:
+    """Name, conversion and other attribute of each field."""
+    found: list[tuple[str, Callable[[Any, str], Any], str]] = []
+    for field in kind.fields:
+        attribute, convert = field.name, _as_it_is
+        if field.enum_type is not None:
+            convert = functools.partial(_enum_value, field.enum_type)
+        elif field.type == field.TYPE_STRING and not field.is_repeated:
+            convert = _text
+        elif field.message_type is not None:
+            made = message_factory.GetMessageClass(field.message_type)
+            convert = functools.partial(_messages if field.is_repeated else _message, made)
+            attribute = f"{field.name}_picos" if made is types_pb2.Money else field.name.removesuffix("_time") + "d_at"
+        found.append((field.name, convert, attribute))
+    return found
+
+
+def _as_it_is(value: Any, _: str) -> Any:
+    return value
+
+
+def _text(value: Any, _: str) -> str:
+    return str(value)
+
+
+def _enum_value(kind: Any, value: Any, _: str) -> int:
+    if isinstance(value, enum.Enum):
+        value = value.name
+    prefix = kind.values[0].name.removesuffix("UNSPECIFIED")
+    return value if isinstance(value, int) else kind.values_by_name[prefix + (value.upper() or "UNSPECIFIED")].number
+
+
+def _message(kind: type[Message], value: Any, currency: str) -> Message:
+    if isinstance(value, Message):
+        return value
+    if isinstance(value, datetime):
+        return known_time(value)
+    return money(currency, value) if isinstance(value, int) else message_of(kind, value, currency)
+
+
+def _messages(kind: type[Message], values: Iterable[Any], currency: str) -> list[Message]:
+    return [_message(kind, value, currency) for value in values]
 
 
 def duration(seconds: float | None) -> Duration | None:
