@@ -230,15 +230,16 @@ class BlockPool:
         if not np.array_equal(expected, self._reference_counts):
             wrong = np.flatnonzero(expected != self._reference_counts).tolist()
             raise InvariantViolated(f"KV blocks {wrong} have wrong reference counts")
-        free = set(self._free)
-        for block_id in range(self.block_count_total):
-            states = (block_id in free, block_id in self._evictable, expected[block_id] > 0)
-            if sum(states) != 1:
-                raise InvariantViolated(f"KV block {block_id} is in {sum(states)} states")
-            content = self._contents[block_id]
-            if (content is None and states[1]) or (content is not None and states[0]):
-                raise InvariantViolated(f"KV block {block_id} is listed as what it is not")
-            if content is not None and (content.block_id != block_id or self._index.get(content.key) is not content):
+        states = (expected > 0).astype(np.int32)
+        for listed in (self._free, self._evictable):
+            np.add.at(states, list(listed), 1)
+        if (misplaced := np.flatnonzero(states != 1)).size:
+            raise InvariantViolated(f"KV block {misplaced[0]} is in {states[misplaced[0]]} states")
+        filled = {block_id: content for block_id, content in enumerate(self._contents) if content is not None}
+        if wrong_ids := (self._evictable.keys() - filled.keys()) | (filled.keys() & set(self._free)):
+            raise InvariantViolated(f"KV blocks {sorted(wrong_ids)} are listed as what they are not")
+        for block_id, content in filled.items():
+            if content.block_id != block_id or self._index.get(content.key) is not content:
                 raise InvariantViolated(f"KV block {block_id} is not where the index says")
 
     def _find(self, key: BlockKey, parent: CachedBlock | None, cache_salt: str) -> CachedBlock | None:
