@@ -26,6 +26,9 @@ setup-dev: $(VENV)/.installed-dev ## the same and the development tools
 demo: setup ## start everything, run the reference workload, print the bill, stop
 	@$(BIN)/weir demo
 
+# Tests start hundreds of interpreters; each would compile our modules again, and pytest rewrite all tests.
+test test-fast test-faults: export PYTHONDONTWRITEBYTECODE :=
+
 test: setup-dev ## every test
 	@$(PYTEST) $(SPREAD)
 

@@ -7,6 +7,7 @@ role must be allowed to create databases.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import tempfile
@@ -32,6 +33,11 @@ LONG_FILES_FIRST = ("tests/faults/", "tests/e2e/", "tests/api/", "tests/sdk/")
 WITHOUT_DURABILITY = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off", "max_connections": "200"}
 APPLICATION_ROLE = "weir_test_application"
 SCRATCH_MIN_BYTES = 2 * 1024**3  # the server, WAL, and some databases of 8 MB each
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported from garbage collection: each full one would walk through the modules of torch and of all tests."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
