@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from metering.core.errors import MeteringError
 from metering.core.models import HoldState
 from metering.holds.decide import BatchReads, BatchWrites, Decisions
-from metering.holds.known import OwnHolds, known_of
+from metering.holds.known import OwnHolds, known_of, remember
 from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, HoldOperation, Renew, Renewed, Settle, Void
 from metering.holds.read import SELECT_ORPHANS, lock_counters, read_and_lock
 from metering.holds.write import GuardFailed, changed_holds, counter_writes, new_holds, renewals, usage_writes
@@ -52,8 +52,7 @@ async def execute_batch(
         await exchange(connection, [("ROLLBACK", ())])
         reads, writes, answers = await decide_and_commit(connection, batch, owner_id, expiry_s, signer, unread=False)
     if own is not None:
-        for hold in (*(new.hold for new in writes.holds), *(hold for hold, _ in writes.extensions.values())):
-            own.add(hold)
+        remember(own, [*(hold for _, hold in writes.holds), *(hold for hold, _ in writes.extensions.values())])
     if refusals is not None and (refused := refused_of(operations, answers)):
         await refusals.note(connection, reads.now, refused)
     return [answers[index] for index in range(len(operations))]

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from metering.core.errors import InvariantViolated, StoreAway
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds.batch import execute_batch
 from metering.holds.journal import Bind
-from metering.holds.known import OwnHolds, known_of
+from metering.holds.known import Known, OwnHolds, known_of
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.one_trip import (
     Trip,
@@ -129,12 +130,14 @@ class HoldConnection:
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner_id = owner_id
+        self._owner = str(owner_id)
         self._expiry_s = expiry_s
         self._gate = gate or StoreGate()
         self._signer = signer
-        self._own = OwnHolds() if own is None else own
+        self._own: OwnHolds = {} if own is None else own
         self.refusals = Refusals()
         self._connection: BoundedConnection | None = None
+        self._known: Known | None = None  # what the connection knows
 
     async def __aenter__(self) -> HoldConnection:
         return self
@@ -144,73 +147,70 @@ class HoldConnection:
 
     def seems_to_fit(self, op: Admit) -> bool:
         """Whether an admission fits by all that this connection has read, which is a guess. Sends no query."""
-        return self._connection is not None and seems_to_fit(known_of(self._connection), op)
+        return self._known is not None and seems_to_fit(self._known, op)
 
     async def execute(self, batch: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
         """Answer each operation in order. After `StoreAway` it is unknown whether the operation was done.
 
         An empty batch asks whether the database is there, which the gate knows then.
         """
-
-        def run(connection: Connection, operations: Sequence[HoldOperation]) -> Answers:
-            return execute_batch(
-                connection,
-                operations,
-                owner_id=self._owner_id,
-                expiry_s=self._expiry_s,
-                refusals=self.refusals,
-                signer=self._signer,
-                own=self._own,
-            )
-
-        await self._learn_rules(batch)
+        if self._known is not None and (missing := unknown_rules(self._known, self._own, batch)):
+            await self._execute(partial(self._learn_rules, missing), [])
+            if self._known is not None:
+                unknown_rules(self._known, self._own, batch)
         done: dict[int, HoldAnswer | Exception] = {}
         for plan in (plan_admissions, plan_ends, plan_extensions):  # what ends comes before what is extended
-            connection = self._connection
-            if connection is not None and (trip := plan(known_of(connection), self._own, batch)) is not None:
-                done |= zip(trip.places, await self._try(trip), strict=False)
+            if self._known is not None and (trip := plan(self._known, self._own, batch)) is not None:
+                found = await self._execute(partial(self._take, trip), [op for _, op, _ in trip.decided])
+                done |= zip([place for place, _, _ in trip.decided], found, strict=False)
+                if len(done) == len(batch):
+                    break
         if len(done) == len(batch) > 0:
             answers = [done[place] for place in range(len(batch))]
         else:
-            left = iter(await self._execute(run, [op for place, op in enumerate(batch) if place not in done]))
+            left = iter(await self._execute(self._lock_and_decide, [op for place, op in enumerate(batch) if place not in done]))
             answers = [done[place] if place in done else next(left) for place in range(len(batch))]
         for op, answer in zip(batch, answers, strict=True) if self.refusals.awaits_returns else ():
             if isinstance(op, Admit) and isinstance(answer, Admitted):
                 self.refusals.let_in((op.payer.project_id, op.request_id))
         return answers
 
-    async def _learn_rules(self, batch: Sequence[HoldOperation]) -> None:
+    async def _lock_and_decide(self, connection: Connection, operations: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
+        """The long way."""
+        return await execute_batch(
+            connection,
+            operations,
+            owner_id=self._owner_id,
+            expiry_s=self._expiry_s,
+            refusals=self.refusals,
+            signer=self._signer,
+            own=self._own,
+        )
+
+    async def _learn_rules(
+        self, missing: Collection[int], connection: Connection, _: Sequence[HoldOperation]
+    ) -> list[HoldAnswer | Exception]:
         """Read what of the rules of own holds is not known; where that fails they go the long way."""
+        await learn_rules(connection, known_of(connection), missing)
+        return []
 
-        async def run(connection: Connection, _: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
-            await learn_rules(connection, known_of(connection), missing)
-            return []
-
-        if self._connection is not None and (missing := unknown_rules(known_of(self._connection), self._own, batch)):
-            await self._execute(run, [])
-            if self._connection is not None:
-                unknown_rules(known_of(self._connection), self._own, batch)
-
-    async def _try(self, trip: Trip) -> list[HoldAnswer | Exception]:
+    async def _take(self, trip: Trip, connection: Connection, operations: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
         """All of the operations at once, or none, which then go the long way: nothing is committed and nothing answered."""
-
-        async def run(connection: Connection, operations: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
-            try:
-                known, owner = known_of(connection), str(self._owner_id)
-                return [*await take(connection, known, self._own, trip, owner=owner, expiry_s=self._expiry_s, signer=self._signer)]
-            except (*CONFLICTS, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
-                log.debug("batch_goes_the_long_way", cause=type(unforeseen).__name__, operation_count=len(operations))
-                if connection.pgconn.transaction_status != IDLE:
-                    await exchange(connection, [("ROLLBACK", ())])
-                return []
-            except AWAY:
-                raise
-            except Exception as broken:  # the plan is of all together: only the long way can find out whom it is about
-                log.warning("batch_goes_the_long_way", cause=repr(broken), operation_count=len(operations))
-                await self.close()
-                return []
-
-        return await self._execute(run, trip.operations)
+        try:
+            known = known_of(connection) if self._known is None else self._known
+            await take(connection, known, self._own, trip, owner=self._owner, expiry_s=self._expiry_s, signer=self._signer)
+        except (*CONFLICTS, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
+            log.debug("batch_goes_the_long_way", cause=type(unforeseen).__name__, operation_count=len(operations))
+            if connection.pgconn.transaction_status != IDLE:
+                await exchange(connection, [("ROLLBACK", ())])
+            return []
+        except AWAY:
+            raise
+        except Exception as broken:  # the plan is of all together: only the long way can find out whom it is about
+            log.warning("batch_goes_the_long_way", cause=repr(broken), operation_count=len(operations))
+            await self.close()
+            return []
+        return [answer for _, _, answer in trip.decided]
 
     async def bind(self, binds: Sequence[Bind], renewal: Renew) -> list[HoldAnswer | Exception]:
         """The same for requests that were let in without the database.
@@ -257,7 +257,7 @@ class HoldConnection:
 
     async def close(self) -> None:
         """Drop the connection. The next batch opens another one."""
-        connection, self._connection = self._connection, None
+        connection, self._connection, self._known = self._connection, None, None
         if connection is not None:
             await connection.close()
 
@@ -265,7 +265,7 @@ class HoldConnection:
         self, run: Callable[[Connection, Sequence[Op]], Answers], batch: Sequence[Op]
     ) -> list[HoldAnswer | Exception]:
         """One attempt. A connection that breaks is no outage: the database may have been restarted. One that says nothing is."""
-        connection = await self._connected()
+        connection = self._connection or await self._connect()
         silent = False
 
         def give_up() -> None:
@@ -285,20 +285,19 @@ class HoldConnection:
         self._gate.answered()
         return answers
 
-    async def _connected(self) -> BoundedConnection:
-        if self._connection is None:
-            with self._gate.attempt():
-                connection = await BoundedConnection.connect(
-                    self._conninfo,
-                    autocommit=True,
-                    connect_timeout=CONNECT_TIMEOUT_S,
-                    options=connection_options((*SERVER_LIMITS, *PLANS)),
-                    **KEEPALIVES,
-                )
-                self._connection = connection
-                if self._signer is not None:
-                    await connection.execute(PUBLISH_KEY, (self._signer.key_id, self._signer.public_key))
-        return self._connection
+    async def _connect(self) -> BoundedConnection:
+        with self._gate.attempt():
+            connection = await BoundedConnection.connect(
+                self._conninfo,
+                autocommit=True,
+                connect_timeout=CONNECT_TIMEOUT_S,
+                options=connection_options((*SERVER_LIMITS, *PLANS)),
+                **KEEPALIVES,
+            )
+            self._connection, self._known = connection, known_of(connection)
+            if self._signer is not None:
+                await connection.execute(PUBLISH_KEY, (self._signer.key_id, self._signer.public_key))
+        return connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +328,7 @@ class PairedConnections:
         """
         self._leases = leases
         self._standing = standing
-        self.own = OwnHolds()
+        self.own: OwnHolds = {}
         self._owner_id = owner_id
         self._gate = gate
         self._others, self._admitting = (
@@ -370,7 +369,7 @@ class PairedConnections:
 
     async def execute(self, operations: Sequence[HoldOperation | Probe]) -> Sequence[HoldAnswer | Exception]:
         """A batch of all but admissions."""
-        if not (self._has_given() or any(isinstance(op, Renew) for op in operations)):
+        if not (self._has_given() or Renew in map(type, operations)):
             async with self._turn:
                 return await self._execute_on(self._others, operations)
         # Whoever renews ends what nobody knows of: no admission may be half known then.
@@ -410,9 +409,11 @@ class PairedConnections:
         if self._gate.away_s is not None:
             self._answering.clear()
             return
-        was_away = self.has_answered and not self._answering.is_set()
-        self._answered_at = self._leases.now()
-        self._answering.set()
+        was_away, self._answered_at = self._answered_at is not None, self._leases.now()
+        if self._answering.is_set():
+            was_away = False
+        else:
+            self._answering.set()
         if was_away or self._has_lost_admissions:
             self._has_lost_admissions = False
             self._came_back()

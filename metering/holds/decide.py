@@ -43,7 +43,7 @@ from metering.holds.operations import (
 )
 from metering.pricing.token_prices import TokenPrices, embedding_terms
 from metering.quotas import quotas
-from metering.quotas.quota_rules import Claim, Payer, QuotaRule, money_scale
+from metering.quotas.quota_rules import Claim, Payer, QuotaRule, QuotaStates, Scale, money_scale
 from metering.quotas.quotas import Counters
 from metering.receipts.chaining import Chains, IssuedReceipt
 from metering.store.exchange import packed_id
@@ -66,17 +66,16 @@ class HoldTerms:
     prices: TokenPrices
     quota_ids: tuple[int, ...]
     charged: TokenPrices = field(init=False)
+    money: Scale = field(init=False)  # the same as a scale
+    project_id: bytes = field(init=False)
     packed_quota_ids: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         """Work out once what each batch needs."""
         self.charged = embedding_terms(self.prices) if self.embedding else self.prices
+        self.money = money_scale(self.charged)
+        self.project_id = self.payer_ids[16:32]
         self.packed_quota_ids = list(map(packed_id, self.quota_ids))
-
-    @property
-    def project_id(self) -> bytes:
-        """16 bytes."""
-        return self.payer_ids[16:32]
 
 
 @dataclass(slots=True, eq=False)
@@ -177,12 +176,7 @@ class EventSums(NamedTuple):
 NOTHING_USED = EventSums()
 
 
-class SameRequest(NamedTuple):
-    """A hold that exists for a request id, and its usage if it has ended."""
-
-    state: str
-    payload_hash: bytes
-    settled: Settled | None
+SameRequest = tuple[bytes, Settled | None]  # of a request id that is in use: the payload's hash, the usage if it has ended
 
 
 @dataclass(slots=True)
@@ -199,34 +193,18 @@ class BatchReads:
     terms: Mapping[TermsKey, AdmissionTerms] = field(default_factory=dict)
 
 
-class NewHold(NamedTuple):
-    """A hold to insert."""
-
-    admit: Admit
-    hold: Hold
-
-
-@dataclass(slots=True, eq=False)
-class UsageEvent:
-    """A usage event to insert: one part of what a hold has used. receipt: issued as it is written."""
-
-    hold: Hold
-    usage: Settled
-    part: int
-    timings: dict[str, float] | None
-    migration_count: int
-    recovered: bool
-    receipt: IssuedReceipt | None = None
-
-
 @dataclass(slots=True)
 class BatchWrites:
-    """All that a batch changes but counters. Extensions and ends by the number of the hold; extensions with the lease before."""
+    """All that a batch changes but counters. Extensions and ends by the number of the hold; extensions with the lease before.
 
-    holds: list[NewHold] = field(default_factory=list)
+    holds: new ones, with what asked for them. events: usage to insert, one part of what a hold has used: the hold, its usage, which
+    part it is, what has settled it, and whether it was recovered.
+    """
+
+    holds: list[tuple[Admit, Hold]] = field(default_factory=list)
     extensions: dict[int, tuple[Hold, int]] = field(default_factory=dict)
     ends: dict[int, Hold] = field(default_factory=dict)
-    events: list[UsageEvent] = field(default_factory=list)
+    events: list[tuple[Hold, Settled, int, Settle, bool]] = field(default_factory=list)
     renewed: list[tuple[uuid.UUID, frozenset[uuid.UUID]]] = field(default_factory=list)
 
 
@@ -256,30 +234,36 @@ class Decisions:
                 self.writes.renewed.append((op.owner_id, op.hold_ids))
                 return Renewed(frozenset())  # which ones only the write will tell
 
-    def admit(self, op: Admit) -> Admitted | Fits:
-        """Take a hold, or refuse without a trace; only say that there could be one, where that is asked."""
-        reads, payer = self.reads, op.payer
-        terms = reads.terms.get((payer.api_key_id.int, payer.currency_code, op.model, op.tier, op.embedding))
-        if terms is None and payer.api_key_id.int not in reads.live_keys:
-            raise KeyInvalid("the API key is unknown, expired or revoked")
+    def admit(self, op: Admit, terms: AdmissionTerms | None = None) -> Admitted | Fits:
+        """Take a hold, or refuse without a trace; only say that there could be one, where that is asked.
+
+        terms: what decides about it, where the caller has looked that up in `reads.terms`.
+        """
+        reads, counters, payer = self.reads, self.counters, op.payer
+        if terms is None:
+            terms = reads.terms.get((payer.api_key_id.int, payer.currency_code, op.model, op.tier, op.embedding))
+            if terms is None and payer.api_key_id.int not in reads.live_keys:
+                raise KeyInvalid("the API key is unknown, expired or revoked")
         request_key = (payer.project_id.int, op.request_id.int)
         if (same := reads.same_requests.get(request_key)) is not None:
-            raise same_request_error(op, same)
+            raise same_request_error(op, *same)
         if terms is None:
             raise PriceMissing(op.model, payer.currency_code)
         if op.embedding and (op.first_slice_token_count or op.least_slice_token_count):
             raise InvariantViolated(f"hold {op.hold_id}: an embedding has no output to lease")
-        now, rules = reads.now, terms.rules
-        claim = Claim(terms.common.charged, op.input_token_count, 0, 0, 0, now, now)
+        now, rules, common, sent, lease = reads.now, terms.rules, terms.common, op.input_token_count, op.first_slice_token_count
         if op.only_asks:
-            quotas.admit(self.counters.copy_for(rules), rules, claim, op.first_slice_token_count, op.least_slice_token_count)
+            counters = counters.copy_for(rules)
+        counts = quotas.charge_whole(counters, rules, common.money, sent, lease)
+        if counts is None:
+            claim = Claim(common.charged, sent, 0, 0, 0, now, now)
+            lease = quotas.admit(counters, rules, claim, lease, op.least_slice_token_count).leased_token_count
+            counts = counters.counts(rules)
+        if op.only_asks:
             return Fits()
-        claim = quotas.admit(self.counters, rules, claim, op.first_slice_token_count, op.least_slice_token_count)
-        lease = claim.leased_token_count
-        hold = Hold(op.hold_id, op.request_id, terms.common, rules, op.input_token_count, 0, lease, 0, 0, (), now, now)
-        self.writes.holds.append(NewHold(op, hold))
-        reads.same_requests[request_key] = SameRequest(HoldState.HELD, op.payload_hash, None)
-        return Admitted(op.hold_id, lease, terms.common.prices, self.counters.states(rules), now)
+        self.writes.holds.append((op, Hold(op.hold_id, op.request_id, common, rules, sent, 0, lease, 0, 0, (), now, now)))
+        reads.same_requests[request_key] = op.payload_hash, None
+        return Admitted(op.hold_id, lease, common.prices, QuotaStates(rules, counts, now), now)
 
     def extend(self, op: Extend) -> Extended:
         """Lease more, or refuse and leave the lease as it is."""
@@ -307,13 +291,15 @@ class Decisions:
 
     def settle(self, op: Settle) -> Settled:
         """End the hold with its usage event; an ended one answers what stands, or takes what its expiry did not know of."""
-        hold = self.known(op.hold_id)
+        number = op.hold_id.int
+        hold = self.reads.holds.get(number)
+        if hold is None:
+            raise NotFound("hold", str(op.hold_id))
         if op.delivered_token_count > hold.leased_token_count:
             raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered of {hold.leased_token_count} leased")
         if hold.state == HoldState.VOIDED:
             raise HoldEnded(f"hold {hold.id} was voided: its usage cannot be recorded any more")
-        unbound = hold.unbound
-        if unbound:
+        if unbound := hold.request_id.int == number:  # as `Hold.unbound`
             op = replace(op, input_token_count=0, cached_input_token_count=0)
         elif hold.terms.embedding:
             op = replace(op, cached_input_token_count=0)
@@ -326,10 +312,17 @@ class Decisions:
                 raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered after {hold.delivered_token_count}")
             # A machine that went down may have lost the end of a journal; the last extension still knows.
             op = replace(op, delivered_token_count=hold.delivered_token_count)
-        claim = hold.claim(op.cached_input_token_count)
-        quotas.end(self.counters, hold.rules, claim, op.input_token_count, 0 if unbound else op.delivered_token_count)
-        self.ended(hold, claim, HoldState.SETTLED, op.delivered_token_count)
-        return self.record(hold, self.priced_usage(hold, op), op, recovered=op.recovered)
+        sent, delivered = op.input_token_count, 0 if unbound else op.delivered_token_count
+        if hold.posted_token_count:
+            quotas.end(self.counters, hold.rules, hold.claim(), sent, delivered)
+        else:
+            cached = hold.cached_input_token_count = max(hold.cached_input_token_count, op.cached_input_token_count)
+            cached = min(cached, sent)
+            claimed, consumed = (hold.input_token_count, hold.leased_token_count), (sent - cached, cached, delivered)
+            quotas.end_whole(self.counters, hold.rules, hold.terms.money, hold.charged_at, claimed, consumed)
+        hold.state, hold.delivered_token_count = HoldState.SETTLED, op.delivered_token_count
+        self.writes.ends[number] = hold
+        return self.record(hold, op, recovered=op.recovered)
 
     def settle_late(self, hold: Hold, op: Settle) -> Settled:
         """Record what an expired hold delivered beyond what its expiry billed, and give back what it did not use of its lease.
@@ -346,12 +339,11 @@ class Decisions:
             generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
             delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
         )
-        part = self.priced_usage(hold, rest)
+        part = self.record(hold, rest, recovered=True)
         charged = hold.input_token_count, hold.leased_token_count
         billed = known.sent_token_count, known.billed_token_count
         consumed = billed[0] + rest.input_token_count, billed[1] + part.billed_token_count
         quotas.give_back(self.counters, hold.rules, hold.claim(), charged, billed, consumed)
-        self.record(hold, part, op, recovered=True)
         return self.standing_usage(hold)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
@@ -363,7 +355,8 @@ class Decisions:
             raise InvariantViolated(f"hold {hold_id} has delivered tokens and must be settled, not voided")
         claim = hold.claim()
         quotas.void(self.counters, hold.rules, claim)
-        self.ended(hold, claim, HoldState.VOIDED, 0)
+        hold.state, hold.delivered_token_count = HoldState.VOIDED, 0
+        self.writes.ends[hold.id.int] = hold
         return Ended(done=True)
 
     def expire(self, hold_id: uuid.UUID) -> Ended:
@@ -374,7 +367,8 @@ class Decisions:
         claim, delivered = hold.claim(), hold.delivered_token_count
         billed = (hold.input_token_count, delivered) if delivered else (0, 0)
         quotas.expire(self.counters, hold.rules, claim, billed)
-        self.ended(hold, claim, HoldState.EXPIRED, delivered)
+        hold.state = HoldState.EXPIRED
+        self.writes.ends[hold.id.int] = hold
         if delivered:
             known = Settle(
                 hold_id=hold.id,
@@ -384,19 +378,20 @@ class Decisions:
                 delivered_token_count=delivered,
                 outcome=Outcome.FAILED,
             )
-            self.record(hold, self.priced_usage(hold, known), known, recovered=True)
+            self.record(hold, known, recovered=True)
         return Ended(done=True)
 
-    def priced_usage(self, hold: Hold, op: Settle) -> Settled:
-        """The usage of a settlement. Billed is what was delivered; nothing if the request is billed under another hold.
+    def record(self, hold: Hold, op: Settle, *, recovered: bool) -> Settled:
+        """Write the next usage event of a hold, and return its usage; its receipt comes to that as it is written.
 
-        Of an embedding the input is what was embedded, a kind of token of its own.
+        Billed is what was delivered; nothing if the request is billed under another hold. Of an embedding the input is what was
+        embedded, a kind of token of its own.
         """
-        prices, delivered = hold.terms.prices, op.delivered_token_count
-        billed = 0 if hold.unbound else delivered
+        number, prices, delivered = hold.id.int, hold.terms.prices, op.delivered_token_count
+        billed = 0 if hold.request_id.int == number else delivered
         sent, embedded = (0, op.input_token_count) if hold.terms.embedding else (op.input_token_count, 0)
         cached = min(op.cached_input_token_count, sent)
-        return Settled(
+        part = Settled(
             hold.id,
             sent,
             cached,
@@ -407,22 +402,12 @@ class Decisions:
             prices.currency_code,
             op.outcome,
             embedded,
-            self.receipts(hold.id),
+            self.reads.receipts.setdefault(number, []),
         )
-
-    def record(self, hold: Hold, part: Settled, op: Settle, *, recovered: bool) -> Settled:
-        """Write the next usage event of a hold; its receipt comes to `part` as it is written."""
-        part_count = self.standing(hold.id).part_count
-        self.writes.events.append(UsageEvent(hold, part, part_count, op.timings, op.migration_count, recovered))
-        self.added.setdefault(hold.id.int, []).append(part)
+        has_parts = number in self.reads.events or number in self.added
+        self.writes.events.append((hold, part, self.standing(hold.id).part_count if has_parts else 0, op, recovered))
+        self.added.setdefault(number, []).append(part)
         return part
-
-    def receipts(self, hold_id: uuid.UUID) -> list[IssuedReceipt]:
-        """The receipts of a hold, to which those of the batch come."""
-        receipts = self.reads.receipts.get(hold_id.int)
-        if receipts is None:
-            receipts = self.reads.receipts[hold_id.int] = []
-        return receipts
 
     def standing(self, hold_id: uuid.UUID) -> EventSums:
         """What the hold's usage events add up to, those of this batch among them."""
@@ -433,34 +418,23 @@ class Decisions:
 
     def standing_usage(self, hold: Hold) -> Settled:
         """The same as an answer, with the receipts."""
-        return self.standing(hold.id).settled(hold.id, hold.terms.prices.currency_code, self.receipts(hold.id))
-
-    def known(self, hold_id: uuid.UUID) -> Hold:
-        """The hold, in whatever state."""
-        hold = self.reads.holds.get(hold_id.int)
-        if hold is None:
-            raise NotFound("hold", str(hold_id))
-        return hold
+        receipts = self.reads.receipts.setdefault(hold.id.int, [])
+        return self.standing(hold.id).settled(hold.id, hold.terms.prices.currency_code, receipts)
 
     def live(self, hold_id: uuid.UUID) -> Hold:
         """The hold, which must not have ended."""
-        hold = self.known(hold_id)
+        hold = self.reads.holds.get(hold_id.int)
+        if hold is None:
+            raise NotFound("hold", str(hold_id))
         if hold.state != HoldState.HELD:
             raise HoldEnded(f"hold {hold_id} has ended as {hold.state}")
         return hold
 
-    def ended(self, hold: Hold, claim: Claim, state: HoldState, delivered_token_count: int) -> None:
-        """Note how the hold has ended, for the write and for later operations of the batch on the same hold."""
-        hold.state = state
-        hold.cached_input_token_count = claim.cached_input_token_count
-        hold.delivered_token_count = delivered_token_count
-        self.writes.ends[hold.id.int] = hold
 
-
-def same_request_error(op: Admit, same: SameRequest) -> MeteringError:
-    """Why a request id cannot be used a second time."""
-    if is_other_payload(same.payload_hash, op.payload_hash):
+def same_request_error(op: Admit, payload_hash: bytes, settled: Settled | None) -> MeteringError:
+    """Why a request id cannot be used a second time. payload_hash, settled: of the first."""
+    if is_other_payload(payload_hash, op.payload_hash):
         return RequestIdReused("this request_id was used before with another payload: mint a new one for a new request")
-    if same.settled is None:
+    if settled is None:
         return RequestInFlight("a request with this request_id and payload is running")
-    return RequestSettled(same.settled)
+    return RequestSettled(settled)

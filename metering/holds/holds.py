@@ -142,8 +142,8 @@ class HoldStore:
         try:
             async with asyncio.TaskGroup() as tasks:
                 loops: dict[str, Callable[[], Awaitable[None]]] = {
-                    "hold batches": partial(self._run_batches, self._commits),
-                    "admission batches": partial(self._run_batches, self._admissions),
+                    "hold batches": self._commits.run,
+                    "admission batches": self._admissions.run,
                     "hold renewal": self._renew_regularly,
                     "store probe": self._probe_regularly,
                 }
@@ -291,10 +291,6 @@ class HoldStore:
                 return await self._commits.submit(op)
             except StoreAway as again:
                 away = again
-
-    async def _run_batches(self, commits: GroupCommit[HoldOperation | Probe, HoldAnswer]) -> None:
-        while True:
-            await commits.run_batch()
 
     async def _renew_regularly(self) -> None:
         while True:

@@ -36,35 +36,22 @@ AGE_MAX = timedelta(hours=1)  # far less than rows of `rule_changes` are kept
 COUNT_MAX = 65_536  # of each kind: some 30 MB; beyond it all is read anew
 
 
-class OwnHolds:
-    """Live holds of this process as they stand in the database, as far as it was told, by the numbers of their ids.
+# Live holds of this process as they stand in the database, as far as it was told, by the numbers of their ids. Holds that no
+# request has yet are not among them: binding changes them.
+OwnHolds = dict[int, Hold]
 
-    Holds that no request has yet are not among them: binding changes them.
-    """
 
-    def __init__(self) -> None:
-        self._holds: dict[int, Hold] = {}
-
-    def __len__(self) -> int:
-        return len(self._holds)
-
-    def add(self, hold: Hold) -> None:
-        """Remember a hold that was taken or extended."""
-        if not hold.unbound:
-            self._holds[hold.id.int] = hold
-
-    def get(self, number: int) -> Hold | None:
-        """Return what is known of a hold."""
-        return self._holds.get(number)
-
-    def take(self, number: int) -> Hold | None:
-        """Forget a hold that is to be changed, whatever comes of that, and return what is known of it."""
-        return self._holds.pop(number, None)
+def remember(own: OwnHolds, holds: Iterable[Hold]) -> None:
+    """Note holds that were taken or extended."""
+    for hold in holds:
+        number = hold.id.int
+        if hold.request_id.int != number:  # as `Hold.unbound`
+            own[number] = hold
 
 
 @dataclass(slots=True)
 class Known:
-    """The memory of one connection. counters: as they were seen last, a guess that never decides.
+    """The memory of one connection. counters: as they were seen last, a guess that never decides. charged: answers of `rules_of`.
 
     heads: of chains; only those that nobody else has continued between two batches of this connection are guessed with.
     """
@@ -73,6 +60,7 @@ class Known:
     snapshot: str | None = None
     terms: dict[TermsKey, AdmissionTerms] = field(default_factory=dict)
     rules: dict[int, QuotaRule] = field(default_factory=dict)
+    charged: dict[HoldTerms, tuple[QuotaRule, ...]] = field(default_factory=dict)
     prices: dict[int, TokenPrices] = field(default_factory=dict)  # by version; those never change
     counters: dict[CounterKey, Counter] = field(default_factory=dict)
     heads: dict[bytes, tuple[ChainHead, bool]] = field(default_factory=dict)  # with whether it is guessed with
@@ -106,12 +94,17 @@ class Known:
 
     def rules_of(self, terms: HoldTerms) -> tuple[QuotaRule, ...]:
         """Return the rules that holds are charged to as they are now, without those that are not known."""
-        return tuple([rule for rule in map(self.rules.get, terms.quota_ids) if rule is not None])
+        found = tuple([rule for rule in map(self.rules.get, terms.quota_ids) if rule is not None])
+        if len(self.charged) > COUNT_MAX:
+            self.charged.clear()
+        self.charged[terms] = found
+        return found
 
     def add_rules(self, rules: Iterable[QuotaRule]) -> None:
         """Rules that were read after `asked`."""
         if len(self.rules) > COUNT_MAX:
             self._forget_all()
+        self.charged.clear()
         for rule in rules:
             self.rules[rule.number] = rule
             self._rules_of.setdefault(rule.subject_id.int, set()).add(rule.number)
@@ -159,9 +152,10 @@ class Known:
                     listed.discard(key)
         for number in self._rules_of.pop(subject, ()):
             self.rules.pop(number, None)
+        self.charged.clear()
 
     def _forget_all(self) -> None:
-        for each in (self.terms, self.rules, self._terms_of, self._rules_of):
+        for each in (self.terms, self.rules, self.charged, self._terms_of, self._rules_of):
             each.clear()
 
 

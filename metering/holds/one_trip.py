@@ -10,23 +10,24 @@ order, and wait for each other only to commit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from metering.core.errors import MeteringError
 from metering.holds.decide import LATEST, BatchReads, Decisions
-from metering.holds.known import Known, OwnHolds
+from metering.holds.known import Known, OwnHolds, remember
 from metering.holds.operations import Admit, Admitted, Extend, HoldAnswer, HoldOperation, Renew, Settle, Void
-from metering.holds.read import BEGIN_ADMITTING, LOCK_CHAINS, SELECT_RULES_BY_ID, rules_of_rows
+from metering.holds.read import BEGIN_ADMITTING, LOCK_CHAINS, NO_IDS, SELECT_RULES_BY_ID, rules_of_rows
 from metering.holds.write import changed_holds, moved_counters, new_holds, usage_writes
-from metering.quotas.quota_rules import CounterKey, QuotaRule, QuotaStates, window_starts
+from metering.quotas.quota_rules import CounterKey, QuotaStates, window_starts
 from metering.quotas.quotas import Counters, Unsure
 from metering.receipts.chaining import BatchSigner, Chains
-from metering.store.exchange import Connection, Statement, exchange, id_array, id_bytes_array, id_number_array
+from metering.store.exchange import Connection, Statement, columns, exchange, id_array, id_number_array
 
 MINUTE = timedelta(minutes=1)
 EARLIEST = datetime.min.replace(tzinfo=UTC)
+NO_CORRECTION = 0, 0  # of what a quota has used and holds
 CLOCK_ERROR = timedelta(seconds=1)  # of the time that a receipt says: far less than a transaction may take
 # After the lock that whoever sets a quota holds alone, or with the holds under lock, and in a statement of its own: it sees what
 # was committed meanwhile. The index would refuse a request id that is taken, but only once the counters are locked; and if the hold
@@ -44,55 +45,52 @@ SELECT now(), pg_current_snapshot()::text, 1 / (now() >= %s::timestamptz AND now
 
 @dataclass(slots=True)
 class Trip:
-    """Operations that are decided, in the minute of `now`, if the transaction begins from `since` on and before `until`."""
+    """Operations that are decided, in the minute of `now`, if the transaction begins from `since` on and before `until`.
+
+    decided: each with its place in its batch and its answer.
+    """
 
     decisions: Decisions
     since: datetime
     until: datetime
-    places: list[int] = field(default_factory=list)  # of the operations in their batch
-    operations: list[HoldOperation] = field(default_factory=list)
-    answers: list[HoldAnswer] = field(default_factory=list)
+    decided: list[tuple[int, HoldOperation, HoldAnswer]] = field(default_factory=list)
 
-    def decide(self, place: int, op: HoldOperation) -> bool:
-        """Decide one operation; False, and nothing has changed, if it has to go the long way."""
-        try:
-            answer = self.decisions.decide(op)
-        except (MeteringError, Unsure):
-            return False
-        self.places.append(place)
-        self.operations.append(op)
-        self.answers.append(answer)
-        return True
+
+# What a decision raises, having changed nothing, if its operation has to go the long way.
+LONG_WAY = (MeteringError, Unsure)
 
 
 def plan_admissions(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> Trip | None:
     """Admissions that fit by all that is known; None if there is none, or if anything else is in the batch: it may make room."""
     trip = new_trip(known)
-    if trip is None or not all(type(op) is Admit for op in batch):
+    if trip is None or not batch or {*map(type, batch)} != {Admit}:
         return None
-    now = trip.decisions.reads.now
-    trip.decisions.reads.terms = known.terms
+    now, admit = trip.decisions.reads.now, trip.decisions.admit
     for place, op in enumerate(batch):
-        if isinstance(op, Admit) and not op.only_asks and (terms := known.terms_of(op)) is not None:
-            if terms.until is not None and terms.until <= now:
-                continue
-            if trip.decide(place, op) and terms.until is not None and terms.until < trip.until:
-                trip.until = terms.until
-    return trip if trip.places else None
+        if not isinstance(op, Admit) or op.only_asks or (terms := known.terms_of(op)) is None:
+            continue
+        until = terms.until
+        if until is not None and until <= now:
+            continue
+        try:
+            answer = admit(op, terms)
+        except LONG_WAY:
+            continue
+        trip.decided.append((place, op, answer))
+        if until is not None and until < trip.until:
+            trip.until = until
+    return trip if trip.decided else None
 
 
 def unknown_rules(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> set[int]:
     """Give own holds that are ended or extended their rules as they are known; return the numbers of those that are not."""
     missing: set[int] = set()
-    rules: dict[int, tuple[QuotaRule, ...]] = {}  # by the identity of the terms, which many holds have in common
     for op in batch:
         if isinstance(op, Settle | Extend) and (hold := own.get(op.hold_id.int)) is not None:
-            found = rules.get(id(hold.terms))
-            if found is None:
-                found = rules[id(hold.terms)] = known.rules_of(hold.terms)
-                if len(found) < len(hold.terms.quota_ids):
-                    missing.update(hold.terms.quota_ids)
-            hold.rules = found
+            rules = known.charged.get(hold.terms) or known.rules_of(hold.terms)
+            if len(rules) < len(hold.terms.quota_ids):
+                missing.update(hold.terms.quota_ids)
+            hold.rules = rules
     return missing
 
 
@@ -107,36 +105,44 @@ def plan_ends(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> Tr
 
     What is ended one way or the other is forgotten.
     """
-    ended = [(place, op, own.take(op.hold_id.int)) for place, op in enumerate(batch) if isinstance(op, Settle | Void)]
-    trip = new_trip(known)
-    if trip is None or any(type(op) is Renew for op in batch):
+    ended = [(place, op, own.pop(op.hold_id.int, None)) for place, op in enumerate(batch) if isinstance(op, Settle | Void)]
+    trip = new_trip(known) if ended and Renew not in map(type, batch) else None
+    if trip is None:
         return None
+    holds, settle = trip.decisions.reads.holds, trip.decisions.settle
     for place, op, hold in ended:
         if hold is not None and isinstance(op, Settle) and len(hold.rules) == len(hold.terms.quota_ids):
-            trip.decisions.reads.holds[op.hold_id.int] = hold
-            trip.decide(place, op)
-    return trip if trip.places else None
+            holds[hold.id.int] = hold
+            try:
+                trip.decided.append((place, op, settle(op)))
+            except LONG_WAY:
+                continue
+    return trip if trip.decided else None
 
 
 def plan_extensions(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> Trip | None:
     """Extensions of own holds that fit by all that is known; None if there is none, or if holds are renewed."""
-    trip = new_trip(known)
-    if trip is None or any(type(op) is Renew for op in batch):
+    extended = [(place, op) for place, op in enumerate(batch) if isinstance(op, Extend)]
+    trip = new_trip(known) if extended and Renew not in map(type, batch) else None
+    if trip is None:
         return None
     reads = trip.decisions.reads
-    for place, op in enumerate(batch):
-        if not isinstance(op, Extend) or op.hold_id.int in reads.holds:
+    for place, op in extended:
+        if op.hold_id.int in reads.holds:
             continue  # a second one goes by what the first has made of the hold
-        hold = own.take(op.hold_id.int)
+        hold = own.pop(op.hold_id.int, None)
         if hold is None or len(hold.rules) < len(hold.terms.quota_ids):
             continue
         ends = [rule.raised_until for rule in hold.rules if rule.raised_until is not None]
         reads.holds[op.hold_id.int] = hold
-        if not any(end <= reads.now for end in ends) and trip.decide(place, op):
+        try:
+            if any(end <= reads.now for end in ends):
+                raise Unsure
+            trip.decided.append((place, op, trip.decisions.extend(op)))
             trip.until = min((trip.until, *ends))
-        else:
-            own.add(hold)
-    return trip if trip.places else None
+        except LONG_WAY:
+            remember(own, (hold,))
+    return trip if trip.decided else None
 
 
 def seems_to_fit(known: Known, op: Admit) -> bool:
@@ -164,14 +170,17 @@ def new_trip(known: Known) -> Trip | None:
 
 async def take(
     connection: Connection, known: Known, own: OwnHolds, trip: Trip, *, owner: str, expiry_s: float, signer: BatchSigner | None
-) -> list[HoldAnswer]:
-    """Write what was decided. Raises: what the database raises where something is not as it was thought to be."""
+) -> None:
+    """Write what was decided, and complete the answers.
+
+    Raises: what the database raises where something is not as it was thought to be.
+    """
     writes, counters = trip.decisions.writes, trip.decisions.counters
     keys, moves = moved_counters(counters.all_moves(), counters.limits)
     try:
         if writes.events:
             await write_ends(connection, known, trip, moves, signer)
-            return trip.answers
+            return
         inserts = new_holds(writes, owner, expiry_s)
         # Counters before new holds: whoever waits for a request id of another has its counters, like everybody else.
         statements = [*changed_holds(writes, expiry_s), check(known, trip), *moves, *inserts]
@@ -187,14 +196,19 @@ async def take(
         if row is not None:
             corrections[keys[place - 1]] = used - row.used, held - row.held
             row.used, row.held = used, held
-    for new in writes.holds:
-        new.hold.admitted_at = new.hold.charged_at = now
-        own.add(new.hold)
+    for _, hold in writes.holds:
+        hold.admitted_at = hold.charged_at = now
     for hold, _ in writes.extensions.values():
         hold.charged_at = now
-        own.add(hold)
-    correct(trip.answers, now, corrections)
-    return trip.answers
+    remember(own, [hold for _, hold in writes.holds])
+    remember(own, [hold for hold, _ in writes.extensions.values()])
+    starts = window_starts(now)
+    for _, _, answer in trip.decided:
+        if isinstance(answer, Admitted):  # the counters as they really were, and when
+            answer.admitted_at = now
+            if isinstance(states := answer.quotas, QuotaStates):
+                states.now = now
+                states.corrections = [corrections.get((rule.number, starts[rule.window]), NO_CORRECTION) for rule in states.rules]
 
 
 async def write_ends(
@@ -203,12 +217,12 @@ async def write_ends(
     """End holds with their usage: in one round trip where nobody else continues the chains of receipts, else in two."""
     writes, now = trip.decisions.writes, trip.decisions.reads.now
     ends = changed_holds(writes, 0.0)
-    projects = {event.hold.terms.project_id for event in writes.events}
+    projects = {event[0].terms.project_id for event in writes.events}
     found = [known.heads.get(project_id) for project_id in projects]
     heads = [each[0] for each in found if each is not None and each[1]]
     if len(heads) == len(projects):
         trip.since, trip.until = now - CLOCK_ERROR, now + CLOCK_ERROR
-        chains = Chains.of_rows(now, ((head.project_id, head.sequence, head.hash, head.settled_at) for head in heads))
+        chains = Chains.of_rows(now, [(head.project_id, head.sequence, head.hash, head.settled_at) for head in heads])
         for project_id in projects:  # until it is known that they were right
             del known.heads[project_id]
         statements = [*ends, check(known, trip), *usage_writes(chains, writes.events, signer), *moves]
@@ -217,7 +231,7 @@ async def write_ends(
         known.heads |= {head.project_id: (head, True) for head in heads}
     else:
         trip.since, trip.until = EARLIEST, LATEST
-        lock = LOCK_CHAINS, (id_array([event.hold.id for event in writes.events]),)
+        lock = LOCK_CHAINS, (id_array([event[0].id for event in writes.events]),)
         _, _, rows, [(now, snapshot, _)] = await exchange(connection, [("BEGIN", ()), *ends, lock, check(known, trip)])
         chains = Chains.of_rows(now, rows)
         locked = {head.project_id: head.sequence for head in chains.heads.values()}
@@ -228,22 +242,6 @@ async def write_ends(
 
 def check(known: Known, trip: Trip) -> Statement:
     """CHECK_KNOWN with its values."""
-    holds = trip.decisions.writes.holds
-    projects = id_bytes_array([new.hold.terms.project_id for new in holds])
-    requests = id_array([new.hold.request_id for new in holds])
-    return CHECK_KNOWN, (str(trip.since), str(trip.until), known.snapshot, projects, requests)
-
-
-def correct(answers: Sequence[HoldAnswer], now: datetime, corrections: Mapping[CounterKey, tuple[int, int]]) -> None:
-    """Tell of the counters as they really were, and when."""
-    starts = window_starts(now)
-    by_rules: dict[int, list[tuple[int, int]]] = {}
-    for answer in answers:
-        if isinstance(answer, Admitted):
-            answer.admitted_at = now
-            if isinstance(states := answer.quotas, QuotaStates):
-                found = by_rules.get(id(states.rules))
-                if found is None:
-                    found = [corrections.get((rule.number, starts[rule.window]), (0, 0)) for rule in states.rules]
-                    by_rules[id(states.rules)] = found
-                states.now, states.corrections = now, found
+    requests = [(hold.terms.project_id, op.request_id.int.to_bytes(16, "big")) for op, hold in trip.decisions.writes.holds]
+    ids = columns("uu", requests) if requests else (NO_IDS, NO_IDS)
+    return CHECK_KNOWN, (str(trip.since), str(trip.until), known.snapshot, *ids)

@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from metering.core.models import HoldState, QuotaDimension, QuotaSubject
 from metering.holds.decide import NOTHING_USED, AdmissionTerms, BatchReads, EventSums, Hold, HoldTerms, SameRequest
@@ -365,11 +365,11 @@ def take_admission_reads(
     return same
 
 
-def same_request(row: tuple[Any, ...], events: Mapping[int, EventSums]) -> SameRequest:
+def same_request(row: Row, events: Mapping[int, EventSums]) -> SameRequest:
     """One row of SELECT_SAME_REQUEST. events: of the holds that have ended."""
     _, _, state, payload_hash, hold_id, currency_code = row
     settled = None if state == HoldState.HELD else events.get(hold_id.int, NOTHING_USED).settled(hold_id, currency_code, [])
-    return SameRequest(state, payload_hash, settled)
+    return payload_hash, settled
 
 
 async def lock_counters(connection: Connection, now: datetime, keys: Collection[CounterKey]) -> Counters:

@@ -9,29 +9,26 @@ Rows are locked in the order of holds by id, chains by project, counters by (quo
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import psycopg
 
-from metering.holds.decide import BatchWrites, Hold, HoldTerms, NewHold, UsageEvent
+from metering.holds.decide import BatchWrites, Hold, HoldTerms
+from metering.holds.operations import Settle, Settled
 from metering.quotas.quota_rules import CounterKey
 from metering.quotas.quotas import NO_LIMIT, USED_MAX, Counters
-from metering.receipts.chaining import BatchSigner, Chains, SignedBatch
+from metering.receipts.chaining import BatchSigner, Chains
 from metering.store.exchange import (
     UUID_OID,
     Packed,
     Statement,
-    Value,
     array,
-    bigint_array,
-    bytes_array,
+    columns,
     id_array,
-    id_bytes_array,
     id_number_array,
     packed_array,
-    text_array,
     time_array,
 )
 
@@ -152,156 +149,130 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
     statements: list[Statement] = []
     if writes.extensions:
         extended = [writes.extensions[number] for number in sorted(writes.extensions)]
-        statements.append((EXTEND_HOLDS, (expiry_s, *extension_columns(extended), len(extended))))
+        rows = [
+            (
+                hold.id.bytes,
+                hold.cached_input_token_count,
+                hold.leased_token_count,
+                hold.delivered_token_count,
+                hold.posted_token_count,
+                hold.posted_cost_picos,
+                array(hold.posted_minutes),
+                leased_before,
+                len(hold.terms.quota_ids),
+            )
+            for hold, leased_before in extended
+        ]
+        statements.append((EXTEND_HOLDS, (expiry_s, *columns("unnnnnsnv", rows), len(rows))))
     if writes.ends:
-        ended = [writes.ends[number] for number in sorted(writes.ends)]
-        statements.append((END_HOLDS, (*end_columns(ended), len(ended))))
+        ended = [
+            (
+                number.to_bytes(16, "big"),
+                hold.state,
+                hold.cached_input_token_count,
+                hold.delivered_token_count,
+                hold.leased_token_count,
+                hold.posted_token_count,
+                len(hold.terms.quota_ids),
+            )
+            for number, hold in sorted(writes.ends.items())
+        ]
+        statements.append((END_HOLDS, (*columns("uvnnnnv", ended), len(ended))))
     return statements
 
 
 def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statement]:
     """Insert holds."""
-    return [insertion(owner, expiry_s, writes.holds)] if writes.holds else []
-
-
-def usage_writes(chains: Chains, events: Sequence[UsageEvent], signer: BatchSigner | None) -> list[Statement]:
-    """Usage events with their receipts, which are issued and signed here. Raises there: GuardFailed."""
-    if not events:
+    if not writes.holds:
         return []
-    for event in events:
-        issue(chains, event)
-    signed = chains.sign(signer)
+    places: dict[HoldTerms, int] = {}
+    rows = [
+        (
+            op.hold_id.int.to_bytes(16, "big"),
+            places.setdefault(hold.terms, len(places) + 1),
+            op.request_id.int.to_bytes(16, "big"),
+            op.payload_hash,
+            json.dumps(op.labels) if op.labels else None,
+            op.input_token_count,
+            hold.leased_token_count,
+        )
+        for op, hold in writes.holds
+    ]
+    quota_ids: list[bytes] = []
+    terms = []
+    for each in places:
+        first = len(quota_ids) + 1
+        quota_ids += each.packed_quota_ids
+        ids = each.payer_ids
+        terms.append((ids[:16], ids[16:32], ids[32:], each.model, each.prices.version, first, len(quota_ids), each.embedding))
+    *payers, models, versions, firsts, lasts, embeddings = columns("uuusnvvv", terms)
+    packed_ids = packed_array(UUID_OID, quota_ids)
+    values = (*payers, models, versions, owner, packed_ids, firsts, lasts, expiry_s, embeddings, *columns("uvubsnn", rows))
+    return [(INSERT_HOLDS, values)]
+
+
+def usage_writes(
+    chains: Chains, events: Iterable[tuple[Hold, Settled, int, Settle, bool]], signer: BatchSigner | None
+) -> list[Statement]:
+    """Insert usage events (see `BatchWrites`) with their receipts, which are issued and signed here. Raises there: GuardFailed."""
+    rows = []
+    for hold, usage, part, op, recovered in events:
+        terms, timings = hold.terms, op.timings
+        receipt = chains.append(
+            terms.payer_ids + hold.request_id.int.to_bytes(16, "big"),
+            (
+                part,
+                usage.input_token_count,
+                usage.cached_input_token_count,
+                usage.billed_token_count,
+                usage.embedding_token_count,
+                terms.prices.version,
+                usage.cost_picos,
+            ),
+            hold.admitted_at,
+            (usage.currency_code, terms.model, usage.outcome),
+        )
+        usage.receipts.append(receipt)
+        rows.append(
+            (
+                hold.id.int.to_bytes(16, "big"),
+                part,
+                usage.outcome,
+                usage.input_token_count,
+                usage.cached_input_token_count,
+                usage.generated_token_count,
+                usage.delivered_token_count,
+                usage.billed_token_count,
+                usage.cost_picos,
+                None if timings is None else _json_format(tuple(timings)) % tuple(timings.values()),
+                recovered,
+                receipt.settled_at,
+                receipt.sequence,
+                receipt.previous_hash,
+                receipt.hash,
+                usage.embedding_token_count,
+                op.migration_count,
+            )
+        )
+    if not rows:
+        return []
+    batch = chains.sign(signer)
+    signed = ("", "", "") if batch is None else (batch.key_id, b"".join(batch.hashes).hex(), batch.signature.hex())
+    heads = [
+        (project_id, head.sequence, head.hash, head.settled_at, before)
+        for project_id, before in chains.changed.items()
+        for head in (chains.heads[project_id],)
+    ]
     return [
-        (UPDATE_CHAINS, (*chain_columns(chains), len(chains.changed))),
-        (INSERT_USAGE_EVENTS, (*batch_values(signed), *usage_event_columns(events))),
+        (UPDATE_CHAINS, (*columns("unbtb", heads), len(heads))),
+        (INSERT_USAGE_EVENTS, (*signed, *columns("uvvnnnnnnsvtnbbnv", rows))),
     ]
 
 
-def issue(chains: Chains, event: UsageEvent) -> None:
-    """Continue the chain of the event's project by its receipt."""
-    usage, hold = event.usage, event.hold
-    terms = hold.terms
-    event.receipt = chains.append(
-        terms.payer_ids + hold.request_id.bytes,
-        (
-            event.part,
-            usage.input_token_count,
-            usage.cached_input_token_count,
-            usage.billed_token_count,
-            usage.embedding_token_count,
-        ),
-        (terms.prices.version, usage.cost_picos),
-        hold.admitted_at,
-        (usage.currency_code, terms.model, usage.outcome),
-    )
-    usage.receipts.append(event.receipt)
-
-
-def insertion(owner: str, expiry_s: float, holds: Sequence[NewHold]) -> Statement:
-    """INSERT_HOLDS with its values."""
-    places: dict[int, int] = {}
-    terms: list[HoldTerms] = []
-    of_holds: list[int] = []
-    for _, hold in holds:
-        each = hold.terms
-        place = places.get(id(each))
-        if place is None:
-            terms.append(each)
-            place = places[id(each)] = len(terms)
-        of_holds.append(place)
-    ends = list(itertools.accumulate(len(each.quota_ids) for each in terms))
-    admits = [op for op, _ in holds]
-    return INSERT_HOLDS, (
-        id_bytes_array([each.payer_ids[:16] for each in terms]),
-        id_bytes_array([each.project_id for each in terms]),
-        id_bytes_array([each.payer_ids[32:] for each in terms]),
-        text_array([each.model for each in terms]),
-        bigint_array([each.prices.version for each in terms]),
-        owner,
-        packed_array(UUID_OID, [quota_id for each in terms for quota_id in each.packed_quota_ids]),
-        array([end - len(each.quota_ids) + 1 for end, each in zip(ends, terms, strict=True)]),
-        array(ends),
-        expiry_s,
-        array([each.embedding for each in terms]),
-        id_array([op.hold_id for op in admits]),
-        array(of_holds),
-        id_array([op.request_id for op in admits]),
-        bytes_array([op.payload_hash for op in admits]),
-        text_array([json.dumps(op.labels) if op.labels else None for op in admits]),
-        bigint_array([op.input_token_count for op in admits]),
-        bigint_array([hold.leased_token_count for _, hold in holds]),
-    )
-
-
-def extension_columns(extended: Sequence[tuple[Hold, int]]) -> tuple[Value, ...]:
-    """One list per column of EXTEND_HOLDS."""
-    holds = [hold for hold, _ in extended]
-    return (
-        id_array([hold.id for hold in holds]),
-        bigint_array([hold.cached_input_token_count for hold in holds]),
-        bigint_array([hold.leased_token_count for hold in holds]),
-        bigint_array([hold.delivered_token_count for hold in holds]),
-        bigint_array([hold.posted_token_count for hold in holds]),
-        bigint_array([hold.posted_cost_picos for hold in holds]),
-        text_array([array(hold.posted_minutes) for hold in holds]),
-        bigint_array([leased_before for _, leased_before in extended]),
-        array([len(hold.terms.quota_ids) for hold in holds]),
-    )
-
-
-def end_columns(holds: Sequence[Hold]) -> tuple[Value, ...]:
-    """One list per column of END_HOLDS."""
-    return (
-        id_array([hold.id for hold in holds]),
-        array([hold.state for hold in holds]),
-        bigint_array([hold.cached_input_token_count for hold in holds]),
-        bigint_array([hold.delivered_token_count for hold in holds]),
-        bigint_array([hold.leased_token_count for hold in holds]),
-        bigint_array([hold.posted_token_count for hold in holds]),
-        array([len(hold.terms.quota_ids) for hold in holds]),
-    )
-
-
-def chain_columns(chains: Chains) -> tuple[Value, ...]:
-    """One list per column of UPDATE_CHAINS."""
-    heads = [(chains.heads[project_id], before) for project_id, before in chains.changed.items()]
-    return (
-        id_bytes_array([head.project_id for head, _ in heads]),
-        bigint_array([head.sequence for head, _ in heads]),
-        bytes_array([head.hash for head, _ in heads]),
-        time_array([head.settled_at for head, _ in heads]),
-        bytes_array([before for _, before in heads]),
-    )
-
-
-def batch_values(batch: SignedBatch | None) -> tuple[str, str, str]:
-    """The first values of INSERT_USAGE_EVENTS."""
-    return ("", "", "") if batch is None else (batch.key_id, b"".join(batch.hashes).hex(), batch.signature.hex())
-
-
-def usage_event_columns(events: Sequence[UsageEvent]) -> tuple[Value, ...]:
-    """One list per column of INSERT_USAGE_EVENTS."""
-    usages = [event.usage for event in events]
-    receipts = [event.receipt for event in events if event.receipt is not None]
-    return (
-        id_array([usage.hold_id for usage in usages]),
-        array([event.part for event in events]),
-        array([usage.outcome for usage in usages]),
-        bigint_array([usage.input_token_count for usage in usages]),
-        bigint_array([usage.cached_input_token_count for usage in usages]),
-        bigint_array([usage.generated_token_count for usage in usages]),
-        bigint_array([usage.delivered_token_count for usage in usages]),
-        bigint_array([usage.billed_token_count for usage in usages]),
-        bigint_array([usage.cost_picos for usage in usages]),
-        text_array([None if event.timings is None else json.dumps(event.timings) for event in events]),
-        array([event.recovered for event in events]),
-        time_array([receipt.settled_at for receipt in receipts]),
-        bigint_array([receipt.sequence for receipt in receipts]),
-        bytes_array([receipt.previous_hash for receipt in receipts]),
-        bytes_array([receipt.hash for receipt in receipts]),
-        bigint_array([usage.embedding_token_count for usage in usages]),
-        array([event.migration_count for event in events]),
-    )
+@functools.lru_cache(maxsize=64)  # the stages of a request are the same in nearly all
+def _json_format(names: tuple[str, ...]) -> str:
+    """Return what `%` makes a JSON object of numbers from."""
+    return "{" + ", ".join(json.dumps(name).replace("%", "%%") + ": %s" for name in names) + "}"
 
 
 def key_columns(keys: Collection[CounterKey]) -> tuple[Packed, Packed]:
@@ -319,12 +290,8 @@ def moved_counters(
     if not moves:
         return [], []
     keys = sorted(moves)
-    columns = (
-        bigint_array([moves[key][0] for key in keys]),
-        bigint_array([moves[key][1] for key in keys]),
-        bigint_array([limits.get(key, NO_LIMIT) for key in keys]),
-    )
-    return keys, [(MOVE_AND_TELL if limits else MOVE_SILENTLY, (*key_columns(keys), *columns, len(keys)))]
+    rows = [(key[0].to_bytes(16, "big"), key[1], *moves[key], limits.get(key, NO_LIMIT)) for key in keys]
+    return keys, [(MOVE_AND_TELL if limits else MOVE_SILENTLY, (*columns("utnnn", rows), len(keys)))]
 
 
 def counter_writes(counters: Counters) -> list[Statement]:

@@ -22,7 +22,7 @@ from metering.quotas.quota_rules import (
     Kind,
     QuotaRule,
     QuotaState,
-    QuotaStates,
+    Scale,
     money_scale,
     window_end,
     window_starts,
@@ -92,6 +92,7 @@ class InsufficientCredit(QuotaExceeded):
         return False
 
 
+NO_MOVE = 0, 0  # of used and held
 NO_LIMIT = -1  # of a row that may be moved however full it is
 
 
@@ -126,27 +127,14 @@ class Counters:
     guessed: bool = False
     limits: dict[CounterKey, int] = field(default_factory=dict)
     moves: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
-    _of: dict[int, tuple[Sequence[QuotaRule], list[CounterKey], list[Counter]]] = field(default_factory=dict)
-
-    def of(self, rules: Sequence[QuotaRule]) -> tuple[Sequence[QuotaRule], list[CounterKey], list[Counter]]:
-        """Return the rules with the keys of their counters of now, and these: looked up once for all that have the same rules."""
-        found = self._of.get(id(rules))
-        if found is None:
-            starts = window_starts(self.now)
-            keys = [(rule.number, starts[rule.window]) for rule in rules]
-            found = self._of[id(rules)] = rules, keys, [self.row(key) for key in keys]
-        return found
 
     def add(self, key: CounterKey, used: int = 0, held: int = 0) -> None:
         """Move a counter. Going below zero is a bug of the caller and would break conservation."""
         if not used and not held:
             return
         if self.guessed and key not in self.limits:  # the row does not matter
-            before = self.moves.get(key)
-            if before is None:
-                self.moves[key] = used, held
-            else:
-                self.moves[key] = min(before[0] + used, USED_MAX), before[1] + held
+            before = self.moves.get(key, NO_MOVE)
+            self.moves[key] = min(before[0] + used, USED_MAX), before[1] + held
             return
         row = self.rows[key]
         if key not in self.changed:
@@ -164,9 +152,9 @@ class Counters:
         """Return what guessed rows are moved by, used and held."""
         moves = dict(self.moves)
         for key, (used, held) in self.changed.items():
-            row, more = self.rows[key], moves.get(key, (0, 0))
+            row, more = self.rows[key], moves.get(key, NO_MOVE)
             moves[key] = row.used - used + more[0], row.held - held + more[1]
-        return {key: move for key, move in moves.items() if move != (0, 0)}
+        return {key: move for key, move in moves.items() if move != NO_MOVE}
 
     def remaining(self, rule: QuotaRule) -> int | None:
         """What may still be charged to the rule now; None for unlimited."""
@@ -195,9 +183,10 @@ class Counters:
         row = self.rows[rule.key(self.now)]
         return QuotaState(rule, row.used, row.held, self.now)
 
-    def states(self, rules: Sequence[QuotaRule]) -> QuotaStates:
-        """Return the states of several rules as they are now, whatever comes later."""
-        return QuotaStates(rules, [(row.used, row.held) for row in self.of(rules)[2]], self.now)
+    def counts(self, rules: Iterable[QuotaRule]) -> list[tuple[int, int]]:
+        """Return used and held of each rule as they are now, whatever comes later."""
+        rows = [self.rows[rule.key(self.now)] for rule in rules]
+        return [(row.used, row.held) for row in rows]
 
 
 def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_token_count: int, least_token_count: int) -> Claim:
@@ -206,7 +195,7 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
     wanted_token_count: the slice asked for; least_token_count: below that the request is better refused than started.
     Raises: QuotaExceeded naming every rule that does not fit, the first to reset in front.
     """
-    if charge_whole(counters, rules, claim, wanted_token_count):
+    if charge_whole(counters, rules, money_scale(claim.prices), claim.input_token_count, wanted_token_count) is not None:
         return claim.leasing(wanted_token_count)
     if counters.guessed:
         raise Unsure
@@ -242,20 +231,28 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
     return admitted
 
 
-def charge_whole(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, output_token_count: int) -> bool:
-    """Charge a new claim with all of a lease to all rules, or to none and say so: what most admissions come to."""
-    money, (_, keys, rows) = money_scale(claim.prices), counters.of(rules)
-    sent, changed = claim.input_token_count, counters.changed
-    amounts: list[int] = []
-    for rule, row in zip(rules, rows, strict=True):
+def charge_whole(
+    counters: Counters, rules: Iterable[QuotaRule], money: Scale, input_token_count: int, output_token_count: int
+) -> list[tuple[int, int]] | None:
+    """Charge a new claim with all of a lease to all rules, or to none: what most admissions come to.
+
+    Written out for its many calls; the amounts are those of `Claim.charge`. money: how the claim counts money. Returns used and
+    held of each rule then; None if some rule has no room. Raises: Unsure.
+    """
+    starts, rows, changed = window_starts(counters.now), counters.rows, counters.changed
+    charges: list[tuple[QuotaRule, CounterKey, Counter, int]] = []
+    for rule in rules:
+        key = rule.number, starts[rule.window]
+        row = rows.get(key) or counters.row(key)
         amount = 1
-        if rule.counts_tokens:  # `Claim.charge` of a claim of which nothing is posted, without the calls
+        if rule.counts_tokens:
             scale = rule.token_scale or money
-            amount = -(-(sent * scale.dearest_input + output_token_count * scale.output) // scale.divisor)
+            amount = -(-(input_token_count * scale.dearest_input + output_token_count * scale.output) // scale.divisor)
         if rule.limit_value is not None and amount > rule.limit_value - row.used - row.held:
-            return False
-        amounts.append(amount)
-    for rule, key, row, amount in zip(rules, keys, rows, amounts, strict=True):
+            return None
+        charges.append((rule, key, row, amount))
+    counts: list[tuple[int, int]] = []
+    for rule, key, row, amount in charges:
         if amount and key not in changed:
             changed[key] = row.used, row.held
             if counters.guessed:
@@ -264,7 +261,8 @@ def charge_whole(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, o
             row.used += amount
         else:
             row.held += amount
-    return True
+        counts.append((row.used, row.held))
+    return counts
 
 
 def extend(
@@ -311,23 +309,51 @@ def extend(
 
 def end(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, input_token_count: int, delivered_token_count: int) -> None:
     """Give back what the claim holds and leave what it consumed in `used`."""
-    starts, money = window_starts(claim.charged_at), money_scale(claim.prices)
-    sent, lease, posted = claim.input_token_count, claim.leased_token_count, claim.posted_token_count
-    cached = min(claim.cached_input_token_count, input_token_count)
-    fresh = input_token_count - cached
+    money, cached = money_scale(claim.prices), min(claim.cached_input_token_count, input_token_count)
+    if not claim.posted_token_count:
+        claimed = claim.input_token_count, claim.leased_token_count
+        consumed = input_token_count - cached, cached, delivered_token_count
+        end_whole(counters, rules, money, claim.charged_at, claimed, consumed)
+        return
+    starts = window_starts(claim.charged_at)
     for rule in rules:
         if rule.counts_tokens:
             scale = rule.token_scale or money
-            if posted:
-                used = claim.consumed_by(scale, input_token_count, delivered_token_count)
-                held = claim.charge(scale, lease)
-            else:  # the same without the calls
-                each, divisor = scale.output, scale.divisor
-                used = -(-(fresh * scale.input + cached * scale.cached_input + delivered_token_count * each) // divisor)
-                held = -(-(sent * scale.dearest_input + lease * each) // divisor)
-            counters.add((rule.number, starts[rule.window]), used, -held)
+            used = claim.consumed_by(scale, input_token_count, delivered_token_count)
+            counters.add((rule.number, starts[rule.window]), used, -claim.charge(scale, claim.leased_token_count))
         elif not rule.is_used_at_once:
             counters.add((rule.number, starts[rule.window]), 0, -1)
+
+
+def end_whole(
+    counters: Counters,
+    rules: Iterable[QuotaRule],
+    money: Scale,
+    charged_at: datetime,
+    claimed: Tokens,
+    consumed: tuple[int, int, int],
+) -> None:
+    """The same for a claim of which nothing is posted, as of most; written out for its many calls.
+
+    claimed: input and leased output. consumed: input that was not cached, cached input, output.
+    """
+    starts, moves, limits = window_starts(charged_at), counters.moves, counters.limits
+    (sent, lease), (fresh, cached, output) = claimed, consumed
+    for rule in rules:
+        used, held = 0, 1
+        if rule.counts_tokens:
+            scale = rule.token_scale or money
+            each, divisor = scale.output, scale.divisor
+            used = -(-(fresh * scale.input + cached * scale.cached_input + output * each) // divisor)
+            held = -(-(sent * scale.dearest_input + lease * each) // divisor)
+        elif rule.is_used_at_once:
+            continue
+        key = rule.number, starts[rule.window]
+        if not counters.guessed or key in limits:
+            counters.add(key, used, -held)
+        elif used or held:
+            before = moves.get(key, NO_MOVE)
+            moves[key] = min(before[0] + used, USED_MAX), before[1] - held
 
 
 def expire(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, billed: Tokens) -> None:

@@ -10,9 +10,10 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
-from metering.receipts.encoding import HASH_SIZE, Receipt, decode, encode, hash_of, micros, texts
+from metering.receipts.encoding import FIXED, HASH_SIZE, MAGIC, Receipt, decode, encode, micros, texts
 from metering.receipts.merkle import Step, Tree
 
 
@@ -122,22 +123,21 @@ class Chains:
     def append(
         self,
         ids: bytes,
-        counts: tuple[int, int, int, int, int],
-        price: tuple[int, int],
+        counts: tuple[int, int, int, int, int, int, int],
         admitted_at: datetime,
         ends: tuple[str, str, str],
     ) -> IssuedReceipt:
         """The next receipt of a project.
 
-        ids: as for `encode`. counts: part, input, cached input, billed and embedding tokens. price: version, and cost in picos.
+        ids: as for `encode`. counts: part, input, cached input, billed and embedding tokens, price version, cost in picos.
         ends: currency code, model, outcome.
         """
         project_id = ids[16:32]
         head = self.heads[project_id]
         previous_hash, head.sequence = head.hash, head.sequence + 1
-        numbers = (*counts, *price, micros(admitted_at), head.settled_at_us, head.sequence)
-        encoded = encode(ids, numbers, previous_hash, texts(*ends))
-        head.hash = hash_of(encoded)
+        numbers = (*counts, micros(admitted_at), head.settled_at_us, head.sequence)
+        encoded = FIXED.pack(MAGIC, ids, *numbers, previous_hash) + texts(*ends)  # as `encode`, without the call
+        head.hash = sha256(encoded).digest()
         receipt = IssuedReceipt(encoded, head.settled_at, head.sequence, previous_hash, head.hash)
         self.changed.setdefault(project_id, previous_hash)
         self.added.append(receipt)

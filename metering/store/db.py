@@ -90,8 +90,9 @@ class StoreGate:
 
     def answered(self) -> None:
         """The database has answered something."""
-        self._away_since = None
-        self._backoff.reset()
+        if self._away_since is not None:
+            self._away_since = None
+            self._backoff.reset()
 
     def failed(self) -> None:
         """An attempt to connect came to nothing, or the database went silent."""

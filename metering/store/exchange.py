@@ -56,6 +56,8 @@ _PLACEHOLDER = re.compile(r"%[s%]")
 
 _numbers = itertools.count(1)
 
+BINARY, TEXT = pq.Format.BINARY, pq.Format.TEXT
+
 CANCEL_TIMEOUT_S = 5.0  # for the server to take notice that nobody waits for an answer any more
 
 
@@ -84,14 +86,18 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
     encoded: list[tuple[bytes, list[bytes | None], list[int]]] = []
     for sql, values in statements:
         parameters: list[bytes | None] = []
+        formats: list[int] = []
         for value in values:
-            if value is None or type(value) is Packed:
+            if value is None or isinstance(value, Packed):
                 parameters.append(value)
+                formats.append(BINARY)
                 continue
-            parameters.append(text := str(value).encode())
+            text = str(value).encode()
             if b"\0" in text:  # the protocol would end the value there
                 raise ValueError("text for the database must not contain NUL")
-        encoded.append((_query(sql), parameters, [type(value) is Packed for value in values]))
+            parameters.append(text)
+            formats.append(TEXT)
+        encoded.append((_query(sql), parameters, formats))
     session = _sessions.get(connection)
     if session is None:
         session = _sessions[connection] = _Session()
@@ -104,7 +110,7 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
             # Whether a preparation was done is not known before its answer, so a name is never used for a second one.
             name = new[query] = f"weir_{next(_numbers)}".encode()
             pgconn.send_prepare(name, query)
-        pgconn.send_query_prepared(name, parameters, formats, result_format=pq.Format.BINARY)
+        pgconn.send_query_prepared(name, parameters, formats, result_format=BINARY)
     pgconn.pipeline_sync()
     loop, socket = asyncio.get_running_loop(), pgconn.socket
     answered: asyncio.Future[None] = loop.create_future()
@@ -153,9 +159,9 @@ def _read(
             status = result.status
             if status == pq.ExecStatus.PIPELINE_SYNC:
                 pgconn.exit_pipeline_mode()
-                failed = next((each for each in results if each.status == pq.ExecStatus.FATAL_ERROR), None)
-                if failed is not None:
-                    raise error_from_result(failed)
+                for each in results:
+                    if each.status == pq.ExecStatus.FATAL_ERROR:
+                        raise error_from_result(each)
                 answered.set_result(None)
             elif status == pq.ExecStatus.COMMAND_OK and not result.command_status:  # the answer to a preparation
                 query, name = next(new)
@@ -184,24 +190,39 @@ def _query(sql: str) -> bytes:
     return _PLACEHOLDER.sub(lambda found: "%" if found[0] == "%%" else f"${next(numbers)}", sql).encode()
 
 
-def array(values: Iterable[int | bool | datetime | str]) -> str:
-    """An array literal. Only for values whose text needs no quoting."""
-    return "{" + ",".join(map(str, values)) + "}"
+def columns(layout: str, rows: Sequence[Sequence[Any]]) -> list[Value]:
+    """Return the columns of rows as arrays. Raises: ValueError for a number that needs more than 64 bits.
 
-
-def bigint_array(values: Sequence[int]) -> Packed:
-    """An array of numbers of 64 bits. Raises: ValueError for one that needs more."""
-    sized = [8] * (2 * len(values))
-    sized[1::2] = values
-    try:
-        return Packed(_head(BIGINT_OID, len(values)) + _bigint_packer(len(values))(*sized))
-    except struct.error as error:
-        raise ValueError(f"not for a bigint[]: {error}") from error
+    layout: a letter for each column. u: ids, of 16 bytes each; n: numbers of 64 bits; b: bytes; t: times; s: texts or None;
+    v: values whose text needs no quoting.
+    """
+    count, packed = len(rows), list[Value]()
+    for kind, values in zip(layout, zip(*rows, strict=True) if rows else [()] * len(layout), strict=True):
+        if kind in "nu":
+            oid, size, item = (BIGINT_OID, 8, "iq") if kind == "n" else (UUID_OID, 16, "i16s")
+            sized = [size] * (2 * count)
+            sized[1::2] = values
+            try:
+                packed.append(Packed(_head(oid, count) + _packer(item, count)(*sized)))
+            except struct.error as error:
+                raise ValueError(f"not for a bigint[]: {error}") from error
+        elif kind == "b":
+            packed.append(bytes_array(values))
+        elif kind == "t":
+            packed.append(packed_array(TIMESTAMPTZ_OID, map(packed_time, values)))
+        else:
+            packed.append(text_array(values) if kind == "s" else array(values))
+    return packed
 
 
 @lru_cache(maxsize=4096)  # a batch has at most some hundred rows, and some thousand counters
-def _bigint_packer(count: int) -> Callable[..., bytes]:
-    return struct.Struct(">" + "iq" * count).pack
+def _packer(item: str, count: int) -> Callable[..., bytes]:
+    return struct.Struct(">" + item * count).pack
+
+
+def array(values: Iterable[int | bool | datetime | str]) -> str:
+    """An array literal. Only for values whose text needs no quoting."""
+    return "{" + ",".join(map(str, values)) + "}"
 
 
 def id_array(ids: Iterable[uuid.UUID]) -> Packed:
@@ -235,9 +256,10 @@ def packed_time(at: datetime) -> bytes:
     return _TIME.pack(8, (at - _POSTGRES_EPOCH) // _MICROSECOND)
 
 
-def packed_array(oid: int, elements: Sequence[bytes]) -> Packed:
+def packed_array(oid: int, elements: Iterable[bytes]) -> Packed:
     """One dimension from 1 on, without NULL; each element is its length and itself."""
-    return Packed(_head(oid, len(elements)) + b"".join(elements))
+    body = list(elements)
+    return Packed(_head(oid, len(body)) + b"".join(body))
 
 
 @lru_cache(maxsize=4096)
@@ -247,13 +269,10 @@ def _head(oid: int, count: int) -> bytes:
 
 def text_array(texts: Iterable[str | None]) -> str:
     """An array literal of any texts."""
-    return "{" + ",".join(["NULL" if text is None else _quoted(text) for text in texts]) + "}"
+    escaped = [None if text is None else text.replace("\\", "\\\\").replace('"', '\\"') for text in texts]
+    return "{" + ",".join(["NULL" if text is None else f'"{text}"' for text in escaped]) + "}"
 
 
 def bytes_array(values: Iterable[bytes]) -> Packed:
     """An array of bytea."""
     return packed_array(BYTEA_OID, [len(value).to_bytes(4, "big") + value for value in values])
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -90,7 +90,7 @@ class GroupCommit(Generic[Op, Result]):
         self._overdue_check: asyncio.TimerHandle | None = None
         self._queue: deque[Waiting[Op, Result]] = deque()
         self._under_way: list[Waiting[Op, Result]] = []
-        self._arrived: asyncio.Future[None] | None = None  # while `run_batch` waits for an operation
+        self._arrived: asyncio.Future[None] | None = None  # while `run` waits for an operation
         self._closed: Exception | None = None
         self._operation_count = 0
         self._batch_count = 0
@@ -169,31 +169,32 @@ class GroupCommit(Generic[Op, Result]):
                 kept.append(waiting)
         queue.extendleft(reversed(kept))
 
-    async def run_batch(self) -> None:
-        """Wait until something waits, then run one batch."""
-        if not self._queue:
-            self._arrived = asyncio.get_running_loop().create_future()
-            await self._arrived
-        batch = self._take()
-        if not batch:
-            return
-        self._batch_count += 1
-        self._operation_count += len(batch)
-        self._batch_size_peak = max(self._batch_size_peak, len(batch))
-        began_at = time.monotonic()
-        self._under_way = batch
-        try:
-            results = await self._execute([op for op, _, _ in batch])
-        except Exception as error:
-            results = [error] * len(batch)
-        except BaseException:
-            self._queue.extendleft(reversed(batch))  # for `close` to answer
-            raise
-        finally:
-            self._under_way = []
-            if self._measured is not None:
-                self._measured(len(batch), time.monotonic() - began_at)
-        self._answer(batch, results)
+    async def run(self) -> None:
+        """Run one batch after the other until cancelled."""
+        while True:
+            if not self._queue:
+                self._arrived = asyncio.get_running_loop().create_future()
+                await self._arrived
+            batch = self._take()
+            if not batch:
+                continue
+            self._batch_count += 1
+            self._operation_count += len(batch)
+            self._batch_size_peak = max(self._batch_size_peak, len(batch))
+            began_at = time.monotonic()
+            self._under_way = batch
+            try:
+                answers = await self._execute([op for op, _, _ in batch])
+            except Exception as error:
+                answers = [error] * len(batch)
+            except BaseException:
+                self._queue.extendleft(reversed(batch))  # for `close` to answer
+                raise
+            finally:
+                self._under_way = []
+                if self._measured is not None:
+                    self._measured(len(batch), time.monotonic() - began_at)
+            self._answer(batch, answers)
 
     def empty(self) -> bool:
         """Whether nothing waits."""

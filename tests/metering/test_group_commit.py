@@ -83,12 +83,8 @@ async def running(
         patience=patience,
     )
 
-    async def run() -> None:
-        while True:
-            await commits.run_batch()
-
     async with asyncio.TaskGroup() as tasks:
-        runner = tasks.create_task(run())
+        runner = tasks.create_task(commits.run())
         yield Rig(store, commits, orphans, tasks)
         runner.cancel()
         await asyncio.wait([runner])

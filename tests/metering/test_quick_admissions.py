@@ -22,7 +22,7 @@ from metering.holds.known import known_of
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, Renew, Settled, Void
 from metering.pricing.token_prices import TokenPrices
 from metering.quotas import quotas
-from metering.quotas.quota_rules import NO_WINDOW, Claim, Payer, QuotaRule, Weights
+from metering.quotas.quota_rules import NO_WINDOW, Claim, Payer, QuotaRule, Weights, money_scale
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 from metering.store.db import psycopg_conninfo
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
@@ -395,6 +395,6 @@ def test_a_rule_weighs_a_new_claim_as_the_long_way_does(
     claim = Claim(prices, tokens[0], 0, tokens[1], 0, NO_WINDOW, NO_WINDOW)
     row = Counter(0, 0)
 
-    assert quotas.charge_whole(Counters(NO_WINDOW, {rule.key(NO_WINDOW): row}), [rule], claim, tokens[1])
+    assert quotas.charge_whole(Counters(NO_WINDOW, {rule.key(NO_WINDOW): row}), [rule], money_scale(prices), *tokens)
 
     assert row.used + row.held == quotas.demand(rule, claim)
