@@ -71,7 +71,6 @@ class Unfailing(io.TextIOBase):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As much as goes."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)

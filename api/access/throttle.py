@@ -182,12 +182,10 @@ class SharedFailures:
         self._owner = owner_id.hex
 
     def told(self) -> str:
-        """See `Gossip`."""
         counts = self._throttle.take_untold(ADDRESSES_AT_ONCE)
         return msgspec.json.encode(Failures(self._owner, counts)).decode() if counts else ""
 
     def heard(self, text: str) -> None:
-        """See `Gossip`."""
         try:
             failures = msgspec.json.decode(text, type=Failures)
         except msgspec.MsgspecError as error:  # of a process of another version

@@ -44,26 +44,22 @@ class Parsing:
         self.mistakes: list[Mistake] = []
 
     def configuration(self, message: pb.Configuration) -> Configuration:
-        """The whole of it."""
         organizations = (self.organization(f"organizations[{n}]", each) for n, each in enumerate(message.organizations))
         prices = (price_spec(f"prices[{n}]", each) for n, each in enumerate(message.prices))
         return Configuration(tuple(organizations), tuple(prices))
 
     def organization(self, path: str, message: pb.OrganizationConfiguration) -> OrganizationSpec:
-        """One customer."""
         projects = (self.project(f"{path}.projects[{n}]", each) for n, each in enumerate(message.projects))
         quotas = self.quotas(path, message.quotas)
         profile = parse_billing_profile(message.billing_profile) if message.HasField("billing_profile") else None
         return OrganizationSpec(message.name, message.currency_code, quotas, tuple(projects), message.prune_quotas, profile)
 
     def project(self, path: str, message: pb.ProjectConfiguration) -> ProjectSpec:
-        """One project."""
         keys = (self.key(f"{path}.keys[{n}]", each) for n, each in enumerate(message.keys))
         quotas = self.quotas(path, message.quotas)
         return ProjectSpec(message.name, quotas, tuple(keys), message.prune_quotas, message.prune_keys)
 
     def key(self, path: str, message: pb.ApiKeyConfiguration) -> KeySpec:
-        """One key."""
         return KeySpec(
             name=message.name,
             prefix=message.prefix,
@@ -82,7 +78,6 @@ class Parsing:
         return tuple(self.quota(f"{path}.quotas[{n}]", each) for n, each in enumerate(messages))
 
     def quota(self, path: str, message: pb.QuotaConfiguration) -> tuple[QuotaPlace, QuotaSpec]:
-        """One limit."""
         dimensions = {value: dimension for dimension, value in wire.DIMENSIONS.items()}
         if message.dimension not in dimensions:
             self.mistakes.append(Mistake(f"{path}.dimension", "give what the quota counts"))
@@ -103,7 +98,6 @@ class Parsing:
 
 
 def price_spec(path: str, message: pb.PriceConfiguration) -> PriceSpec:
-    """The prices of one model."""
     return PriceSpec(
         model=message.model,
         currency_code=message.currency_code or ("" if message.organization else "USD"),
@@ -137,7 +131,6 @@ def configuration_message(configuration: Configuration) -> pb.Configuration:
 
 
 def project_message(project: ProjectSpec) -> pb.ProjectConfiguration:
-    """One project."""
     keys = (
         wire.message_of(
             pb.ApiKeyConfiguration,
@@ -192,7 +185,6 @@ def mistaken_message(mistakes: Iterable[Mistake]) -> pb.ApplyConfigurationRespon
 
 
 def change_message(change: Change, *, secrets: bool) -> pb.ConfigurationChange:
-    """One difference."""
     is_unmade = change.kind == "key" and change.action is Action.CREATE and not secrets
     return wire.message_of(
         pb.ConfigurationChange,

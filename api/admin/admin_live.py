@@ -46,7 +46,6 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
     async def ListLiveRequests(
         self, request: live_pb.ListLiveRequestsRequest, context: Context
     ) -> live_pb.ListLiveRequestsResponse:
-        """Lists what runs."""
         await self._caller(context)
         async with self._sessions() as session:
             organization = await tenants.find_organization(session, request.organization) if request.organization else None
@@ -168,13 +167,11 @@ async def record_kill(session: AsyncSession, actor: str, request_id: uuid.UUID, 
 
 
 def live_request_message(row: live.LiveRequestRow) -> live_pb.LiveRequest:
-    """One request."""
     times = {"admit_time": row.admitted_at, "expire_time": row.expires_at}
     return wire.message_of(live_pb.LiveRequest, row, age=wire.duration(max(row.age_s, 0.0)), **times)
 
 
 def load_message(load: live.OrganizationLoad) -> live_pb.LiveOrganization:
-    """All that runs for one organization."""
     return wire.message_of(live_pb.LiveOrganization, load)
 
 
@@ -271,11 +268,9 @@ def span(message: Duration) -> timedelta:
 
 
 def replica_message(row: ReplicaRow) -> replica_pb.Replica:
-    """One replica of one process."""
     return wire.message_of(replica_pb.Replica, row, drained=row.is_drained)
 
 
 def drain_message(order: ReplicaDrain) -> replica_pb.ReplicaDrain:
-    """One order."""
     move_after = None if order.move_after_ms is None else wire.duration(order.move_after_ms / 1000)
     return wire.message_of(replica_pb.ReplicaDrain, order, drain_time=order.drained_at, move_after=move_after)

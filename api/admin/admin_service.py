@@ -47,7 +47,6 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
         self._private_webhooks = private_webhooks
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:
-        """Sets a limit."""
         subjects = {value: subject for subject, value in wire.SUBJECTS.items()}
         dimensions = {value: dimension for dimension, value in wire.DIMENSIONS.items()}
         async with self._transaction(context) as (session, actor):
@@ -105,7 +104,6 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
             return pb.DeleteQuotaResponse(deleted=True)
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Context) -> pb.ListQuotasResponse:
-        """Lists limits."""
         async with self._transaction(context) as (session, _):
             if not request.api_key:
                 states = await quota_states.list_quotas(session, organization=request.organization or None)
@@ -138,7 +136,6 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
 
 
 def audit_message(entry: AuditEntry) -> pb.AuditEntry:
-    """One change."""
     values = {"before_json": json_text(entry.before), "after_json": json_text(entry.after)}
     return wire.message_of(pb.AuditEntry, entry, entry_id=entry.id, **values)
 

@@ -29,7 +29,6 @@ class TenantCalls(AdminCalls):
     _router: Router
 
     async def CreateOrganization(self, request: pb.CreateOrganizationRequest, context: Context) -> pb.CreateOrganizationResponse:
-        """Creates a customer."""
         async with self._acting(context) as acting:
             existed = True
             if (earlier := await acting.earlier(request)) is not None:
@@ -45,7 +44,6 @@ class TenantCalls(AdminCalls):
             return pb.CreateOrganizationResponse(organization=organization_message(organization, profile), existed=existed)
 
     async def ListOrganizations(self, request: pb.ListOrganizationsRequest, context: Context) -> pb.ListOrganizationsResponse:
-        """Lists customers."""
         async with self._transaction(context) as (session, _):
             organizations = await tenants.list_organizations(session)
             profiles = await billing_profiles(session)
@@ -62,7 +60,6 @@ class TenantCalls(AdminCalls):
             return pb.SetBillingProfileResponse(organization=organization_message(organization, profile))
 
     async def CreateProject(self, request: pb.CreateProjectRequest, context: Context) -> pb.CreateProjectResponse:
-        """Creates a project."""
         async with self._acting(context) as acting:
             existed = True
             if (earlier := await acting.earlier(request)) is not None:
@@ -77,7 +74,6 @@ class TenantCalls(AdminCalls):
             return pb.CreateProjectResponse(project=project_message(project), existed=existed)
 
     async def ListProjects(self, request: pb.ListProjectsRequest, context: Context) -> pb.ListProjectsResponse:
-        """Lists the projects of a customer."""
         async with self._transaction(context) as (session, _):
             projects = await tenants.list_projects(session, organization=request.organization)
             return pb.ListProjectsResponse(projects=map(project_message, projects))
@@ -124,7 +120,6 @@ class TenantCalls(AdminCalls):
             return pb.RotateApiKeyResponse(api_key=key_message(key), secret=secret, overlap_end_time=wire.timestamp(ends_at))
 
     async def UpdateApiKey(self, request: pb.UpdateApiKeyRequest, context: Context) -> pb.UpdateApiKeyResponse:
-        """Changes a key."""
         async with self._acting(context) as acting:
             key = await key_changes.update_api_key(
                 acting.session,
@@ -153,7 +148,6 @@ class TenantCalls(AdminCalls):
             return pb.RevokeApiKeyResponse(api_key=key_message(key))
 
     async def ListApiKeys(self, request: pb.ListApiKeysRequest, context: Context) -> pb.ListApiKeysResponse:
-        """Lists keys."""
         async with self._transaction(context) as (session, _):
             keys = await tenants.list_api_keys(
                 session,
@@ -171,13 +165,11 @@ class TenantCalls(AdminCalls):
 
 
 def organization_message(organization: Organization, profile: BillingProfile | None) -> pb.Organization:
-    """A customer."""
     addressee = None if profile is None else billing_profile_message(profile)
     return wire.message_of(pb.Organization, organization, organization_id=organization.id, billing_profile=addressee)
 
 
 def project_message(project: Project) -> pb.Project:
-    """A project."""
     return wire.message_of(pb.Project, project, project_id=project.id)
 
 
@@ -222,7 +214,6 @@ class AlertWebhookCalls(AdminCalls):
     async def ListAlertWebhooks(
         self, request: alert_pb.ListAlertWebhooksRequest, context: Context
     ) -> alert_pb.ListAlertWebhooksResponse:
-        """Lists webhooks."""
         async with self._transaction(context) as (session, _):
             found = await webhooks.list_webhooks(session, organization=request.organization)
             return alert_pb.ListAlertWebhooksResponse(webhooks=map(webhook_message, found))

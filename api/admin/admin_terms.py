@@ -57,7 +57,6 @@ class TermCalls(AdminCalls):
             return plan_pb.CreatePlanResponse(plan=plan_message(plan), existed=existed)
 
     async def ListPlans(self, request: plan_pb.ListPlansRequest, context: Context) -> plan_pb.ListPlansResponse:
-        """Lists plans and assignments."""
         async with self._transaction(context) as (session, _):
             assigned = await plan_admin.list_assignments(session, organization=request.organization)
             wanted = [each for each in assigned if not request.name or (each.plan and each.plan.name == request.name)]
@@ -107,7 +106,6 @@ class TermCalls(AdminCalls):
     async def ListCreditGrants(
         self, request: plan_pb.ListCreditGrantsRequest, context: Context
     ) -> plan_pb.ListCreditGrantsResponse:
-        """Lists credit."""
         async with self._transaction(context) as (session, _):
             found = await credits.list_grants(session, organization=request.organization)
             names = await organization_names(session, {each.organization_id for each in found})
@@ -171,12 +169,10 @@ def selector_of(message: plan_pb.TokenSelector) -> Selector:
 
 
 def step_of(message: plan_pb.PlanPriceStep) -> PriceStep:
-    """One step."""
     return PriceStep(*(wire.given(message, name) for name in ("up_to_token_count", "price_picos", "price_milli")))
 
 
 def plan_message(plan: plan_admin.Plan) -> plan_pb.Plan:
-    """One version of a plan."""
     configuration = plan_pb.PlanConfiguration(
         name=plan.name, currency_code=plan.currency_code, commitment_picos=plan.rules.commitment_picos
     )
@@ -189,12 +185,10 @@ def plan_message(plan: plan_admin.Plan) -> plan_pb.Plan:
 
 
 def selector_message(selector: Selector) -> plan_pb.TokenSelector:
-    """Which tokens."""
     return wire.message_of(plan_pb.TokenSelector, selector)
 
 
 def assignment_message(assignment: plan_admin.Assignment, names: Names) -> plan_pb.PlanAssignment:
-    """Which plan from when on."""
     plan = assignment.plan
     return wire.message_of(
         plan_pb.PlanAssignment,
@@ -207,7 +201,6 @@ def assignment_message(assignment: plan_admin.Assignment, names: Names) -> plan_
 
 
 def grant_message(grant: credits.Grant, names: Names) -> plan_pb.CreditGrant:
-    """Credit as it stands."""
     return wire.message_of(
         plan_pb.CreditGrant,
         grant,
@@ -275,7 +268,6 @@ class PriceCalls(AdminCalls):
             return admin_pb.SetPriceResponse(version=price.prices.version, versions=version_messages(written, names))
 
     async def WithdrawPrice(self, request: price_pb.WithdrawPriceRequest, context: Context) -> price_pb.WithdrawPriceResponse:
-        """Ends an own price."""
         effective_at = wire.given_time(request, "effective_time")
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
@@ -324,7 +316,6 @@ def version_messages(versions: Iterable[ModelPrice], names: Names) -> list[price
 
 
 def version_message(version: ModelPrice, names: Names) -> price_pb.PriceVersion:
-    """One price version."""
     owner = version.organization_id
     return wire.message_of(
         price_pb.PriceVersion,

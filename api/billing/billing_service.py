@@ -92,7 +92,6 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
     """See `proto/weir/v1/billing_service.proto`."""
 
     async def GetMonthReport(self, request: pb.GetMonthReportRequest, context: Context) -> pb.GetMonthReportResponse:
-        """Reports one month of one customer."""
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
@@ -115,7 +114,6 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
         )
 
     async def ListMonths(self, request: months_pb2.ListMonthsRequest, context: Context) -> months_pb2.ListMonthsResponse:
-        """Lists the months of a customer."""
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
@@ -198,7 +196,6 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
     async def CreateAdjustment(
         self, request: months_pb2.CreateAdjustmentRequest, context: Context
     ) -> months_pb2.CreateAdjustmentResponse:
-        """Proposes an adjustment."""
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
                 record = await adjustments.find_adjustment(acting.session, uuid.UUID(earlier))
@@ -217,7 +214,6 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
     async def CreateCreditNote(
         self, request: months_pb2.CreateCreditNoteRequest, context: Context
     ) -> months_pb2.CreateCreditNoteResponse:
-        """Proposes a credit note."""
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
                 record = await adjustments.find_adjustment(acting.session, uuid.UUID(earlier))
@@ -236,7 +232,6 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
     async def ApproveAdjustment(
         self, request: months_pb2.ApproveAdjustmentRequest, context: Context
     ) -> months_pb2.ApproveAdjustmentResponse:
-        """Approves and posts."""
         async with self._transaction(context) as (session, actor):
             record = await adjustments.approve(session, adjustment_id=request.adjustment_id, actor=actor)
             return months_pb2.ApproveAdjustmentResponse(adjustment=adjustment_message(record))
@@ -244,7 +239,6 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
     async def RejectAdjustment(
         self, request: months_pb2.RejectAdjustmentRequest, context: Context
     ) -> months_pb2.RejectAdjustmentResponse:
-        """Rejects for good."""
         async with self._transaction(context) as (session, actor):
             record = await adjustments.reject(session, adjustment_id=request.adjustment_id, actor=actor)
             return months_pb2.RejectAdjustmentResponse(adjustment=adjustment_message(record))
@@ -267,7 +261,6 @@ def sum_message(each: StageSum) -> reconcile_pb.StageSum:
 
 
 def difference_message(each: Difference) -> reconcile_pb.StageDifference:
-    """One difference."""
     amount = each.amount_picos if each.currency_code else None
     return wire.message_of(reconcile_pb.StageDifference, each, amount=amount, since_time=each.since)
 
@@ -306,7 +299,6 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
     async def GetReceiptMonth(
         self, request: receipt_pb.GetReceiptMonthRequest, context: Context
     ) -> receipt_pb.GetReceiptMonthResponse:
-        """The sum of a month."""
         principal = await self._authenticator.principal(context)
         month = month_bounds(request.month)[0].date()
         async with self._reports.turn(principal) as sessions, sessions() as session:

@@ -33,7 +33,6 @@ REPORT_S = 25.0  # a month of many millions of requests is summed up in some sec
 
 
 def report_message(report: MonthReport) -> pb.GetMonthReportResponse:
-    """One month of one organization."""
     closed, currency = report.closed, report.currency_code
     parts = iter(report.rounded_parts_picos)
     return wire.message_of(
@@ -58,7 +57,6 @@ def month_message(entry: MonthEntry, payments: Sequence[InvoicePayment]) -> mont
 
 
 def payment_message(payment: InvoicePayment) -> months_pb2.InvoicePayment:
-    """One invoice at Stripe."""
     times = {"pay_time": payment.paid_at, "failure_time": payment.payment_failed_at}
     return wire.message_of(months_pb2.InvoicePayment, payment, **times)
 

@@ -137,7 +137,6 @@ def exported_quantities(path: Path) -> Counter[uuid.UUID]:
 
 
 def one(connection: psycopg.Connection[Any], query: LiteralString) -> Any:
-    """The one value of a query."""
     row = connection.execute(query).fetchone()
     assert row is not None
     return row[0]

@@ -135,18 +135,15 @@ class CallContext:
         self._write = write
 
     def invocation_metadata(self) -> Sequence[tuple[str, str]]:
-        """See `ServicerContext`."""
         return self._metadata
 
     def peer(self) -> str:
-        """See `ServicerContext`."""
         return self._peer
 
     def code(self) -> None:
         """See `ServicerContext`: no handler has set one."""
 
     async def write(self, message: Message) -> None:
-        """See `ServicerContext`."""
         assert self._write is not None, "the call answers once"
         await self._write(message)
 
@@ -225,7 +222,6 @@ class Console:
         self._json_thread = ThreadPoolExecutor(1, "weir-console")
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request."""
         if request.path != ROOT and not request.path.startswith(f"{ROOT}/"):
             return await self._others(request)
         closing = False

@@ -167,7 +167,6 @@ def price_message(paid: CustomerPrice) -> pb.Price:
 
 
 def receipt_messages(receipts: Iterable[IssuedReceipt]) -> list[receipts_pb2.Receipt]:
-    """One message each."""
     return [receipt_message(each) for each in receipts]
 
 
@@ -208,7 +207,6 @@ def time_of(micros: int) -> Timestamp:
 
 
 def alert_message(listed: ListedAlert) -> alerts_pb2.Alert:
-    """One alert."""
     alert, quota = listed.alert, listed.quota
     message = alerts_pb2.Alert(
         alert_id=str(alert.id),
@@ -255,7 +253,6 @@ def webhook_message(state: WebhookState) -> alerts_pb2.AlertWebhook:
 
 
 def billing_profile_message(profile: BillingProfile) -> types_pb2.BillingProfile:
-    """The message of a profile."""
     return types_pb2.BillingProfile(**profile.as_json())
 
 

@@ -41,7 +41,6 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(text: str) -> float:
-    """Parser of any number."""
     try:
         return float(text)
     except ValueError:

@@ -142,7 +142,6 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
 
 
 def code_of(error: BaseException) -> int:
-    """Its code in the table."""
     kind = type(error)
     if (code := _CODES_BY_KIND.get(kind)) is None:
         code = _CODES_BY_KIND[kind] = code_of_kind(kind)

@@ -138,8 +138,6 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
-    """Parser of a number."""
-
     def parse(value: str) -> float:
         try:
             found = float(value)
@@ -320,11 +318,9 @@ class FleetReader(StrictReader):
         )
 
     def several(self, version: str, node: yaml.Node, place: str) -> FleetVersion:
-        """One of several versions."""
         return self.version(version, self.mapping(node, place, OF_VERSION), node, place)
 
     def version(self, version: str, keys: Keys, node: yaml.Node, place: str) -> FleetVersion:
-        """A version by its keys."""
         get = keys.get
         engine = cast(EngineKind, self.value(get("engine"), f"{place}.engine", word(*get_args(EngineKind)), "torch"))
         if "directory" not in keys:

@@ -36,7 +36,6 @@ TOTALS: tuple[tuple[str, str, Pick], ...] = (
 
 
 def gauge(name: str, what: str, value: float) -> Metric:
-    """One number."""
     return GaugeMetricFamily(name, what, value=value)
 
 
@@ -72,7 +71,6 @@ def histograms(name: str, what: str, labels: Sequence[str], values: Iterable[tup
 
 
 def request_metrics(counts: RequestCounts) -> Iterator[Metric]:
-    """All of them."""
     yield counters(
         "weir_requests",
         "Requests that have ended, by how: a finish reason, or the reason of a refusal or a failure.",
@@ -92,7 +90,6 @@ def request_metrics(counts: RequestCounts) -> Iterator[Metric]:
 
 
 def time_metrics(counts: RequestCounts) -> Iterator[Metric]:
-    """Of requests that ran."""
     of = [((model, tier.value), times) for (model, tier), times in sorted(counts.times.items())]
     yield histograms(
         "weir_time_to_first_token_seconds",
@@ -260,7 +257,6 @@ def store_metrics(parts: Parts) -> Iterator[Metric]:
 
 
 def store_well(parts: Parts) -> float:
-    """1 or 0."""
     return float(store_is_well(parts.process.admission.holds, parts.process.admission.settings))
 
 

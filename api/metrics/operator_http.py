@@ -68,7 +68,6 @@ class Families(Collector):
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        """All of them."""
         yield from self._families
 
 
@@ -171,7 +170,6 @@ class MetricsServer(web.Server):
         self._look_later(handler, transport, FIRST_REQUEST_MAX_S)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        """See `web.Server`."""
         super().connection_lost(handler, exc)
         self._asked.discard(handler)
         if (look := self._looks.pop(handler, None)) is not None:

@@ -51,7 +51,6 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Of all values."""
         return sum(self.counts)
 
     def buckets(self, unit: float = 1.0) -> list[tuple[str, float]]:

@@ -33,12 +33,10 @@ class Finished(SpanProcessor):
         self._spans: list[ReadableSpan] = []
 
     def on_end(self, span: ReadableSpan) -> None:
-        """See `SpanProcessor`."""
         if span.context is not None and span.context.trace_flags.sampled:
             self._spans.append(span)
 
     def take(self) -> list[ReadableSpan]:
-        """All of them."""
         taken, self._spans = self._spans, []
         return taken
 
@@ -58,14 +56,12 @@ class OtlpSender:
         self._exporter = exporter or OTLPSpanExporter()
 
     def send(self, records: list[Record]) -> bool:
-        """See `Sender`."""
         for record in records:
             self._make(record)
         spans = self._finished.take()
         return not spans or self._exporter.export(spans) is SpanExportResult.SUCCESS
 
     def close(self) -> None:
-        """See `Sender`."""
         self._exporter.shutdown()
 
     def _make(self, record: Record) -> None:

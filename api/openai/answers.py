@@ -82,7 +82,6 @@ class Call:
 
     @property
     def arguments(self) -> str:
-        """All of them."""
         return "".join(self.pieces)
 
 
@@ -101,7 +100,6 @@ class Output:
     reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
 
     def add(self, delta: pb.DeltaFrame) -> None:
-        """More of it."""
         self.texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
         if delta.text and None not in self.places:
@@ -114,7 +112,6 @@ class Output:
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "".join(self.texts)
 
     @property
@@ -241,12 +238,10 @@ class ChatAnswer:
         }
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
-        """See `Answer`."""
         first = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._chunk([_chat_choice(output.index, first)]) for output in outputs)
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
-        """See `Answer`."""
         if not new.logprobs and not new.tool_calls:
             before, after = self._plain_chunk(output.index)
             return b"".join((before, encode(new.text), after))
@@ -264,7 +259,6 @@ class ChatAnswer:
         return found
 
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
-        """See `Answer`."""
         extension = {"weir": bill.extension(outputs)}
         last = [_chat_choice(output.index, {}, finish_reason=output.finish_reason) for output in outputs]
         if not self._asked.includes_usage:
@@ -272,11 +266,9 @@ class ChatAnswer:
         return self._chunk(last) + self._chunk([], {"usage": bill.completion_usage()} | extension)
 
     def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
-        """See `Answer`."""
         return event(refusal.body())
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """See `Answer`."""
         choices: list[dict[str, Any]] = [
             {
                 "index": output.index,
@@ -289,7 +281,6 @@ class ChatAnswer:
         return {"object": "chat.completion", **self._common, "choices": choices}
 
     def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
-        """See `Answer`."""
         return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
 
     def _chunk(self, choices: Sequence[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
@@ -347,11 +338,9 @@ class CompletionAnswer:
         }
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
-        """See `Answer`."""
         return b""
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
-        """See `Answer`."""
         told = None
         if new.logprobs:
             told = self._texts.columns(new.logprobs, self._offsets[output.index])
@@ -359,7 +348,6 @@ class CompletionAnswer:
         return self._chunk([_completion_choice(output.index, new.text, told, None)])
 
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
-        """See `Answer`."""
         extension = {"weir": bill.extension(outputs)}
         last = [_completion_choice(output.index, "", None, output.finish_reason) for output in outputs]
         if not self._asked.includes_usage:
@@ -367,11 +355,9 @@ class CompletionAnswer:
         return self._chunk(last) + self._chunk([], {"usage": bill.completion_usage()} | extension)
 
     def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
-        """See `Answer`."""
         return event(refusal.body())
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """See `Answer`."""
         choices = [
             _completion_choice(
                 output.index,
@@ -384,7 +370,6 @@ class CompletionAnswer:
         return {**self._common, "choices": choices}
 
     def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
-        """See `Answer`."""
         return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
 
     def _chunk(self, choices: Sequence[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:

@@ -49,7 +49,6 @@ def check_dimensions(given: EmbeddingParameters, dimension: int) -> None:
 
 
 def embedding_list(given: EmbeddingParameters, response: pb.EmbedResponse, request_id: str) -> dict[str, Any]:
-    """The answer."""
     in_base64 = given.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": index, "embedding": packed(each) if in_base64 else list(each.vector)}

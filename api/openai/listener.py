@@ -114,12 +114,10 @@ class Connection(RequestHandler):
         self._last_body: StreamReader | None = None  # of the request that came last: of all requests only it may not be whole yet
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
         cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """See `asyncio.Protocol`."""
         self._watch_no_more()
         super().connection_lost(exc)
 
@@ -135,12 +133,10 @@ class Connection(RequestHandler):
             self._last_body.set_exception(HttpProcessingError(message=message.message))
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         super().pause_writing()
         self._watch(self.unsent_bytes)
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         self._watch_no_more()
         super().resume_writing()
 

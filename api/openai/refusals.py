@@ -125,7 +125,6 @@ def no_http(message: str | None) -> str:
 
 
 def wrong_parameter(param: str | None, description: str) -> InvalidRequest:
-    """The error of one parameter."""
     return InvalidRequest([FieldViolation(param or "", description)])
 
 
@@ -199,7 +198,6 @@ def boundaries(field_name: str) -> Sequence[int]:
 
 
 def detail_of(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
-    """The detail of a type."""
     for packed in status.details:
         detail = kind()
         if packed.Unpack(detail):

@@ -264,7 +264,6 @@ class ResponseAnswer:
         return begun if self._asked.starts[0].tools else begun + self._begin_text()
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
-        """See `Answer`."""
         events = []
         if new.text or new.logprobs:
             if None not in self._open:
@@ -280,7 +279,6 @@ class ResponseAnswer:
         return b"".join(events)
 
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
-        """See `Answer`."""
         [output] = outputs
         body = self.body(outputs)
         missing = b"" if self._open else self._begin_text()
@@ -288,14 +286,12 @@ class ResponseAnswer:
         return b"".join((*events, self._event(f"response.{body['status']}", response=body | self.tail(outputs, bill))))
 
     def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
-        """See `Answer`."""
         code = FAILURE_CODES.get(refusal.http_status, "server_error")
         error = {"code": code, "message": refusal.message}
         response = self._response("failed") | {"error": error, "weir": dict(refusal.facts)}
         return self._event("response.failed", response=response)
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """See `Answer`."""
         [output] = outputs
         cut = INCOMPLETE.get(output.finish_reason)
         status = "completed" if cut is None else "incomplete"
@@ -303,7 +299,6 @@ class ResponseAnswer:
         return self._response(status) | told | {"output": self._items(output, status)}
 
     def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
-        """See `Answer`."""
         usage = {
             "input_tokens": bill.input_token_count,
             "input_tokens_details": {"cached_tokens": bill.cached_input_token_count, "cache_write_tokens": 0},

@@ -37,7 +37,6 @@ class KvEventIndex:
         return len(self._places)
 
     def apply(self, change: KvCacheChange) -> None:
-        """Take a change in."""
         if change.reset:
             self.clear()
         for parent, block, tokens in change.stored:

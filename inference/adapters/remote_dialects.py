@@ -197,7 +197,6 @@ class TrtllmDialect(Dialect):
         return None if answer.status == "OK" else answer.status or "no status"
 
     async def facts(self) -> ServerFacts:
-        """See `Dialect.facts`."""
         model: trtllm_pb.GetModelInfoResponse = await self._call("GetModelInfo", trtllm_pb.GetModelInfoRequest())
         server: trtllm_pb.GetServerInfoResponse = await self._call("GetServerInfo", trtllm_pb.GetServerInfoRequest())
         return ServerFacts(
@@ -237,16 +236,13 @@ class TrtllmDialect(Dialect):
         return self._stream("Generate", request)
 
     def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
-        """See `Dialect.embed`."""
         request = trtllm_pb.EmbedRequest(request_id=request_id, tokenized=trtllm_pb.TokenizedInput(input_token_ids=token_ids))
         return self._stub.Embed(request, timeout=timeout_s)
 
     async def abort(self, request_id: str) -> None:
-        """See `Dialect.abort`."""
         await self._call("Abort", trtllm_pb.AbortRequest(request_id=request_id))
 
     def take(self, message: trtllm_pb.GenerateResponse, choice: Choice, output: WireOutput) -> int:
-        """See `Dialect.take`."""
         if message.WhichOneof("response") == "chunk":
             chunk = message.chunk
             output.token_ids += chunk.token_ids
@@ -311,12 +307,10 @@ class VllmDialect(Dialect):
         super().__init__(cast(Any, vllm_engine_pb2_grpc).VllmEngineStub(channel), call_timeout_s)
 
     async def health_fault(self) -> str | None:
-        """See `Dialect.health_fault`."""
         answer: vllm_pb.HealthCheckResponse = await self._call("HealthCheck", vllm_pb.HealthCheckRequest())
         return None if answer.healthy else answer.message or "not healthy"
 
     async def facts(self) -> ServerFacts:
-        """See `Dialect.facts`."""
         model: vllm_pb.GetModelInfoResponse = await self._call("GetModelInfo", vllm_pb.GetModelInfoRequest())
         server: vllm_pb.GetServerInfoResponse = await self._call("GetServerInfo", vllm_pb.GetServerInfoRequest())
         return ServerFacts(
@@ -346,16 +340,13 @@ class VllmDialect(Dialect):
         return self._stream("Generate", request)
 
     def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
-        """See `Dialect.embed`."""
         request = vllm_pb.EmbedRequest(request_id=request_id, tokenized=vllm_pb.TokenizedInput(input_ids=token_ids))
         return self._stub.Embed(request, timeout=timeout_s)
 
     async def abort(self, request_id: str) -> None:
-        """See `Dialect.abort`."""
         await self._call("Abort", vllm_pb.AbortRequest(request_ids=[request_id]))
 
     def take(self, message: vllm_pb.GenerateResponse, choice: Choice, output: WireOutput) -> int:
-        """See `Dialect.take`."""
         if message.WhichOneof("response") == "chunk":
             chunk = message.chunk
             _extend(output, chunk.token_ids, chunk.output_logprobs)

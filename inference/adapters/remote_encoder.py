@@ -86,7 +86,6 @@ class RemoteEncoder(BackendLife):
         )
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
-        """See `Encoder.embed`."""
         self._check_ready()
         if (fault := self._fault(request)) is not None:
             raise fault

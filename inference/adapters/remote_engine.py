@@ -287,7 +287,6 @@ class RemoteAnswers:
         self._unfit = unfit
 
     async def read(self) -> AsyncGenerator[Answer, None]:
-        """See `Answers.read`."""
         output = WireOutput()
         try:
             async for message in self._call:
@@ -307,7 +306,6 @@ class RemoteAnswers:
             self._call.cancel()
 
     def abort(self) -> None:
-        """See `Answers.abort`."""
         self._tasks.create_task(self._send_abort())
 
     async def _send_abort(self) -> None:

@@ -129,7 +129,6 @@ class TensorRtLibrary:
         )
 
     def canary(self, llm: Any, token_id: int) -> Any:
-        """One token from a prompt of one."""
         sampling = self._sampling_type(max_tokens=1, end_id=NO_END_TOKEN, pad_id=0, ignore_eos=True, detokenize=False)
         return llm.generate_async([token_id], sampling, streaming=True, cache_salt="weir-canary")
 

@@ -290,7 +290,6 @@ class TensorRtAnswers:
         self._result = result
 
     async def read(self) -> AsyncGenerator[Answer, None]:
-        """See `Answers.read`."""
         try:
             async for response in self._result:
                 yield Answer(response.outputs[0], response.cached_tokens)
@@ -298,7 +297,6 @@ class TensorRtAnswers:
             raise EngineFailed(f"the engine gave the sequence up: {error}") from error
 
     def abort(self) -> None:
-        """See `Answers.abort`."""
         self._result.abort()
 
 

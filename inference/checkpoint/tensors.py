@@ -61,7 +61,6 @@ class MappedFile:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -188,7 +187,6 @@ class TensorReader:
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors."""
         return self._file_by_name.keys()
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -332,9 +332,7 @@ class EngineOptions:
 class Runner(Protocol):
     """What computes a step: the model, or what stands in for it under load tests."""
 
-    def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
-        """See `ModelRunner.run`."""
-        ...
+    def run(self, plan: StepPlan) -> dict[Sequence, Chosen]: ...
 
 
 def open_runner(

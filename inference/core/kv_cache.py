@@ -88,7 +88,6 @@ class BlockPool:
 
     @property
     def block_count_total(self) -> int:
-        """Blocks in all."""
         return len(self._reference_counts)
 
     @property

@@ -308,7 +308,6 @@ class Commitments:
         ] = {}  # precedence of the first that computes a prefix block, by its key
 
     def add(self, sequence: Sequence) -> None:
-        """A running sequence."""
         self.owed_block_count += self.owed_by(sequence, len(sequence.block_table))
         first = sequence.computed_token_count // KV_BLOCK_TOKENS
         for block in sequence.prefix_keys[first:]:

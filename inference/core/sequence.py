@@ -243,12 +243,10 @@ class BeamGroup:
 
     @property
     def candidate_count(self) -> int:
-        """See `BeamSearch.candidate_count`."""
         return self._search.candidate_count
 
     @property
     def token_count(self) -> int:
-        """See `BeamSearch.token_count`."""
         return self._search.token_count
 
     @property

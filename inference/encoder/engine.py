@@ -62,7 +62,6 @@ class TorchEncoder(BackendLife):
         return self._worker.pid
 
     def statistics(self) -> EngineStatistics:
-        """See `Encoder`."""
         return EngineStatistics(
             waiting_sequence_count=self._queue.waiting_count,
             running_sequence_count=self._queue.under_way_count,
@@ -71,7 +70,6 @@ class TorchEncoder(BackendLife):
         )
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
-        """See `Encoder.embed`."""
         self._check_ready()
         if (fault := self._fault(request)) is not None:
             raise fault

@@ -100,7 +100,6 @@ class SafetyStage:
         self._checkers = tuple(checkers)
 
     async def check_prompt(self, text: str) -> str | None:
-        """See `SafetyChecker.check_prompt`."""
         for checker in self._checkers:
             hit = await checker.check_prompt(text)
             if hit is not None:
@@ -108,7 +107,6 @@ class SafetyStage:
         return None
 
     def open_output(self) -> OutputCheck | None:
-        """See `SafetyChecker.open_output`."""
         checks = [check for checker in self._checkers if (check := checker.open_output()) is not None]
         if len(checks) < 2:
             return checks[0] if checks else None
@@ -124,15 +122,12 @@ class _SeveralOutputChecks:
         self._hit: str | None = None
 
     async def push(self, text: str) -> Verdict:
-        """See `OutputCheck.push`."""
         return await self._ask(text)
 
     async def finish(self) -> Verdict:
-        """See `OutputCheck.finish`."""
         return await self._ask(None)
 
     def fork(self) -> OutputCheck:
-        """See `OutputCheck.fork`."""
         twin = copy.copy(self)
         twin._checks = tuple(check.fork() for check in self._checks)
         return twin
@@ -170,7 +165,6 @@ class EscapedOutputCheck:
         self._ends: deque[tuple[int, int]] = deque()  # of pieces: characters as written, and how many as read must be safe for them
 
     async def push(self, text: str) -> Verdict:
-        """See `OutputCheck.push`."""
         if self._as_read is None and "\\" in text:
             self._as_read = self._as_written.fork()
             self._common_char_count = self._read_char_count = self._char_count
@@ -185,7 +179,6 @@ class EscapedOutputCheck:
         return self._both(verdict, await self._as_read.push(read))
 
     async def finish(self) -> Verdict:
-        """See `OutputCheck.finish`."""
         verdict = await self._as_written.finish()
         if self._as_read is None or verdict.hit is not None:
             return verdict
@@ -195,7 +188,6 @@ class EscapedOutputCheck:
         return verdict if read.hit is None else self._both(verdict, read)
 
     def fork(self) -> OutputCheck:
-        """See `OutputCheck.fork`."""
         twin = copy.copy(self)
         twin._as_written = self._as_written.fork()
         twin._as_read = None if self._as_read is None else self._as_read.fork()

@@ -98,7 +98,6 @@ class ClassifierProcess:
         return None if self._child is None else self._child.pid
 
     def statistics(self) -> ClassifierStatistics:
-        """As of now."""
         queue = self._queue
         return ClassifierStatistics(
             queue.waiting_count, queue.waiting_count_peak, queue.done_count, queue.batch_count, self._restart_count
@@ -264,7 +263,6 @@ class ClassifierChecker:
         self._terms = terms
 
     async def check_prompt(self, text: str) -> str | None:
-        """See `SafetyChecker.check_prompt`."""
         if not self._prompt_rules or not text:
             return None
         pieces = pieces_of(text)
@@ -275,7 +273,6 @@ class ClassifierChecker:
         return None
 
     def open_output(self) -> OutputCheck | None:
-        """See `SafetyChecker.open_output`."""
         if not self._output_rules:
             return None
         return ClassifierOutputCheck(lambda text: self._find(pieces_of(text), self._output_rules), self._terms)
@@ -324,13 +321,11 @@ class ClassifierOutputCheck:
         return Verdict(self._safe_char_count, self._hit)
 
     async def finish(self) -> Verdict:
-        """See `OutputCheck.finish`."""
         if self._window:
             await self._check()
         return Verdict(self._safe_char_count, self._hit)
 
     def fork(self) -> OutputCheck:
-        """See `OutputCheck.fork`."""
         return copy.copy(self)
 
     async def _check(self) -> None:

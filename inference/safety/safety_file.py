@@ -55,7 +55,6 @@ class RuleChecker:
         return self._search_prompt(text)
 
     def open_output(self) -> OutputCheck | None:
-        """See `SafetyChecker.open_output`."""
         return RuleOutputCheck(self._output_rules) if self._output_rules else None
 
     def _search_prompt(self, text: str) -> str | None:
@@ -83,15 +82,12 @@ class RuleOutputCheck:
         self._hit: str | None = None
 
     async def push(self, text: str) -> Verdict:
-        """See `OutputCheck.push`."""
         return self._check(text, final=False)
 
     async def finish(self) -> Verdict:
-        """See `OutputCheck.finish`."""
         return self._check("", final=True)
 
     def fork(self) -> OutputCheck:
-        """See `OutputCheck.fork`."""
         return copy.copy(self)
 
     def _check(self, text: str, *, final: bool) -> Verdict:

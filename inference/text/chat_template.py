@@ -250,7 +250,6 @@ class _GenerationBlock(Extension):
     tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]  # an instance variable in the stubs
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """See `Extension.parse`."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -174,7 +174,6 @@ class Findings:
         self._pieces: list[_Piece] = []
 
     def add_text(self, text: str) -> None:
-        """More text."""
         self._text.append(text)
 
     def begin_call(self, name: str, arguments: str) -> None:
@@ -232,7 +231,6 @@ class ToolCallParser:
 
     @property
     def call_count(self) -> int:
-        """Calls that have begun."""
         return self._found.call_count
 
     def push(self, text: str) -> Parsed:

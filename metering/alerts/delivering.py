@@ -49,7 +49,6 @@ class Resolved(AbstractResolver):
         self._places = places
 
     async def resolve(self, host: str, port: int = 0, family: AddressFamily = AddressFamily.AF_UNSPEC) -> list[ResolveResult]:
-        """See `AbstractResolver`."""
         return [
             ResolveResult(hostname=host, host=each.host, port=each.port, family=each.family, proto=0, flags=0)
             for each in self._places
@@ -155,7 +154,6 @@ def body_of(listed: ListedAlert) -> bytes:
 
 
 def payment_text(listed: ListedAlert, facts: InvoiceFacts) -> str:
-    """An alert on a payment in a sentence."""
     invoice = f"The invoice of {listed.organization.name} for {facts.month}"
     if listed.alert.invoice_event == InvoiceEvent.PAID:
         return f"{invoice} is paid: {to_decimal(facts.amount_paid_picos):,.2f} {facts.currency_code}."

@@ -190,7 +190,6 @@ class LiveView:
 
     @property
     def request_count(self) -> int:
-        """Requests in all."""
         return sum(each.request_count for each in self.organizations)
 
 
@@ -269,7 +268,6 @@ async def ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:
 
 
 async def find_running_hold(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> Hold | None:
-    """The hold of a request that runs."""
     query = select(Hold).where(Hold.project_id == project_id, Hold.request_id == request_id, Hold.state == HoldState.HELD)
     found: Hold | None = await session.scalar(query)
     return found

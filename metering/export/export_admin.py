@@ -103,7 +103,6 @@ class ExportStatus:
 
 
 async def export_status(sessions: Sessions) -> ExportStatus:
-    """Read it."""
     async with sessions() as session:
         progress = (await session.execute(PAUSE)).one_or_none()
         return ExportStatus(

@@ -63,7 +63,6 @@ class Stream:
 
     @property
     def lock_name(self) -> str:
-        """Of its advisory lock."""
         return f"meter stream {self.organization_id} {self.price_version} {self.token_kind}"
 
 

@@ -93,7 +93,6 @@ def month_of_invoice(row: StripeInvoice) -> str:
 
 
 def payment_of(row: StripeInvoice, organization: str) -> InvoicePayment:
-    """The payment that a row tells of."""
     unit = minor_unit_picos(row.currency_code)
     return InvoicePayment(
         stripe_invoice_id=row.id,

@@ -261,7 +261,6 @@ def batching(ours: OurMonth) -> Iterator[Difference]:
 
 
 def counting(ours: OurMonth, counted: Sequence[int], biller: str) -> Iterator[Difference]:
-    """Delivered, and not counted by the biller."""
     for each, count in zip(ours.sums, counted, strict=True):
         if count != each.delivered:
             detail = f"{each.delivered:,} were delivered, and the biller counts {count:,}"
@@ -286,7 +285,6 @@ async def stuck(session: AsyncSession, ours: OurMonth, organization_id: uuid.UUI
 
 
 def place(each: StageSum, stage: Stage, token_count: int, detail: str, remedy: str, since: datetime | None = None) -> Difference:
-    """A difference of a sum."""
     return Difference(
         stage=stage,
         organization_id=each.organization_id,

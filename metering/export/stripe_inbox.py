@@ -228,7 +228,6 @@ class EventServer(web.Server):
             (oldest.transport or transport).abort()
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        """See `web.Server`."""
         super().connection_lost(handler, exc)
         self._end_reading(handler)
 

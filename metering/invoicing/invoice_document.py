@@ -146,7 +146,6 @@ PLAN_HEADING = "Plan"
 
 
 def invoice_document(report: MonthReport, issuer: Issuer) -> InvoiceDocument:
-    """The document of a month."""
     number = report.closed.invoice_number if report.closed else ""
     profile = report.billing_profile or BillingProfile()
     return InvoiceDocument(

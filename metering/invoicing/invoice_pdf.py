@@ -195,7 +195,6 @@ def aligned(picos: int, places: int) -> str:
 
 
 def token_cells(line: TokenLine, places: Places, currency: str, type_: Type) -> list[Paragraph]:
-    """The cells of one line."""
     cells = [
         line.token_kind.replace("_", " "),
         line.tier,

@@ -274,7 +274,6 @@ def closing_facts(report: MonthReport) -> dict[str, str | None]:
 
 
 def line_fields(report: MonthReport, line: ReportLine, rounded_picos: int) -> dict[str, Any]:
-    """A line of usage."""
     return {
         "model": line.model,
         "price_version": line.price_version,

@@ -49,7 +49,6 @@ def lane_of(organization_id: uuid.UUID) -> int:
 
 
 def month_of(day: date) -> date:
-    """The first day of its month."""
     return date(day.year, day.month, 1)
 
 

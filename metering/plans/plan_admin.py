@@ -44,7 +44,6 @@ def rules_document(rules: PlanRules) -> Document:
 
 
 def rules_of(document: Document) -> PlanRules:
-    """The rules of a document that `rules_document` wrote."""
     return PlanRules(
         tuple(Allowance(_selector_of(each), each["token_count"]) for each in document["allowances"]),
         tuple(

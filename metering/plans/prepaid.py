@@ -83,7 +83,6 @@ class Owed:
 
     @property
     def due_picos(self) -> int:
-        """All of it."""
         return self.usage_picos + self.before_picos + self.other_picos
 
 

@@ -144,7 +144,6 @@ class FocusMonth:
         }
 
     def usage(self, charge: UsageCharge) -> FocusRow:
-        """The row of tokens."""
         late_month = month_text(charge.day)
         late_month = late_month if late_month < self._report.month else ""
         begins = datetime(charge.day.year, charge.day.month, charge.day.day, tzinfo=UTC)

@@ -285,7 +285,6 @@ class UsageRow:
 
     @property
     def token_count(self) -> int:
-        """Of all kinds."""
         return sum(self.token_counts.values())
 
 

@@ -186,7 +186,6 @@ def sqlalchemy_url(database_url: str) -> URL:
 
 
 def psycopg_conninfo(database_url: str) -> str:
-    """The URL for psycopg itself."""
     return sqlalchemy_url(database_url).set(drivername="postgresql").render_as_string(hide_password=False)
 
 

@@ -334,7 +334,6 @@ class BillingProfile:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> BillingProfile:
-        """The profile that `as_json` wrote."""
         return cls(**{**document, "emails": tuple(document["emails"])})
 
 
@@ -372,7 +371,6 @@ async def set_billing_profile(session: AsyncSession, *, organization: str, profi
 
 
 def profile_of(row: BillingProfileRow) -> BillingProfile:
-    """The profile that a row holds."""
     names = (each.name for each in fields(BillingProfile) if each.name != "emails")
     return BillingProfile(emails=tuple(row.emails), **{name: getattr(row, name) for name in names})
 

@@ -407,7 +407,6 @@ async def _record_creation(session: AsyncSession, actor: str, action: str, row: 
 
 
 async def organization_names(session: AsyncSession, ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, str]:
-    """The names of organizations, by id."""
     rows = await session.execute(select(Organization.id, Organization.name).where(Organization.id.in_(set(ids))))
     return {row.id: row.name for row in rows}
 
