@@ -7,58 +7,20 @@ Domain errors know nothing of gRPC; this module knows nothing of how they come a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from api.core.errors import (
-    AddressNotAllowed,
-    AttachedElsewhere,
-    AuthenticationThrottled,
-    CallMissing,
-    CancelledByAdmin,
-    CancelledEarly,
-    DeadlineBeforeStart,
-    Draining,
-    EngineLost,
-    EngineLostMidway,
-    FieldViolation,
-    InputsTooLong,
-    InvalidRequest,
-    KeepTooLong,
-    KeyBoundExceeded,
-    KeyRevokedMidway,
-    MessageMissing,
-    MessageTooLarge,
-    MessageUnreadable,
-    ModelNotAllowed,
-    NotAdmittedYet,
-    OutputGone,
-    Overloaded,
-    OwnerAway,
-    PermissionDenied,
-    PreparationLimit,
-    PromptFiltered,
-    PromptTooLarge,
-    PromptTooLong,
-    QueueFull,
-    RequestOver,
-    RequestUnderWay,
-    SiblingEnded,
-    StartsTooLate,
-    TooManyCalls,
-    TooManyReports,
-    TooManyStreams,
-    Unauthenticated,
-    UnknownRequest,
-)
+from api.core import errors
+from api.core.errors import FieldViolation
 from common.incidents import log_incident
 from inference import errors as engine_errors
 from inference.routing.router import ModelMismatch, ModelUnknown
 from metering.core import errors as metering_errors
-from metering.holds.operations import RequestSettled, Settled
+from metering.holds.operations import RequestSettled
 from metering.quotas.quotas import InsufficientCredit, QuotaExceeded
 
 ERROR_DOMAIN = "weir.dev"
@@ -68,56 +30,56 @@ STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 # The upper row wins. What is not in it is a bug of ours and goes out as INTERNAL without its text.
 CODES: tuple[tuple[type[Exception], int], ...] = (
-    (Unauthenticated, code_pb2.UNAUTHENTICATED),
+    (errors.Unauthenticated, code_pb2.UNAUTHENTICATED),
     (metering_errors.KeyInvalid, code_pb2.UNAUTHENTICATED),
-    (KeyRevokedMidway, code_pb2.UNAUTHENTICATED),
-    (AddressNotAllowed, code_pb2.PERMISSION_DENIED),
-    (PermissionDenied, code_pb2.PERMISSION_DENIED),
-    (ModelNotAllowed, code_pb2.PERMISSION_DENIED),
-    (KeepTooLong, code_pb2.INVALID_ARGUMENT),
-    (KeyBoundExceeded, code_pb2.INVALID_ARGUMENT),
-    (InvalidRequest, code_pb2.INVALID_ARGUMENT),
-    (PromptTooLong, code_pb2.INVALID_ARGUMENT),
-    (PromptTooLarge, code_pb2.INVALID_ARGUMENT),
-    (InputsTooLong, code_pb2.INVALID_ARGUMENT),
-    (PromptFiltered, code_pb2.INVALID_ARGUMENT),
-    (MessageUnreadable, code_pb2.INVALID_ARGUMENT),
-    (MessageMissing, code_pb2.INVALID_ARGUMENT),
-    (MessageTooLarge, code_pb2.INVALID_ARGUMENT),
+    (errors.KeyRevokedMidway, code_pb2.UNAUTHENTICATED),
+    (errors.AddressNotAllowed, code_pb2.PERMISSION_DENIED),
+    (errors.PermissionDenied, code_pb2.PERMISSION_DENIED),
+    (errors.ModelNotAllowed, code_pb2.PERMISSION_DENIED),
+    (errors.KeepTooLong, code_pb2.INVALID_ARGUMENT),
+    (errors.KeyBoundExceeded, code_pb2.INVALID_ARGUMENT),
+    (errors.InvalidRequest, code_pb2.INVALID_ARGUMENT),
+    (errors.PromptTooLong, code_pb2.INVALID_ARGUMENT),
+    (errors.PromptTooLarge, code_pb2.INVALID_ARGUMENT),
+    (errors.InputsTooLong, code_pb2.INVALID_ARGUMENT),
+    (errors.PromptFiltered, code_pb2.INVALID_ARGUMENT),
+    (errors.MessageUnreadable, code_pb2.INVALID_ARGUMENT),
+    (errors.MessageMissing, code_pb2.INVALID_ARGUMENT),
+    (errors.MessageTooLarge, code_pb2.INVALID_ARGUMENT),
     (metering_errors.InvalidValue, code_pb2.INVALID_ARGUMENT),
     (engine_errors.ChatTemplateFailed, code_pb2.INVALID_ARGUMENT),
     (engine_errors.RequestImpossible, code_pb2.INVALID_ARGUMENT),
     (ModelUnknown, code_pb2.NOT_FOUND),
     (ModelMismatch, code_pb2.INVALID_ARGUMENT),
-    (UnknownRequest, code_pb2.NOT_FOUND),
+    (errors.UnknownRequest, code_pb2.NOT_FOUND),
     (metering_errors.NotFound, code_pb2.NOT_FOUND),
-    (Draining, code_pb2.UNAVAILABLE),
-    (Overloaded, code_pb2.UNAVAILABLE),
-    (PreparationLimit, code_pb2.RESOURCE_EXHAUSTED),
-    (QueueFull, code_pb2.UNAVAILABLE),
-    (StartsTooLate, code_pb2.UNAVAILABLE),
-    (OwnerAway, code_pb2.UNAVAILABLE),
+    (errors.Draining, code_pb2.UNAVAILABLE),
+    (errors.Overloaded, code_pb2.UNAVAILABLE),
+    (errors.PreparationLimit, code_pb2.RESOURCE_EXHAUSTED),
+    (errors.QueueFull, code_pb2.UNAVAILABLE),
+    (errors.StartsTooLate, code_pb2.UNAVAILABLE),
+    (errors.OwnerAway, code_pb2.UNAVAILABLE),
     (metering_errors.StoreAway, code_pb2.UNAVAILABLE),
     (metering_errors.ChangesUnderWay, code_pb2.UNAVAILABLE),
     (metering_errors.BillingDetailsMissing, code_pb2.FAILED_PRECONDITION),
     (metering_errors.StripeFailed, code_pb2.UNAVAILABLE),
-    (EngineLost, code_pb2.UNAVAILABLE),
+    (errors.EngineLost, code_pb2.UNAVAILABLE),
     (engine_errors.EngineOverloaded, code_pb2.UNAVAILABLE),
     (engine_errors.EngineUnavailable, code_pb2.UNAVAILABLE),
     (engine_errors.EngineStartFailed, code_pb2.UNAVAILABLE),
     (engine_errors.SafetyUnavailable, code_pb2.UNAVAILABLE),
     (engine_errors.CheckpointInvalid, code_pb2.UNAVAILABLE),
-    (EngineLostMidway, code_pb2.ABORTED),
+    (errors.EngineLostMidway, code_pb2.ABORTED),
     (metering_errors.RequestInFlight, code_pb2.ABORTED),
-    (AttachedElsewhere, code_pb2.ABORTED),
-    (OutputGone, code_pb2.OUT_OF_RANGE),
+    (errors.AttachedElsewhere, code_pb2.ABORTED),
+    (errors.OutputGone, code_pb2.OUT_OF_RANGE),
     (metering_errors.HoldEnded, code_pb2.ABORTED),
-    (RequestUnderWay, code_pb2.ALREADY_EXISTS),
-    (RequestOver, code_pb2.ALREADY_EXISTS),
+    (errors.RequestUnderWay, code_pb2.ALREADY_EXISTS),
+    (errors.RequestOver, code_pb2.ALREADY_EXISTS),
     (metering_errors.RequestIdReused, code_pb2.ALREADY_EXISTS),
     (RequestSettled, code_pb2.ALREADY_EXISTS),
     (metering_errors.AlreadyExists, code_pb2.ALREADY_EXISTS),
-    (NotAdmittedYet, code_pb2.FAILED_PRECONDITION),
+    (errors.NotAdmittedYet, code_pb2.FAILED_PRECONDITION),
     (metering_errors.PriceMissing, code_pb2.FAILED_PRECONDITION),
     (metering_errors.KeyRevoked, code_pb2.FAILED_PRECONDITION),
     (metering_errors.MonthClosed, code_pb2.FAILED_PRECONDITION),
@@ -126,15 +88,15 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
     (metering_errors.ApprovalRefused, code_pb2.FAILED_PRECONDITION),
     (InsufficientCredit, code_pb2.FAILED_PRECONDITION),
     (QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
-    (AuthenticationThrottled, code_pb2.RESOURCE_EXHAUSTED),
-    (TooManyReports, code_pb2.RESOURCE_EXHAUSTED),
-    (TooManyCalls, code_pb2.RESOURCE_EXHAUSTED),
-    (TooManyStreams, code_pb2.RESOURCE_EXHAUSTED),
-    (CallMissing, code_pb2.UNIMPLEMENTED),
-    (CancelledEarly, code_pb2.CANCELLED),
-    (SiblingEnded, code_pb2.CANCELLED),
-    (CancelledByAdmin, code_pb2.CANCELLED),
-    (DeadlineBeforeStart, code_pb2.DEADLINE_EXCEEDED),
+    (errors.AuthenticationThrottled, code_pb2.RESOURCE_EXHAUSTED),
+    (errors.TooManyReports, code_pb2.RESOURCE_EXHAUSTED),
+    (errors.TooManyCalls, code_pb2.RESOURCE_EXHAUSTED),
+    (errors.TooManyStreams, code_pb2.RESOURCE_EXHAUSTED),
+    (errors.CallMissing, code_pb2.UNIMPLEMENTED),
+    (errors.CancelledEarly, code_pb2.CANCELLED),
+    (errors.SiblingEnded, code_pb2.CANCELLED),
+    (errors.CancelledByAdmin, code_pb2.CANCELLED),
+    (errors.DeadlineBeforeStart, code_pb2.DEADLINE_EXCEEDED),
     (engine_errors.EngineFailed, code_pb2.INTERNAL),
     (engine_errors.InvariantViolated, code_pb2.INTERNAL),
     (metering_errors.InvariantViolated, code_pb2.INTERNAL),
@@ -194,26 +156,18 @@ def metadata_of(error: BaseException) -> dict[str, str]:
     match error:
         case QuotaExceeded():
             return quota_metadata(error)
-        case AddressNotAllowed():
+        case errors.AddressNotAllowed():
             return {"address": error.address}
-        case KeepTooLong():
+        case errors.KeepTooLong():
             return {"keep_max_s": str(error.keep_max_s)}
-        case KeyBoundExceeded():
+        case errors.KeyBoundExceeded():
             excess = error.token_count - error.token_count_max
             return {"limit": str(error.token_count_max), "requested": str(error.token_count), "excess_token_count": str(excess)}
-        case PromptTooLong():
-            return {
-                "input_token_count": str(error.input_token_count),
-                "context_window_tokens": str(error.context_window_tokens),
-                "excess_token_count": str(error.excess_token_count),
-            }
-        case PromptTooLarge():
-            return {
-                "char_count": str(error.char_count),
-                "char_count_max": str(error.char_count_max),
-                "context_window_tokens": str(error.context_window_tokens),
-            }
-        case InputsTooLong():
+        case errors.PromptTooLong():
+            return facts(error, "input_token_count", "context_window_tokens", "excess_token_count")
+        case errors.PromptTooLarge():
+            return facts(error, "char_count", "char_count_max", "context_window_tokens")
+        case errors.InputsTooLong():
             first = error.inputs[0]
             return {
                 "input_index": str(first.index),
@@ -221,64 +175,48 @@ def metadata_of(error: BaseException) -> dict[str, str]:
                 "context_window_tokens": str(error.context_window_tokens),
                 "excess_token_count": str(first.token_count - error.context_window_tokens),
             }
-        case PromptFiltered():
+        case errors.PromptFiltered():
             return {"rule": error.rule}
-        case EngineLostMidway():
-            return {"delivered_token_count": str(error.delivered_token_count), "retry_with": "new_request_id"}
-        case OutputGone():
-            return {"oldest_seq": str(error.oldest_seq), "last_seq": str(error.last_seq)}
-        case RequestOver():
+        case errors.EngineLostMidway():
+            return facts(error, "delivered_token_count") | {"retry_with": "new_request_id"}
+        case errors.OutputGone():
+            return facts(error, "oldest_seq", "last_seq")
+        case errors.RequestOver():
             return {"outcome": error.outcome.lower()}
-        case EngineLost():
+        case errors.EngineLost():
             return {"retry_with": "same_request_id"}
-        case StartsTooLate():
+        case errors.StartsTooLate():
             return {"estimated_wait_s": f"{error.wait_s:.3f}"}
-        case ModelUnknown() | ModelMismatch() | ModelNotAllowed() | metering_errors.PriceMissing():
+        case ModelUnknown() | ModelMismatch() | errors.ModelNotAllowed() | metering_errors.PriceMissing():
             return {"model": error.model}
         case metering_errors.MonthClosed():
             return {"organization_id": str(error.organization_id), "month": f"{error.month:%Y-%m}"}
         case metering_errors.NotFound() | metering_errors.AlreadyExists():
             return {"kind": error.kind, "ref": error.ref}
         case RequestSettled():
-            return settled_metadata(error.settled)
+            settled = error.settled
+            return facts(settled, *(each.name for each in fields(settled) if each.name not in ("hold_id", "receipts")))
         case _:
             return {}
 
 
-def settled_metadata(settled: Settled) -> dict[str, str]:
-    """What stands for a request that has ended before."""
-    return {
-        "outcome": settled.outcome,
-        "input_token_count": str(settled.input_token_count),
-        "cached_input_token_count": str(settled.cached_input_token_count),
-        "generated_token_count": str(settled.generated_token_count),
-        "delivered_token_count": str(settled.delivered_token_count),
-        "billed_token_count": str(settled.billed_token_count),
-        "embedding_token_count": str(settled.embedding_token_count),
-        "cost_picos": str(settled.cost_picos),
-        "currency_code": settled.currency_code,
-    }
+def facts(source: object, *names: str) -> dict[str, str]:
+    """Attributes as text, by name."""
+    return {name: str(getattr(source, name)) for name in names}
 
 
 def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
     """Which limit, how much of it is left, when it resets, and whether waiting helps."""
     first = error.failing[0]
-    facts = {
-        "quota_id": str(first.quota_id),
-        "subject": str(first.subject),
-        "subject_id": str(first.subject_id),
-        "model": first.model,
-        "dimension": str(first.dimension),
+    told = facts(first, "quota_id", "subject", "subject_id", "model", "dimension", "used", "held") | {
         "limit": str(first.limit_value),
-        "used": str(first.used),
-        "held": str(first.held),
         "remaining": str(max(first.remaining, 0)),
         "requested": str(error.requested[0]),
         "retry_helps": "true" if error.retry_helps else "false",
     }
     if first.resets_at is not None:
-        facts["reset_time"] = first.resets_at.isoformat().replace("+00:00", "Z")
-    return facts
+        told["reset_time"] = first.resets_at.isoformat().replace("+00:00", "Z")
+    return told
 
 
 def details_of(error: BaseException) -> list[Message]:
@@ -315,21 +253,21 @@ def details_of(error: BaseException) -> list[Message]:
 def violations_of(error: BaseException) -> Sequence[FieldViolation]:
     """The fields to mend, where there are any."""
     match error:
-        case InvalidRequest():
+        case errors.InvalidRequest():
             return error.violations
         case metering_errors.InvalidValue():
             return (FieldViolation(error.field, error.remedy),)
-        case PromptTooLong():
+        case errors.PromptTooLong():
             return (FieldViolation("prompt", str(error)),)
-        case InputsTooLong():
+        case errors.InputsTooLong():
             limit = error.context_window_tokens
             shown = error.inputs[:LONG_INPUTS_SHOWN_MAX]
             return [FieldViolation(f"inputs[{each.index}]", f"{each.token_count} tokens, at most {limit}") for each in shown]
-        case PromptTooLarge():
+        case errors.PromptTooLarge():
             return (FieldViolation(error.field, str(error)),)
         case ModelMismatch():
             return (FieldViolation("model", str(error)),)
-        case PromptFiltered():
+        case errors.PromptFiltered():
             return (FieldViolation(error.field, str(error)),)
         case engine_errors.RequestImpossible(field=str(field)):
             return (FieldViolation(field, str(error)),)
