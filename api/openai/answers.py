@@ -174,9 +174,7 @@ class Answer(Protocol):
         """Events of new output, which `output` has already."""
         ...
 
-    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
-        """Events at the end."""
-        ...
+    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes: ...
 
     def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
         """Events of an answer that broke after it had begun."""
@@ -207,7 +205,6 @@ def encode(value: Any) -> bytes:
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
     data = b"data: " + encode(value) + b"\n\n"
     return data if name is None else f"event: {name}\n".encode() + data
 
@@ -217,25 +214,51 @@ def reason_name(reason: types_pb2.FinishReason.ValueType) -> str:
     return types_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_")
 
 
-class ChatAnswer:
-    """One chat completion."""
+class _Completion:
+    """What chat and plain completions have in common: each choice ends with its reason, and the last event tells the bill."""
 
     streams_done = True
     tells_all_again = False
+    chunk_kind: str
 
-    def __init__(self, asked: Asked, texts: TokenTexts, answer_id: str, created: int) -> None:
-        """answer_id: hexadecimal; created: in seconds since 1970."""
+    def __init__(self, asked: Asked, texts: TokenTexts, common: dict[str, Any]) -> None:
+        """common: what every event and the body say."""
         self._asked = asked
         self._texts = texts
         self._wants_logprobs = asked.starts[0].HasField("top_logprobs")
+        self._common = common
+
+    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
+        extension = {"weir": bill.extension(outputs)}
+        last = [self._last_choice(output) for output in outputs]
+        if not self._asked.includes_usage:
+            return self._chunk(last, extension)
+        return self._chunk(last) + self._chunk([], {"usage": bill.completion_usage()} | extension)
+
+    def _last_choice(self, output: Output) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
+        return event(refusal.body())
+
+    def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
+        return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
+
+    def _chunk(self, choices: Sequence[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
+        usage = {"usage": None} if self._asked.includes_usage else {}
+        return event({"object": self.chunk_kind, **self._common, "choices": choices, **usage, **(more or {})})
+
+
+class ChatAnswer(_Completion):
+    """One chat completion."""
+
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, asked: Asked, texts: TokenTexts, answer_id: str, created: int) -> None:
+        """answer_id: hexadecimal; created: in seconds since 1970."""
+        common = {"id": f"chatcmpl-{answer_id}", "created": created, "model": asked.model}
+        super().__init__(asked, texts, common | {"service_tier": tier_name(asked.starts[0]), "system_fingerprint": None})
         self._plain_chunks: dict[int, tuple[bytes, bytes]] = {}
-        self._common = {
-            "id": f"chatcmpl-{answer_id}",
-            "created": created,
-            "model": asked.model,
-            "service_tier": tier_name(asked.starts[0]),
-            "system_fingerprint": None,
-        }
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
         first = {"role": "assistant", "content": "", "refusal": None}
@@ -258,15 +281,8 @@ class ChatAnswer:
             found = self._plain_chunks[index] = before, after
         return found
 
-    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
-        extension = {"weir": bill.extension(outputs)}
-        last = [_chat_choice(output.index, {}, finish_reason=output.finish_reason) for output in outputs]
-        if not self._asked.includes_usage:
-            return self._chunk(last, extension)
-        return self._chunk(last) + self._chunk([], {"usage": bill.completion_usage()} | extension)
-
-    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
-        return event(refusal.body())
+    def _last_choice(self, output: Output) -> dict[str, Any]:
+        return _chat_choice(output.index, {}, finish_reason=output.finish_reason)
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = [
@@ -279,13 +295,6 @@ class ChatAnswer:
             for output in outputs
         ]
         return {"object": "chat.completion", **self._common, "choices": choices}
-
-    def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
-        return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
-
-    def _chunk(self, choices: Sequence[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
-        usage = {"usage": None} if self._asked.includes_usage else {}
-        return event({"object": "chat.completion.chunk", **self._common, "choices": choices, **usage, **(more or {})})
 
     def _logprobs(self, logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
         return {"content": self._texts.content(logprobs), "refusal": None}
@@ -317,25 +326,16 @@ def _call_delta(piece: pb.ToolCallDelta) -> dict[str, Any]:
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
-class CompletionAnswer:
+class CompletionAnswer(_Completion):
     """One plain completion of one or more prompts."""
 
-    streams_done = True
-    tells_all_again = False
+    chunk_kind = "text_completion"
 
     def __init__(self, asked: Asked, texts: TokenTexts, answer_id: str, created: int) -> None:
         """answer_id: hexadecimal; created: in seconds since 1970."""
-        self._asked = asked
-        self._texts = texts
-        self._wants_logprobs = asked.starts[0].HasField("top_logprobs")
+        common = {"id": f"cmpl-{answer_id}", "created": created, "model": asked.model, "system_fingerprint": None}
+        super().__init__(asked, texts, common)
         self._offsets: Counter[int] = Counter()  # characters of the tokens so far, by choice
-        self._common = {
-            "id": f"cmpl-{answer_id}",
-            "object": "text_completion",
-            "created": created,
-            "model": asked.model,
-            "system_fingerprint": None,
-        }
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
         return b""
@@ -347,15 +347,8 @@ class CompletionAnswer:
             self._offsets[output.index] += sum(map(len, told["tokens"]))
         return self._chunk([_completion_choice(output.index, new.text, told, None)])
 
-    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
-        extension = {"weir": bill.extension(outputs)}
-        last = [_completion_choice(output.index, "", None, output.finish_reason) for output in outputs]
-        if not self._asked.includes_usage:
-            return self._chunk(last, extension)
-        return self._chunk(last) + self._chunk([], {"usage": bill.completion_usage()} | extension)
-
-    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
-        return event(refusal.body())
+    def _last_choice(self, output: Output) -> dict[str, Any]:
+        return _completion_choice(output.index, "", None, output.finish_reason)
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
         choices = [
@@ -367,14 +360,7 @@ class CompletionAnswer:
             )
             for output in outputs
         ]
-        return {**self._common, "choices": choices}
-
-    def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
-        return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
-
-    def _chunk(self, choices: Sequence[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
-        usage = {"usage": None} if self._asked.includes_usage else {}
-        return event({**self._common, "choices": choices, **usage, **(more or {})})
+        return {"object": self.chunk_kind, **self._common, "choices": choices}
 
 
 def _completion_choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:

@@ -245,18 +245,23 @@ def _labels(given: SharedParameters) -> dict[str, str]:
     return labels
 
 
-class ChatParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):
-    """What `client.chat.completions.create` may send."""
+class DecodingParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):
+    """Parameters that chat and plain completions have."""
 
-    messages: list[Message]
     max_tokens: Int64 | None = None
-    max_completion_tokens: Int64 | None = None
     n: Int32 | None = None
     stop: str | list[str] | None = None
     seed: Int64 | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[TokenId, float] | None = None
+
+
+class ChatParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=True):
+    """What `client.chat.completions.create` may send."""
+
+    messages: list[Message]
+    max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
     response_format: Format | None = None
@@ -321,8 +326,8 @@ def output_limit(given: ChatParameters) -> tuple[str, int | None]:
     return ("max_tokens", old) if new is None and old is not None else ("max_completion_tokens", new)
 
 
-def fill_decoding(start: pb.StartFrame, given: Any) -> None:
-    """Put into a start frame what chat and plain completions say alike of how tokens are chosen. given: parameters of either."""
+def fill_decoding(start: pb.StartFrame, given: DecodingParameters) -> None:
+    """Put into a start frame what chat and plain completions say alike of how tokens are chosen."""
     for name in ("presence_penalty", "frequency_penalty", "seed"):
         if (value := getattr(given, name)) is not None:
             setattr(start.sampling, name, value)
@@ -338,18 +343,11 @@ def fill_decoding(start: pb.StartFrame, given: Any) -> None:
         start.choice_count = given.n
 
 
-class CompletionParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):
+class CompletionParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=True):
     """What `client.completions.create` may send."""
 
     prompt: Prompt
-    max_tokens: Int64 | None = None
-    n: Int32 | None = None
     best_of: Int32 | None = None
-    stop: str | list[str] | None = None
-    seed: Int64 | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
     logprobs: Int32 | None = None
     echo: bool | None = None
     suffix: Any = None
@@ -413,7 +411,6 @@ def prompts_of(given: Prompt, param: str = "prompt", count_max: int = PROMPT_COU
 
 
 def with_prompt(start: pb.StartFrame, prompt: str | Sequence[int]) -> pb.StartFrame:
-    """The same request with a prompt."""
     complete = pb.StartFrame()
     complete.CopyFrom(start)
     if isinstance(prompt, str):
