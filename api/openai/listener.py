@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import structlog
 from aiohttp import StreamReader, web
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.web_protocol import RequestHandler, _ErrInfo
+from aiohttp.web_protocol import RequestHandler
 
 from api.access.auth import BEARER
 from api.access.tls import Tls
@@ -104,7 +105,7 @@ class Connection(RequestHandler):
     Whoever takes nothing of its answers for too long is hung up on, whatever they are: answers of errors cost no key.
     """
 
-    __slots__ = ("_last_body", "_stall_max_s", "_stall_watch")
+    __slots__ = ("_last_body", "_stall_max_s", "_stall_watch", "_writable")
 
     def __init__(self, manager: web.Server, *, stall_max_s: float, **options: Any) -> None:
         """stall_max_s: for so long a client may take next to nothing of what it is sent."""
@@ -112,6 +113,8 @@ class Connection(RequestHandler):
         self._stall_max_s = stall_max_s
         self._stall_watch: asyncio.TimerHandle | None = None
         self._last_body: StreamReader | None = None  # of the request that came last: of all requests only it may not be whole yet
+        self._writable = asyncio.Event()
+        self._writable.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
@@ -119,25 +122,31 @@ class Connection(RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._watch_no_more()
+        self._writable.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`. A body that can never be whole is not waited for: its request is told what is wrong with it."""
+        """A body that can never be whole is not waited for: its request is told what is wrong with it.
+
+        aiohttp has no public place for that: it puts what it could not parse behind the requests that it could.
+        """
         super().data_received(data)
         if not self._messages:
             return
         message, body = self._messages[-1]
-        if not isinstance(message, _ErrInfo):
+        if isinstance(message, RawRequestMessage):
             self._last_body = body
         elif self._last_body is not None and not self._last_body.is_eof() and self._last_body.exception() is None:
             self._last_body.set_exception(HttpProcessingError(message=message.message))
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._writable.clear()
         self._watch(self.unsent_bytes)
 
     def resume_writing(self) -> None:
         self._watch_no_more()
+        self._writable.set()
         super().resume_writing()
 
     @property
@@ -147,19 +156,20 @@ class Connection(RequestHandler):
 
     async def drained(self) -> None:
         """Wait until more may be written. Raises: ConnectionError, TimeoutError if the client takes next to nothing."""
-        while self.writing_paused:
+        while not self._writable.is_set():
             before = self.unsent_bytes
             try:
                 async with asyncio.timeout(self._stall_max_s):
-                    await self._drain_helper()
+                    await self._writable.wait()
             except TimeoutError:
                 if before - self.unsent_bytes < WRITE_BUFFER_BYTES:
                     raise
-                self._drain_waiter = None  # it was cancelled with the wait
+        if self.transport is None:
+            raise ConnectionResetError("the client has hung up")
 
     def _watch(self, unsent_bytes: int) -> None:
         """Look again when `drained` has given up, if anybody waits there: who does says better why it ends."""
-        self._stall_watch = self._loop.call_later(self._stall_max_s + SHUTDOWN_S, self._look_again, unsent_bytes)
+        self._stall_watch = asyncio.get_running_loop().call_later(self._stall_max_s + SHUTDOWN_S, self._look_again, unsent_bytes)
 
     def _watch_no_more(self) -> None:
         if self._stall_watch is not None:
@@ -213,7 +223,7 @@ class HttpServer(web.Server):
 
     def __call__(self) -> RequestHandler:
         """The protocol of a new connection."""
-        return Connection(self, stall_max_s=self._settings.client_stall_max_s, loop=self._loop, **self._options)
+        return Connection(self, stall_max_s=self._settings.client_stall_max_s, loop=asyncio.get_running_loop(), **self._options)
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         """See `web.Server`. A connection too many is closed: it has no request yet that could be refused."""
@@ -224,7 +234,7 @@ class HttpServer(web.Server):
 
     def _bounded_request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         size = self._settings.message_bytes_max
-        return web.BaseRequest(message, payload, protocol, writer, task, self._loop, client_max_size=size)
+        return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop(), client_max_size=size)
 
 
 class Listener:
@@ -238,7 +248,6 @@ class Listener:
         self._server: asyncio.Server | None = None
 
     def connection_count(self) -> int:
-        """Connections that are open now."""
         return len(self._http.connections)
 
     def bind(self, address: tuple[str, int]) -> int:

@@ -144,7 +144,7 @@ async def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads(unse
 
     connection = Connection(web.Server(nothing), stall_max_s=0.001, loop=asyncio.get_running_loop())
     connection.transport = Slow()
-    connection._paused = True
+    connection._writable.clear()
 
     with pytest.raises(TimeoutError):
         await connection.drained()
