@@ -36,9 +36,3 @@ class CostModel:
         """Duration of a step. token_count: rows of its batch; context_token_count: positions that they attend to, in the pool."""
         compute_s = max(self.weights_ms * 1e-3, token_count * self.token_us * 1e-6)
         return (compute_s + context_token_count * self.context_token_us * 1e-6) * self.time_scale
-
-    def saturated_output_tokens_per_s(self, input_token_count: int, output_token_count: int) -> float:
-        """Output rate at full batches of requests of this shape: reading the weights is then hidden behind computing."""
-        computed_us = (input_token_count + output_token_count) * self.token_us
-        attended_us = output_token_count * (input_token_count + output_token_count / 2) * self.context_token_us
-        return output_token_count * 1e6 / (computed_us + attended_us)

@@ -103,7 +103,6 @@ def counted(path: Path, begins: datetime, ends: datetime) -> Counter[Stream]:
 
 
 def line_of(quantity: Quantity) -> bytes:
-    """One line of JSON, with its end."""
     stream = quantity.stream
     document = {
         "identifier": quantity.identifier,

@@ -38,7 +38,6 @@ class InvoicePayment:
 
 
 async def payments_by_month(session: AsyncSession, organization_id: uuid.UUID) -> dict[str, list[InvoicePayment]]:
-    """The invoices of an organization that bill a period, by month."""
     query = (
         select(StripeInvoice, Organization.name)
         .join(Organization)

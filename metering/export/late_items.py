@@ -21,8 +21,7 @@ from metering.core.errors import StoreAway, StripeFailed
 from metering.core.money import round_to_minor_unit
 from metering.export.exporting import derived_id
 from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_objects import finalized_at, minor_unit_picos, usage_invoices
-from metering.pricing.token_prices import COUNTS_OF_EVENT
+from metering.export.stripe_objects import PICOS_PER_TOKEN, create_item, finalized_at, known_items, minor_unit_picos, usage_invoices
 from metering.store.db import Sessions, lock_holder, try_lock
 
 # A batch that was first handed over so long after the invoice was finalised cannot be on it, whatever the two clocks say. One in
@@ -34,14 +33,13 @@ LOCK_NAME = "late invoice items"
 log = logging.getLogger(__name__)
 retries = Retries("late_items", passing=(StoreAway,))  # by organization, and by item
 
-PRICE = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
 # Invoices from before there were such items may have been corrected by hand: they are left alone. Subscriptions to metered prices
 # end with the calendar month: an invoice that ends otherwise is of something else. A customer may have several of one month, of
 # several subscriptions; usage is late if it came after the last of them. Which is the last, Stripe is asked (`last`): a webhook may
 # not have told of it yet, and what it still counted is on it.
 LATE = text(f"""
 SELECT i.organization_id, i.currency_code, i.period_start, i.period_end, array_agg(b.id) AS batch_ids,
-       sum(b.token_count)::bigint AS token_count, sum(b.token_count::numeric * CASE b.token_kind {PRICE} END) AS picos
+       sum(b.token_count)::bigint AS token_count, sum(b.token_count::numeric * {PICOS_PER_TOKEN}) AS picos
 FROM (
     SELECT organization_id, currency_code, period_end, max(finalized_at) AS finalized_at,
            greatest(min(period_start), date_trunc('month', period_end - interval '1 microsecond', 'UTC')) AS period_start
@@ -146,7 +144,12 @@ async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
             continue
         with retries.survive(row.id):
             try:
-                stripe_id = await find_item(gateway, row) or await create_item(gateway, row)
+                known = await known_items(gateway, METADATA, row.customer)
+                description = f"Late usage of {span(row.period_start, row.period_end)}: {row.token_count:,} tokens"
+                terms = {"customer": row.customer, "amount": row.amount_minor, "description": description}
+                stripe_id = known.get(str(row.id)) or await create_item(
+                    gateway, METADATA, row.id, f"late-item-{row.id}", row.currency_code, **terms
+                )
             except StripeFailed as failed:
                 log.warning("late usage is not invoiced yet: %s", failed)
                 continue
@@ -156,29 +159,5 @@ async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
     return created
 
 
-async def find_item(gateway: StripeGateway, row: Row[Any]) -> str | None:
-    """The item at Stripe that carries our id: an earlier call's, whose answer was lost. Raises: StripeFailed."""
-    for item in await gateway.list_all("/v1/invoiceitems", customer=row.customer):
-        if (item.get("metadata") or {}).get(METADATA) == str(row.id):
-            return str(item["id"])
-    return None
-
-
-async def create_item(gateway: StripeGateway, row: Row[Any]) -> str:
-    """Add it to the customer's next invoice; its id. Raises: StripeFailed."""
-    item = await gateway.call(
-        "post",
-        "/v1/invoiceitems",
-        f"late-item-{row.id}",
-        customer=row.customer,
-        amount=row.amount_minor,
-        currency=row.currency_code.lower(),
-        description=f"Late usage of {span(row.period_start, row.period_end)}: {row.token_count:,} tokens",
-        metadata={METADATA: str(row.id)},
-    )
-    return str(item["id"])
-
-
 def span(begins: datetime, ends: datetime) -> str:
-    """A period in words."""
     return f"{begins:%Y-%m-%d} to {ends - timedelta(seconds=1):%Y-%m-%d}"

@@ -25,10 +25,17 @@ from metering.core.errors import StoreAway, StripeFailed
 from metering.core.money import round_to_minor_unit
 from metering.export.exporting import derived_id
 from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_objects import begins_within, minor_unit_picos, subscription_of, usage_invoices
+from metering.export.stripe_objects import (
+    PICOS_PER_TOKEN,
+    begins_within,
+    create_item,
+    known_items,
+    minor_unit_picos,
+    subscription_of,
+    usage_invoices,
+)
 from metering.invoicing.invoices import invoice_of_month, is_charge, read_lines
 from metering.ledger.ledger import month_text
-from metering.pricing.token_prices import COUNTS_OF_EVENT
 from metering.store.db import Sessions, lock_holder, try_lock
 
 METADATA = "weir_month_item"
@@ -42,7 +49,6 @@ MONTHS_MAX = 20  # of one run, drawn by lot: each costs some calls, and one that
 log = logging.getLogger(__name__)
 retries = Retries("month_items", passing=(StoreAway,))  # by organization and month
 
-PRICE = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
 # Closed months that are not settled, the oldest of each customer. Those closed before there were such items are left alone.
 UNSETTLED = text("""
 SELECT * FROM (
@@ -66,7 +72,7 @@ SELECT (SELECT closed_until FROM export_progress) < :ends OR EXISTS (
 # A line per price version and kind, as Stripe will round it when it finalises: half a minor unit upwards.
 METERED = text(f"""
 SELECT coalesce(sum(floor(picos / :minor_picos + 0.5)), 0)::bigint FROM (
-    SELECT sum(b.token_count::numeric * CASE b.token_kind {PRICE} END) AS picos
+    SELECT sum(b.token_count::numeric * {PICOS_PER_TOKEN}) AS picos
     FROM meter_batches b JOIN price_versions p ON p.id = b.price_version_id AND p.currency_code = :currency_code
     WHERE b.organization_id = :organization_id AND b.hour >= :begins AND b.hour < :ends AND b.state = 'delivered'
     GROUP BY b.price_version_id, b.token_kind
@@ -234,30 +240,14 @@ async def create_items(sessions: Sessions, gateway: StripeGateway, month: Row[An
         waiting = (await session.execute(WAITING, {"organization_id": month.organization_id})).all()
     if not waiting:
         return
-    there = {
-        (item.get("metadata") or {}).get(METADATA): str(item["id"])
-        for item in await gateway.list_all("/v1/invoiceitems", customer=month.customer)
-    }
+    known = await known_items(gateway, METADATA, month.customer)
     for row in waiting:
-        stripe_id = there.get(str(row.id)) or await create_item(gateway, month, row, draft)
+        key = f"month-item-{row.id}" + (f"-{draft}" if draft else "")
+        terms = {"customer": month.customer, "amount": row.amount_minor, "description": row.description}
+        terms |= {"invoice": draft} if draft else {}
+        stripe_id = known.get(str(row.id)) or await create_item(gateway, METADATA, row.id, key, month.currency_code, **terms)
         async with sessions.begin() as session:
             await session.execute(CREATED, {"id": row.id, "stripe_id": stripe_id, "draft": draft or None})
-
-
-async def create_item(gateway: StripeGateway, month: Row[Any], row: Row[Any], draft: str) -> str:
-    """One item; its id. Raises: StripeFailed."""
-    item = await gateway.call(
-        "post",
-        "/v1/invoiceitems",
-        f"month-item-{row.id}" + (f"-{draft}" if draft else ""),
-        customer=month.customer,
-        amount=row.amount_minor,
-        currency=month.currency_code.lower(),
-        description=row.description,
-        metadata={METADATA: str(row.id)},
-        **({"invoice": draft} if draft else {}),
-    )
-    return str(item["id"])
 
 
 async def hold_draft(gateway: StripeGateway, invoice_id: str) -> bool:

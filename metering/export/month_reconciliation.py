@@ -18,10 +18,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.money import exact_text
 from metering.export.reconciliation import Difference, OurMonth, Stage, StageSum, our_month
-from metering.export.stripe_objects import minor_unit_picos
-from metering.pricing.token_prices import COUNTS_OF_EVENT
+from metering.export.stripe_objects import PICOS_PER_TOKEN, minor_unit_picos
 
-PRICE = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
 # Invoices of one period are compared together: a customer with many prices has several subscriptions, and an invoice of each. What
 # Stripe had counted when it finalised them is on them, what came later is on none.
 INVOICED = text(f"""
@@ -41,7 +39,7 @@ LATERAL (
            sum(token_count) FILTER (WHERE delivered_at > i.finalized_at AND NOT invoiced) AS late_tokens,
            min(delivered_at) FILTER (WHERE delivered_at > i.finalized_at AND NOT invoiced) AS late_since,
            count(DISTINCT (price_version_id, token_kind)) FILTER (WHERE delivered_at <= i.finalized_at) AS line_count
-    FROM (SELECT b.*, b.token_count::numeric * CASE b.token_kind {PRICE} END AS picos,
+    FROM (SELECT b.*, b.token_count::numeric * {PICOS_PER_TOKEN} AS picos,
                  coalesce(t.stripe_id IS NOT NULL OR t.amount_minor = 0, false) AS invoiced
           FROM meter_batches b JOIN price_versions p ON p.id = b.price_version_id AND p.currency_code = i.currency_code
           LEFT JOIN stripe_late_items t ON t.id = b.late_item_id
@@ -230,7 +228,6 @@ def conclude(
 
 
 def rating(ours: OurMonth) -> Iterator[Difference]:
-    """Used, and not posted."""
     for each in ours.sums:
         if each.used == each.posted:
             continue

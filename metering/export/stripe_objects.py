@@ -6,6 +6,7 @@ Stripe whatever a webhook reported of them.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -14,6 +15,7 @@ from typing import Any
 from metering.core.errors import InvalidValue
 from metering.core.money import MINOR_DIGITS, PICO_DIGITS
 from metering.export.stripe_gateway import StripeGateway
+from metering.pricing.token_prices import COUNTS_OF_EVENT
 
 DECIMALS_MAX = 12  # digits after the point that Stripe keeps of an amount in minor units
 
@@ -54,7 +56,26 @@ def unit_amount_decimal(picos_per_token: int, currency_code: str) -> str:
     return f"{whole}.{fraction}" if fraction else whole
 
 
+# SQL of what a token of a batch costs: `b` is its batch, `p` its price version.
+PRICE_CASES = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
+PICOS_PER_TOKEN = f"CASE b.token_kind {PRICE_CASES} END"
 Invoice = Mapping[str, Any]
+
+
+async def known_items(gateway: StripeGateway, label: str, customer: str) -> dict[str, str]:
+    """A customer's invoice items by our ids, which they carry under the label: of calls whose answers were lost, too.
+
+    Raises: StripeFailed.
+    """
+    items = await gateway.list_all("/v1/invoiceitems", customer=customer)
+    return {str(carried): str(item["id"]) for item in items if (carried := (item.get("metadata") or {}).get(label))}
+
+
+async def create_item(gateway: StripeGateway, label: str, item_id: uuid.UUID, key: str, currency_code: str, **terms: Any) -> str:
+    """Create an invoice item that carries our id under the label; its id at Stripe. key: once per item. Raises: StripeFailed."""
+    metadata = {label: str(item_id)}
+    item = await gateway.call("post", "/v1/invoiceitems", key, currency=currency_code.lower(), metadata=metadata, **terms)
+    return str(item["id"])
 
 
 async def usage_invoices(gateway: StripeGateway, customer: str, ends: datetime) -> list[Invoice]:

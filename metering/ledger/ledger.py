@@ -16,13 +16,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 
-from sqlalchemy import func, select, text, tuple_
+from sqlalchemy import select, text, tuple_
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import AlreadyExists, InvalidValue, InvariantViolated, MonthClosed
 from metering.core.models import TokenKind
-from metering.ledger.models import AccountKind, LedgerAccount, LedgerEntry, TransactionKind
+from metering.ledger.models import AccountKind, LedgerAccount, TransactionKind
 
 LANE_COUNT = 64  # locks of one batch at most; a close holds up the postings of one organization in so many, beside its own
 LANE_LOCK = 1_466_263_923  # first key of the advisory locks, beside that of the quotas; the second one is the lane's number
@@ -223,18 +223,6 @@ async def open_accounts(session: AsyncSession, keys: Collection[AccountKey]) -> 
         await session.execute(insert(LedgerAccount).values(rows).on_conflict_do_nothing())
         ids = {_key(account): account.id for account in await session.scalars(known)}
     return ids
-
-
-async def balances(session: AsyncSession, organization_id: uuid.UUID) -> dict[AccountKey, int]:
-    """Of all accounts of an organization, in picos."""
-    query = (
-        select(LedgerAccount, func.coalesce(func.sum(LedgerEntry.amount_picos), 0))
-        .outerjoin(LedgerEntry, LedgerEntry.account_id == LedgerAccount.id)
-        .where(LedgerAccount.organization_id == organization_id)
-        .group_by(LedgerAccount.id)
-        .order_by(LedgerAccount.id)
-    )
-    return {_key(account): int(amount) for account, amount in await session.execute(query)}
 
 
 def _key(account: LedgerAccount) -> AccountKey:

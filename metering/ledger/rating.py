@@ -176,11 +176,6 @@ class RatedBatch:
     last_place: str
 
 
-async def rate_pending(session: AsyncSession, limit: int = BATCH_SIZE) -> int:
-    """Rate at most `limit` events in the caller's transaction; tells how many. Misstated ones are passed over."""
-    return (await rate_batch(session, limit=limit)).rated_count
-
-
 async def rate_all_pending(sessions: Sessions) -> int:
     """Rate whatever is pending, a transaction per batch; tells how many.
 

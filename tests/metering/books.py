@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypedDict
 
-from sqlalchemy import insert
+from sqlalchemy import func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import BillingProfileRow, Hold, HoldState, UsageEvent
+from metering.ledger.ledger import AccountKey
+from metering.ledger.models import AccountKind, LedgerAccount, LedgerEntry
+from metering.ledger.rating import BATCH_SIZE, rate_batch
 from metering.pricing.prices import ModelPrice, set_price
 from metering.tenants.billing_profiles import BillingProfile
 from metering.tenants.tenants import KeyRecord, create_api_key, create_organization, create_project
@@ -140,3 +143,21 @@ async def add_usage(session: AsyncSession, customer: Customer, price: ModelPrice
     if holds:
         await session.execute(insert(Hold), holds)
     return list(await session.scalars(insert(UsageEvent).returning(UsageEvent.id, sort_by_parameter_order=True), rows))
+
+
+async def rate_pending(session: AsyncSession, limit: int = BATCH_SIZE) -> int:
+    """Rate at most `limit` events in the caller's transaction; tells how many. Misstated ones are passed over."""
+    return (await rate_batch(session, limit=limit)).rated_count
+
+
+async def balances(session: AsyncSession, organization_id: uuid.UUID) -> dict[AccountKey, int]:
+    """Of all accounts of an organization, in picos."""
+    query = (
+        select(LedgerAccount, func.coalesce(func.sum(LedgerEntry.amount_picos), 0))
+        .outerjoin(LedgerEntry, LedgerEntry.account_id == LedgerAccount.id)
+        .where(LedgerAccount.organization_id == organization_id)
+        .group_by(LedgerAccount.id)
+        .order_by(LedgerAccount.id)
+    )
+    found = await session.execute(query)
+    return {AccountKey(each.organization_id, AccountKind(each.kind), each.currency_code): int(sum_) for each, sum_ in found}

@@ -14,12 +14,11 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import AlreadyExists, InvariantViolated, MonthClosed
-from metering.ledger.ledger import AccountKey, Leg, Posting, balances, open_accounts, post, posting_month, take_lane
+from metering.ledger.ledger import AccountKey, Leg, Posting, open_accounts, post, posting_month, take_lane
 from metering.ledger.models import AccountKind, TransactionKind
-from metering.ledger.rating import rate_pending
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
-from tests.metering.books import NOVEMBER, Consumed, Customer, add_usage, new_customer
+from tests.metering.books import NOVEMBER, Consumed, Customer, add_usage, balances, new_customer, rate_pending
 from tests.metering.workers import wait_until
 
 APPEND_ONLY = ("audit_log", "ledger_accounts", "ledger_entries", "ledger_transactions", "price_versions", "usage_events")

@@ -16,11 +16,11 @@ from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import Reconciliation
 from metering.ledger import rating
 from metering.ledger.ledger import lane_of, take_lane
-from metering.ledger.rating import rate_all_pending, rate_batch, rate_pending
+from metering.ledger.rating import rate_all_pending, rate_batch
 from metering.pricing.prices import PRICE_MAX_PICOS, ModelPrice, set_price
 from metering.pricing.token_prices import TokenPrices
 from metering.store.db import Sessions, create_engine, create_sessions
-from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
+from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price, rate_pending
 
 EVENTS = text("SELECT id, rated_at IS NOT NULL AS rated, ledger_transaction_id FROM usage_events ORDER BY id")
 # Per transaction: what its events say, and what its legs say.
