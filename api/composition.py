@@ -76,7 +76,6 @@ class Unfailing(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """As far as it goes."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 

@@ -125,7 +125,6 @@ async def _rate_pending() -> None:
 
 @contextlib.asynccontextmanager
 async def open_sessions(connection_count: int = 1) -> AsyncIterator[Sessions]:
-    """Sessions on connections that end with the block."""
     engine = create_engine(database_url(), pool_size=connection_count)
     try:
         yield create_sessions(engine)

@@ -152,7 +152,6 @@ class KeyChanges:
         self._forgotten = 0  # the number up to which changes are not remembered any more
 
     def note(self, api_key_id: uuid.UUID) -> None:
-        """The key has changed."""
         self.count += 1
         self._last[api_key_id] = self.count
         self._last.move_to_end(api_key_id)
@@ -324,7 +323,6 @@ class Authenticator:
 
 
 def digest_of(secret: str) -> bytes:
-    """What a secret is remembered by."""
     return hashlib.sha256(secret.encode(errors="replace")).digest()
 
 

@@ -53,7 +53,6 @@ class Tls:
 
     @property
     def needs_client_certificate(self) -> bool:
-        """Whether clients must show a certificate."""
         return self._client_ca is not None
 
     def grpc_credentials(self) -> grpc.ServerCredentials:

@@ -37,7 +37,6 @@ class Acting:
 
     @property
     def actor(self) -> str:
-        """Who acts."""
         return self.principal.key_prefix
 
     async def earlier(self, request: Repeatable) -> str | None:
@@ -76,6 +75,5 @@ class AdminCalls:
 
     @contextlib.asynccontextmanager
     async def _transaction(self, context: Context) -> AsyncIterator[tuple[AsyncSession, str]]:
-        """The same as session and actor."""
         async with self._acting(context) as acting:
             yield acting.session, acting.actor

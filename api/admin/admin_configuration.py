@@ -74,7 +74,6 @@ class Parsing:
         )
 
     def quotas(self, path: str, messages: Iterable[pb.QuotaConfiguration]) -> Quotas:
-        """The limits of one subject."""
         return tuple(self.quota(f"{path}.quotas[{n}]", each) for n, each in enumerate(messages))
 
     def quota(self, path: str, message: pb.QuotaConfiguration) -> tuple[QuotaPlace, QuotaSpec]:
@@ -164,7 +163,6 @@ def quota_message(quota: tuple[QuotaPlace, QuotaSpec]) -> pb.QuotaConfiguration:
 
 
 def place_message(place: QuotaPlace) -> pb.QuotaConfiguration:
-    """Which limit of its subject."""
     dimension = wire.DIMENSIONS[place.dimension]
     return pb.QuotaConfiguration(dimension=dimension, model=place.model, for_new_keys=place.for_new_keys)
 
@@ -233,7 +231,6 @@ class ConfigurationCalls(AdminCalls):
             return applied_message(work, secrets=not request.dry_run)
 
     async def ExportConfiguration(self, request: pb.ExportConfigurationRequest, context: Context) -> pb.ExportConfigurationResponse:
-        """Tells what is."""
         async with self._acting(context, alone=True) as acting:
             present = await present_state(acting.session, organization=request.organization or None)
             return pb.ExportConfigurationResponse(configuration=configuration_message(present))

@@ -181,7 +181,6 @@ class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
     _router: Router
 
     async def ListReplicas(self, request: replica_pb.ListReplicasRequest, context: Context) -> replica_pb.ListReplicasResponse:
-        """Lists engines and orders."""
         await self._caller(context)
         view = await replica_drains.replica_view(self._sessions)
         async with self._sessions() as session:

@@ -93,7 +93,6 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
             return pb.RaiseQuotaResponse(quota=await self._status(session, state))
 
     async def DeleteQuota(self, request: pb.DeleteQuotaRequest, context: Context) -> pb.DeleteQuotaResponse:
-        """Removes a limit."""
         async with self._transaction(context) as (session, actor):
             try:
                 await quota_admin.delete_quota(session, quota_id=request.quota_id, actor=actor)
@@ -118,7 +117,6 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
             return pb.ListQuotasResponse(quotas=effective_quota_statuses(states))
 
     async def ListAuditEntries(self, request: pb.ListAuditEntriesRequest, context: Context) -> pb.ListAuditEntriesResponse:
-        """Reads the audit log."""
         start_at = wire.given_time(request, "start_time")
         end_at = wire.given_time(request, "end_time")
         async with self._transaction(context) as (session, _):

@@ -142,7 +142,6 @@ class TenantCalls(AdminCalls):
             return pb.UpdateApiKeyResponse(api_key=key_message(key))
 
     async def RevokeApiKey(self, request: pb.RevokeApiKeyRequest, context: Context) -> pb.RevokeApiKeyResponse:
-        """Revokes a key, and ends what runs with it."""
         async with self._transaction(context) as (session, actor):
             key = await tenants.revoke_api_key(session, api_key=request.api_key, actor=actor)
             return pb.RevokeApiKeyResponse(api_key=key_message(key))
@@ -174,7 +173,6 @@ def project_message(project: Project) -> pb.Project:
 
 
 def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
-    """A key without its secret."""
     return wire.message_of(
         pb.ApiKey,
         key,
@@ -221,7 +219,6 @@ class AlertWebhookCalls(AdminCalls):
     async def DeleteAlertWebhook(
         self, request: alert_pb.DeleteAlertWebhookRequest, context: Context
     ) -> alert_pb.DeleteAlertWebhookResponse:
-        """Takes a webhook away."""
         async with self._transaction(context) as (session, actor):
             try:
                 await webhooks.remove_webhook(session, organization=request.organization, actor=actor)
@@ -234,7 +231,6 @@ class AlertWebhookCalls(AdminCalls):
     async def TestAlertWebhook(
         self, request: alert_pb.TestAlertWebhookRequest, context: Context
     ) -> alert_pb.TestAlertWebhookResponse:
-        """Has a test sent."""
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
                 alert_id = uuid.UUID(earlier)

@@ -45,7 +45,6 @@ class TermCalls(AdminCalls):
         return plan_pb.SimulatePricesResponse(customers=map(simulated_message, found))
 
     async def CreatePlan(self, request: plan_pb.CreatePlanRequest, context: Context) -> plan_pb.CreatePlanResponse:
-        """Makes a version of a plan."""
         async with self._acting(context) as acting:
             plan, existed = await plan_admin.create_plan(
                 acting.session,
@@ -67,7 +66,6 @@ class TermCalls(AdminCalls):
             )
 
     async def AssignPlan(self, request: plan_pb.AssignPlanRequest, context: Context) -> plan_pb.AssignPlanResponse:
-        """Gives an organization a plan."""
         async with self._acting(context) as acting:
             assignment, existed = await plan_admin.assign_plan(
                 acting.session,
@@ -212,7 +210,6 @@ def grant_message(grant: credits.Grant, names: Names) -> plan_pb.CreditGrant:
 
 
 def proposed_price(message: configuration_pb2.PriceConfiguration) -> simulation.ProposedPrice:
-    """A price as it would have been."""
     return simulation.ProposedPrice(
         model=message.model,
         currency_code=message.currency_code,

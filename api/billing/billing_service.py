@@ -56,7 +56,6 @@ class AlertCalls(BillingCalls):
     """See `proto/weir/v1/alerts.proto`."""
 
     async def ListAlerts(self, request: alert_pb.ListAlertsRequest, context: Context) -> alert_pb.ListAlertsResponse:
-        """Lists alerts of one organization, or for an admin of all."""
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             of_all = not request.organization and Scope.ADMIN in reader.scopes
@@ -155,7 +154,6 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
         return response
 
     async def VerifyMonth(self, request: months_pb2.VerifyMonthRequest, context: Context) -> months_pb2.VerifyMonthResponse:
-        """Reproduces a closed month."""
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
@@ -246,7 +244,6 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
     async def ListAdjustments(
         self, request: months_pb2.ListAdjustmentsRequest, context: Context
     ) -> months_pb2.ListAdjustmentsResponse:
-        """Lists corrections of a customer."""
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
@@ -284,7 +281,6 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
         )
 
     async def ListReceipts(self, request: receipt_pb.ListReceiptsRequest, context: Context) -> receipt_pb.ListReceiptsResponse:
-        """A page of a month."""
         principal = await self._authenticator.principal(context)
         month = month_bounds(request.month)[0].date()
         after = PageMark.parse(request.page_token) if request.page_token else BEGINNING

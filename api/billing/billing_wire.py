@@ -75,7 +75,6 @@ def invoice_message(invoice: Invoice, payments: Sequence[InvoicePayment]) -> mon
 
 
 def adjustment_message(record: AdjustmentRecord) -> months_pb2.Adjustment:
-    """An adjustment or a credit note."""
     return wire.message_of(months_pb2.Adjustment, record, adjustment_id=record.id)
 
 

@@ -36,7 +36,6 @@ async def export_running_hour(sessions: Sessions, exporter: FileExporter) -> Non
 
 
 async def export_for_ever(database_url: str, path: Path) -> None:
-    """Until killed."""
     sessions = create_sessions(create_engine(database_url, pool_size=CONNECTION_COUNT))
     exporter = FileExporter(path)
     while True:

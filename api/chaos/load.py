@@ -47,7 +47,6 @@ class Load:
 
     @property
     def received(self) -> int:
-        """Tokens that all clients have."""
         return sum(each.received for each in self.asked)
 
     def begin(self) -> None:

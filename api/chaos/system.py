@@ -63,7 +63,6 @@ def children_of(pid: int) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs."""
     if PROC.is_dir():
         return _parent_of(PROC / str(pid)) is not None
     return pid in parents()

@@ -112,7 +112,6 @@ def read_files(directory: Path = STATIC) -> dict[str, PageFile]:
 
 
 def page_file(path: Path) -> PageFile:
-    """A file with its type and digest."""
     content = path.read_bytes()
     return PageFile(content, MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
@@ -364,7 +363,6 @@ def refused(status: status_pb2.Status, http_status: int = 0, more: Any = None) -
 
 
 def fault_status(fault: HttpFault) -> status_pb2.Status:
-    """What is wrong as HTTP, as a status."""
     code = FAULT_CODES.get(fault.refusal.http_status, code_pb2.INVALID_ARGUMENT)
     status = status_pb2.Status(code=code, message=fault.refusal.message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=fault.refusal.code.upper(), domain=ERROR_DOMAIN))

@@ -96,7 +96,6 @@ def reset_delay(at: datetime, now: datetime) -> Duration:
 
 
 def quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
-    """One message each, in order."""
     return [quota_status(state) for state in in_order(states)]
 
 
@@ -241,7 +240,6 @@ def alert_message(listed: ListedAlert) -> alerts_pb2.Alert:
 
 
 def webhook_message(state: WebhookState) -> alerts_pb2.AlertWebhook:
-    """A webhook without its secret."""
     return message_of(
         alerts_pb2.AlertWebhook,
         state.webhook,

@@ -48,8 +48,6 @@ def number(text: str) -> float:
 
 
 def seconds(most: float) -> Callable[[str], float]:
-    """Parser of a duration in seconds."""
-
     def parse(text: str) -> float:
         value = number(text)
         if not 0 < value <= most:
@@ -124,7 +122,6 @@ def postgres_url(text: str) -> str:
 
 
 def truth(text: str) -> bool:
-    """Parser of a yes or no."""
     if text.lower() not in ("1", "true", "0", "false"):
         raise ValueError("must be 1 or 0")
     return text.lower() in ("1", "true")

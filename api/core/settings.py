@@ -130,7 +130,6 @@ class DoorSettings:
 
     @property
     def metrics_port_count(self) -> int:
-        """Ports from that one on that may be taken."""
         return METRICS_PORTS_TRIED if self.share_port else 1
 
     def _address(self, given: str, distance: int) -> tuple[str, int] | None:

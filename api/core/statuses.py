@@ -114,7 +114,6 @@ _CODES_BY_KIND: dict[type[BaseException], int] = {}  # of the errors that were t
 
 
 def code_of_kind(raised: type[BaseException]) -> int:
-    """The code of errors of a class."""
     return next((code for kind, code in CODES if issubclass(raised, kind)), code_pb2.INTERNAL)
 
 
@@ -142,7 +141,6 @@ def internal_status(error: BaseException) -> status_pb2.Status:
 
 
 def pack(code: int, message: str, details: Sequence[Message]) -> status_pb2.Status:
-    """A google.rpc.Status."""
     status = status_pb2.Status(code=code, message=message)
     for detail in details:
         packed = AnyMessage()
@@ -251,7 +249,6 @@ def details_of(error: BaseException) -> list[Message]:
 
 
 def violations_of(error: BaseException) -> Sequence[FieldViolation]:
-    """The fields to mend, where there are any."""
     match error:
         case errors.InvalidRequest():
             return error.violations

@@ -85,7 +85,6 @@ def finish_reason(outcome: Outcome, *, called: bool) -> types_pb2.FinishReason.V
 
 
 def money(currency_code: str, picos: int) -> types_pb2.Money:
-    """An exact amount."""
     sign = -1 if picos < 0 else 1
     units, rest = divmod(abs(picos), PICOS_PER_UNIT)
     return types_pb2.Money(currency_code=currency_code, units=sign * units, picos=sign * rest)

@@ -46,7 +46,6 @@ class StrictReader:
         self.mistakes: list[tuple[int, str, str]] = []
 
     def wrong(self, node: yaml.Node | None, place: str, what: str) -> None:
-        """Note a mistake."""
         self.mistakes.append((node.start_mark.line + 1 if node is not None else 1, place or "the file", what))
 
     def mapping(self, node: yaml.Node | None, place: str, known: Collection[str]) -> Keys:
@@ -74,7 +73,6 @@ class StrictReader:
         return found
 
     def items(self, node: yaml.Node | None, place: str) -> list[yaml.Node]:
-        """The entries of a list; none of what is not there."""
         if node is None:
             return []
         if isinstance(node, yaml.SequenceNode):
@@ -127,8 +125,6 @@ def word(*choices: str) -> Callable[[str], str]:
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """Parser of a whole number."""
-
     def parse(value: str) -> int:
         if not re.fullmatch(r"-?\d+", value) or not least <= int(value) <= most:
             raise ValueError(f"must be a whole number from {least} to {most}")
@@ -265,7 +261,6 @@ class FleetReader(StrictReader):
         self._regions: frozenset[str] = frozenset()
 
     def fleet(self, root: yaml.Node | None) -> Fleet:
-        """The whole file."""
         keys = self.mapping(root, "", {"models", "aliases", "regions", "memory_bytes"})
         regions = self.regions(keys.get("regions"))
         if "models" not in keys:
@@ -355,7 +350,6 @@ class FleetReader(StrictReader):
         )
 
     def replicas(self, node: yaml.Node | None, place: str) -> tuple[int, int]:
-        """Least and most."""
         if node is None:
             return 1, 1
         keys = self.mapping(node, place, {"min", "max"})

@@ -40,7 +40,6 @@ def gauge(name: str, what: str, value: float) -> Metric:
 
 
 def gauges(name: str, what: str, labels: Sequence[str], values: Mapping[Labels, float] | Iterable[tuple[Labels, float]]) -> Metric:
-    """A number for each set of labels."""
     family = GaugeMetricFamily(name, what, labels=labels)
     for of, value in values.items() if isinstance(values, Mapping) else values:
         family.add_metric(of, value)
@@ -55,7 +54,6 @@ def counter(name: str, what: str, value: float) -> Metric:
 def counters(
     name: str, what: str, labels: Sequence[str], values: Mapping[Labels, float] | Iterable[tuple[Labels, float]]
 ) -> Metric:
-    """A count for each set of labels."""
     family = CounterMetricFamily(name, what, labels=labels)
     for of, value in values.items() if isinstance(values, Mapping) else values:
         family.add_metric(of, value)
@@ -146,7 +144,6 @@ def engine_metrics(router: Router) -> Iterator[Metric]:
 
 
 def of(told: Told, pick: Pick) -> Iterator[tuple[Labels, float]]:
-    """One number of each replica."""
     return ((labels, float(pick(report.statistics))) for labels, report in told if report.statistics is not None)
 
 
@@ -283,7 +280,6 @@ def books_metrics(backlog: Backlog) -> Iterator[Metric]:
 
 
 def span_metrics(counts: SpanCounts) -> Iterator[Metric]:
-    """What became of the traces."""
     yield counter("weir_traces_sent", "Requests whose spans the collector has taken.", counts.sent)
     yield counter("weir_traces_dropped", "Requests whose spans it has not: it was away, or too slow.", counts.dropped)
     yield gauge("weir_traces_waiting", "Requests whose spans are to be sent.", counts.waiting)

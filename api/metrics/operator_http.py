@@ -84,7 +84,6 @@ class Scrapes:
         self._backlog: Backlog | None = None
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one HTTP request."""
         if request.path != PATH:
             return web.Response(status=404, text=f"there is nothing here; metrics are at {PATH}\n")
         if request.method not in ("GET", "HEAD"):
@@ -215,7 +214,6 @@ class MetricsListener:
             self._server = await asyncio.get_running_loop().create_server(self._http, sock=self._socket)
 
     async def stop(self) -> None:
-        """Close everything."""
         if self._server is not None:
             self._server.close()
         if self._http is not None:

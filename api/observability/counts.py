@@ -44,7 +44,6 @@ class Histogram:
         self.sum += value * count
 
     def copy(self) -> Histogram:
-        """As it is now."""
         made = Histogram(self.bounds)
         made.counts, made.sum = self.counts[:], self.sum
         return made

@@ -84,7 +84,6 @@ class OtlpSender:
 
 
 def attributes(record: Record) -> dict[str, AttributeValue]:
-    """Facts of one request."""
     model = record.model[:MODEL_CHARS_MAX]
     told: dict[str, AttributeValue] = {
         "gen_ai.operation.name": record.operation,

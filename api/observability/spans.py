@@ -99,9 +99,7 @@ class Sender(Protocol):
         """Whether they were taken. May wait for as long as the collector does; never raises for what that does."""
         ...
 
-    def close(self) -> None:
-        """No more come."""
-        ...
+    def close(self) -> None: ...
 
 
 class Spans:

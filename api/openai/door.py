@@ -151,7 +151,6 @@ class Door:
             self._process.pace.spent(owner, REFUSAL_COST_S)
 
     def _origin(self, request: web.BaseRequest) -> Origin:
-        """From where a request comes."""
         return self._authenticator.origin_of(peer_of(request), request.headers.getall(FORWARDED_FOR, ()))
 
     @property

@@ -26,7 +26,7 @@ from inference.limits import EngineLimits
 from inference.sequences import choice_seed
 from inference.text.detokenizer import Detokenizer, TextDecoder
 
-_log = logging.getLogger("weir.inference.outside")
+_log = logging.getLogger("weir.inference.adapters")
 Tell = Callable[[int, SequenceEvent | EngineError], None]
 
 
@@ -98,7 +98,6 @@ class OutsideCore:
 
     @property
     def inside(self) -> Iterator[Choice]:
-        """The choices that the engine has."""
         return iter(tuple(self._inside))
 
     def add(self, number: int, request: GenerationRequest, arrived_at_s: float) -> None:

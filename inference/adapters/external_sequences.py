@@ -98,7 +98,6 @@ class Choice:
 
     @property
     def number(self) -> int:
-        """The request's."""
         return self.request.number
 
     def take(self, output: Output, now_s: float) -> list[SequenceEvent]:

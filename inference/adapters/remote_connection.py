@@ -251,7 +251,7 @@ def _count(raw: dict[str, Any], entry: str, path: Path) -> int:
 
 DIALECTS: Mapping[Service, type[TrtllmDialect | VllmDialect]] = {Service.TRTLLM: TrtllmDialect, Service.VLLM: VllmDialect}
 PROBE_TOKENS = 513  # of a prompt that is sent to find out what the server caches: two of the largest blocks in use, and one
-_log = logging.getLogger("weir.inference.remote")
+_log = logging.getLogger("weir.inference.adapters")
 
 
 @contextlib.asynccontextmanager
@@ -265,7 +265,6 @@ async def open_dialect(settings: RemoteSettings) -> AsyncIterator[tuple[Dialect,
 
 
 def make_dialect(target: Target, channel: grpc.aio.Channel, call_timeout_s: float) -> Dialect:
-    """What speaks the target's service."""
     return DIALECTS[target.service](channel, call_timeout_s)
 
 

@@ -131,7 +131,6 @@ class Asked:
 
 
 def asked(choice: Choice) -> Asked:
-    """What a choice asks of its server."""
     wanted = choice.request.wanted
     before = len(wanted.output_token_ids)
     return Asked(

@@ -105,7 +105,6 @@ class RemoteEngine(EngineLife):
 
     @property
     def settings(self) -> RemoteSettings:
-        """What it was built with."""
         return self._settings
 
     def statistics(self) -> EngineStatistics:
@@ -235,7 +234,7 @@ class RemoteEngine(EngineLife):
 
 
 END_WAIT_S = 2.0  # for a call to end by itself after its last message
-_log = logging.getLogger("weir.inference.remote")
+_log = logging.getLogger("weir.inference.adapters")
 
 
 class Submission:

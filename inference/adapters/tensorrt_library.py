@@ -146,7 +146,7 @@ class TensorRtLibrary:
 
 LOOK_EVERY_S = 0.5
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_log = logging.getLogger("weir.inference.tensorrt")
+_log = logging.getLogger("weir.inference.adapters")
 
 
 class EngineWatch:

@@ -59,7 +59,7 @@ REPORT_EVERY_S = 1.0  # at least, while sequences run: a sign of life of this pr
 POLL_TIMEOUT_S = 0.2  # an idle engine lets its iterators end after so long
 POLL_PAUSE_S = 0.05
 SHUTDOWN_TIMEOUT_S = 10.0  # the library's own has hung
-_log = logging.getLogger("weir.inference.tensorrt")
+_log = logging.getLogger("weir.inference.adapters")
 
 
 class TensorRtHost:
@@ -249,7 +249,6 @@ class TensorRtHost:
 
 
 def leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
-    """The errors of a group that are not groups themselves."""
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
             yield from leaves(error)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from inference.sampling.grammar import Compiled, Grammar, GrammarThread
 
 IMPORT_FRACTION = 0.4  # share of loading that importing torch takes, measured on a 5M-parameter model; larger ones read longer
-_log = logging.getLogger("weir.inference.host")
+_log = logging.getLogger("weir.inference.adapters")
 
 
 class Host:

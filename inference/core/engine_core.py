@@ -202,7 +202,6 @@ class EngineCore:
         return events
 
     def statistics(self) -> EngineStatistics:
-        """As of the last step."""
         return EngineStatistics(
             waiting_sequence_count=len(self._scheduler.waiting),
             running_sequence_count=len(self._scheduler.running),
@@ -321,7 +320,6 @@ class EngineOptions:
     packed: PackedPlace | None = None
 
     def block_count(self, config: DecoderConfig) -> int:
-        """KV blocks of the pool."""
         if self.simulation is not None:
             wanted = self.simulation.kv_block_count
         else:

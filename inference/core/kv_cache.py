@@ -92,7 +92,6 @@ class BlockPool:
 
     @property
     def block_count_free(self) -> int:
-        """Blocks without content."""
         return len(self._free)
 
     @property

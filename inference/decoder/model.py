@@ -75,8 +75,6 @@ class Batch:
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """The same on another device."""
-
     def moved(spans: Spans) -> Spans:
         return Spans(
             tuple(replace(span, tables=span.tables.to(device), mask=span.mask.to(device)) for span in spans.decodes),

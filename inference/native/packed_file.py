@@ -123,7 +123,6 @@ class PackedFile:
 
 
 def open_packed(path: Path) -> PackedFile | None:
-    """The file if it is there and whole."""
     try:
         return PackedFile(path)
     except FileNotFoundError:

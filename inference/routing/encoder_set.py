@@ -28,7 +28,7 @@ from inference.routing.scaling import Stoppable
 
 LOSS_COUNT_MAX = 2  # encoders that may break under one call: it may be what breaks them
 FULL_TOKENS = 16_384  # that each encoder has to embed before another is started: seconds of work on a CPU
-_log = logging.getLogger("weir.inference.fleet")
+_log = logging.getLogger("weir.inference.routing")
 
 
 class EncoderReplica:

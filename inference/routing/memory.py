@@ -57,7 +57,7 @@ def _header(path: Path) -> dict[str, Any]:
 # Seconds for which a slot is left alone after its last use: whoever has just waited for it enters within some ms, and would have to
 # load it again. Nothing breaks if that takes longer.
 HANDOVER_S = 0.25
-_log = logging.getLogger("weir.inference.fleet")
+_log = logging.getLogger("weir.inference.routing")
 
 
 class BudgetTooSmall(ValueError):

@@ -40,7 +40,7 @@ from inference.routing.memory import MemoryBudget
 # Seconds for which a fault that needs a person is told without trying again: looking costs a start, and mending takes longer.
 FAULT_STANDS_S = 30.0
 Served = TypeVar("Served", bound=Backend)
-_log = logging.getLogger("weir.inference.fleet")
+_log = logging.getLogger("weir.inference.routing")
 
 
 @dataclass(frozen=True, slots=True)

@@ -392,7 +392,7 @@ LOSS_COUNT_MAX = 2  # engines that may break under one sequence: it may be what 
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5  # seconds between looks for a place while there is none
 
-_log = logging.getLogger("weir.inference.fleet")
+_log = logging.getLogger("weir.inference.routing")
 
 
 class FleetStream:

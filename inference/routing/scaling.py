@@ -25,7 +25,7 @@ from inference.routing.replica_set import RECOVERY_WAIT_S, ReplicaSet
 INTERVAL_S = 0.5  # seconds between looks
 FULL_S = 2.0  # seconds for which all replicas are full before another is started: a burst that is over sooner needs none
 ROOM_SHARE = 0.5  # of the places of the others, that may be taken if one is to go: so much load more does not bring it back
-_log = logging.getLogger("weir.inference.fleet")
+_log = logging.getLogger("weir.inference.routing")
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ ROW_TOKENS_MAX = 512  # tokens per row: what BERT-like models take; a longer tex
 OVERLAP_PARTS = 4  # a quarter of a row is in the next one again, so that nothing is cut in two everywhere
 FORWARD_TOKENS_MAX = 2048  # tokens, padding included, per forward pass: beyond that a batch gains nothing on one core
 EXIT_LOAD_FAILED = 4
-_log = logging.getLogger("weir.inference.classifiers")
+_log = logging.getLogger("weir.inference.safety")
 
 
 class Classifier:

@@ -53,7 +53,6 @@ _from_classifiers: msgspec.msgpack.Decoder[FromClassifiers] = msgspec.msgpack.De
 
 
 def encode(message: ToClassifiers | FromClassifiers) -> bytes:
-    """A message with its length before it."""
     body = _encoder.encode(message)
     return LENGTH_PREFIX.pack(len(body)) + body
 

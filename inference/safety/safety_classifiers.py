@@ -55,7 +55,7 @@ CHILD_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
-_log = logging.getLogger("weir.inference.classifiers")
+_log = logging.getLogger("weir.inference.safety")
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,6 @@ class ClassifierChecker:
         return ClassifierOutputCheck(lambda text: self._find(pieces_of(text), self._output_rules), self._terms)
 
     async def _find(self, texts: Sequence[str], rules: Sequence[ClassifierRule]) -> str | None:
-        """The first rule that one of the texts breaks."""
         asks = [(rule.index, text) for text in texts for rule in rules]
         try:
             scored = await self._process.score(asks)

@@ -179,7 +179,6 @@ def read_safety(path: Path) -> Safety:
 
 
 def _entries(tables: Mapping[str, Any], kind: str, count_max: int, path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The tables of a kind, each with what to call it in a message."""
     entries = tables.get(kind, [])
     if not isinstance(entries, list) or len(entries) > count_max:
         raise SafetyRulesInvalid(f"{path}: must hold at most {count_max} [[{kind}]] tables")

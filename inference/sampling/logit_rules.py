@@ -50,7 +50,6 @@ class SeenTokens:
         return other
 
     def add(self, token_id: int) -> None:
-        """One more token of the output."""
         slot = self._slots.setdefault(token_id, len(self._slots))
         if slot == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])

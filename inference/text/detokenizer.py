@@ -29,9 +29,7 @@ _TEXT_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspa
 class TextStream(Protocol):
     """Turns one sequence's ids into final text."""
 
-    def push(self, token_id: int) -> str:
-        """Text that became final."""
-        ...
+    def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str:
         """The rest, at the end; nothing may be pushed afterwards."""
@@ -57,7 +55,6 @@ class TextDecoder:
             raise CheckpointInvalid(path, f"decoder {decoder_types or 'none'} is not supported for streaming")
 
     def open(self) -> TextStream:
-        """A stream for a new sequence."""
         if self._bytes_by_id is not None:
             return _ByteLevelStream(self._bytes_by_id, self._special_token_ids)
         return _TextTokenStream(self._backend, self._special_token_ids, self._byte_token_ids)

@@ -293,7 +293,6 @@ class ToolCallParser:
         self._again(character)
 
     def _leave(self, state: State) -> None:
-        """Go on outside of calls."""
         self._has_begun = self._is_list = False
         self._state = state
 

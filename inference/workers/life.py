@@ -77,7 +77,7 @@ class HostKind:
     decoder: MessageDecoder = COMMON_MESSAGES
 
 
-_log = logging.getLogger("weir.inference.engine")
+_log = logging.getLogger("weir.inference.workers")
 _CLOSED = EngineCondition(EngineState.CLOSED, reason="closed")
 
 

@@ -222,7 +222,7 @@ class Watchdog:
 SPARE_MODULE = "inference.adapters.torch_worker"
 REPLACE_AFTER_S = 5.0  # seconds after one was taken: it loads its model meanwhile, and is what is waited for
 RETRY_AFTER_S = 30.0  # seconds after one could not be started: whoever needs a host then will be told why
-_log = logging.getLogger("weir.inference.spare")
+_log = logging.getLogger("weir.inference.workers")
 
 
 class SpareHosts:

@@ -241,7 +241,6 @@ async def fire_invoice_alert(
 
 
 def facts_of(alert: Alert) -> InvoiceFacts:
-    """Build the facts of an invoice for a payment alert."""
     document = alert.invoice
     assert document is not None
     return InvoiceFacts(**document | {name: int(document[name]) for name in ("amount_due_picos", "amount_paid_picos")})

@@ -161,7 +161,6 @@ def payment_text(listed: ListedAlert, facts: InvoiceFacts) -> str:
 
 
 def text_of(listed: ListedAlert) -> str:
-    """An alert of a limit in a sentence."""
     alert, quota = listed.alert, listed.quota
     assert quota is not None
     assert alert.used is not None

@@ -73,7 +73,6 @@ class Attempts:
         return None
 
     def wrong(self, path: str, message: str) -> None:
-        """Note a mistake."""
         self.mistakes.append(Mistake(path, message))
 
 
@@ -81,7 +80,6 @@ PLACE = ("model", "currency_code", "organization", "effective_at")  # what says 
 
 
 def price_place(spec: PriceSpec) -> tuple[object, ...]:
-    """Which price a document means."""
     return tuple(getattr(spec, name) for name in PLACE)
 
 

@@ -62,7 +62,6 @@ class ReplicaView:
     silent_owner_ids: tuple[uuid.UUID, ...]
 
     def named(self, model: str, replica: str) -> tuple[ReplicaRow, ...]:
-        """A replica in each process that has it."""
         return tuple(row for row in self.replicas if (row.model, row.replica) == (model, replica))
 
 
@@ -80,7 +79,6 @@ async def replica_view(sessions: Sessions) -> ReplicaView:
 
 
 async def list_drains(session: AsyncSession) -> list[ReplicaDrain]:
-    """The orders that stand."""
     return list(await session.scalars(select(ReplicaDrain).order_by(ReplicaDrain.model, ReplicaDrain.replica)))
 
 

@@ -182,7 +182,6 @@ INSTANT = timedelta(microseconds=1)
 
 
 def spent_credit(draft: MonthReport) -> list[CreditApplication]:
-    """What the month takes of which grant."""
     return [
         CreditApplication(each.source_id, -each.amount_picos)
         for each in draft.charges

@@ -139,7 +139,6 @@ def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
 
 
 def sum_cells(name: str, of: Sequence[TokenLine], places: Places, currency: str, type_: Type) -> list[Any]:
-    """A row with a name, and the sums of some lines if there are any."""
     sums = ["", "", ""]
     if of:
         billed = sum(line.billed_picos for line in of)

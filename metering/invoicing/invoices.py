@@ -103,7 +103,6 @@ def document_number(series: Series, ordinal: int) -> str:
 
 
 def invoice_lines(report: MonthReport) -> tuple[InvoiceLine, ...]:
-    """The lines of a month's invoice, in the order of the report."""
     return tuple(_lines(report))
 
 
@@ -382,7 +381,6 @@ async def read_invoice(session: AsyncSession, row: InvoiceRow) -> Invoice:
 
 
 async def read_lines(session: AsyncSession, invoice_id: uuid.UUID) -> tuple[InvoiceLine, ...]:
-    """The lines of an invoice, in their order."""
     query = select(InvoiceLineRow).where(InvoiceLineRow.invoice_id == invoice_id).order_by(InvoiceLineRow.position)
     return tuple(
         InvoiceLine(

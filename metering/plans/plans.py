@@ -281,7 +281,6 @@ def _merged(usage: Iterable[MonthUsage]) -> list[MonthUsage]:
 
 
 def _allowed(allowance: Allowance, rows: Sequence[MonthUsage]) -> tuple[list[PlanLine], list[MonthUsage]]:
-    """The lines of one allowance, and the rows without what it covers."""
     groups: defaultdict[tuple[str, TokenKind, ServiceTier], list[MonthUsage]] = defaultdict(list)
     for row in rows:
         if allowance.selector.matches(*group_of(row)):

@@ -244,7 +244,6 @@ def customer_prices(
 
 
 def token_prices(version: PriceVersion) -> TokenPrices:
-    """The numbers of a version, to calculate with."""
     return TokenPrices(
         version=version.id,
         currency_code=version.currency_code,

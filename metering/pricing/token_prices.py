@@ -101,7 +101,6 @@ class PriceBook:
         tier: str,
         withdrawn: bool,
     ) -> None:
-        """Put a version in."""
         owner = None if organization_id is None else organization_id.int
         self.in_force[model, prices.currency_code, owner, tier] = None if withdrawn else prices
 

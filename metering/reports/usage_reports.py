@@ -165,7 +165,6 @@ ORDER BY used.settled_at, used.id"""
 
 
 def total_statement(of: UsageFilter, parameters: dict[str, Any]) -> str:
-    """Everything in one row."""
     parts = f"SELECT {PARTS} FROM usage_events u WHERE {where(of, parameters)} GROUP BY {PART_KEYS}"
     return f"SELECT {SUMS}\nFROM ({parts}) parts"
 

@@ -66,7 +66,6 @@ class EmbeddedPostgres:
         return self.database_url(DATABASE_NAME)
 
     def database_url(self, name: str) -> str:
-        """Of any database of this server."""
         return f"postgresql://{SUPERUSER}@/{name}?host={quote(str(self.socket_dir), safe='')}"
 
     @property

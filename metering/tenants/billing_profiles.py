@@ -329,7 +329,6 @@ class BillingProfile:
         return tuple(filter(None, (self.address_line1, self.address_line2, place, self.country, tax, self.email)))
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
         return asdict(self) | {"emails": list(self.emails)}
 
     @classmethod

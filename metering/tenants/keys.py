@@ -97,5 +97,4 @@ def prefix_of(secret: str) -> str:
 
 
 def hash_of(secret: str) -> bytes:
-    """What is stored of a secret."""
     return hashlib.sha256(secret.encode()).digest()

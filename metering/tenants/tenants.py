@@ -129,7 +129,6 @@ async def create_organization(session: AsyncSession, *, name: str, currency_code
 
 
 async def list_organizations(session: AsyncSession) -> Sequence[Organization]:
-    """All of them, by name."""
     return (await session.scalars(select(Organization).order_by(Organization.name))).all()
 
 
@@ -412,7 +411,6 @@ async def organization_names(session: AsyncSession, ids: Iterable[uuid.UUID]) ->
 
 
 async def project_names(session: AsyncSession, project_ids: Sequence[uuid.UUID]) -> list[str]:
-    """As "organization/project", in order."""
     names = select(Organization.name + "/" + Project.name).select_from(Project).join(Organization)
     return sorted(await session.scalars(names.where(Project.id.in_(project_ids))))
 
