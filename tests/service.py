@@ -650,6 +650,34 @@ def running(service: Service, *, serving: bool = True) -> Iterator[Service]:
             service.kill()
 
 
+class SharedServices:
+    """Services that the tests of one directory share, stopped while other tests run: each takes 1 % of a core when it is idle."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._may_be_killed: dict[Service, bool] = {}
+        self._stopped: list[Service] = []
+
+    def add(self, service: Service, *, may_be_killed: bool = False) -> None:
+        """Begin to share a running service. may_be_killed: by a test; any other must still run when it is stopped."""
+        self._may_be_killed[service] = may_be_killed
+
+    def resume(self) -> None:
+        """Start what `stop` has stopped. For before each test."""
+        while self._stopped:
+            self._stopped.pop().start()
+
+    def stop(self, following: pytest.Item | None = None) -> None:
+        """Stop all, the last one first, unless the following test belongs to the directory. For after each test."""
+        if following is not None and self._directory in following.path.parents:
+            return
+        for service, may_be_killed in reversed(self._may_be_killed.items()):
+            killed = may_be_killed and service.process is not None and service.process.poll() is not None
+            if service not in self._stopped and not killed:
+                assert service.stop() == 0, service.log[-4000:]
+                self._stopped.append(service)
+
+
 class Inside:
     """A service that runs in this process, and what is in it."""
 

@@ -10,7 +10,19 @@ import pytest
 
 from metering.receipts.signing import KEY_FILE, ensure_key
 from tests.conftest import as_application, new_database
-from tests.service import Service, make_model, running
+from tests.service import Service, SharedServices, make_model, running
+
+SHARED = SharedServices(Path(__file__).parent)
+
+
+def pytest_runtest_setup() -> None:
+    SHARED.resume()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    SHARED.stop(nextitem)
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +45,7 @@ def service(
         unprivileged = Service(home, url, model)
         unprivileged.settings = replace(unprivileged.settings, database_url=as_application(url))
         with running(unprivileged) as service:
+            SHARED.add(service)
             yield service
-            assert service.stop() == 0, service.log[-4000:]
+            SHARED.stop()
         assert service.books.held_hold_count() == 0

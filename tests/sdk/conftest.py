@@ -17,12 +17,23 @@ from metering.pricing.prices import set_price
 from tests.conftest import new_database
 from tests.inference.encoder_checkpoints import make_random_encoder
 from tests.inference.tool_checkpoints import make_tool_checkpoint
-from tests.service import MODEL, Service, make_model, price_model, running, wait_for
+from tests.service import MODEL, Service, SharedServices, make_model, price_model, running, wait_for
 
 ENCODER = "encoder"
 TOOL_MODEL = "tooled"
 EMBEDDING_PICOS = 20_000
 TIGHT_KEEP_S = 20.0
+SHARED = SharedServices(Path(__file__).parent)
+
+
+def pytest_runtest_setup() -> None:
+    SHARED.resume()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    SHARED.stop(nextitem)
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +47,9 @@ def service(tmp_path_factory: pytest.TempPathFactory, postgres_server: str, temp
             wait_for(lambda: service.serving(f"engine/{ENCODER}"), "the encoder to be loaded")
             wait_for(lambda: service.serving(f"engine/{TOOL_MODEL}"), "the model for tools to be loaded")
             asyncio.run(price_encoder(service))
+            SHARED.add(service)
             yield service
-            assert service.stop() == 0, service.log[-4000:]
+            SHARED.stop()
         assert service.books.held_hold_count() == 0
 
 
@@ -67,6 +79,7 @@ def tight_process(tmp_path_factory: pytest.TempPathFactory, service: Service) ->
     model = service.settings.models[MODEL]
     bounds = {"keep_max_s": TIGHT_KEEP_S, "kept_bytes_per_request_max": 100_000, "outbox_tokens_per_request_max": 500}
     with running(Service(home, service.database_url, model, **bounds)) as tight:
+        SHARED.add(tight, may_be_killed=True)
         yield tight
 
 
