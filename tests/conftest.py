@@ -77,7 +77,9 @@ def new_database(server_url: str, template: str = "template0") -> Iterator[str]:
     """URL of a database that exists inside the block, a copy of the template."""
     name = f"test_{uuid.uuid4().hex}"
     with psycopg.connect(psycopg_conninfo(server_url), autocommit=True) as connection:
-        connection.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(template)))
+        # Copying files takes half the time of the default, which writes each page to the WAL.
+        create = sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy")
+        connection.execute(create.format(sql.Identifier(name), sql.Identifier(template)))
         try:
             yield sqlalchemy_url(server_url).set(drivername="postgresql", database=name).render_as_string(hide_password=False)
         finally:
