@@ -43,7 +43,7 @@ from metering.core.models import Outcome
 from metering.holds.holds import HoldStore
 from metering.holds.operations import Admit, Admitted, Settle, Settled, new_hold_id
 from metering.pricing.token_prices import TokenPrices
-from metering.quotas.quota_rules import Payer
+from metering.quotas.quota_rules import Payer, QuotaStates
 from metering.receipts.signing import ensure_key, read_key
 from metering.store import embedded_postgres
 from metering.store.db import psycopg_conninfo
@@ -78,7 +78,7 @@ class AnsweringStore:
     async def admit(self, op: Admit) -> Admitted:
         """See `Store.admit`."""
         await asyncio.sleep(0)
-        return Admitted(op.hold_id, OUTPUT_TOKENS, TokenPrices(1, "USD", 3, 1, 7), (), datetime.min)
+        return Admitted(op.hold_id, OUTPUT_TOKENS, TokenPrices(1, "USD", 3, 1, 7), QuotaStates((), (), datetime.min), datetime.min)
 
     async def settle(self, op: Settle) -> Settled:
         """See `Store.settle`."""

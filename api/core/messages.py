@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import alerts_pb2, receipts_pb2, types_pb2
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, known_duration, known_time, message_of, timestamp
+from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, known_time, message_of, timestamp
 from inference.engine import ModelInfo
 from inference.routing.router import ReplicaCounts
 from metering.alerts.alerts import ListedAlert, facts_of
 from metering.alerts.webhooks import WebhookState
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import CustomerPrice
-from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, Weights
+from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, QuotaStates, Weights, window_ends
 from metering.quotas.quota_states import effective
 from metering.receipts.chaining import IssuedReceipt
-from metering.receipts.encoding import VERSION
+from metering.receipts.encoding import VERSION, owners_in, parts_of
 from metering.tenants.billing_profiles import BillingProfile
 
 NO_WEIGHTS = Weights(0, 0, 0)  # what is told of a quota that counts no tokens
@@ -37,25 +36,54 @@ ONE_REPLICA = ReplicaCounts(ready=1, total=1, drained=0)
 def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
     """One limit and what is left of it."""
     status = types_pb2.QuotaStatus()
-    fill_quota_status(status, state)
+    status.CopyFrom(quota_in_force(state.rule, state.subject_name, state.raise_reason))
+    status.used_value = state.used
+    status.held_value = state.held
+    status.remaining_value = status.limit_value - state.used - state.held
+    status.would_refuse_count = state.would_refuse_count
+    status.for_new_keys = state.for_new_keys
+    if (reset := resets(state.now)[state.rule.window]) is not None:
+        status.reset_time.seconds, status.reset_delay.seconds, status.reset_delay.nanos = reset
     if state.alert_at:
         status.alert_at.extend(state.alert_at)
     return status
 
 
-def fill_quota_status(status: types_pb2.QuotaStatus, state: QuotaState) -> None:
-    """The same in a message that is there already, and empty."""
-    status.CopyFrom(quota_in_force(state.rule, state.subject_name, state.raise_reason))
-    status.used_value = state.used
-    status.held_value = state.held
-    status.remaining_value = status.limit_value - state.used - state.held
-    if state.would_refuse_count:
-        status.would_refuse_count = state.would_refuse_count
-    if state.for_new_keys:
-        status.for_new_keys = True
-    if (resets_at := state.resets_at) is not None:
-        status.reset_time.CopyFrom(reset_time(resets_at))
-        status.reset_delay.CopyFrom(reset_delay(resets_at, state.now))
+def admitted_message(states: QuotaStates) -> pb.AdmittedFrame:
+    """All limits that an admission met, in order, and what is left of each. To be copied: the next admission fills it anew."""
+    message, quotas = _met_quotas(states.rules)
+    ends, counts = resets(states.now), states.counts
+    for place, status, limit_value, window in quotas:
+        used, held = counts[place]
+        status.used_value, status.held_value, status.remaining_value = used, held, limit_value - used - held
+        if (reset := ends[window]) is not None:
+            delay = status.reset_delay
+            status.reset_time.seconds, delay.seconds, delay.nanos = reset
+    return message
+
+
+@functools.lru_cache(maxsize=8192)  # keys in use, by what limits them; some 20 MB at most
+def _met_quotas(rules: tuple[QuotaRule, ...]) -> tuple[pb.AdmittedFrame, list[tuple[int, types_pb2.QuotaStatus, int, int]]]:
+    """Return a message of these limits, and of each its place in `rules`, its part of the message, its value and its window.
+
+    Only numbers are set in them again and again: a text would grow the memory of the message each time.
+    """
+    message = pb.AdmittedFrame()
+    places = sorted(range(len(rules)), key=lambda place: order(rules[place]))
+    message.quotas.extend(quota_in_force(rules[place], "", "") for place in places)
+    found = zip(places, message.quotas, strict=True)
+    return message, [(place, status, status.limit_value, rules[place].window) for place, status in found]
+
+
+@functools.lru_cache(maxsize=64)  # what was admitted together has one time
+def resets(now: datetime) -> tuple[tuple[int, int, int] | None, ...]:
+    """Return the end of each window of `UNITS`: in seconds since 1970, and seconds and nanoseconds until then; None for no end."""
+    ends = window_ends(now)
+    left = [None if end is None else end - now for end in ends]
+    return tuple(
+        None if end is None or rest is None else (int(end.timestamp()), rest.days * 86_400 + rest.seconds, rest.microseconds * 1000)
+        for end, rest in zip(ends, left, strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=32_768)  # told with every request, and rarely changed; some 20 MB at most
@@ -83,31 +111,15 @@ def quota_in_force(rule: QuotaRule, subject_name: str, raise_reason: str) -> typ
     return status
 
 
-@functools.lru_cache(maxsize=64)  # the ends of the windows of now
-def reset_time(at: datetime) -> Timestamp:
-    """The end of a window. To be copied, not changed."""
-    return known_time(at)
-
-
-@functools.lru_cache(maxsize=64)  # several limits of a batch's requests end together
-def reset_delay(at: datetime, now: datetime) -> Duration:
-    """Time until the end of a window. To be copied, not changed."""
-    return known_duration((at - now).total_seconds())
-
-
 def quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
-    return [quota_status(state) for state in in_order(states)]
-
-
-def in_order(states: Iterable[QuotaState]) -> list[QuotaState]:
-    """Limits in a fixed order: organization, project, key, then dimension."""
-    return sorted(states, key=order)
+    """One message each, in order: organization, project, key, then dimension."""
+    return [quota_status(state) for state in sorted(states, key=lambda state: order(state.rule))]
 
 
 def effective_quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
     """All limits that the same requests meet, in that order, and which of them bind."""
     statuses = []
-    for each in effective(sorted(states, key=order)):
+    for each in effective(sorted(states, key=lambda state: order(state.rule))):
         status = quota_status(each.state)
         status.binding = each.binding
         status.narrowed_by_quota_id = "" if each.narrowed_by is None else str(each.narrowed_by)
@@ -115,9 +127,8 @@ def effective_quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.Quo
     return statuses
 
 
-def order(state: QuotaState) -> tuple[int, int, str]:
+def order(rule: QuotaRule) -> tuple[int, int, str]:
     """By subject, from the organization down, then dimension, then model."""
-    rule = state.rule
     return SUBJECT_ORDER[rule.subject], DIMENSION_ORDER[rule.dimension], rule.model
 
 
@@ -171,38 +182,43 @@ def receipt_messages(receipts: Iterable[IssuedReceipt]) -> list[receipts_pb2.Rec
 
 def receipt_message(receipt: IssuedReceipt) -> receipts_pb2.Receipt:
     """What it says, and what proves it."""
-    content = receipt.content
-    return receipts_pb2.Receipt(
+    ids, numbers, previous_hash, (currency_code, model, outcome) = parts_of(receipt.encoded)
+    part, sent, cached, billed, embedded, price_version, cost_picos, admitted_us, settled_us, sequence = numbers
+    organization_id, project_id, api_key_id = _owners(ids[:48])
+    message = receipts_pb2.Receipt(
         version=VERSION,
-        organization_id=str(content.organization_id),
-        project_id=str(content.project_id),
-        api_key_id=str(content.api_key_id),
-        request_id=str(content.request_id),
-        part=content.part,
-        model=content.model,
-        outcome=content.outcome,
-        input_token_count=content.input_token_count,
-        cached_input_token_count=content.cached_input_token_count,
-        billed_token_count=content.billed_token_count,
-        embedding_token_count=content.embedding_token_count,
-        price_version=content.price_version,
-        currency_code=content.currency_code,
-        cost_picos=content.cost_picos,
-        admit_time=time_of(content.admitted_at_us),
-        settle_time=time_of(content.settled_at_us),
-        sequence=content.sequence,
-        previous_hash=content.previous_hash,
+        organization_id=organization_id,
+        project_id=project_id,
+        api_key_id=api_key_id,
+        request_id=str(uuid.UUID(bytes=ids[48:])),
+        part=part,
+        model=model,
+        outcome=outcome,
+        input_token_count=sent,
+        cached_input_token_count=cached,
+        billed_token_count=billed,
+        embedding_token_count=embedded,
+        price_version=price_version,
+        currency_code=currency_code,
+        cost_picos=cost_picos,
+        sequence=sequence,
+        previous_hash=previous_hash,
         hash=receipt.hash,
-        key_id=receipt.key_id,
-        signature=receipt.signature,
-        path=[receipts_pb2.ReceiptStep(on_left=step.on_left, hash=step.hash) for step in receipt.path],
     )
+    for time, micros in ((message.admit_time, admitted_us), (message.settle_time, settled_us)):
+        time.seconds, rest = divmod(micros, MICROS_PER_SECOND)
+        time.nanos = rest * 1000
+    if (batch := receipt.batch) is not None:
+        message.key_id, message.signature = batch.key_id, batch.signature
+        for on_left, neighbour in batch.path(receipt.hash):
+            message.path.add(on_left=on_left, hash=neighbour)
+    return message
 
 
-def time_of(micros: int) -> Timestamp:
-    """Microseconds since 1970 as a point in time."""
-    seconds, rest = divmod(micros, MICROS_PER_SECOND)
-    return Timestamp(seconds=seconds, nanos=rest * 1000)
+@functools.lru_cache(maxsize=4096)  # the keys in use
+def _owners(ids: bytes) -> list[str]:
+    """Organization, project and API key as text."""
+    return list(map(str, owners_in(ids)))
 
 
 def alert_message(listed: ListedAlert) -> alerts_pb2.Alert:

@@ -204,11 +204,6 @@ def duration(seconds: float | None) -> Duration | None:
     """A length of time in seconds; None stays unset."""
     if seconds is None:
         return None
-    return known_duration(seconds)
-
-
-def known_duration(seconds: float) -> Duration:
-    """A length of time, in a tenth of what the library's `FromTimedelta` takes."""
     micros = timedelta(seconds=seconds) // MICROSECOND  # rounded as the library does
     sign = -1 if micros < 0 else 1
     whole, rest = divmod(abs(micros), MICROS_PER_SECOND)

@@ -9,7 +9,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
-from api.core.messages import fill_quota_status, in_order, quota_statuses, receipt_messages
+from api.core.messages import admitted_message, quota_statuses, receipt_messages
 from api.generation.admission import Lease
 from api.generation.outbox import UsageSoFar
 from api.generation.output_limits import OutputLimits
@@ -25,15 +25,14 @@ def admitted(
     admission: Admitted, request: GenerationRequest, predicted_cached_token_count: int, *, bounded_by_key: bool
 ) -> pb.ServerFrame:
     """The request was let in. bounded_by_key: its output, since it does not say how much it wants."""
-    frame = pb.ServerFrame()  # filled in place, like those of output: a message that is put into another one is copied
-    said = frame.admitted
+    said = admitted_message(admission.quotas)
     said.input_token_count = len(request.prompt_token_ids)
     said.predicted_cached_token_count = predicted_cached_token_count
     said.price_version = admission.prices.version
     said.max_output_token_count = request.stop.max_output_tokens * request.choice_count
     said.bounded_by_key = bounded_by_key
-    for state in in_order(admission.quotas):
-        fill_quota_status(said.quotas.add(), state)
+    frame = pb.ServerFrame()
+    frame.admitted.CopyFrom(said)
     return frame
 
 

@@ -20,7 +20,7 @@ from metering.holds.known import Known, OwnHolds, remember
 from metering.holds.operations import Admit, Admitted, Extend, HoldAnswer, HoldOperation, Renew, Settle, Void
 from metering.holds.read import BEGIN_ADMITTING, LOCK_CHAINS, NO_IDS, SELECT_RULES_BY_ID, rules_of_rows
 from metering.holds.write import changed_holds, moved_counters, new_holds, usage_writes
-from metering.quotas.quota_rules import CounterKey, QuotaStates, window_starts
+from metering.quotas.quota_rules import CounterKey, window_starts
 from metering.quotas.quotas import Counters, Unsure
 from metering.receipts.chaining import BatchSigner, Chains
 from metering.store.exchange import Connection, Statement, columns, exchange, id_array, id_number_array
@@ -205,10 +205,10 @@ async def take(
     starts = window_starts(now)
     for _, _, answer in trip.decided:
         if isinstance(answer, Admitted):  # the counters as they really were, and when
-            answer.admitted_at = now
-            if isinstance(states := answer.quotas, QuotaStates):
-                states.now = now
-                states.corrections = [corrections.get((rule.number, starts[rule.window]), NO_CORRECTION) for rule in states.rules]
+            states = answer.quotas
+            answer.admitted_at = states.now = now
+            moved = [corrections.get((rule.number, starts[rule.window]), NO_CORRECTION) for rule in states.rules]
+            states.counts = [(used + a, held + b) for (used, held), (a, b) in zip(states.counts, moved, strict=True)]
 
 
 async def write_ends(

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from metering.core.errors import MeteringError
 from metering.core.models import Outcome, ServiceTier
 from metering.pricing.token_prices import TokenPrices
-from metering.quotas.quota_rules import Payer, QuotaState
+from metering.quotas.quota_rules import Payer, QuotaStates
 from metering.receipts.chaining import IssuedReceipt
 
 PAYLOAD_KEY_NAME_BYTES = 4  # at the beginning of a payload hash
@@ -134,7 +133,7 @@ class Admitted:
     hold_id: uuid.UUID
     leased_token_count: int
     prices: TokenPrices
-    quotas: Sequence[QuotaState]
+    quotas: QuotaStates
     admitted_at: datetime
 
 

@@ -419,16 +419,15 @@ class QuotaState(NamedTuple):
 class QuotaStates(Sequence[QuotaState]):
     """The states of several limits at one moment, built when they are asked for: most admissions are asked for none.
 
-    counts: used and held of each. corrections: what has to be added to these, once that is known.
+    counts: used and held of each.
     """
 
-    __slots__ = ("corrections", "counts", "now", "rules")
+    __slots__ = ("counts", "now", "rules")
 
-    def __init__(self, rules: Sequence[QuotaRule], counts: Sequence[tuple[int, int]], now: datetime) -> None:
+    def __init__(self, rules: tuple[QuotaRule, ...], counts: Sequence[tuple[int, int]], now: datetime) -> None:
         self.rules = rules
         self.counts = counts
         self.now = now
-        self.corrections: Sequence[tuple[int, int]] | None = None
 
     def __len__(self) -> int:
         return len(self.rules)
@@ -442,16 +441,12 @@ class QuotaStates(Sequence[QuotaState]):
     def __getitem__(self, place: int | slice) -> QuotaState | Sequence[QuotaState]:
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
-        used, held = self.counts[place]
-        if self.corrections is not None:
-            more_used, more_held = self.corrections[place]
-            used, held = used + more_used, held + more_held
-        return QuotaState(self.rules[place], used, held, self.now)
+        return QuotaState(self.rules[place], *self.counts[place], self.now)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
-    __hash__ = None  # type: ignore[assignment]  # it may still be corrected
+    __hash__ = None  # type: ignore[assignment]  # its counts are corrected once they are known
 
 
 @dataclass(frozen=True, slots=True)

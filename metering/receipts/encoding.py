@@ -91,17 +91,17 @@ def texts(currency_code: str, model: str, outcome: str) -> bytes:
 
 def decode(encoded: bytes) -> Receipt:
     """The receipt that was encoded. Raises: ValueError for bytes that no receipt has."""
+    ids, numbers, previous_hash, found = parts_of(encoded)
+    values: tuple[Any, ...] = (*owners_in(ids[:48]), uuid.UUID(bytes=ids[48:]), *numbers, previous_hash, *found)
+    return Receipt(*values)
+
+
+def parts_of(encoded: bytes) -> tuple[bytes, tuple[int, ...], bytes, tuple[str, ...]]:
+    """What `encode` made them of: ids, numbers, hash of the receipt before, and the three texts. Raises: ValueError."""
     if len(encoded) < FIXED.size or not encoded.startswith(MAGIC):
         raise ValueError("these are not the bytes of a receipt of version 1")
     _, ids, *numbers, previous_hash = FIXED.unpack_from(encoded)
-    values: tuple[Any, ...] = (
-        *owners_in(ids[:48]),
-        uuid.UUID(bytes=ids[48:]),
-        *numbers,
-        previous_hash,
-        *texts_in(encoded[FIXED.size :]),
-    )
-    return Receipt(*values)
+    return ids, tuple(numbers), previous_hash, texts_in(encoded[FIXED.size :])
 
 
 @functools.lru_cache(maxsize=4096)  # the keys in use
