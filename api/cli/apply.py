@@ -16,8 +16,9 @@ from rich.text import Text
 from weir_client import AdminClient, AppliedConfiguration, ChangeAction, ConfigurationChange
 
 from api.cli.connection import admin_client, calls
-from api.cli.document import Document, FileMistake, dimension_of, read_document, shown_field, write_document
+from api.cli.document import Document, dimension_of, read_document, shown_field, write_document
 from api.cli.render import JsonOption, fail, note, print_json, printable, show
+from common.strict_yaml import FileMistake
 
 SIGNS = {
     ChangeAction.CREATE: ("+", "green"),

@@ -12,8 +12,9 @@ from weir_client import AdminClient, CreditGrant, Plan, PlanAssignment
 
 from api.cli.apply import content_of
 from api.cli.connection import Output, admin_client, calls
-from api.cli.document import PROPOSAL, FileMistake, read_document
+from api.cli.document import PROPOSAL, read_document
 from api.cli.render import money_text, parse_picos, parsed, table
+from common.strict_yaml import FileMistake
 
 plan = typer.Typer(help="Make plans, and say who has which.", no_args_is_help=True)
 

@@ -9,20 +9,19 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar, cast, get_args
+from typing import Literal, cast, get_args
 
 import yaml
 
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
+from common.strict_yaml import Keys, NotYaml, StrictReader, Value, compose
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B|)")
 UNITS: dict[str, int] = {"": 1, "B": 1} | {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
-Value = TypeVar("Value")
-Keys = dict[str, yaml.Node]
 EngineKind = Literal["torch", "tensorrt", "remote", "encoder", "remote-encoder", "simulated"]
 ENCODERS = ("encoder", "remote-encoder")
 Policy = Literal["prefix_aware", "least_loaded", "round_robin"]
@@ -37,73 +36,6 @@ OF_LOCAL_ENGINES = ("replicas", "idle_timeout_s", "memory_bytes", "region")
 OF_VERSION = {"engine", "directory", "weight", "targets", *OF_LOCAL_ENGINES}
 
 UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
-
-
-class StrictReader:
-    """Reads nodes into values. mistakes: line, place and what would be right."""
-
-    def __init__(self) -> None:
-        self.mistakes: list[tuple[int, str, str]] = []
-
-    def wrong(self, node: yaml.Node | None, place: str, what: str) -> None:
-        self.mistakes.append((node.start_mark.line + 1 if node is not None else 1, place or "the file", what))
-
-    def mapping(self, node: yaml.Node | None, place: str, known: Collection[str]) -> Keys:
-        """The values of the keys that are known; every other key is a mistake."""
-        found: Keys = {}
-        for name, value in self._pairs(node, place).items():
-            if name in known:
-                found[name] = value
-                continue
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(known))}"
-            self.wrong(value, f"{place}.{name}".lstrip("."), f"is no key of this place; {hint}")
-        return found
-
-    def named(self, node: yaml.Node | None, place: str, pattern: re.Pattern[str], what: str) -> Keys:
-        """The values of keys that are names of the file's own; none of what is not there."""
-        if node is None:
-            return {}
-        found = self._pairs(node, place)
-        for name, value in found.items():
-            if not pattern.fullmatch(name):
-                self.wrong(value, f"{place}.{name}", f"cannot be the name of {what}: it must match {pattern.pattern}")
-        if not found:
-            self.wrong(node, place, f"is empty: name {what}, or leave it out")
-        return found
-
-    def items(self, node: yaml.Node | None, place: str) -> list[yaml.Node]:
-        if node is None:
-            return []
-        if isinstance(node, yaml.SequenceNode):
-            return list(node.value)
-        self.wrong(node, place, "must be a list")
-        return []
-
-    def value(self, node: yaml.Node | None, place: str, parse: Callable[[str], Value], default: Value) -> Value:
-        """A single value; the default of what is not there, and of what is wrong."""
-        if node is None:
-            return default
-        if not isinstance(node, yaml.ScalarNode):
-            self.wrong(node, place, "must be a single value")
-            return default
-        try:
-            return parse(str(node.value))
-        except ValueError as error:
-            self.wrong(node, place, f"{error}, not {str(node.value)[:64]!r}")
-            return default
-
-    def _pairs(self, node: yaml.Node | None, place: str) -> Keys:
-        if not isinstance(node, yaml.MappingNode):
-            self.wrong(node, place, "must be a mapping of keys to values")
-            return {}
-        found: Keys = {}
-        for key, value in node.value:
-            name = str(key.value)
-            if name in found:
-                self.wrong(key, f"{place}.{name}".lstrip("."), "stands here twice: keep one")
-            found[name] = value
-        return found
 
 
 def text(value: str) -> str:
@@ -238,15 +170,13 @@ def read_fleet(path: Path) -> Fleet:
 def parse_fleet(content: str, path: Path) -> Fleet:
     """The same of a text. path: for messages, and for the directories that are relative to it."""
     try:
-        root = yaml.compose(content, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as broken:
-        mark = getattr(broken, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        raise SettingInvalid(f"WEIR_FLEET={str(path)!r}: line {line}: this is no YAML: {broken}") from broken
+        root = compose(content)
+    except NotYaml as broken:
+        raise SettingInvalid(f"WEIR_FLEET={str(path)!r}: line {broken.line}: {broken}") from broken
     reader = FleetReader(path.parent)
     fleet = reader.fleet(root)
     if reader.mistakes:
-        told = "\n  ".join(f"line {line}: {place}: {what}" for line, place, what in sorted(reader.mistakes))
+        told = "\n  ".join(f"line {each.line}: {each.place or 'the file'}: {each.message}" for each in sorted(reader.mistakes))
         raise SettingInvalid(f"WEIR_FLEET={str(path)!r}:\n  {told}")
     return fleet
 
@@ -260,8 +190,30 @@ class FleetReader(StrictReader):
         self._base = base
         self._regions: frozenset[str] = frozenset()
 
+    def named(self, node: yaml.Node | None, place: str, pattern: re.Pattern[str], what: str) -> Keys:
+        """The values of keys that are names of the file's own; none of what is not there."""
+        found = {} if node is None else self.mapping(node, place)
+        for name, value in found.items():
+            if not pattern.fullmatch(name):
+                self.wrong(value, f"{place}.{name}", f"cannot be the name of {what}: it must match {pattern.pattern}")
+        if node is not None and not found:
+            self.wrong(node, place, f"is empty: name {what}, or leave it out")
+        return found
+
+    def value(self, node: yaml.Node | None, place: str, parse: Callable[[str], Value], default: Value) -> Value:
+        """A single value; the default of what is not there, and of what is wrong."""
+
+        def parsed(text: str) -> Value:
+            try:
+                return parse(text)
+            except ValueError as error:
+                raise ValueError(f"{error}, not {text[:64]!r}") from None
+
+        found = None if node is None else self.scalar(node, place, parsed)
+        return default if found is None else found
+
     def fleet(self, root: yaml.Node | None) -> Fleet:
-        keys = self.mapping(root, "", {"models", "aliases", "regions", "memory_bytes"})
+        keys = self.mapping(root, "", ("models", "aliases", "regions", "memory_bytes"))
         regions = self.regions(keys.get("regions"))
         if "models" not in keys:
             self.wrong(root, "models", "is missing: name at least one model")
@@ -291,7 +243,7 @@ class FleetReader(StrictReader):
         """One model, with one version or several."""
         has_versions = isinstance(node, yaml.MappingNode) and any(key.value == "versions" for key, _ in node.value)
         of_it = {"versions"} if has_versions else OF_VERSION - {"weight"}
-        keys = self.mapping(node, place, {"policy", "recovery_wait_s", *of_it})
+        keys = self.mapping(node, place, sorted({"policy", "recovery_wait_s", *of_it}))
         if has_versions:
             nodes = self.named(keys["versions"], f"{place}.versions", WORD, "a version")
             versions = tuple(self.several(version, each, f"{place}.versions.{version}") for version, each in nodes.items())
@@ -313,7 +265,7 @@ class FleetReader(StrictReader):
         )
 
     def several(self, version: str, node: yaml.Node, place: str) -> FleetVersion:
-        return self.version(version, self.mapping(node, place, OF_VERSION), node, place)
+        return self.version(version, self.mapping(node, place, sorted(OF_VERSION)), node, place)
 
     def version(self, version: str, keys: Keys, node: yaml.Node, place: str) -> FleetVersion:
         get = keys.get
@@ -352,7 +304,7 @@ class FleetReader(StrictReader):
     def replicas(self, node: yaml.Node | None, place: str) -> tuple[int, int]:
         if node is None:
             return 1, 1
-        keys = self.mapping(node, place, {"min", "max"})
+        keys = self.mapping(node, place, ("min", "max"))
         least = self.value(keys.get("min"), f"{place}.min", whole(0, REPLICA_COUNT_MAX), 1)
         most = self.value(keys.get("max"), f"{place}.max", whole(1, REPLICA_COUNT_MAX), max(least, 1))
         if most < least:
@@ -362,12 +314,12 @@ class FleetReader(StrictReader):
     def targets(self, node: yaml.Node | None, place: str) -> tuple[FleetTarget, ...]:
         """Remote engines, each as `vllm://host:port`, or with `address` and `region`."""
         found = []
-        for index, each in enumerate(self.items(node, place)):
+        for index, each in enumerate([] if node is None else self.items(node, place)):
             at = f"{place}[{index}]"
             if isinstance(each, yaml.ScalarNode):
                 found.append(FleetTarget(self.value(each, at, target, "")))
                 continue
-            keys = self.mapping(each, at, {"address", "region"})
+            keys = self.mapping(each, at, ("address", "region"))
             if "address" not in keys:
                 self.wrong(each, f"{at}.address", "is missing: give trtllm://host:port or vllm://host:port")
             place_of = self.value(keys.get("address"), f"{at}.address", target, "")
