@@ -35,7 +35,7 @@ from api.inference_service import InferenceServicer
 REFUSABLE_STREAMS = 500
 KEEPALIVE_MS = 30_000  # finds a client that vanished without a word; most load balancers close idle connections after a minute
 KEEPALIVE_TIMEOUT_MS = 10_000
-PEER_CONNECTIONS_MAX = 512  # one from each other process; `operating_system.py` leaves room for them
+PEER_CONNECTIONS_MAX = 512  # one from each other process; `api/composition.py` leaves room for them
 CLIENT_PING_INTERVAL_MS_MIN = 10_000  # clients may ping this often, also without a call: proxies between us want it
 
 

@@ -2,7 +2,7 @@
 
 It keeps floods of wrong keys from the database. Nobody guesses a secret of 256 bits, so no key is ever locked, and keys that were
 good before pass whatever comes from their address: behind one address there may be a whole company. Owns the counts of this
-process, for so many addresses and no more; `shared_failures.py` brings those of the others.
+process, for so many addresses and no more; `auth.py` brings those of the others.
 """
 
 from __future__ import annotations

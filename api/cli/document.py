@@ -1,4 +1,4 @@
-"""Configuration files: YAML text to the JSON mapping of `weir.v1.Configuration` and back, by the tables of `document_format.py`.
+"""Configuration files: YAML text to the JSON mapping of `weir.v1.Configuration` and back, by the tables below.
 
 Reading finds every mistake with its line and its place, and knows the line of every place, so that what the server finds wrong is
 told by line too. Values are read by what they are for, not by what YAML takes them for: a project may be called `no`.

@@ -58,7 +58,7 @@ class ServerFacts:
 
 @dataclass(slots=True)
 class WireOutput:
-    """One output as far as it has come. Implements `outside.sequence.Output`."""
+    """One output as far as it has come. Implements `external_sequences.Output`."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None

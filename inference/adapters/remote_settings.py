@@ -64,7 +64,7 @@ class RemoteSettings:
     poll_interval_s: between looks at the server's health and load. probe_interval_s: between looks whether it has begun to share
     prefixes of tenants, each of two prompts of its own. first_token_timeout_s, inter_token_timeout_s: silence of one
     sequence after which it, or the server, is taken for stuck. block_tokens: how many tokens the server caches as one, if it does
-    not say; 0 is its default. abort_...: see `outside.core.Handling`; None is what suits the service.
+    not say; 0 is its default. abort_...: see `external_core.Handling`; None is what suits the service.
     """
 
     directory: Path
@@ -100,7 +100,7 @@ class RemoteSettings:
 
 @dataclass(frozen=True, slots=True)
 class RemoteHandling:
-    """Implements `outside.core.Handling` for a service."""
+    """Implements `external_core.Handling` for a service."""
 
     abort_prefill: bool
     abort_with_logprobs: bool

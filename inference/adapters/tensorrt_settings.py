@@ -20,7 +20,7 @@ class TensorRtOptions:
     buffer of cache events; 0 asks for none. spare_place_count: places of the engine's batch that are never asked for, for
     sequences that are being given up.
 
-    abort_...: see `outside.core.Handling`. Aborts before the first token have hung engines, and aborts while log-probabilities are
+    abort_...: see `external_core.Handling`. Aborts before the first token have hung engines, and aborts while log-probabilities are
     streamed have crashed them (NVIDIA/TensorRT-LLM#10810). first_token_timeout_s, inter_token_timeout_s: silence of one
     sequence after which it, or the engine, is taken for stuck. canary_interval_s: of idleness after which one token is generated
     as a test, which may take canary_timeout_s. host_memory_bytes_max: of this process; beyond it the engine is started

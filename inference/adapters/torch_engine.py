@@ -1,4 +1,4 @@
-"""The torch engine: a checkpoint's settings, turned into a child process that runs `host.py`. Imports no torch."""
+"""The torch engine: a checkpoint's settings, turned into a child process that runs `torch_worker.py`. Imports no torch."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class CallFormat(StrEnum):
 
     HERMES: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, also Qwen's. LLAMA: `{"name": …, "parameters": {…}}` as the
     whole answer, or behind `<|python_tag|>`. MISTRAL: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`. JSON: what
-    `forced_calls.py` makes of any model: such an object, or a list of them, and nothing else.
+    `strict_calls` makes of any model: such an object, or a list of them, and nothing else.
     """
 
     HERMES = "hermes"
