@@ -42,6 +42,16 @@ SWEEP_EVERY_S = 10.0  # a small part of a hold's life of a minute
 EXPORT_EVERY_S = 15.0  # usage is exported by the hour, and a failed call comes round again soon
 ALERTS_EVERY_S = 15.0  # people read them; one query over the limits that alert, about a second for 100,000 on a busy machine
 PREPAID_EVERY_S = 5.0  # how late credit that begins with a month may come; one small query but in the first seconds of a month
+SCHEDULE = {
+    "rate_pending": RATE_EVERY_S,
+    "delete_past_counters": DELETE_COUNTERS_EVERY_S,
+    "keep_partitions": KEEP_PARTITIONS_EVERY_S,
+    "refresh_prepaid": PREPAID_EVERY_S,
+    "fire_alerts": ALERTS_EVERY_S,
+    "export_usage": EXPORT_EVERY_S,
+    "sweep_expired_holds": SWEEP_EVERY_S,
+}
+EXPIRES = {"rate_pending": 10}  # times of its schedule after which a message has nothing to say; else 2
 TIME_LIMIT_S = 60.0  # of one task: it stops by itself far earlier, so reaching this means that something hangs
 POLLING_INTERVAL_S = 0.05  # of the embedded broker, and so how late usage may be rated; looking into an empty directory costs 20 us
 CLOCK_TICK_MAX_S = 1.0  # how long the clock may sleep, and so how long it may take to stop
@@ -78,29 +88,8 @@ def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
         "worker_hijack_root_logger": False,
         # A message that no worker has taken when the next ones are out has nothing to say any more.
         "beat_schedule": {
-            "rate_pending": {"task": "weir.rate_pending", "schedule": RATE_EVERY_S, "options": {"expires": 10 * RATE_EVERY_S}},
-            "delete_past_counters": {
-                "task": "weir.delete_past_counters",
-                "schedule": DELETE_COUNTERS_EVERY_S,
-                "options": {"expires": 2 * DELETE_COUNTERS_EVERY_S},
-            },
-            "keep_partitions": {
-                "task": "weir.keep_partitions",
-                "schedule": KEEP_PARTITIONS_EVERY_S,
-                "options": {"expires": 2 * KEEP_PARTITIONS_EVERY_S},
-            },
-            "refresh_prepaid": {
-                "task": "weir.refresh_prepaid",
-                "schedule": PREPAID_EVERY_S,
-                "options": {"expires": 2 * PREPAID_EVERY_S},
-            },
-            "fire_alerts": {"task": "weir.fire_alerts", "schedule": ALERTS_EVERY_S, "options": {"expires": 2 * ALERTS_EVERY_S}},
-            "export_usage": {"task": "weir.export_usage", "schedule": EXPORT_EVERY_S, "options": {"expires": 2 * EXPORT_EVERY_S}},
-            "sweep_expired_holds": {
-                "task": "weir.sweep_expired_holds",
-                "schedule": SWEEP_EVERY_S,
-                "options": {"expires": 2 * SWEEP_EVERY_S},
-            },
+            name: {"task": f"weir.{name}", "schedule": every_s, "options": {"expires": EXPIRES.get(name, 2) * every_s}}
+            for name, every_s in SCHEDULE.items()
         },
     }
 

@@ -33,7 +33,7 @@ from metering.configuration.configuration import (
 )
 from metering.configuration.parts import Attempts, apply_price, apply_quotas, defaults_of, place_of, price_place, price_specs
 from metering.core.errors import InvalidValue
-from metering.core.models import ApiKey, Organization, Project, Quota, QuotaDimension, QuotaSubject
+from metering.core.models import ApiKey, Organization, Project, Quota, QuotaDimension, QuotaSubject, record_of
 from metering.core.money import checked_currency
 from metering.tenants.billing_profiles import BillingProfile, billing_profile, billing_profiles, set_billing_profile
 from metering.tenants.key_changes import update_api_key
@@ -333,15 +333,13 @@ def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
     keys = list(keys)
     count = Counter(key.name for key in keys)
     return tuple(
-        KeySpec(
-            name=key.name,
+        record_of(
+            KeySpec,
+            key,
             prefix=key.prefix if count[key.name] > 1 else "",
             scopes=tuple(sorted(key.scopes)),
             models=tuple(sorted(key.models)),
             allowed_networks=tuple(sorted(key.allowed_networks)),
-            max_input_tokens=key.max_input_tokens,
-            max_output_tokens=key.max_output_tokens,
-            expires_at=key.expires_at,
             quotas=quotas.get(key.id, ()),
         )
         for key in keys

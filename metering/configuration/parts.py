@@ -94,33 +94,15 @@ async def apply_price(work: Attempts, path: str, wanted: PriceSpec) -> None:
         owner_id = owner.id
     named = replace(wanted, currency_code=wanted.currency_code or (owner.currency_code if owner else "USD"))
     found = await versions_in_force(
-        work.session,
-        model=named.model,
-        currency_code=named.currency_code,
-        organization_id=owner_id,
-        at=at,
+        work.session, model=named.model, currency_code=named.currency_code, organization_id=owner_id, at=at
     )
     standing = spec_of([each for each in found if each.organization_id == owner_id and not each.withdrawn], named)
     names = [each.name for each in fields(PriceSpec) if each.name not in PLACE and getattr(named, each.name) is not None]
     changes = differences(standing, named, names)
     if not changes:
         return
-    await work.attempt(
-        path,
-        lambda: set_price(
-            work.session,
-            model=named.model,
-            currency_code=named.currency_code,
-            input_picos_per_token=named.input_picos_per_token,
-            cached_input_picos_per_token=named.cached_input_picos_per_token,
-            output_picos_per_token=named.output_picos_per_token,
-            embedding_picos_per_token=named.embedding_picos_per_token,
-            organization=named.organization,
-            batch_multiplier_milli=named.batch_multiplier_milli,
-            effective_at=at,
-            actor=work.actor,
-        ),
-    )
+    terms = {each.name: getattr(named, each.name) for each in fields(PriceSpec)} | {"effective_at": at}
+    await work.attempt(path, lambda: set_price(work.session, **terms, actor=work.actor))
     whose = f" of {named.organization}" if named.organization else ""
     since = f" from {at:%Y-%m-%d %H:%M:%SZ}" if at else ""
     action = Action.UPDATE if standing else Action.CREATE
@@ -150,14 +132,8 @@ def spec_of(versions: list[ModelPrice], place: PriceSpec) -> PriceSpec | None:
     if ServiceTier.INTERACTIVE not in tiers:
         return None
     prices, batch = tiers[ServiceTier.INTERACTIVE].prices, tiers.get(ServiceTier.BATCH)
-    return replace(
-        place,
-        input_picos_per_token=prices.input_picos_per_token,
-        cached_input_picos_per_token=prices.cached_input_picos_per_token,
-        output_picos_per_token=prices.output_picos_per_token,
-        embedding_picos_per_token=prices.embedding_picos_per_token,
-        batch_multiplier_milli=batch.multiplier_milli if batch else MULTIPLIER_SCALE,
-    )
+    rates = {each.name: getattr(prices, each.name) for each in fields(PriceSpec) if each.name.endswith("_picos_per_token")}
+    return replace(place, **rates, batch_multiplier_milli=batch.multiplier_milli if batch else MULTIPLIER_SCALE)
 
 
 PLAIN = QuotaSpec(limit_value=-1)  # what a new limit is compared with, so that only what it says otherwise is told

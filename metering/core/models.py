@@ -6,11 +6,14 @@ guarded by them, so that a correction can only be a new row. Tables of one packa
 
 from __future__ import annotations
 
+import functools
 import uuid
+from collections.abc import Callable
+from dataclasses import MISSING, fields
 from datetime import datetime
 from decimal import Decimal
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from sqlalchemy import (
     BigInteger,
@@ -39,6 +42,36 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 def one_of(column: str, values: type[StrEnum]) -> str:
     """SQL condition that a text column holds one of the values."""
     return f"{column} IN ({', '.join(repr(str(v)) for v in values)})"
+
+
+D = TypeVar("D")
+
+
+def record_of(kind: type[D], source: object, /, **values: Any) -> D:
+    """A dataclass with the source's attributes of the same names, but for `values`.
+
+    A number becomes an int, a word its enumeration and a list a tuple where the field is one. None leaves a field its default.
+    """
+    checked: Any = kind
+    for name, (has_default, convert) in _conversions(checked).items():
+        if name not in values and hasattr(source, name):
+            value = getattr(source, name)
+            if value is not None or not has_default:
+                values[name] = value if value is None or convert is None else convert(value)
+    return kind(**values)
+
+
+@functools.cache
+def _conversions(kind: Any) -> dict[str, tuple[bool, Callable[[Any], Any] | None]]:
+    """Of each field of a dataclass: whether it has a default, and what makes of a value what the field is."""
+    hints = get_type_hints(kind)
+    found: dict[str, tuple[bool, Callable[[Any], Any] | None]] = {}
+    for each in fields(kind):
+        hint = hints[each.name]
+        of = get_origin(hint) if get_origin(hint) is tuple else (get_args(hint) or (hint,))[0]
+        converts = of is int or of is tuple or (isinstance(of, type) and issubclass(of, StrEnum))
+        found[each.name] = not (each.default is MISSING and each.default_factory is MISSING), of if converts else None
+    return found
 
 
 class Base(DeclarativeBase):

@@ -11,7 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.alerts.alerts import InvoiceEvent, InvoiceFacts, fire_invoice_alert
-from metering.core.models import Organization
+from metering.core.models import Organization, record_of
 from metering.export.export_models import PaymentState, StripeInvoice
 from metering.export.stripe_objects import minor_unit_picos
 
@@ -74,15 +74,7 @@ async def alert_on_payment(session: AsyncSession, stripe_invoice_id: str, kind: 
     is_stale = event is InvoiceEvent.PAYMENT_FAILED and invoice.payment_state != PaymentState.FAILED
     if is_stale or not (invoice.amount_due_minor or invoice.amount_paid_minor):
         return
-    payment = payment_of(invoice, "")
-    facts = InvoiceFacts(
-        stripe_number=payment.stripe_number,
-        month=payment.month,
-        currency_code=payment.currency_code,
-        amount_due_picos=payment.amount_due_picos,
-        amount_paid_picos=payment.amount_paid_picos,
-        hosted_url=payment.hosted_url,
-    )
+    facts = record_of(InvoiceFacts, payment_of(invoice, ""))
     await fire_invoice_alert(session, invoice.organization_id, invoice.id, event, facts)
 
 
@@ -93,17 +85,15 @@ def month_of_invoice(row: StripeInvoice) -> str:
 
 def payment_of(row: StripeInvoice, organization: str) -> InvoicePayment:
     unit = minor_unit_picos(row.currency_code)
-    return InvoicePayment(
+    return record_of(
+        InvoicePayment,
+        row,
         stripe_invoice_id=row.id,
         stripe_number=row.stripe_number or "",
         organization=organization,
         month=month_of_invoice(row),
-        currency_code=row.currency_code,
         state=PaymentState(row.payment_state),
         amount_due_picos=row.amount_due_minor * unit,
         amount_paid_picos=row.amount_paid_minor * unit,
         hosted_url=row.hosted_url or "",
-        finalized_at=row.finalized_at,
-        paid_at=row.paid_at,
-        payment_failed_at=row.payment_failed_at,
     )

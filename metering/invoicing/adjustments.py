@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from enum import StrEnum
@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change
 from metering.core.errors import ApprovalRefused, InvalidValue, NotFound
+from metering.core.models import record_of
 from metering.core.money import exact_text, round_to_minor_unit
 from metering.invoicing.invoices import Adjustment, AdjustmentDecision, InvoiceRow, Series, credited_picos, draw_number
 from metering.ledger.ledger import AccountKey, Leg, Posting, month_of, month_text, post, posting_month, share_lanes
@@ -298,21 +299,14 @@ def _select() -> Select[Adjustment, AdjustmentDecision | None, str | None]:
 
 def _record(row: Row[Adjustment, AdjustmentDecision | None, str | None]) -> AdjustmentRecord:
     adjustment, decision, invoice_number = row
-    state = AdjustmentState.PROPOSED
-    if decision is not None:
-        state = AdjustmentState.APPROVED if decision.approved else AdjustmentState.REJECTED
-    return AdjustmentRecord(
-        id=adjustment.id,
-        organization_id=adjustment.organization_id,
-        currency_code=adjustment.currency_code,
-        amount_picos=int(adjustment.amount_picos),
-        reason=adjustment.reason,
-        invoice_number=invoice_number or "",
-        state=state,
-        author=adjustment.author,
-        created_at=adjustment.created_at,
-        decided_by="" if decision is None else decision.decided_by,
-        decided_at=None if decision is None else decision.decided_at,
-        billing_month="" if decision is None or decision.billing_month is None else month_text(decision.billing_month),
-        credit_note_number="" if decision is None else decision.credit_note_number or "",
+    proposed = record_of(AdjustmentRecord, adjustment, invoice_number=invoice_number or "", state=AdjustmentState.PROPOSED)
+    if decision is None:
+        return proposed
+    return replace(
+        proposed,
+        state=AdjustmentState.APPROVED if decision.approved else AdjustmentState.REJECTED,
+        decided_by=decision.decided_by,
+        decided_at=decision.decided_at,
+        billing_month="" if decision.billing_month is None else month_text(decision.billing_month),
+        credit_note_number=decision.credit_note_number or "",
     )

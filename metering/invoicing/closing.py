@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from enum import StrEnum
+from typing import TypedDict, Unpack
 
 from sqlalchemy import func, insert, select, text, update
 from sqlalchemy.dialects.postgresql import insert as upsert
@@ -81,33 +82,17 @@ class Obstacle:
     description: str
 
 
-async def find_obstacles(
-    session: AsyncSession,
-    organization_id: uuid.UUID,
-    month: date,
-    *,
-    now: datetime,
-    grace: timedelta,
-    leave_running: bool,
-    before_first: bool,
-    correcting: str,
-    all_rated: bool,
-) -> list[Obstacle]:
-    """All that stands in the way of closing a month, by its first day. now: the moment of the close.
+async def find_obstacles(session: AsyncSession, request: CloseRequest, *, all_rated: bool) -> list[Obstacle]:
+    """All that stands in the way of closing a month. all_rated: no backlog of usage is left.
 
-    leave_running: although requests of it still run. before_first: although it is before the customer's first month. correcting:
-    the id of an adjustment for misstated usage, or empty. all_rated: no backlog of usage is left. What has come since is not in the
-    way: it is late usage.
+    What has come since is not in the way: it is late usage.
     """
+    organization_id, month, now = request.organization_id, request.month, await request.now(session)
     ends = month_end(month)
     found: list[Obstacle] = []
-    if now < ends + grace:
-        found.append(
-            Obstacle(
-                ObstacleKind.MONTH_NOT_OVER,
-                f"{month_text(month)} can be closed from {ends + grace:%Y-%m-%d %H:%M} UTC on; it is {now:%Y-%m-%d %H:%M} now",
-            )
-        )
+    if now < (begins := ends + request.grace):
+        told = f"{month_text(month)} can be closed from {begins:%Y-%m-%d %H:%M} UTC on; it is {now:%Y-%m-%d %H:%M} now"
+        found.append(Obstacle(ObstacleKind.MONTH_NOT_OVER, told))
     parameters = {"organization_id": organization_id, "ends": ends, "month": month}
     before = (await session.execute(BEFORE, parameters)).one()
     if before.last_closed is not None and before.last_closed >= month:
@@ -116,9 +101,9 @@ async def find_obstacles(
     elif before.first_open is not None and before.first_open < month:
         told = f"{month_text(before.first_open)} is not closed: months are closed in their order, also those without usage"
         found.append(Obstacle(ObstacleKind.EARLIER_MONTH_OPEN, told))
-    elif before.last_closed is None and before.first_open is not None and before.first_open > month and not before_first:
+    elif before.last_closed is None and before.first_open is not None and before.first_open > month and not request.before_first:
         found.append(_before_first(month, before.first_open))
-    found += await _misstated(session, organization_id, ends, correcting)
+    found += await _misstated(session, organization_id, ends, request.correcting)
     if not all_rated:
         told = "more usage waits for the ledger than one close rates: let the worker catch up, and try again"
         found.append(Obstacle(ObstacleKind.USAGE_UNRATED, told))
@@ -127,7 +112,7 @@ async def find_obstacles(
         found.append(
             Obstacle(ObstacleKind.USAGE_UNRATED, f"{told} the customer, or they are lost: `weir fsck` tells what is wrong")
         )
-    if not leave_running:
+    if not request.leave_running:
         running = [str(each) for each in (await session.execute(RUNNING, parameters)).scalars()]
         if running:
             found.append(
@@ -271,23 +256,22 @@ async def database_clock(session: AsyncSession) -> datetime:
     return (await session.scalars(select(func.now()))).one()
 
 
-async def close_month(
-    sessions: Sessions,
-    *,
-    organization: str,
-    month: str,
-    actor: str,
-    leave_running: bool = False,
-    before_first: bool = False,
-    correcting: str = "",
-    clock: Clock | None = None,
-    grace: timedelta = GRACE,
-) -> CloseResult:
+class CloseTerms(TypedDict, total=False):
+    """How a month is closed: see `CloseRequest`."""
+
+    leave_running: bool
+    before_first: bool
+    correcting: str
+    clock: Clock | None
+    grace: timedelta
+
+
+async def close_month(sessions: Sessions, *, organization: str, month: str, actor: str, **terms: Unpack[CloseTerms]) -> CloseResult:
     """Close a month `YYYY-MM` of an organization, given by name or id, and issue its invoice if there is anything to invoice.
 
     Rates first what is pending. Raises: NotFound, InvalidValue; MonthNotClosable with everything that stands in the way.
     """
-    request = await _request(sessions, organization, month, actor, leave_running, clock, grace, before_first, correcting)
+    request = await _request(sessions, organization, month, actor, **terms)
     await _rate(sessions)
     with patience(LONG_READ_S):
         async with sessions.begin() as session:
@@ -299,43 +283,23 @@ async def close_month(
             return await _close(session, request)
 
 
-async def check_month(
-    sessions: Sessions,
-    *,
-    organization: str,
-    month: str,
-    leave_running: bool = False,
-    before_first: bool = False,
-    correcting: str = "",
-    clock: Clock | None = None,
-    grace: timedelta = GRACE,
-) -> list[Obstacle]:
+async def check_month(sessions: Sessions, *, organization: str, month: str, **terms: Unpack[CloseTerms]) -> list[Obstacle]:
     """What would stand in the way of a close now; nothing for a closed month. Rates what is pending, as the worker always does.
 
     Raises: NotFound, InvalidValue.
     """
-    request = await _request(sessions, organization, month, "", leave_running, clock, grace, before_first, correcting)
+    request = await _request(sessions, organization, month, "", **terms)
     await _rate(sessions)
     with patience(LONG_READ_S):
         async with sessions.begin() as session:
             return await _obstacles(session, request)
 
 
-async def _request(
-    sessions: Sessions,
-    organization: str,
-    month: str,
-    actor: str,
-    leave_running: bool,
-    clock: Clock | None,
-    grace: timedelta,
-    before_first: bool,
-    correcting: str,
-) -> CloseRequest:
+async def _request(sessions: Sessions, organization: str, month: str, actor: str, **terms: Unpack[CloseTerms]) -> CloseRequest:
     first_day = month_of(month_bounds(month)[0].date())
     async with sessions() as session:
         owner = await find_organization(session, organization)
-    return CloseRequest(owner.id, first_day, actor, leave_running, clock, grace, before_first, correcting)
+    return CloseRequest(owner.id, first_day, actor, **terms)
 
 
 async def _rate(sessions: Sessions) -> None:
@@ -355,17 +319,7 @@ async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obsta
     if await _is_closed(session, request):
         return []
     all_rated = await rate_customer(session, request.organization_id)
-    return await find_obstacles(
-        session,
-        request.organization_id,
-        request.month,
-        now=await request.now(session),
-        grace=request.grace,
-        leave_running=request.leave_running,
-        before_first=request.before_first,
-        correcting=request.correcting,
-        all_rated=all_rated,
-    )
+    return await find_obstacles(session, request, all_rated=all_rated)
 
 
 async def _refuse_obstacles(session: AsyncSession, request: CloseRequest) -> None:

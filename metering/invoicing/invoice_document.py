@@ -19,7 +19,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from metering.core.models import Base
+from metering.core.models import Base, record_of
 from metering.core.money import PICO_DIGITS, exact_text
 from metering.invoicing.invoices import InvoiceRow
 from metering.invoicing.month_report import TAX_NOTE, ChargeKind, MonthReport
@@ -188,15 +188,7 @@ def usage(report: MonthReport) -> Iterator[TokenGroup]:
     groups: dict[tuple[str, str], list[TokenLine]] = defaultdict(list)
     for line, billed_picos in zip(report.lines, report.rounded_parts_picos, strict=False):
         groups[line.late_month, line.model].append(
-            TokenLine(
-                token_kind=line.token_kind.value.replace("_", " "),
-                tier=line.tier.value,
-                price_version=line.price_version,
-                unit_price_picos=line.unit_price_picos,
-                token_count=line.token_count,
-                amount_picos=line.amount_picos,
-                billed_picos=billed_picos,
-            )
+            record_of(TokenLine, line, token_kind=line.token_kind.replace("_", " "), billed_picos=billed_picos)
         )
     for (late_month, model), lines in sorted(groups.items(), key=lambda item: bool(item[0][0])):
         yield TokenGroup(model, tuple(lines), late_month)

@@ -33,7 +33,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.errors import NotFound
-from metering.core.models import Base, ServiceTier, TokenKind, one_of
+from metering.core.models import Base, ServiceTier, TokenKind, one_of, record_of
 from metering.core.money import exact_text
 from metering.invoicing.month_report import Charge, ChargeKind, MonthReport, ReportLine
 from metering.ledger.ledger import month_text
@@ -109,29 +109,18 @@ def invoice_lines(report: MonthReport) -> tuple[InvoiceLine, ...]:
 def _lines(report: MonthReport) -> Iterator[InvoiceLine]:
     parts = iter(report.rounded_parts_picos)
     for line in report.lines:
-        yield InvoiceLine(
+        yield record_of(
+            InvoiceLine,
+            line,
             kind=InvoiceLineKind.LATE_USAGE if line.late_month else InvoiceLineKind.USAGE,
             description=usage_description(line, report.currency_code),
             exact_picos=line.amount_picos,
             amount_picos=next(parts),
-            model=line.model,
-            price_version=line.price_version,
-            token_kind=line.token_kind,
-            token_count=line.token_count,
-            unit_price_picos=line.unit_price_picos,
             usage_month=line.late_month or report.month,
         )
     for charge in report.charges:
-        yield InvoiceLine(
-            kind=InvoiceLineKind(charge.kind.value),
-            description=charge.description,
-            exact_picos=charge.amount_picos,
-            amount_picos=next(parts),
-            model=charge.model,
-            token_kind=charge.token_kind,
-            token_count=charge.token_count,
-            source_id=charge.source_id,
-        )
+        amounts = {"exact_picos": charge.amount_picos, "amount_picos": next(parts)}
+        yield record_of(InvoiceLine, charge, kind=InvoiceLineKind(charge.kind.value), **amounts)
 
 
 def usage_description(line: ReportLine, currency_code: str) -> str:
@@ -363,41 +352,13 @@ async def invoice_of_month(session: AsyncSession, organization_id: uuid.UUID, mo
 
 async def read_invoice(session: AsyncSession, row: InvoiceRow) -> Invoice:
     """The whole invoice, with what credit notes have given back of it."""
-    return Invoice(
-        number=row.number,
-        organization_id=row.organization_id,
-        organization_name=row.organization_name,
-        month=month_text(row.month),
-        currency_code=row.currency_code,
-        issued_at=row.issued_at,
-        issued_by=row.issued_by,
-        lines=await read_lines(session, row.id),
-        exact_picos=int(row.exact_picos),
-        carried_in_picos=int(row.carried_in_picos),
-        carried_out_picos=int(row.carried_out_picos),
-        total_picos=int(row.total_picos),
-        credited_picos=await credited_picos(session, row.id),
-    )
+    lines, credited = await read_lines(session, row.id), await credited_picos(session, row.id)
+    return record_of(Invoice, row, month=month_text(row.month), lines=lines, credited_picos=credited)
 
 
 async def read_lines(session: AsyncSession, invoice_id: uuid.UUID) -> tuple[InvoiceLine, ...]:
     query = select(InvoiceLineRow).where(InvoiceLineRow.invoice_id == invoice_id).order_by(InvoiceLineRow.position)
-    return tuple(
-        InvoiceLine(
-            kind=InvoiceLineKind(line.kind),
-            description=line.description,
-            exact_picos=int(line.exact_picos),
-            amount_picos=int(line.amount_picos),
-            model=line.model,
-            price_version=line.price_version_id,
-            token_kind=None if line.token_kind is None else TokenKind(line.token_kind),
-            token_count=line.token_count,
-            unit_price_picos=line.unit_price_picos,
-            usage_month=line.usage_month,
-            source_id=line.source_id,
-        )
-        for line in await session.scalars(query)
-    )
+    return tuple(record_of(InvoiceLine, line, price_version=line.price_version_id) for line in await session.scalars(query))
 
 
 async def credited_picos(session: AsyncSession, invoice_id: uuid.UUID) -> int:
@@ -412,16 +373,5 @@ async def credited_picos(session: AsyncSession, invoice_id: uuid.UUID) -> int:
 
 def charges_of(lines: Sequence[InvoiceLine]) -> tuple[Charge, ...]:
     """The charges that an invoice froze, as the report of its month tells them."""
-    return tuple(
-        Charge(
-            kind=ChargeKind(line.kind.value),
-            description=line.description,
-            amount_picos=line.exact_picos,
-            model=line.model,
-            token_kind=line.token_kind,
-            token_count=line.token_count,
-            source_id=line.source_id,
-        )
-        for line in lines
-        if is_charge(line.kind)
-    )
+    charges = (line for line in lines if is_charge(line.kind))
+    return tuple(record_of(Charge, each, kind=ChargeKind(each.kind.value), amount_picos=each.exact_picos) for each in charges)

@@ -17,7 +17,7 @@ from sqlalchemy import Row, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvariantViolated
-from metering.core.models import Organization, Outcome, PriceVersion, ServiceTier, TokenKind
+from metering.core.models import Organization, Outcome, PriceVersion, TokenKind, record_of
 from metering.invoicing.invoices import MonthClosing, charges_of, invoice_of_month, read_lines
 from metering.invoicing.month_report import (
     Charge,
@@ -85,18 +85,7 @@ async def plan_charges(session: AsyncSession, organization_id: uuid.UUID, month:
     """What the plan of the month makes of its usage, late usage included."""
     versions = select(PriceVersion).where(PriceVersion.id.in_({line.price_version for line in lines}))
     begins = {version.id: version.effective_at for version in await session.scalars(versions)}
-    usage = [
-        MonthUsage(
-            model=line.model,
-            price_version=line.price_version,
-            tier=line.tier,
-            token_kind=line.token_kind,
-            token_count=line.token_count,
-            unit_price_picos=line.unit_price_picos,
-            effective_at=begins[line.price_version],
-        )
-        for line in lines
-    ]
+    usage = [record_of(MonthUsage, line, effective_at=begins[line.price_version]) for line in lines]
     rules = await rules_in_force(session, organization_id, month)
     return [
         Charge(
@@ -247,13 +236,7 @@ async def read_month(session: AsyncSession, owner: Organization, month: date, *,
         month=month_text(month),
         currency_code=owner.currency_code,
         lines=lines,
-        request_counts=RequestCounts(
-            total_count=counts.total_count,
-            completed_count=counts.completed_count,
-            cancelled_count=counts.cancelled_count,
-            limited_count=counts.limited_count,
-            failed_count=counts.failed_count,
-        ),
+        request_counts=record_of(RequestCounts, counts),
         unrated_event_count=counts.unrated_event_count,
         reconciliation=Reconciliation(
             usage_token_count=int(counts.usage_token_count),
@@ -320,19 +303,7 @@ async def _usage(
             raise InvariantViolated(
                 f"organization {owner.name} has postings in {row.currency_code}: it is billed in {owner.currency_code}"
             )
-        lines.append(
-            ReportLine(
-                model=row.model,
-                price_version=row.price_version,
-                token_kind=TokenKind(row.token_kind),
-                request_count=row.request_count,
-                token_count=int(row.token_count),
-                cancelled_token_count=int(row.cancelled_token_count),
-                unit_price_picos=row.unit_price_picos,
-                amount_picos=int(row.amount_picos),
-                tier=ServiceTier(row.tier),
-                late_month="" if row.usage_month == month else month_text(row.usage_month),
-            )
-        )
+        late_month = "" if row.usage_month == month else month_text(row.usage_month)
+        lines.append(record_of(ReportLine, row, late_month=late_month))
     lines.sort(key=lambda line: (line.late_month, line.model, line.price_version, TOKEN_KIND_ORDER.index(line.token_kind)))
     return tuple(lines), rows[0]

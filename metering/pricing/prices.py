@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
-from metering.core.models import Organization, PriceVersion, ServiceTier
+from metering.core.models import Organization, PriceVersion, ServiceTier, record_of
 from metering.core.money import checked_currency
 from metering.pricing.token_prices import PriceBook, TokenPrices
 from metering.tenants.tenants import find_organization
@@ -244,14 +244,7 @@ def customer_prices(
 
 
 def token_prices(version: PriceVersion) -> TokenPrices:
-    return TokenPrices(
-        version=version.id,
-        currency_code=version.currency_code,
-        input_picos_per_token=version.input_picos_per_token,
-        cached_input_picos_per_token=version.cached_input_picos_per_token,
-        output_picos_per_token=version.output_picos_per_token,
-        embedding_picos_per_token=version.embedding_picos_per_token,
-    )
+    return record_of(TokenPrices, version, version=version.id)
 
 
 def checked_model(model: str) -> str:
@@ -312,12 +305,4 @@ async def _add(session: AsyncSession, rows: Sequence[Row], action: str, actor: s
 
 
 def _model_price(version: PriceVersion) -> ModelPrice:
-    return ModelPrice(
-        model=version.model,
-        prices=token_prices(version),
-        effective_at=version.effective_at,
-        tier=ServiceTier(version.tier),
-        organization_id=version.organization_id,
-        multiplier_milli=version.multiplier_milli,
-        withdrawn=version.withdrawn,
-    )
+    return record_of(ModelPrice, version, prices=token_prices(version))

@@ -22,7 +22,7 @@ from typing import Any
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.models import ServiceTier, TokenKind
+from metering.core.models import ServiceTier, TokenKind, record_of
 from metering.core.money import exact_text
 from metering.invoicing.month_report import Charge, ChargeKind, MonthReport
 from metering.ledger.ledger import month_bounds, month_text
@@ -296,15 +296,11 @@ def charges_of(row: Row[Any]) -> Iterator[UsageCharge]:
     found = row._mapping
     for kind in COUNTS_OF_EVENT:
         if token_count := int(found[f"{kind}_tokens"]):
-            yield UsageCharge(
+            yield record_of(
+                UsageCharge,
+                row,
                 day=utc_date(row.day),
-                project_id=row.project_id,
-                project_name=row.project_name,
-                api_key_id=row.api_key_id,
-                api_key_name=row.api_key_name,
-                model=row.model,
                 price_version=row.price_version_id,
-                tier=ServiceTier(row.tier),
                 token_kind=kind,
                 token_count=token_count,
                 cancelled_token_count=int(found[f"{kind}_cancelled"]),

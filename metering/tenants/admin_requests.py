@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Collection
 from datetime import timedelta
+from typing import Unpack
 
 import psycopg
 from sqlalchemy import delete, func, or_, select, update
@@ -19,11 +19,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import AlreadyExists, ChangesUnderWay, RequestIdReused, StoreAway
 from metering.core.models import AdminRequest, ApiKey, Organization, Project
-from metering.tenants.keys import TokenBounds, checked_bound, checked_models, checked_scopes
-from metering.tenants.networks import checked_networks
 from metering.tenants.tenants import (
     KeyRecord,
+    KeyTerms,
     checked_name,
+    checked_terms,
     create_api_key,
     create_organization,
     create_project,
@@ -98,18 +98,7 @@ async def ensure_project(session: AsyncSession, *, organization: str, name: str,
 
 
 async def ensure_api_key(
-    session: AsyncSession,
-    *,
-    organization: str,
-    project: str,
-    name: str,
-    scopes: Collection[str] = ("inference",),
-    models: Collection[str] = (),
-    allowed_networks: Collection[str] = (),
-    max_input_tokens: int | None = None,
-    max_output_tokens: int | None = None,
-    lifetime: timedelta | None = None,
-    actor: str,
+    session: AsyncSession, *, organization: str, project: str, name: str, actor: str, **terms: Unpack[KeyTerms]
 ) -> tuple[KeyRecord, str, bool]:
     """The project's working key of this name; its secret only if it is new, else empty.
 
@@ -126,34 +115,28 @@ async def ensure_api_key(
     )
     found = (await session.scalars(working)).all()
     if not found:
-        key, secret = await create_api_key(
-            session,
-            organization=organization,
-            project=project,
-            name=name,
-            scopes=scopes,
-            models=models,
-            allowed_networks=allowed_networks,
-            max_input_tokens=max_input_tokens,
-            max_output_tokens=max_output_tokens,
-            lifetime=lifetime,
-            actor=actor,
-        )
+        key, secret = await create_api_key(session, organization=organization, project=project, name=name, actor=actor, **terms)
         return key, secret, False
     if len(found) > 1:
         raise AlreadyExists("API key", name, f"{len(found)} times: revoke all but one, or say which by its prefix")
     standing = await find_api_key(session, str(found[0]))
-    if sorted(standing.scopes) != checked_scopes(scopes):
-        raise AlreadyExists("API key", name, f"with the scopes {', '.join(standing.scopes)}: change them with UpdateApiKey")
-    if sorted(standing.models) != checked_models(models):
-        shown = ", ".join(standing.models) or "every model"
-        raise AlreadyExists("API key", name, f"for {shown}: change that with UpdateApiKey")
-    if sorted(standing.allowed_networks) != checked_networks(allowed_networks):
-        shown = ", ".join(standing.allowed_networks) or "everywhere"
-        raise AlreadyExists("API key", name, f"to be used from {shown}: change that with UpdateApiKey")
-    if standing.bounds != TokenBounds(
-        checked_bound(max_input_tokens, "max_input_tokens"), checked_bound(max_output_tokens, "max_output_tokens")
+    wanted = checked_terms(terms)
+    bounds = standing.bounds
+    most = (bounds.max_input_tokens or "any number of", bounds.max_output_tokens or "any number of")
+    for present, asked, how in (
+        (sorted(standing.scopes), wanted["scopes"], f"with the scopes {', '.join(standing.scopes)}: change them"),
+        (sorted(standing.models), wanted["models"], f"for {', '.join(standing.models) or 'every model'}: change that"),
+        (
+            sorted(standing.allowed_networks),
+            wanted["allowed_networks"],
+            f"to be used from {', '.join(standing.allowed_networks) or 'everywhere'}: change that",
+        ),
+        (
+            (bounds.max_input_tokens, bounds.max_output_tokens),
+            (wanted["max_input_tokens"], wanted["max_output_tokens"]),
+            f"for {most[0]} input and {most[1]} output tokens: change that",
+        ),
     ):
-        most = (standing.bounds.max_input_tokens or "any number of", standing.bounds.max_output_tokens or "any number of")
-        raise AlreadyExists("API key", name, f"for {most[0]} input and {most[1]} output tokens: change that with UpdateApiKey")
+        if present != asked:
+            raise AlreadyExists("API key", name, f"{how} with UpdateApiKey")
     return standing, "", True

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from sqlalchemy import Double, Select, and_, bindparam, case, cast, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.control.stop_orders import order_end_of_key
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
-from metering.core.models import ApiKey, ApiKeyUse, Organization, Project, Quota, QuotaSubject, SupersededSecret
+from metering.core.models import ApiKey, ApiKeyUse, Organization, Project, Quota, QuotaSubject, SupersededSecret, record_of
 from metering.core.money import checked_currency
 from metering.tenants.keys import (
     NO_BOUNDS,
@@ -151,35 +151,28 @@ async def list_projects(session: AsyncSession, *, organization: str) -> Sequence
     return (await session.scalars(query)).all()
 
 
+class KeyTerms(TypedDict, total=False):
+    """What a new key is good for. No scopes means "inference"; no models all; no networks everywhere; no lifetime for ever."""
+
+    scopes: Collection[str]
+    models: Collection[str]
+    allowed_networks: Collection[str]
+    max_input_tokens: int | None
+    max_output_tokens: int | None
+    lifetime: timedelta | None
+
+
 async def create_api_key(
-    session: AsyncSession,
-    *,
-    organization: str,
-    project: str,
-    name: str,
-    scopes: Collection[str] = ("inference",),
-    models: Collection[str] = (),
-    allowed_networks: Collection[str] = (),
-    max_input_tokens: int | None = None,
-    max_output_tokens: int | None = None,
-    lifetime: timedelta | None = None,
-    actor: str,
+    session: AsyncSession, *, organization: str, project: str, name: str, actor: str, **terms: Unpack[KeyTerms]
 ) -> tuple[KeyRecord, str]:
-    """A new key and its secret, which cannot be had again. No scopes means "inference"; no models all; no lifetime for ever.
+    """A new key and its secret, which cannot be had again.
 
     It gets the limits that its project and organization keep for new keys. Raises: NotFound, InvalidValue.
     """
     owner = await find_project(session, project, organization=organization)
-    values = {
-        "project_id": owner.id,
-        "name": checked_key_name(name),
-        "scopes": checked_scopes(scopes),
-        "models": checked_models(models),
-        "allowed_networks": checked_networks(allowed_networks),
-        "max_input_tokens": checked_bound(max_input_tokens, "max_input_tokens"),
-        "max_output_tokens": checked_bound(max_output_tokens, "max_output_tokens"),
-        "expires_at": None if lifetime is None else func.now() + _checked_lifetime(lifetime),
-    }
+    lifetime = terms.get("lifetime")
+    expires_at = None if lifetime is None else func.now() + _checked_lifetime(lifetime)
+    values = checked_terms(terms) | {"project_id": owner.id, "name": checked_key_name(name), "expires_at": expires_at}
     while True:  # until a prefix is free, which the first one is but for one time in millions
         secret = new_secret()
         values |= {"prefix": prefix_of(secret), "secret_hash": hash_of(secret)}
@@ -189,6 +182,17 @@ async def create_api_key(
     await _record_creation(session, actor, "api_key.create", key)
     await limit_new_key(session, api_key_id=key.id, project_id=owner.id, organization_id=owner.organization_id, actor=actor)
     return await find_api_key(session, str(key.id)), secret
+
+
+def checked_terms(terms: KeyTerms) -> dict[str, Any]:
+    """What a key is good for, as its columns have it. Raises: InvalidValue."""
+    return {
+        "scopes": checked_scopes(terms.get("scopes", ("inference",))),
+        "models": checked_models(terms.get("models", ())),
+        "allowed_networks": checked_networks(terms.get("allowed_networks", ())),
+        "max_input_tokens": checked_bound(terms.get("max_input_tokens"), "max_input_tokens"),
+        "max_output_tokens": checked_bound(terms.get("max_output_tokens"), "max_output_tokens"),
+    }
 
 
 async def revoke_api_key(session: AsyncSession, *, api_key: str, actor: str) -> KeyRecord:
@@ -380,24 +384,15 @@ def _select_keys() -> Select[ApiKey, Project, str, datetime, datetime]:
 def _key_record(
     key: ApiKey, project: Project, organization_name: str, overlap_ends_at: datetime | None, last_used_at: datetime | None
 ) -> KeyRecord:
-    return KeyRecord(
-        id=key.id,
+    return record_of(
+        KeyRecord,
+        key,
         organization_id=project.organization_id,
         organization_name=organization_name,
-        project_id=project.id,
         project_name=project.name,
-        name=key.name,
-        prefix=key.prefix,
-        scopes=tuple(key.scopes),
-        created_at=key.created_at,
-        expires_at=key.expires_at,
-        revoked_at=key.revoked_at,
-        uses_known_since=key.uses_known_since,
         overlap_ends_at=overlap_ends_at,
-        models=tuple(key.models),
         last_used_at=last_used_at,
         bounds=TokenBounds(key.max_input_tokens, key.max_output_tokens),
-        allowed_networks=tuple(key.allowed_networks),
     )
 
 
