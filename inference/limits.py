@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from inference.engine import GenerationRequest, SamplingParams, StopCriteria
+from inference.engine import EmbeddingRequest, GenerationRequest, ModelInfo, SamplingParams, StopCriteria
+from inference.errors import RequestImpossible
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 CHOICE_COUNT_MAX = 16  # per request: each takes a place in the batch
@@ -132,4 +133,15 @@ def sampling_fault(sampling: SamplingParams, vocabulary_size: int) -> str | None
         return f"logit_bias must be a number for each of its token ids, and those from 0 to {vocabulary_size - 1}"
     if sampling.top_logprobs is not None and not 0 <= sampling.top_logprobs <= TOP_LOGPROBS_MAX:
         return f"top_logprobs must be from 0 to {TOP_LOGPROBS_MAX}"
+    return None
+
+
+def embedding_fault(request: EmbeddingRequest, model: ModelInfo) -> RequestImpossible | None:
+    """Why texts could never be embedded by the model; None if they could."""
+    limit, size = model.context_window_tokens, model.vocabulary_size
+    for index, token_ids in enumerate(request.inputs):
+        if not 1 <= len(token_ids) <= limit:
+            return RequestImpossible(f"a text must have 1 to {limit} tokens, not {len(token_ids)}", f"inputs[{index}]")
+        if min(token_ids) < 0 or max(token_ids) >= size:
+            return RequestImpossible(f"token ids must be from 0 to {size - 1}", f"inputs[{index}]")
     return None

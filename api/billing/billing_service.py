@@ -38,7 +38,7 @@ from metering.export.invoice_payments import payments_by_month
 from metering.export.month_reconciliation import reconciled_here
 from metering.export.reconciliation import Difference, StageSum
 from metering.invoicing import adjustments
-from metering.invoicing.closing import check_month, close_month
+from metering.invoicing.closing import CloseTerms, check_month, close_month
 from metering.invoicing.invoices import find_invoice_row, invoice_of_month, read_invoice
 from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import to_csv, to_json
@@ -124,26 +124,17 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
         """Closes a month, or tells what stands in the way."""
         admin = await self._caller(context)
         response = months_pb2.CloseMonthResponse()
+        terms = CloseTerms(
+            leave_running=request.leave_running,
+            before_first=request.before_first,
+            correcting=request.correcting_adjustment_id,
+        )
         if request.validate_only:
-            found = await check_month(
-                self._sessions,
-                organization=request.organization,
-                month=request.month,
-                leave_running=request.leave_running,
-                before_first=request.before_first,
-                correcting=request.correcting_adjustment_id,
-            )
-            for each in found:
+            for each in await check_month(self._sessions, organization=request.organization, month=request.month, **terms):
                 response.obstacles.add(kind=each.kind, description=each.description)
         else:
             result = await close_month(
-                self._sessions,
-                organization=request.organization,
-                month=request.month,
-                actor=admin.key_prefix,
-                leave_running=request.leave_running,
-                before_first=request.before_first,
-                correcting=request.correcting_adjustment_id,
+                self._sessions, organization=request.organization, month=request.month, actor=admin.key_prefix, **terms
             )
             response.already_closed = result.already_closed
         async with self._sessions() as session:

@@ -1,7 +1,7 @@
 """Whether this process serves, and if not, because of what.
 
 Each service has its gRPC health name, and so has each part that it depends on: `quota-store`, and `engine/<model>` for each model.
-A load balancer asks for a service; a person who wants to know why asks for the parts. `api/metrics/operator_http.py` tells the same over HTTP.
+A load balancer asks for a service; a person who wants to know why asks for the parts. `operator_http.py` tells the same over HTTP.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import io
@@ -12,10 +13,10 @@ import random
 import tempfile
 import uuid
 import zipfile
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import grpc
 from smg_grpc_proto.generated import common_pb2, trtllm_service_pb2_grpc, vllm_engine_pb2_grpc
@@ -37,6 +38,8 @@ from inference.engine import GenerationRequest, ModelInfo, SamplingParams, Seque
 from inference.errors import CheckpointInvalid, EngineError
 from inference.text.detokenizer import Detokenizer, TextDecoder
 
+Examined = TypeVar("Examined")
+Use = Callable[[Dialect, grpc.aio.Channel, Examined, asyncio.TaskGroup], contextlib.AbstractContextManager[None]]
 MESSAGE_BYTES_MAX = 64 << 20  # bytes: the last message of a long answer with log-probabilities
 
 # Of the library's defaults, a proxy for the outer world and silent repetitions are not for engines. There are no keepalive pings: a
@@ -266,6 +269,57 @@ async def open_dialect(settings: RemoteSettings) -> AsyncIterator[tuple[Dialect,
 
 def make_dialect(target: Target, channel: grpc.aio.Channel, call_timeout_s: float) -> Dialect:
     return DIALECTS[target.service](channel, call_timeout_s)
+
+
+class _Over(Exception):
+    """Ends the tasks of a connection."""
+
+
+class Link(Generic[Examined]):
+    """Connections to one server, one after the other: each is opened, examined, and used until it is of no use any more."""
+
+    def __init__(self, settings: RemoteSettings) -> None:
+        self._settings = settings
+        self._connecting: asyncio.Timeout | None = None  # while it is asked whether it is fit
+        self._ended: asyncio.Future[str] | None = None  # the reason, once the connection is of no use any more
+
+    async def run(self, examine: Callable[[Dialect], Awaitable[Examined]], use: Use[Examined]) -> str:
+        """One connection to its end; returns why it ended. use: what is done with it, entered once it is examined."""
+        target = self._settings.target
+        self._ended = ended = asyncio.get_running_loop().create_future()
+        try:
+            async with open_dialect(self._settings) as (dialect, channel):
+                try:
+                    async with asyncio.timeout(self._settings.connect_timeout_s) as self._connecting:
+                        examined = await examine(dialect)
+                finally:
+                    self._connecting = None
+                reason = ""
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        with use(dialect, channel, examined, tasks):
+                            reason = await ended
+                        raise _Over
+                except* _Over:
+                    pass
+                return reason
+        except TimeoutError:
+            return f"{target} did not answer within {self._settings.connect_timeout_s:g} s"
+        except ServerUnfit as error:
+            return f"{target}: {error}"
+        except grpc.aio.AioRpcError as error:
+            return f"{target} cannot be asked: {error.code().name}: {error.details()}"
+
+    def end(self, reason: str) -> None:
+        """The connection is of no use any more; the first to say why is believed."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(reason)
+
+    def end_at_once(self) -> None:
+        """Also one that is only being examined."""
+        if self._connecting is not None:
+            self._connecting.reschedule(asyncio.get_running_loop().time())
+        self.end("closed")
 
 
 class Introduction:

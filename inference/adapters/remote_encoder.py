@@ -7,22 +7,25 @@ believed: the number of tokens, that of floats, and that these are numbers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import math
 import time
 import uuid
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from inference.adapters.remote_connection import Introduction, open_dialect, read_remote_encoder
+from inference.adapters.remote_connection import Introduction, Link, read_remote_encoder
 from inference.adapters.remote_dialects import OVERLOAD_WAIT_S, Dialect, ServerUnfit
 from inference.adapters.remote_engine import ConnectionWatch
 from inference.adapters.remote_settings import RemoteSettings
 from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vector
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
+from inference.limits import embedding_fault
 from inference.workers.life import BackendLife
 
 LENGTH_ERROR_MAX = 1e-2  # of vectors that are to have the length 1, by a server that computes in bfloat16
@@ -49,10 +52,6 @@ class _Text:
         return self.call.request.inputs[self.index]
 
 
-class _Over(Exception):
-    """Ends the tasks of a connection."""
-
-
 class RemoteEncoder(BackendLife):
     """One server of `trtllm-serve --grpc` or `vllm serve --grpc` that embeds. See `Encoder` for the contract."""
 
@@ -73,8 +72,8 @@ class RemoteEncoder(BackendLife):
         self._dialect: Dialect | None = None  # while it serves
         self._tasks: asyncio.TaskGroup | None = None
         self._running_max = settings.running_sequence_count_max
-        self._connecting: asyncio.Timeout | None = None
-        self._ended: asyncio.Future[str] | None = None
+        self._link: Link[None] = Link(settings)
+        self._connected_at_s = -math.inf
 
     def statistics(self) -> EngineStatistics:
         """See `Encoder`: of our own texts; a step is a text here, since the server does not tell of its batches."""
@@ -87,7 +86,7 @@ class RemoteEncoder(BackendLife):
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
         self._check_ready()
-        if (fault := self._fault(request)) is not None:
+        if (fault := embedding_fault(request, self._model)) is not None:
             raise fault
         if self._waiting_token_count >= self._settings.waiting_token_count_max:
             raise EngineOverloaded("the encoder's queue is full", OVERLOAD_WAIT_S)
@@ -106,15 +105,6 @@ class RemoteEncoder(BackendLife):
                 self._give_up(text)
         assert call.began_at_s is not None, "what is done was begun"
         return Embeddings(tuple(vectors), (call.began_at_s - came_at_s) * 1e3, (time.monotonic() - call.began_at_s) * 1e3)
-
-    def _fault(self, request: EmbeddingRequest) -> RequestImpossible | None:
-        limit, size = self._model.context_window_tokens, self._model.vocabulary_size
-        for index, token_ids in enumerate(request.inputs):
-            if not 1 <= len(token_ids) <= limit:
-                return RequestImpossible(f"a text must have 1 to {limit} tokens, not {len(token_ids)}", f"inputs[{index}]")
-            if min(token_ids) < 0 or max(token_ids) >= size:
-                return RequestImpossible(f"token ids must be from 0 to {size - 1}", f"inputs[{index}]")
-        return None
 
     def _give_up(self, text: _Text) -> None:
         """Nobody waits for it any more: it is not sent, or its call is ended, by which the server knows."""
@@ -170,23 +160,8 @@ class RemoteEncoder(BackendLife):
         return vector
 
     async def _run(self) -> str:
-        """One connection: opened, examined, used, until it is lost."""
-        began_at_s, target = time.monotonic(), self._settings.target
-        self._ended = ended = asyncio.get_running_loop().create_future()
-        try:
-            async with open_dialect(self._settings) as (dialect, channel):
-                try:
-                    async with asyncio.timeout(self._settings.connect_timeout_s) as self._connecting:
-                        await self._examine(dialect)
-                finally:
-                    self._connecting = None
-                return await self._use(dialect, channel, time.monotonic() - began_at_s, ended)
-        except TimeoutError:
-            return f"{target} did not answer within {self._settings.connect_timeout_s:g} s"
-        except ServerUnfit as error:
-            return f"{target}: {error}"
-        except grpc.aio.AioRpcError as error:
-            return f"{target} cannot be asked: {error.code().name}: {error.details()}"
+        self._connected_at_s = time.monotonic()
+        return await self._link.run(self._examine, self._use)
 
     async def _examine(self, dialect: Dialect) -> None:
         """Is it the model that is meant, and does it embed? Raises: ServerUnfit, grpc.aio.AioRpcError."""
@@ -207,42 +182,27 @@ class RemoteEncoder(BackendLife):
         if self._normalized and abs(length - 1.0) > LENGTH_ERROR_MAX:
             raise ServerUnfit(f"the checkpoint's vectors have the length 1, and the server's {length:g}: let it normalize them")
 
-    async def _use(self, dialect: Dialect, channel: grpc.aio.Channel, took_s: float, ended: asyncio.Future[str]) -> str:
-        """Serve over a connection until it has ended; returns why."""
-        reason = ""
-        watch = ConnectionWatch(dialect, channel, self._settings, self._end)
+    @contextlib.contextmanager
+    def _use(self, dialect: Dialect, channel: grpc.aio.Channel, _: None, tasks: asyncio.TaskGroup) -> Iterator[None]:
+        """Serve over a connection inside the block."""
+        watch = ConnectionWatch(dialect, channel, self._settings, self._link.end)
+        tasks.create_task(watch.watch_channel())
+        tasks.create_task(watch.look_often())
+        self._dialect, self._tasks = dialect, tasks
+        self._now_ready(time.monotonic() - self._connected_at_s)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(watch.watch_channel())
-                tasks.create_task(watch.look_often())
-                self._dialect, self._tasks = dialect, tasks
-                self._now_ready(took_s)
-                try:
-                    reason = await ended
-                finally:
-                    self._tasks = None
-                raise _Over
-        except* _Over:
-            pass
+            yield
         finally:
-            self._dialect = None
-        return reason
-
-    def _end(self, reason: str) -> None:
-        """The connection is of no use any more; the first to say why is believed."""
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(reason)
+            self._tasks = None
 
     def _reachable(self) -> bool:
         return self._tasks is not None
 
     def _say_farewell(self) -> None:
-        self._end("closed")
+        self._link.end("closed")
 
     def _end_at_once(self) -> None:
-        if self._connecting is not None:
-            self._connecting.reschedule(asyncio.get_running_loop().time())
-        self._end("closed")
+        self._link.end_at_once()
 
     def _fail_waiting(self, reason: str) -> None:
         self._waiting, self._waiting_token_count = [], 0

@@ -16,7 +16,7 @@ import math
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from common.incidents import Retries
 from inference.adapters.external_core import OutsideCore, StallWatch
 from inference.adapters.external_sequences import Answer, Choice
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
-from inference.adapters.remote_connection import DIALECTS, Examination, open_dialect, read_remote_model
+from inference.adapters.remote_connection import DIALECTS, Examination, Link, read_remote_model
 from inference.adapters.remote_dialects import (
     SHARES,
     Dialect,
@@ -52,10 +52,6 @@ HINT_TOKENS_MAX = 4 << 20  # tokens that are remembered as sent, where the serve
 UNKNOWN_BLOCK_COUNT = 1 << 40  # a server's own limit on what fits its cache is its context window
 IDLE_POLL_S = 0.01  # while the last sequences are waited for at the end
 DEFAULT_BLOCK_TOKENS = {Service.TRTLLM: 32, Service.VLLM: 16}
-
-
-class _Over(Exception):
-    """Ends the tasks of a connection."""
 
 
 class Connection(NamedTuple):
@@ -99,9 +95,8 @@ class RemoteEngine(EngineLife):
         path = str(Path(settings.directory) / "tokenizer.json")
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, path)
         self._began_at_s = -math.inf
-        self._connecting: asyncio.Timeout | None = None  # while it is asked whether it is fit
         self._connection: Connection | None = None  # while it serves
-        self._ended: asyncio.Future[str] | None = None  # the reason, once the connection is of no use any more
+        self._link: Link[tuple[Examination, ServerFacts]] = Link(settings)
 
     @property
     def settings(self) -> RemoteSettings:
@@ -123,62 +118,47 @@ class RemoteEngine(EngineLife):
         return held if self._settings.share_prefixes else min(held, sent)
 
     async def _run(self) -> str:
-        """One connection: opened, examined, used, until it is lost."""
         self._began_at_s = time.monotonic()
-        target = self._settings.target
-        self._ended = ended = asyncio.get_running_loop().create_future()
-        try:
-            async with open_dialect(self._settings) as (dialect, channel):
-                try:
-                    async with asyncio.timeout(self._settings.connect_timeout_s) as self._connecting:
-                        examination = Examination(dialect, self._settings, self._model, self._decoder)
-                        facts = await examination.pass_all()
-                finally:
-                    self._connecting = None
-                return await self._use(examination, channel, facts, ended)
-        except TimeoutError:
-            return f"{target} did not answer within {self._settings.connect_timeout_s:g} s"
-        except ServerUnfit as error:
-            return f"{target}: {error}"
-        except grpc.aio.AioRpcError as error:
-            return f"{target} cannot be asked: {error.code().name}: {error.details()}"
+        return await self._link.run(self._examine, self._use)
 
-    async def _use(
-        self, examination: Examination, channel: grpc.aio.Channel, facts: ServerFacts, ended: asyncio.Future[str]
-    ) -> str:
-        """Serve over a connection until it has ended; returns why."""
-        dialect, settings = examination.dialect, self._settings
+    async def _examine(self, dialect: Dialect) -> tuple[Examination, ServerFacts]:
+        examination = Examination(dialect, self._settings, self._model, self._decoder)
+        return examination, await examination.pass_all()
+
+    @contextlib.contextmanager
+    def _use(
+        self,
+        dialect: Dialect,
+        channel: grpc.aio.Channel,
+        examined: tuple[Examination, ServerFacts],
+        tasks: asyncio.TaskGroup,
+    ) -> Iterator[None]:
+        """Serve over a connection inside the block."""
+        (examination, facts), settings = examined, self._settings
         self._block_tokens = facts.block_tokens or settings.block_tokens or DEFAULT_BLOCK_TOKENS[settings.target.service]
         self._hint = PrefixHint(HINT_TOKENS_MAX // self._block_tokens, self._block_tokens)
         running_max = min(settings.running_sequence_count_max, facts.running_sequence_count_max or sys.maxsize)
-        reason = ""
+        core = OutsideCore(
+            Submission(dialect, tasks, self._may_reuse(dialect), self._link.end).submit,
+            decoder=self._decoder,
+            model_end_token_ids=self._end_token_ids,
+            limits=replace(self._limits, running_sequence_count_max=running_max),
+            handling=handling(settings),
+            tell=self._tell,
+            broken=self._link.end,
+            tasks=tasks,
+        )
+        shares_prefixes = examination.shares_prefixes
+        upkeep = Upkeep(dialect, channel, core, settings, self._block_tokens, self._link.end, shares_prefixes)
+        self._connection = Connection(dialect, core, upkeep, tasks)
+        for duty in upkeep.duties():
+            tasks.create_task(duty)
+        self._ready(UNKNOWN_BLOCK_COUNT, time.monotonic() - self._began_at_s)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                core = OutsideCore(
-                    Submission(dialect, tasks, self._may_reuse(dialect), self._end).submit,
-                    decoder=self._decoder,
-                    model_end_token_ids=self._end_token_ids,
-                    limits=replace(self._limits, running_sequence_count_max=running_max),
-                    handling=handling(settings),
-                    tell=self._tell,
-                    broken=self._end,
-                    tasks=tasks,
-                )
-                shares_prefixes = examination.shares_prefixes
-                upkeep = Upkeep(dialect, channel, core, settings, self._block_tokens, self._end, shares_prefixes)
-                self._connection = Connection(dialect, core, upkeep, tasks)
-                for duty in upkeep.duties():
-                    tasks.create_task(duty)
-                self._ready(UNKNOWN_BLOCK_COUNT, time.monotonic() - self._began_at_s)
-                try:
-                    reason = await ended
-                finally:
-                    core.abandon()
-                    self._connection = None
-                raise _Over
-        except* _Over:
-            pass
-        return reason
+            yield
+        finally:
+            core.abandon()
+            self._connection = None
 
     def _tell(self, number: int, event: SequenceEvent | EngineError) -> None:
         stream = self._streams.get(number)
@@ -188,11 +168,6 @@ class RemoteEngine(EngineLife):
             stream.fail(event)
         else:
             self._take(stream, event)
-
-    def _end(self, reason: str) -> None:
-        """The connection is of no use any more; the first to say why is believed."""
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(reason)
 
     def _reachable(self) -> bool:
         return self._connection is not None
@@ -213,14 +188,12 @@ class RemoteEngine(EngineLife):
     async def _leave(self, core: OutsideCore) -> None:
         while True:
             if not core.owes:
-                self._end("closed")
+                self._link.end("closed")
                 return
             await asyncio.sleep(IDLE_POLL_S)
 
     def _end_at_once(self) -> None:
-        if self._connecting is not None:
-            self._connecting.reschedule(asyncio.get_running_loop().time())
-        self._end("closed")
+        self._link.end_at_once()
 
     def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
         fault = outside_continuation_fault(request)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from inference.encoder.config import read_encoder_info
 from inference.encoder.settings import BatchEncoded, EncodeBatch, EncoderSettings, LoadEncoder
 from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vector
-from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
+from inference.errors import EngineError, EngineFailed, EngineOverloaded
+from inference.limits import embedding_fault
 from inference.workers.batches import BatchQueue, Piece
 from inference.workers.life import BackendLife, HostKind, Worker
 from inference.workers.process import CHILD_ENVIRONMENT
@@ -71,7 +72,7 @@ class TorchEncoder(BackendLife):
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
         self._check_ready()
-        if (fault := self._fault(request)) is not None:
+        if (fault := embedding_fault(request, self._model)) is not None:
             raise fault
         if self._queue.waiting_size >= self._options.waiting_token_count_max:
             raise EngineOverloaded("the encoder's queue is full", self._overload_wait_s())
@@ -86,16 +87,6 @@ class TorchEncoder(BackendLife):
         assert call.began_at_s is not None, "what is done was begun"
         queue_ms = (call.began_at_s - call.came_at_s) * 1e3
         return Embeddings(vectors, queue_ms, (clock() - call.began_at_s) * 1e3)
-
-    def _fault(self, request: EmbeddingRequest) -> RequestImpossible | None:
-        """Why a request could never run here; None if it could."""
-        limit, size = self._model.context_window_tokens, self._model.vocabulary_size
-        for index, token_ids in enumerate(request.inputs):
-            if not 1 <= len(token_ids) <= limit:
-                return RequestImpossible(f"a text must have 1 to {limit} tokens, not {len(token_ids)}", f"inputs[{index}]")
-            if min(token_ids) < 0 or max(token_ids) >= size:
-                return RequestImpossible(f"token ids must be from 0 to {size - 1}", f"inputs[{index}]")
-        return None
 
     def _overload_wait_s(self) -> float:
         """What it takes to embed half of what waits, at the pace of the last batch."""
