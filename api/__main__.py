@@ -280,7 +280,6 @@ async def serve(settings: Settings) -> None:
 
 
 def main(environment: Mapping[str, str] = os.environ) -> None:
-    """Entry point of an api process."""
     configure_logs(environment.get("WEIR_LOG", "info"))
     try:
         settings = Settings.from_environment(environment)

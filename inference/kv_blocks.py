@@ -25,7 +25,6 @@ def salt_hash(cache_salt: str) -> int:
 
 
 def blocks_for(token_count: int) -> int:
-    """KV blocks that cover so many positions."""
     return -(-token_count // KV_BLOCK_TOKENS)
 
 
@@ -59,7 +58,6 @@ class PrefixHint:
         return min(count, max(len(prompt_token_ids) - 1, 0) // self._block_tokens * self._block_tokens)
 
     def clear(self) -> None:
-        """The engine has lost its cache."""
         self._recent.clear()
 
 

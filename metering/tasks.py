@@ -150,5 +150,4 @@ def run(work: Coroutine[object, object, object]) -> None:
 
 
 def database_url() -> str:
-    """Of the database that the worker works on."""
     return os.environ["WEIR_DATABASE_URL"]

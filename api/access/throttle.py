@@ -52,11 +52,9 @@ class Bucket:
         self.drained_at = now
 
     async def change(self) -> None:
-        """Wait until an attempt has ended."""
         await self._changed.wait()
 
     def ended(self) -> None:
-        """An attempt is over, whichever way."""
         self.under_way_count -= 1
         self._changed.set()
         self._changed = asyncio.Event()

@@ -111,7 +111,6 @@ def price_spec(path: str, message: pb.PriceConfiguration) -> PriceSpec:
 
 
 def configuration_message(configuration: Configuration) -> pb.Configuration:
-    """What is, to be written down."""
     return pb.Configuration(
         organizations=[
             pb.OrganizationConfiguration(
@@ -176,7 +175,6 @@ def applied_message(work: Attempts, *, secrets: bool) -> pb.ApplyConfigurationRe
 
 
 def mistaken_message(mistakes: Iterable[Mistake]) -> pb.ApplyConfigurationResponse:
-    """Why nothing was done."""
     return pb.ApplyConfigurationResponse(
         mistakes=[pb.ConfigurationMistake(field=mistake.path, description=mistake.message) for mistake in mistakes]
     )

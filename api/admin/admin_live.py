@@ -63,7 +63,6 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
         )
 
     async def GetRequest(self, request: live_pb.GetRequestRequest, context: Context) -> live_pb.GetRequestResponse:
-        """Looks up a request of any project."""
         await self._caller(context)
         request_id = wire.parse_request_id(request.request_id)
         async with self._sessions() as session:
@@ -87,7 +86,6 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
         return owners[0]
 
     async def KillRequest(self, request: live_pb.KillRequestRequest, context: Context) -> live_pb.KillRequestResponse:
-        """Ends a request wherever it runs."""
         await self._caller(context)
         request_id = wire.parse_request_id(request.request_id)
         check_reason(request.reason)
@@ -156,7 +154,6 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
 
 
 async def record_kill(session: AsyncSession, actor: str, request_id: uuid.UUID, place: live.Place, reason: str) -> None:
-    """Write into the audit log who ends what."""
     hold = await live.find_running_hold(session, place.project_id, request_id)
     before: dict[str, object] = {"project_id": str(place.project_id), "state": "waiting"}
     if hold is not None:
@@ -196,7 +193,6 @@ class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
         )
 
     async def DrainReplica(self, request: replica_pb.DrainReplicaRequest, context: Context) -> replica_pb.DrainReplicaResponse:
-        """Takes a replica out of use."""
         await self._caller(context)
         check_reason(request.reason)
         move_after = span(request.move_after) if request.HasField("move_after") else None
@@ -216,7 +212,6 @@ class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
     async def UndrainReplica(
         self, request: replica_pb.UndrainReplicaRequest, context: Context
     ) -> replica_pb.UndrainReplicaResponse:
-        """Puts a replica into use again."""
         await self._caller(context)
         check_reason(request.reason)
         model = await self._served_name(request.model, request.replica)

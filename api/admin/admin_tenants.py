@@ -52,7 +52,6 @@ class TenantCalls(AdminCalls):
             )
 
     async def SetBillingProfile(self, request: pb.SetBillingProfileRequest, context: Context) -> pb.SetBillingProfileResponse:
-        """Replaces a customer's billing profile."""
         async with self._transaction(context) as (session, actor):
             organization = await tenants.find_organization(session, request.organization)
             given = parse_billing_profile(request.billing_profile)
@@ -79,7 +78,6 @@ class TenantCalls(AdminCalls):
             return pb.ListProjectsResponse(projects=map(project_message, projects))
 
     async def CreateApiKey(self, request: pb.CreateApiKeyRequest, context: Context) -> pb.CreateApiKeyResponse:
-        """Creates a key and shows its secret, once."""
         lifetime = wire.given_duration(request, "lifetime")
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:

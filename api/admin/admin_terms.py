@@ -32,7 +32,6 @@ class TermCalls(AdminCalls):
     """See `proto/weir/v1/plans.proto`."""
 
     async def SimulatePrices(self, request: plan_pb.SimulatePricesRequest, context: Context) -> plan_pb.SimulatePricesResponse:
-        """Rates a past month anew."""
         await self._caller(context)
         async with self._sessions() as session:
             found = await simulation.simulate(
@@ -112,7 +111,6 @@ class TermCalls(AdminCalls):
     async def GetCreditBalance(
         self, request: plan_pb.GetCreditBalanceRequest, context: Context
     ) -> plan_pb.GetCreditBalanceResponse:
-        """Tells what is left."""
         async with self._transaction(context) as (session, _):
             balance = await prepaid.credit_balance(session, organization=request.organization)
             currency_code = balance.organization.currency_code
@@ -231,7 +229,6 @@ def proposed_plan(path: str, message: plan_pb.PlanConfiguration) -> simulation.P
 
 
 def simulated_message(customer: simulation.SimulatedCustomer) -> plan_pb.SimulatedCustomer:
-    """What a month would have come to."""
     amounts = {"old_amount": customer.old_picos, "new_amount": customer.new_picos}
     return wire.message_of(plan_pb.SimulatedCustomer, customer, difference=customer.new_picos - customer.old_picos, **amounts)
 
@@ -328,7 +325,6 @@ def version_message(version: ModelPrice, names: Names) -> price_pb.PriceVersion:
 
 
 def applied_message(applied: CustomerPrice, names: Names) -> price_pb.AppliedPrice:
-    """What somebody pays in a tier."""
     is_own = applied.price.organization_id is not None
     return price_pb.AppliedPrice(
         model=applied.price.model,

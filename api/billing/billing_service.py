@@ -160,7 +160,6 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
         )
 
     async def GetInvoice(self, request: months_pb2.GetInvoiceRequest, context: Context) -> months_pb2.GetInvoiceResponse:
-        """Reads an invoice with its credit notes."""
         reader = await self._caller(context)
         async with self._reading(reader) as session:
             if request.number:
@@ -243,7 +242,6 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
 
 
 def sum_message(each: StageSum) -> reconcile_pb.StageSum:
-    """One price version and kind of token."""
     counts = {name: getattr(each, name.removesuffix("_token_count")) for name in COUNTS}
     return wire.message_of(reconcile_pb.StageSum, each, **counts)
 

@@ -92,7 +92,6 @@ class UsageCalls(BillingCalls, pb_grpc.BillingServiceServicer):
         self._drawer = InvoiceDrawer()
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
-        """Tells a page of a month's usage by group."""
         principal = await self._caller(context)
         if any(each not in GROUPINGS for each in request.group_by):
             raise InvalidValue("group_by", "give what the rows are for")
@@ -209,7 +208,6 @@ def usage_row(row: UsageRow, currency_code: str) -> pb.UsageRow:
 
 
 def usage_share(share: Share, currency_code: str) -> pb.UsageShare:
-    """The part that ended in one way."""
     return pb.UsageShare(
         request_count=share.request_count, token_count=share.token_count, amount=wire.money(currency_code, share.amount_picos)
     )

@@ -50,7 +50,6 @@ class Load:
         return sum(each.received for each in self.asked)
 
     def begin(self) -> None:
-        """Ask again, after a stop."""
         self._stopping = False
 
     def stop(self) -> None:

@@ -99,7 +99,6 @@ def tell(report: Report, duration_s: float) -> None:
 
 
 def total(rows: Iterable[Row]) -> Row:
-    """All rows in one."""
     summed = Row()
     for row in rows:
         for name, number in asdict(row).items():
@@ -143,7 +142,6 @@ class Row:
     doubled: int = 0
 
     def add(self, outcome: Outcome) -> None:
-        """Count a request."""
         self.requests += 1
         if outcome.asked.told is None:
             traceless = not outcome.asked.received and not outcome.billed
@@ -283,7 +281,6 @@ class Kill:
 
 
 def draw(rng: random.Random) -> Kind:
-    """What dies next."""
     return rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
 
 

@@ -49,7 +49,6 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
 
 
 def parents() -> dict[int, int]:
-    """Parent of every process that runs."""
     if PROC.is_dir():
         return {int(entry.name): parent for entry in PROC.iterdir() if entry.name.isdigit() and (parent := _parent_of(entry))}
     listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
@@ -58,7 +57,6 @@ def parents() -> dict[int, int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes whose parent it is."""
     return [child for child, parent in parents().items() if parent == pid]
 
 
@@ -108,7 +106,6 @@ class Part:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if it runs."""
         process = self.child.process
         return process.pid if process is not None and process.returncode is None else None
 

@@ -97,7 +97,6 @@ def parse_money(amount: str) -> Money:
 
 
 def told(changed: Adjustment) -> Output:
-    """One adjustment after a change."""
     name = f"credit note {changed.credit_note_number}".rstrip() if changed.invoice_number else "adjustment"
     match changed.state.value:
         case "proposed":
@@ -110,7 +109,6 @@ def told(changed: Adjustment) -> Output:
 
 
 def adjustments_table(found: list[Adjustment], *, credit_notes: bool) -> RenderableType:
-    """One line each."""
     own = ("invoice", "number") if credit_notes else ()
     made = table("id", "state", "amount", *own, "month", "reason", "proposed", "by", "decided by", right=("amount",))
     for each in found:

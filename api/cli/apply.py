@@ -33,12 +33,10 @@ TIMEOUT_S = 120.0  # for thousands of changes in one transaction
 
 
 def plan(changes: Iterable[ConfigurationChange]) -> RenderableType:
-    """All differences in their order."""
     return Group(*(block(change) for change in changes))
 
 
 def block(change: ConfigurationChange) -> Text:
-    """One difference with its fields."""
     sign, color = SIGNS[change.action]
     made = Text(f"{sign} {kind_text(change)} {title(change)}", style=color)
     if change.kind == "key" and change.action is ChangeAction.DELETE:
@@ -56,7 +54,6 @@ def block(change: ConfigurationChange) -> Text:
 
 
 def title(change: ConfigurationChange) -> str:
-    """Where, and which."""
     named = printable(change.path)
     if change.kind == "key" and change.api_key_prefix:
         named += f" ({change.api_key_prefix})"
@@ -70,12 +67,10 @@ def title(change: ConfigurationChange) -> str:
 
 
 def keep_line(change: ConfigurationChange) -> str:
-    """What stays, in a few words."""
     return f"{kind_text(change)} {title(change)}"
 
 
 def summary(changes: Sequence[ConfigurationChange], *, dry_run: bool) -> str:
-    """What it all comes to."""
     count = Counter(change.action for change in changes)
     if not changes:
         return "nothing to change: everything is as the file says"
@@ -85,7 +80,6 @@ def summary(changes: Sequence[ConfigurationChange], *, dry_run: bool) -> str:
 
 
 def value(text: str | None) -> object:
-    """A value from its JSON text."""
     return None if text is None else json.loads(text)
 
 
@@ -212,7 +206,6 @@ def plan_document(applied: AppliedConfiguration, *, dry_run: bool, with_secrets:
 
 
 def change_document(change: ConfigurationChange, *, with_secrets: bool) -> dict[str, Any]:
-    """One difference."""
     document: dict[str, Any] = {"action": change.action.value, "kind": change.kind, "path": change.path}
     if change.quota:
         document["quota"] = change.quota
@@ -229,5 +222,4 @@ def change_document(change: ConfigurationChange, *, with_secrets: bool) -> dict[
 
 
 def value_of(text: str | None) -> Any:
-    """A value from its JSON text."""
     return None if text is None else json.loads(text)

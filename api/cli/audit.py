@@ -186,7 +186,6 @@ def tell(verdict: Verdict) -> None:
 
 
 def conclude(verdicts: list[Verdict], wrong: list[Verdict]) -> None:
-    """The verdict over all, in words."""
     took = duration_text(sum(verdict.duration_s for verdict in verdicts))
     if wrong:
         make_console().print(f"[red]{len(wrong)} of {len(verdicts)} checks found something wrong[/red], in {took}.")

@@ -70,7 +70,6 @@ class WorkloadRun:
 
     @property
     def results(self) -> list[Result]:
-        """How each request ended."""
         return [agent.result for agent in self.agents if agent.result is not None]
 
     @property
@@ -90,7 +89,6 @@ class WorkloadRun:
 
     @property
     def cancelled_count(self) -> int:
-        """Requests that were cancelled."""
         return sum(1 for result in self.results if result.finish_reason is FinishReason.CANCELLED)
 
 
@@ -234,7 +232,6 @@ async def tell_story(stack: Stack, model_directory: Path, agent_count: int) -> b
 
 
 async def create_tenant(admin: AsyncAdminClient) -> Tenant:
-    """A customer with a key and two quotas."""
     await admin.create_organization(ORGANIZATION)
     await admin.create_project(ORGANIZATION, PROJECT)
     created = await admin.create_api_key(ORGANIZATION, PROJECT, name="demo")

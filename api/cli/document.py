@@ -89,13 +89,10 @@ class Section:
 
 
 def text(name: str) -> Scalar:
-    """A text as it stands."""
     return Scalar(name, lambda given, _: given, lambda value, _: str(value))
 
 
 def truth(name: str) -> Scalar:
-    """True or false."""
-
     def read(given: str, _: Texts) -> bool:
         if given.lower() not in ("true", "false"):
             raise ValueError("write true or false")
@@ -118,8 +115,6 @@ def moment(name: str) -> Scalar:
 
 
 def thousandths(name: str) -> Scalar:
-    """A factor with at most three decimals."""
-
     def read(given: str, _: Texts) -> int:
         milli = parse_amount(given.replace("_", "")) * 1000
         if milli != milli.to_integral_value() or not 0 <= milli <= 10**9:
@@ -155,8 +150,6 @@ def price(name: str) -> Scalar:
 
 
 def amount(name: str) -> Scalar:
-    """An amount in units of the currency."""
-
     def read(given: str, _: Texts) -> int:
         picos = units_to_picos(parse_amount(given))
         if picos < 0:
@@ -167,8 +160,6 @@ def amount(name: str) -> Scalar:
 
 
 def count(name: str) -> Scalar:
-    """A whole number of 1 or more."""
-
     def read(given: str, _: Texts) -> int:
         number = parse_amount(given)
         if number < 1 or number != number.to_integral_value():
@@ -179,7 +170,6 @@ def count(name: str) -> Scalar:
 
 
 def dimension(name: str) -> Scalar:
-    """What a limit counts."""
     names = [str(each) for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED]
 
     def read(given: str, _: Texts) -> int:
@@ -450,7 +440,6 @@ def write_document(configuration: Mapping[str, Json]) -> str:
 
 
 def mapping_node(values: Mapping[str, Json], section: Section) -> yaml.MappingNode:
-    """One mapping in the order of its table."""
     pairs: list[tuple[yaml.Node, yaml.Node]] = []
     for key, entry in section.keys.items():
         if entry.name not in values and key not in section.required:
@@ -472,7 +461,6 @@ def mapping_node(values: Mapping[str, Json], section: Section) -> yaml.MappingNo
 
 
 def sequence_node(nodes: list[Any], *, flow: bool = False) -> yaml.SequenceNode:
-    """A list."""
     return yaml.SequenceNode("tag:yaml.org,2002:seq", nodes, flow_style=flow or not nodes)
 
 

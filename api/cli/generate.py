@@ -185,7 +185,6 @@ def cost_limit(client: Client, model: str, text: str) -> Money:
 
 
 def choices_text(result: Result) -> str:
-    """Several answers, each under its number."""
     return "".join(f"[{choice.index + 1}] {choice.text.rstrip()}\n" for choice in result.choices)
 
 
@@ -245,14 +244,12 @@ class WaitingLine:
         self._running = False
 
     def update(self, text: str) -> None:
-        """Shows what is waited for."""
         self._status.update(text)
         if not self._running and sys.stderr.isatty():
             self._running = True
             self._status.start()
 
     def clear(self) -> None:
-        """Removes the line."""
         if self._running:
             self._running = False
             self._status.stop()
@@ -284,7 +281,6 @@ def progress_text(progress: Progress) -> str:
 
 
 def why_cut_off(result: Result) -> str:
-    """What ended an answer before its time."""
     if result.finish_reason is not FinishReason.QUOTA_EXHAUSTED:
         return f"the answer is cut off: {result.finish_reason.value}"
     quotas = ", ".join(

@@ -180,7 +180,6 @@ def show_secret(secret: str) -> None:
 
 
 def key_state(key: ApiKey, now: datetime) -> str:
-    """Whether a key works."""
     if key.revoke_time is not None:
         return f"revoked {time_text(key.revoke_time)}"
     if key.expire_time is not None and key.expire_time <= now:
@@ -199,7 +198,6 @@ def use_text(key: ApiKey) -> str:
 
 
 def restrictions(key: ApiKey | KeyRestrictions) -> list[tuple[str, str]]:
-    """What narrows a key, for people."""
     found = [("models", " ".join(key.models))] if key.models else []
     if key.allowed_networks:
         found.append(("networks", " ".join(key.allowed_networks)))
@@ -222,7 +220,6 @@ def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:
 
 
 def key_sheet(key: ApiKey, now: datetime) -> RenderableType:
-    """One key, line by line."""
     rows = (
         ("of", f"{key.organization_name}/{key.project_name}"),
         ("prefix", key.prefix),

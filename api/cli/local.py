@@ -157,7 +157,6 @@ async def create_admin(
 
 @contextlib.asynccontextmanager
 async def open_sessions(database_url: str) -> AsyncIterator[Sessions]:
-    """Sessions for the time of the block."""
     engine = create_engine(database_url)
     try:
         yield create_sessions(engine)
@@ -166,7 +165,6 @@ async def open_sessions(database_url: str) -> AsyncIterator[Sessions]:
 
 
 async def create_key(sessions: Sessions, organization: str, project: str, name: str, scopes: Collection[str]) -> str:
-    """A new key; its secret."""
     async with sessions.begin() as session:
         _, secret = await create_api_key(session, organization=organization, project=project, name=name, scopes=scopes, actor=ACTOR)
     return secret

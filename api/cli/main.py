@@ -28,7 +28,6 @@ class Entry:
 
     @property
     def module(self) -> str:
-        """The module of the target."""
         return self.target.partition(":")[0]
 
 
@@ -76,7 +75,6 @@ COMMANDS = {
 
 
 def load(name: str) -> Any:
-    """The real command of an entry."""
     entry = COMMANDS[name]
     module, _, attribute = entry.target.partition(":")
     target = getattr(import_module(module), attribute)
@@ -120,7 +118,6 @@ app = typer.Typer(
 
 
 def show_version(wanted: bool) -> None:
-    """The version of this program on stdout."""
     if wanted:
         typer.echo(f"weir {metadata.version('weir')}")
         raise typer.Exit
@@ -148,7 +145,6 @@ def weir(
 
 
 def main() -> None:
-    """Console script."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log lines would stand between the words of an answer
     try:
         try:

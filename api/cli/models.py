@@ -119,7 +119,6 @@ def ready_text(model: Model) -> str:
 
 
 def other_names(model: Model) -> str:
-    """Versions with their shares, and aliases."""
     return ", ".join([*(f"@{version.version} {version.share:.0%}" for version in model.versions), *model.aliases])
 
 
@@ -230,7 +229,6 @@ def vectors_table(texts: Sequence[str], result: EmbedResult) -> RenderableType:
 
 
 def likeness_table(vectors: Sequence[Sequence[float]]) -> RenderableType:
-    """The cosine of each pair."""
     numbers = [str(index) for index in range(len(vectors))]
     made = table("cosine", *numbers, right=("cosine", *numbers))
     for number, one in zip(numbers, vectors, strict=True):

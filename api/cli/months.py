@@ -198,7 +198,6 @@ def months_to_close(client: BillingClient, organization: str, month: str, *, ear
 
 
 def tell(result: ClosedMonth, *, check: bool) -> None:
-    """One close, in a line or more."""
     told = result.month
     if check:
         for each in result.obstacles:
@@ -219,7 +218,6 @@ def tell_refusal(organization: str, error: WeirError) -> None:
 
 
 def tell_verified(found: MonthVerification) -> None:
-    """One comparison."""
     told = found.month
     if found.reproduced:
         typer.echo(
@@ -230,7 +228,6 @@ def tell_verified(found: MonthVerification) -> None:
 
 
 def months_table(months: list[Month]) -> RenderableType:
-    """One line per month."""
     made = table("month", "state", "closed", "by", "invoice", "total", "payment", "SHA-256 of the JSON", right=("total",))
     for each in months:
         at, by = (each.close_time, each.closed_by) if each.state == "closed" else (each.closing_time, each.closing_by)

@@ -71,7 +71,6 @@ def assign_plan(
 
 
 def plans_table(plans: tuple[Plan, ...]) -> RenderableType:
-    """Plans by their rules."""
     made = table("plan", "version", "currency", "allowances", "tiered prices", "commitment", right=("version", "commitment"))
     for each in plans:
         rules = each.configuration
@@ -89,14 +88,12 @@ def plans_table(plans: tuple[Plan, ...]) -> RenderableType:
 
 
 def about(rule: Mapping[str, Any]) -> str:
-    """Which tokens a rule is about."""
     selector = rule.get("selector", {})
     tier = str(selector.get("tier", "")).removeprefix("SERVICE_TIER_").lower()
     return " ".join(part for part in (selector.get("model") or "all", selector.get("token_kind", ""), tier) if part)
 
 
 def assignments_table(assignments: tuple[PlanAssignment, ...]) -> RenderableType:
-    """Who has which plan from when on."""
     rows = ((each.organization_name, each.first_month, each.plan or "none", str(each.version or "—")) for each in assignments)
     return table("organization", "from", "plan", "version", right=("version",), rows=rows)
 
@@ -203,7 +200,6 @@ def set_prepaid(
 
 
 def grants_table(grants: Iterable[CreditGrant]) -> RenderableType:
-    """Credit, by what is left of it."""
     numbers = ("granted", "spent", "expired", "left")
     made = table("organization", *numbers, "from", "until", "reason", "id", right=numbers)
     for each in grants:

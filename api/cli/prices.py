@@ -129,7 +129,6 @@ def list_prices(
 
 
 def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
-    """What is paid, and why."""
     made = table("model", "tier", *KINDS, "currency", "from", "since", "version", right=(*KINDS, "version"), title=TITLE)
     for each in prices:
         version = each.version
@@ -143,7 +142,6 @@ def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
 
 
 def versions_table(versions: Iterable[PriceVersion]) -> RenderableType:
-    """Every version."""
     made = table("version", "model", "of", "tier", "times", *KINDS, "currency", "since", right=("version", *KINDS), title=TITLE)
     for each in versions:
         shown = [decimal_text(per_million(picos)) for picos in rates(each)]
@@ -202,7 +200,6 @@ def simulate(
 
 
 def write_csv(customers: list[SimulatedCustomer]) -> None:
-    """RFC 4180 with a header."""
     writer = csv.writer(sys.stdout, lineterminator="\r\n")
     writer.writerow(CSV_COLUMNS)
     for each in customers:

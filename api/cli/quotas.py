@@ -149,7 +149,6 @@ def delete_quota(
 
 
 def changed(status: QuotaStatus) -> Output:
-    """A limit that was changed."""
     narrowing = status.narrowed_by_quota_id
     remarks = [f"this limit has no effect: {narrowing} further up always runs out first"] if narrowing else []
     return status, quotas_table([status]), *remarks
@@ -174,7 +173,6 @@ def parse_subject(organization: str | None, project: str | None, key: str | None
 
 
 def quotas_table(quotas: list[QuotaStatus], *, ids: bool = True) -> RenderableType:
-    """Limits with what is used, held and left."""
     numbers = ("limit", "used", "held", "left")
     made = table("of", "limit on", "model", *numbers, "resets in", *(["alerts at", "id"] if ids else []), right=numbers)
     for each in quotas:

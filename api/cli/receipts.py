@@ -56,7 +56,6 @@ def read_receipts(lines: Iterable[str]) -> Iterator[Receipt]:
 
 
 def keys_document(keys: Iterable[ReceiptKey]) -> str:
-    """Public keys as a file."""
     return json.dumps({"keys": [{"key_id": key.key_id, "public_key": key.public_key.hex()} for key in keys]}, indent=2) + "\n"
 
 
@@ -227,7 +226,6 @@ def fetched_keys(receipts: list[Receipt], address: str | None, api_key: str | No
 
 
 def tell(verdict: ReceiptVerdict, reported: ReportedMonth, expected_root: bytes | None, *, as_json: bool) -> None:
-    """What was checked, and all that is wrong."""
     counts = f"{verdict.receipt_count:,} receipts of {verdict.project_count} projects, {verdict.signed_count:,} signed"
     if as_json:
         print_json({"valid": verdict.valid, **jsonable(verdict)})
@@ -250,7 +248,6 @@ def tell(verdict: ReceiptVerdict, reported: ReportedMonth, expected_root: bytes 
 
 @contextmanager
 def opened(file: str) -> Iterator[IO[str]]:
-    """A file to read, or stdin."""
     if file == "-":
         yield sys.stdin
         return

@@ -136,12 +136,10 @@ def tell(found: MonthReconciliation, now: datetime) -> None:
 
 
 def counted_words(count: int) -> str:
-    """So many differences."""
     return "1 difference" if count == 1 else f"{count:,} differences"
 
 
 def headline(difference: Difference, now: datetime) -> str:
-    """One difference in a line."""
     where = [difference.organization, difference.model]
     if difference.price_version is not None:
         where.append(f"version {difference.price_version} {difference.token_kind}")
@@ -162,7 +160,6 @@ def document(found: MonthReconciliation) -> dict[str, object]:
 
 
 def plain(facts: dict[str, object]) -> dict[str, object]:
-    """With ids as text."""
     return {name: str(value) if isinstance(value, uuid.UUID) else value for name, value in facts.items()}
 
 

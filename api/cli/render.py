@@ -98,7 +98,6 @@ def per_million(picos_per_token: int) -> Decimal:
 
 
 def money_text(money: Money) -> str:
-    """An amount with its currency."""
     return f"{decimal_text(money.amount)} {money.currency_code}"
 
 
@@ -188,7 +187,6 @@ def parse_thresholds(text: str) -> list[int]:
 
 
 def percents_text(values: Iterable[int]) -> str:
-    """Percentages for people."""
     text = ", ".join(map(str, values))
     return f"{text} %" if text else "none"
 
@@ -227,12 +225,10 @@ def jsonable(value: Any) -> Any:
 
 
 def print_json(value: Any) -> None:
-    """The one JSON document of a command."""
     typer.echo(json.dumps(jsonable(value), ensure_ascii=False, indent=2))
 
 
 def show(*parts: RenderableType) -> None:
-    """Tables and text on stdout."""
     console = make_console()
     piped = not (console.is_terminal or os.environ.get("COLUMNS"))
     for part in parts:
@@ -329,7 +325,6 @@ def printable(text: str) -> str:
 
 
 def usage_line(usage: Usage, cost: Money | None, timings: Timings | None, request_id: str = "") -> str:
-    """What one request used, in one line."""
     cached = f" ({usage.cached_input_token_count:,} cached)" if usage.cached_input_token_count else ""
     if usage.embedding_token_count:
         parts = [f"{usage.embedding_token_count:,} embedded"]

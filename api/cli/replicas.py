@@ -74,26 +74,22 @@ def undrain_replica(
 
 
 def taken_text(found: tuple[Replica, ...]) -> str:
-    """Who has answered."""
     names = ", ".join(each.owner_name or each.owner_id for each in found)
     return f"taken by {names}" if names else "no process has it now"
 
 
 def drain_text(drain: ReplicaDrain) -> str:
-    """One order, in a line."""
     moves = "" if drain.move_after_s is None else f", what runs there is moved after {duration_text(drain.move_after_s)}"
     why = f" ({drain.reason})" if drain.reason else ""
     return f"replica {drain.replica} of {drain.model} is drained since {time_text(drain.drain_time)}{why}{moves}"
 
 
 def silence(owner_ids: tuple[str, ...]) -> list[str]:
-    """A remark on those who did not answer."""
     told = f"no answer from process {', '.join(owner_ids)}: it learns of orders within seconds, or when it is back"
     return [told] if owner_ids else []
 
 
 def replicas_table(found: tuple[Replica, ...]) -> RenderableType:
-    """One line per replica and process."""
     numbers = ("requests", "tokens to go")
     regions = ("region",) if any(each.region for each in found) else ()
     made = table("model", "replica", *regions, "state", *numbers, "process", right=numbers)

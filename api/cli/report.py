@@ -188,7 +188,6 @@ CSV_FIELDS: tuple[tuple[str, Field], ...] = (
 
 
 def plain(money: Money) -> str:
-    """An exact amount for a sheet."""
     return f"{money.amount:f}"
 
 
@@ -227,7 +226,6 @@ def usage_table(rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: Us
 
 
 def request_table(rows: Sequence[UsageRow], total: UsageRow | None, title: str) -> RenderableType:
-    """Single requests, oldest first."""
     shown = [*rows, *([total] if total else [])]
     kinds, places = kinds_of(shown), money_places(shown)
     numbers = (*kinds, "amount")
@@ -258,7 +256,6 @@ def kinds_of(rows: Iterable[UsageRow]) -> Mapping[str, Callable[[UsageRow], int]
 
 
 def token_cells(row: UsageRow, kinds: Mapping[str, Callable[[UsageRow], int]]) -> tuple[str, ...]:
-    """Tokens by kind."""
     return tuple(f"{count(row):,}" for count in kinds.values())
 
 
@@ -439,7 +436,6 @@ def _beside_usage(found: MonthReport, form: Format) -> str:
 
 
 def written(report: MonthReport, form: Format) -> str:
-    """The report as the text of a file."""
     if form is Format.TABLE:
         return to_text(month_report(report), FILE_WIDTH)
     if form is Format.CSV:

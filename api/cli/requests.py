@@ -106,7 +106,6 @@ def stuck_requests(
 
 
 def tell(view: LiveView, *, wide: bool, as_json: bool) -> None:
-    """One look."""
     runs = view.request_count or view.silent_owner_ids
     tell_found(view, live_tables(view, wide=wide) if runs else "nothing runs", as_json=as_json)
 
@@ -123,7 +122,6 @@ def stuck_parts(view: LiveView) -> list[RenderableType]:
 
 
 def killed_text(request_id: str, killed: KilledRequest) -> str:
-    """What came of it, in a line."""
     generation = killed.generation
     used = usage_line(generation.usage, generation.cost, None) if generation else "it had not begun"
     match killed.result:
@@ -151,7 +149,6 @@ def live_tables(view: LiveView, *, wide: bool) -> RenderableType:
 
 
 def requests_table(requests: tuple[LiveRequest, ...], *, wide: bool) -> RenderableType:
-    """One line per request, the oldest first."""
     more = ("cached", "hold ends in") if wide else ()
     numbers = ("age", "in", *more[:1], "out", "tokens/s", "lease", *more[1:])
     made = table("id", "project", "key", "model", "phase", *numbers, *(["process"] if wide else []), right=numbers)
@@ -179,7 +176,6 @@ def requests_table(requests: tuple[LiveRequest, ...], *, wide: bool) -> Renderab
 
 
 def organizations_table(view: LiveView) -> RenderableType:
-    """The sums."""
     numbers = ("requests", "holds", "tokens held", "tokens/s")
     made = table("organization", *numbers, right=numbers)
     for each in view.organizations:

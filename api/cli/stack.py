@@ -144,7 +144,6 @@ class Child:
         return self.ready_pid() == self.process.pid or time.monotonic() - started_at > STABLE_AFTER_S
 
     def log_tail(self) -> str:
-        """The last lines of its output."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
@@ -279,7 +278,6 @@ async def wait_until_serving(home: Path, api: Child) -> str:
 
 
 async def is_serving(address: str) -> bool:
-    """What the health service says now."""
     async with grpc.aio.insecure_channel(address) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",

@@ -168,7 +168,6 @@ def without_payment_method_text(organization: str) -> str:
 
 
 def show_sums(found: MeterReconciliation) -> None:
-    """The table, and the verdict in words."""
     heads = ["Organization", "Model", "Price version", "Tokens", "Used", "Delivered", "Waiting", "Rejected", "Stripe", "Difference"]
     rows = []
     for each in found.sums:
@@ -186,5 +185,4 @@ def charges_automatically() -> bool:
 
 
 def gateway() -> StripeGateway:
-    """To the account of STRIPE_API_KEY."""
     return StripeGateway(stripe_settings(os.environ))

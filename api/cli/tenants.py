@@ -107,13 +107,11 @@ def list_projects(client: AdminClient, organization: OrganizationOption = None) 
 
 
 def organizations_table(organizations: list[Organization]) -> RenderableType:
-    """Customers with their currency."""
     rows = ((each.name, each.currency_code, time_text(each.create_time), each.organization_id) for each in organizations)
     return table("organization", "currency", "created", "id", rows=rows)
 
 
 def profile_table(organization: str, profile: BillingProfile) -> RenderableType:
-    """The fields of a billing profile."""
     made = table("field", "value", title=f"billing profile of {organization}")
     for name, value in asdict(profile).items():
         made.add_row(name.replace("_", " "), ", ".join(value) if name == "emails" else value or "—")
@@ -121,6 +119,5 @@ def profile_table(organization: str, profile: BillingProfile) -> RenderableType:
 
 
 def projects_table(projects: list[Project]) -> RenderableType:
-    """Projects of an organization."""
     rows = ((each.name, time_text(each.create_time), each.project_id, each.organization_id) for each in projects)
     return table("project", "created", "id", "organization id", rows=rows)

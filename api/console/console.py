@@ -350,7 +350,6 @@ def check_method(request: web.BaseRequest, *taken: str) -> None:
 
 
 def as_json(text: str, http_status: int = 200) -> web.Response:
-    """An answer that is kept nowhere."""
     headers = {**HEADERS, "content-type": JSON, "cache-control": "no-store"}
     return web.Response(status=http_status, body=text.encode(), headers=headers)
 

@@ -98,7 +98,6 @@ def running_usage(hold: Hold) -> types_pb2.Usage:
 
 
 def total_usage(events: Sequence[UsageEvent]) -> types_pb2.Usage:
-    """The sum over the parts of one request."""
     usage = types_pb2.Usage()
     for event in events:
         usage.input_token_count += event.input_token_count

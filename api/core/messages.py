@@ -34,7 +34,6 @@ ONE_REPLICA = ReplicaCounts(ready=1, total=1, drained=0)
 
 
 def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
-    """One limit and what is left of it."""
     status = types_pb2.QuotaStatus()
     status.CopyFrom(quota_in_force(state.rule, state.subject_name, state.raise_reason))
     status.used_value = state.used
@@ -171,7 +170,6 @@ def model_message(
 
 
 def price_message(paid: CustomerPrice) -> pb.Price:
-    """What a model costs in one tier."""
     is_own = paid.price.organization_id is not None
     return message_of(pb.Price, paid.price.prices, effective_time=paid.price.effective_at, tier=paid.tier, own=is_own)
 

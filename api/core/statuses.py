@@ -150,7 +150,6 @@ def pack(code: int, message: str, details: Sequence[Message]) -> status_pb2.Stat
 
 
 def metadata_of(error: BaseException) -> dict[str, str]:
-    """Machine-readable facts of an error."""
     match error:
         case QuotaExceeded():
             return quota_metadata(error)
@@ -199,7 +198,6 @@ def metadata_of(error: BaseException) -> dict[str, str]:
 
 
 def facts(source: object, *names: str) -> dict[str, str]:
-    """Attributes as text, by name."""
     return {name: str(getattr(source, name)) for name in names}
 
 

@@ -39,15 +39,12 @@ UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 
 
 def text(value: str) -> str:
-    """Parser of text that is not empty."""
     if not value:
         raise ValueError("must not be empty")
     return value
 
 
 def word(*choices: str) -> Callable[[str], str]:
-    """Parser of one word among several."""
-
     def parse(value: str) -> str:
         if value not in choices:
             raise ValueError(f"must be one of {', '.join(choices)}")
@@ -240,7 +237,6 @@ class FleetReader(StrictReader):
         return found
 
     def model(self, name: str, node: yaml.Node, place: str) -> FleetModel:
-        """One model, with one version or several."""
         has_versions = isinstance(node, yaml.MappingNode) and any(key.value == "versions" for key, _ in node.value)
         of_it = {"versions"} if has_versions else OF_VERSION - {"weight"}
         keys = self.mapping(node, place, sorted({"policy", "recovery_wait_s", *of_it}))

@@ -208,7 +208,6 @@ class MetricsListener:
         return f"http://{here}:{port}{PATH}"
 
     async def start(self, handle: Handle) -> None:
-        """Listen, if there is where."""
         if self._socket is not None:
             self._http = MetricsServer(handle)
             self._server = await asyncio.get_running_loop().create_server(self._http, sock=self._socket)

@@ -73,7 +73,6 @@ class Times:
         self._by_key = [(f"{stage}_ms", histogram) for stage, histogram in self.stages.items() if stage != "cold_start"]
 
     def copy(self) -> Times:
-        """As they are now, to be read."""
         made = Times()
         made.stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
         made.first_token, made.inter_token, made.total = self.first_token.copy(), self.inter_token.copy(), self.total.copy()

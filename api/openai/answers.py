@@ -49,12 +49,10 @@ class TokenTexts:
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def one(self, token: pb.TokenLogprob) -> dict[str, Any]:
-        """A token and how likely it is."""
         data = self._tokenizer.token_bytes(token.token_id)
         return {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": max(token.logprob, LOGPROB_MIN)}
 
     def content(self, logprobs: Sequence[pb.TokenLogprobs]) -> list[dict[str, Any]]:
-        """As chat completions and responses have it."""
         return [self.one(each.chosen) | {"top_logprobs": [self.one(token) for token in each.top]} for each in logprobs]
 
     def columns(self, logprobs: Sequence[pb.TokenLogprobs], first_offset: int) -> dict[str, Any]:
@@ -116,7 +114,6 @@ class Output:
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended, in OpenAI's words."""
         return FINISH_REASONS.get(self.reason, "stop")
 
 

@@ -38,7 +38,6 @@ log = structlog.get_logger(__name__)
 
 
 def peer_of(request: web.BaseRequest) -> str:
-    """Who has connected, as gRPC names it."""
     host, port, *_ = request.get_extra_info("peername") or ("", 0)
     return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
@@ -256,7 +255,6 @@ class Listener:
         return int(self._socket.getsockname()[1])
 
     async def start(self) -> None:
-        """Listen, if an address was bound."""
         if self._socket is None:
             return
         secure: dict[str, Any] = {}
@@ -271,7 +269,6 @@ class Listener:
             self._http.pre_shutdown()
 
     async def stop(self) -> None:
-        """Close what there still is."""
         self.send_away()
         await self._http.shutdown(SHUTDOWN_S)
         if self._socket is not None:

@@ -132,7 +132,6 @@ class OutsideCore:
             self._forget_ended()
 
     def cancel_all(self) -> None:
-        """End every request."""
         for number in tuple(self._requests):
             self.cancel(number)
 
@@ -142,7 +141,6 @@ class OutsideCore:
         self._waiting.clear()
 
     def fail(self, choice: Choice, why: EngineError) -> None:
-        """Its request cannot go on."""
         request = self._requests.pop(choice.number, None)
         if request is None:
             return

@@ -49,7 +49,6 @@ class KvEventIndex:
             self._remove(block)
 
     def clear(self) -> None:
-        """Nothing is held any more."""
         self._children.clear()
         self._places.clear()
 

@@ -184,7 +184,6 @@ class RemoteEncoder(BackendLife):
 
     @contextlib.contextmanager
     def _use(self, dialect: Dialect, channel: grpc.aio.Channel, _: None, tasks: asyncio.TaskGroup) -> Iterator[None]:
-        """Serve over a connection inside the block."""
         watch = ConnectionWatch(dialect, channel, self._settings, self._link.end)
         tasks.create_task(watch.watch_channel())
         tasks.create_task(watch.look_often())
@@ -213,7 +212,6 @@ class RemoteEncoder(BackendLife):
 
 
 def _engine_error(error: grpc.aio.AioRpcError, index: int) -> EngineError:
-    """What a call's status means for its text."""
     match error.code():
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
             return RequestImpossible(f"the remote engine refused the text: {error.details()}", f"inputs[{index}]")

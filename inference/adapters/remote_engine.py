@@ -133,7 +133,6 @@ class RemoteEngine(EngineLife):
         examined: tuple[Examination, ServerFacts],
         tasks: asyncio.TaskGroup,
     ) -> Iterator[None]:
-        """Serve over a connection inside the block."""
         (examination, facts), settings = examined, self._settings
         self._block_tokens = facts.block_tokens or settings.block_tokens or DEFAULT_BLOCK_TOKENS[settings.target.service]
         self._hint = PrefixHint(HINT_TOKENS_MAX // self._block_tokens, self._block_tokens)

@@ -188,7 +188,6 @@ class Host:
 
 
 def main() -> int:
-    """Entry point of the child process."""
     return serve_parent("inference.adapters.torch_worker", lambda connection: Host(connection).run())
 
 

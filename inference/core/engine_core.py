@@ -173,7 +173,6 @@ class EngineCore:
                 self._finish(sequence, EngineFinishReason.CANCELLED, "", now_s)
 
     def cancel_all(self) -> None:
-        """End every request."""
         for number in list(self._requests):
             self.cancel(number)
 

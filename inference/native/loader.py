@@ -97,7 +97,6 @@ class NativeUnavailable(Exception):
 
 
 def cache_directory() -> Path:
-    """Where compiled libraries are kept."""
     named = os.environ.get(CACHE_DIRECTORY)
     if named:
         return Path(named)

@@ -197,7 +197,6 @@ def _refuse_unknown(entry: Mapping[str, Any], known: set[str], where: str) -> No
 
 
 def _applies_to(entry: Mapping[str, Any], where: str) -> tuple[bool, bool]:
-    """Whether prompts are checked, and outputs."""
     applies_to = entry.get("applies_to", "both")
     if applies_to not in ("prompt", "output", "both"):
         raise SafetyRulesInvalid(f'{where}: applies_to is "prompt", "output" or "both"')

@@ -230,5 +230,4 @@ async def defaults_of(work: Attempts, *subject_ids: uuid.UUID) -> frozenset[Quot
 
 
 def place_of(quota: Quota) -> QuotaPlace:
-    """Which limit of its subject a row is."""
     return QuotaPlace(QuotaDimension(quota.dimension), quota.model, quota.for_new_keys)

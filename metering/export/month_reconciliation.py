@@ -190,7 +190,6 @@ class MonthReconciliation:
 
     @property
     def balanced(self) -> bool:
-        """Whether every stage says the same."""
         return not self.differences
 
 

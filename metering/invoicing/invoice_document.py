@@ -238,7 +238,6 @@ def summary(report: MonthReport) -> Iterator[SummaryRow]:
 
 
 def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
-    """What a reader needs to trust the numbers."""
     counts, currency = report.request_counts, report.currency_code
     if not issuer.name:
         yield "This is a statement and no invoice: no issuer is set. The operator sets one with WEIR_ISSUER_NAME."

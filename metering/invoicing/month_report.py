@@ -290,7 +290,6 @@ def line_fields(report: MonthReport, line: ReportLine, rounded_picos: int) -> di
 
 
 def charge_fields(report: MonthReport, charge: Charge, rounded_picos: int) -> dict[str, Any]:
-    """A line beside the usage."""
     return {
         "kind": charge.kind.value,
         "description": charge.description,

@@ -53,7 +53,6 @@ def month_of(day: date) -> date:
 
 
 def month_after(month: date) -> date:
-    """The first day of the next month."""
     return date(month.year + month.month // 12, month.month % 12 + 1, 1)
 
 

@@ -227,7 +227,6 @@ class FocusMonth:
 
 
 def meter(kind: TokenKind) -> str:
-    """What is counted, in words."""
     return f"{kind.value.replace('_', ' ')} tokens".title()
 
 

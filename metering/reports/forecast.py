@@ -142,7 +142,6 @@ def whole(amount: Fraction) -> int:
 
 
 def method_text(day_count: int) -> str:
-    """How the estimate was made."""
     of = f"the last {day_count} complete days (UTC)" if day_count > 1 else "the one complete day (UTC) there is"
     if day_count >= WEEKDAY_DAYS_MIN:
         return f"Used so far, plus for each day left the mean of the same weekday in {of}."

@@ -345,7 +345,6 @@ async def find_api_key(session: AsyncSession, ref: str) -> KeyRecord:
 
 
 def as_uuid(ref: str) -> uuid.UUID | None:
-    """The id that a reference is, if it is one."""
     try:
         return uuid.UUID(ref)
     except ValueError:
