@@ -14,9 +14,11 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
+import structlog
 from psycopg import sql
 from sqlalchemy import make_url
 
@@ -33,6 +35,15 @@ LONG_FILES_FIRST = ("tests/faults/", "tests/e2e/", "tests/api/", "tests/sdk/")
 WITHOUT_DURABILITY = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off", "max_connections": "200"}
 APPLICATION_ROLE = "weir_test_application"
 SCRATCH_MIN_BYTES = 2 * 1024**3  # the server, WAL, and some databases of 8 MB each
+
+
+ASKING: dict[str, psycopg.Connection[tuple[Any, ...]]] = {}  # by URL of the database; connections that `ask` keeps
+
+
+def pytest_configure() -> None:
+    """Log exceptions without the local variables of all frames: to draw them takes half a second of CPU each."""
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
 
 
 def pytest_collection_finish() -> None:
@@ -80,10 +91,46 @@ def new_database(server_url: str, template: str = "template0") -> Iterator[str]:
         # Copying files takes half the time of the default, which writes each page to the WAL.
         create = sql.SQL("CREATE DATABASE {} TEMPLATE {} STRATEGY file_copy")
         connection.execute(create.format(sql.Identifier(name), sql.Identifier(template)))
+        url = sqlalchemy_url(server_url).set(drivername="postgresql", database=name).render_as_string(hide_password=False)
         try:
-            yield sqlalchemy_url(server_url).set(drivername="postgresql", database=name).render_as_string(hide_password=False)
+            yield url
         finally:
+            end_asking(url)
             connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+def ask(database_url: str, query: str, *values: object) -> psycopg.Cursor[tuple[Any, ...]]:
+    """The result of a statement, each in a transaction of its own.
+
+    The connection is kept for the next one: tests ask every few milliseconds while they wait, and a new one costs both sides 10 ms.
+    """
+    connection = ASKING.pop(database_url, None)
+    kept = connection is not None
+    if connection is None:
+        connection = psycopg.connect(psycopg_conninfo(database_url), autocommit=True, prepare_threshold=None)
+    try:
+        answer = connection.execute(query.encode(), values)
+    except BaseException:
+        lost = connection.closed
+        connection.close()
+        if kept and lost:  # with its server, which a test has stopped or killed since
+            return ask(database_url, query, *values)
+        raise
+    if ASKING.setdefault(database_url, connection) is not connection:  # another thread has asked meanwhile
+        connection.close()
+    return answer
+
+
+def end_asking(*database_urls: str) -> None:
+    """Close the connections that `ask` has kept."""
+    for url in database_urls:
+        if (connection := ASKING.pop(url, None)) is not None:
+            connection.close()
+
+
+def pytest_unconfigure() -> None:
+    """Close those to servers that a test had for itself."""
+    end_asking(*ASKING)
 
 
 @pytest.fixture(scope="session", autouse=True)

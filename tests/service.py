@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-import psycopg
 import pytest
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
-from psycopg.rows import dict_row
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
@@ -44,8 +42,9 @@ from inference.text.tokenizer import Tokenizer
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import set_price
 from metering.quotas.quota_admin import set_quota
-from metering.store.db import create_engine, create_sessions, psycopg_conninfo
+from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import KeyRecord, create_api_key, create_organization, create_project, revoke_api_key
+from tests.conftest import ask
 from tests.forked_hosts import children_of, start_api
 from tests.forks import Forked
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
@@ -88,8 +87,8 @@ class Books:
 
     def rows(self, query: str, *values: object) -> list[dict[str, Any]]:
         """Rows by column name."""
-        with psycopg.connect(psycopg_conninfo(self.database_url), autocommit=True, row_factory=dict_row) as connection:
-            return connection.execute(query.encode(), values).fetchall()
+        answer = ask(self.database_url, query, *values)
+        return [dict(zip((column.name for column in answer.description or ()), row, strict=True)) for row in answer]
 
     def events(self, tenant: Tenant) -> list[dict[str, Any]]:
         """Usage events of a tenant, in order."""

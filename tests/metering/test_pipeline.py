@@ -22,6 +22,7 @@ from metering.proof.fsck import fsck
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.migrations_runner import migrate
+from tests.conftest import ask
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
 from tests.metering.workers import redis_server, wait_until, worker
 
@@ -56,16 +57,14 @@ async def use(sessions: Sessions, customer: Customer, price: ModelPrice, event_c
 
 
 class Books:
-    """What usage and ledger say at the moment, over a connection of its own."""
+    """What usage and ledger say at the moment."""
 
     def __init__(self, database_url: str) -> None:
         self._url = database_url
 
     def ask(self, query: str) -> tuple[object, ...]:
         """The one row of a query."""
-        with psycopg.connect(self._url) as connection:
-            row = connection.execute(query.encode()).fetchone()
-        assert row is not None
+        [row] = ask(self._url, query)
         return row
 
     def drained(self) -> bool:
