@@ -37,7 +37,7 @@ from api.core.endpoint import forget_endpoint, read_endpoint, read_metrics_url, 
 from api.core.settings import Settings
 from api.generation.admission import Capacity
 from api.generation.process import Process
-from api.queue.places import QueueStatistics
+from api.queue.fair_queue import QueueStatistics
 from inference.text.tokenizer import Tokenizer
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import set_price

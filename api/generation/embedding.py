@@ -31,7 +31,7 @@ from api.generation.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
 from api.generation.tokenizing import TextJob, check_chars
 from api.observability.observer import Ending
 from api.observability.spans import NO_TRACE, TraceContext
-from api.queue.places import Arrival, Outlook, Place
+from api.queue.fair_queue import Arrival, Outlook, Place
 from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
 from inference.errors import EngineFailed
 from inference.text.tokenizer import TokenLimitExceeded

@@ -14,7 +14,7 @@ from api.core.messages import quota_statuses, receipt_messages
 from api.core.payload_hash import payload_hash
 from api.core.violations import Violations
 from api.generation.frames import settled_usage
-from api.queue.places import ServiceTier
+from api.queue.fair_queue import ServiceTier
 from inference.engine import ModelInfo, Vector
 from metering.holds.operations import Admitted, Settled
 

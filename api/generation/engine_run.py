@@ -13,7 +13,7 @@ from api.generation.life import Life, State, Stopwatch
 from api.generation.outbox import UsageSoFar
 from api.generation.output_limits import OutputLimits
 from api.generation.reply import Reply
-from api.queue.places import Place
+from api.queue.fair_queue import Place
 from inference.engine import (
     Backend,
     ChoiceFinished,

@@ -42,7 +42,7 @@ from api.generation.start_frame import ValidStart
 from api.generation.tools import call_reading
 from api.observability.observer import Ending
 from api.observability.spans import NO_TRACE, TraceContext
-from api.queue.places import Outlook, Place
+from api.queue.fair_queue import Outlook, Place
 from inference.engine import (
     Engine,
     EngineState,

@@ -13,7 +13,7 @@ from api.generation.start_frame import ValidStart
 from api.generation.text_work import TextWork
 from api.generation.tokenizing import TextJob, check_prompt, tokenize
 from api.generation.tools import call_reading, format_of_calls
-from api.queue.places import Arrival
+from api.queue.fair_queue import Arrival
 from inference.engine import GenerationRequest, SequenceId
 from inference.routing.router import Route, Router
 from inference.safety.safety import SafetyChecker

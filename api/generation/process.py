@@ -19,8 +19,7 @@ from api.generation.relay import Relays
 from api.generation.start_frame import ValidStart
 from api.generation.text_work import TextWork
 from api.observability.observer import Observer
-from api.queue.fair_queue import FairQueue
-from api.queue.places import QueueLimits
+from api.queue.fair_queue import FairQueue, QueueLimits
 from common.incidents import Retries
 from inference.routing.router import Router
 from inference.safety.safety import SafetyChecker

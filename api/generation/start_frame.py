@@ -26,7 +26,7 @@ from api.generation.decoding import (
 )
 from api.generation.output_limits import Cost, check_cost, cost_of
 from api.generation.tools import NO_TOOLS, ToolUse, check_tool_use, check_tools, parse_tool_use, parse_tools
-from api.queue.places import ServiceTier
+from api.queue.fair_queue import ServiceTier
 from inference.engine import BeamSearchParams, ResponseFormat
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool

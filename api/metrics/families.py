@@ -14,7 +14,7 @@ from api.generation.life import PHASES
 from api.generation.process import Process
 from api.observability.counts import Histogram, RequestCounts
 from api.observability.spans import SpanCounts
-from api.queue.places import QueueStatistics
+from api.queue.fair_queue import QueueStatistics
 from common.incidents import INCIDENT_COUNTS
 from inference.engine import EngineStatistics
 from inference.routing.router import ReplicaReport, ReplicaState, Router

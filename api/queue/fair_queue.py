@@ -7,6 +7,7 @@ once; `Entrance` refuses at once what would find no place or start too late. One
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import heapq
 import math
@@ -15,12 +16,246 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
+from types import TracebackType
+from typing import Self
 
 from api.core.errors import QueueFull, StartsTooLate
-from api.queue.places import ALL_TENANTS, Arrival, Outlook, Place, QueueLimits, QueueStatistics, ServiceTier, State
-from api.queue.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Line, Tenant
-from api.queue.waits import Waits
+from api.queue.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Item, Line, Tenant
 from inference.engine import EngineStatistics
+from metering.core.models import ServiceTier as ServiceTier
+
+ALL_TENANTS = uuid.UUID(int=0)  # in whose line everybody stands where fairness is off
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Bounds of one engine's queue; see `Settings` for their reasons. fair: tenants take turns; else arrival is the order."""
+
+    request_count_max: int = 2000
+    tenant_request_count_max: int = 1000
+    batch_wait_s_max: float = 30.0
+    fair: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What the queue has to know of a request. deadline: by the queue's clock; compiles: it has a response format."""
+
+    request_id: uuid.UUID
+    tenant_id: uuid.UUID
+    input_token_count: int
+    output_token_count_max: int
+    tier: ServiceTier = ServiceTier.INTERACTIVE
+    weight: float = 1.0
+    sequence_count: int = 1
+    compiles: bool = False
+    deadline: float | None = None
+
+    @property
+    def key(self) -> tuple[uuid.UUID, uuid.UUID]:
+        """Tenant and request: ids of requests are minted by clients, so two tenants may use the same one."""
+        return self.tenant_id, self.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a request that waits may expect. position: requests ahead of it; wait_s: None if nothing was observed yet."""
+
+    place: Place
+    position: int
+    wait_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatistics:
+    """Counts of requests, but for the engine's, which are in sequences. peak: the most that ever waited.
+
+    longest_wait_s: what the last of those that wait may expect; None where nothing waits, or nothing was observed yet.
+    """
+
+    waiting_count: int
+    waiting_count_peak: int
+    promise_count: int
+    refused_count: int
+    engine_pending_count: int
+    engine_window: int
+    longest_wait_s: float | None = None
+
+
+class State(Enum):
+    """Where a place stands in its life; each follows from the one before, and GONE from any."""
+
+    ENTERED = auto()  # its hold is being taken, or its engine started
+    WAITING = auto()
+    HANDED = auto()  # the engine has it, and has not begun
+    RUNNING = auto()
+    GONE = auto()
+
+
+class Place:
+    """One request's place, as a context manager: leaving gives it back, wherever it stands. Made by `FairQueue.enter`."""
+
+    def __init__(self, queue: FairQueue, arrival: Arrival, number: int) -> None:
+        self.arrival = arrival
+        self.number = number
+        self.input_token_count = arrival.input_token_count
+        self.output_token_count_max = arrival.output_token_count_max
+        self.state = State.ENTERED
+        self.tier: Tier | None = None  # from `join` on, as the next
+        self.tenant: Tenant[Place] | None = None
+        self.generated_token_count = 0
+        self.handed_at_step: int | None = None  # of the engine; None: it did not wait for its turn
+        self.rank = 0.0  # for the engine, from its turn on
+        self.on_turn: Callable[[], None] = lambda: None
+        self._queue = queue
+
+    async def turn(self) -> None:
+        """Wait until the engine is to have the request. Cancelled, it still has to be left."""
+        self._queue.join(self)
+        if self.state is State.WAITING:
+            handed = asyncio.Event()
+            self.on_turn = handed.set
+            await handed.wait()
+
+    def begun(self) -> None:
+        """The engine has let it enter."""
+        self._queue.begun(self)
+
+    def generated(self, token_count: int) -> None:
+        """The engine has generated so many more tokens for it: charge for them, and note what was served."""
+        tier, tenant = self.tier, self.tenant
+        assert tier is not None, "only what was handed over generates"
+        assert tenant is not None
+        units = OUTPUT_TOKEN_COST * token_count
+        if not self.generated_token_count:
+            units += INPUT_TOKEN_COST * self.input_token_count
+        self.generated_token_count += token_count
+        tier.line.generated(self, tenant, token_count)
+        if tier.waits.rate.is_sampled:
+            tier.waits.rate.served(units, self._queue.clock())
+
+    def leave(self) -> None:
+        """Give it back; once is enough."""
+        self._queue.leave(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.leave()
+
+
+OUTPUT_MEMORY = 16  # requests: the mean output follows a change of what is asked within some dozens
+OUTPUT_TOKENS_UNKNOWN = 150.0  # tokens: the reference workload's, until anything has ended
+
+
+class Waits:
+    """One tier's rate and mean output, and what follows from them."""
+
+    def __init__(self) -> None:
+        self.rate = ServiceRate()
+        self._output_tokens_mean: float | None = None
+
+    def ended(self, tenant: Tenant[Item], generated_token_count: int) -> None:
+        """A request that had been served has ended with so many output tokens."""
+        self._output_tokens_mean = _moved(self._output_tokens_mean, generated_token_count)
+        tenant.output_tokens_mean = _moved(tenant.output_tokens_mean, generated_token_count)
+
+    def cost(self, input_token_count: int, output_token_count_max: int, request_count: int = 1) -> float:
+        """What requests will probably cost, in units of service: as much output as usual, unless they allow less."""
+        output = float(output_token_count_max)
+        if self._output_tokens_mean is not None:
+            output = min(output, self._output_tokens_mean * request_count)
+        return INPUT_TOKEN_COST * input_token_count + OUTPUT_TOKEN_COST * output
+
+    def output_tokens(self, tenant: Tenant[Item], output_token_count_max: int) -> float:
+        """What a request of the tenant will probably generate: as much as its own usually do, or else those of all."""
+        mean = tenant.output_tokens_mean
+        if mean is None:
+            mean = OUTPUT_TOKENS_UNKNOWN if self._output_tokens_mean is None else self._output_tokens_mean
+        return min(float(output_token_count_max), mean)
+
+    def backlog(self, tenant: Tenant[Item]) -> float:
+        """What everything of a tenant that waits will cost."""
+        return self.cost(tenant.waiting_input_tokens, tenant.waiting_output_tokens_max, len(tenant.waiting))
+
+    def seconds(self, units: float) -> float | None:
+        """How long so much service takes; None before anything was observed."""
+        per_s = self.rate.per_s
+        return units / per_s if per_s else None
+
+    def units_before(
+        self, line: Line[Item], tenant_id: uuid.UUID, weight: float, own_units: float, promised: Callable[[uuid.UUID], float]
+    ) -> float:
+        """What is served until the tenant was served `own_units` more, those included. promised: what is to come, by tenant."""
+        level = line.start(tenant_id) + own_units / weight
+        return own_units + sum(
+            self._whole_requests(tenant, level, promised(tenant.id))
+            for tenant in line.waiting_tenants()
+            if tenant.id != tenant_id and tenant.rank < level
+        )
+
+    def _whole_requests(self, tenant: Tenant[Item], level: float, promised_units: float) -> float:
+        """What is served of a tenant until its rank comes to a level, or nothing of it is left: no request is served in part."""
+        backlog = self.backlog(tenant)
+        each = max(backlog / len(tenant.waiting), 1.0)
+        return min(backlog + promised_units, math.ceil((level - tenant.rank) * tenant.weight / each) * each)
+
+
+def _moved(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + (value - mean) / OUTPUT_MEMORY
+
+
+SAMPLE_S = 0.25  # seconds: several steps of a slow engine, so that one sample is no single step
+MEMORY_S = 5.0  # seconds after which a sample weighs a third: follows a load that changes, not one that flickers
+
+
+class ServiceRate:
+    """Units of service per second, over the time in which something waited: at other times it is the demand that is measured."""
+
+    def __init__(self) -> None:
+        self._per_s: float | None = None
+        self._sampled_from: float | None = None
+        self._sampled_units = 0.0
+        self.is_sampled = False  # while something waits
+
+    @property
+    def per_s(self) -> float | None:
+        """None until there was enough to observe."""
+        return self._per_s
+
+    def watch(self, now: float, *, waiting: bool) -> None:
+        """Something waits, or nothing does any more. now: monotonic seconds."""
+        self.is_sampled = waiting
+        if waiting and self._sampled_from is None:
+            self._sampled_from, self._sampled_units = now, 0.0
+        elif not waiting:
+            self._sampled_from = None
+
+    def served(self, units: float, now: float) -> None:
+        """So much was served just now."""
+        if self._sampled_from is None:
+            return
+        self._sampled_units += units
+        elapsed_s = now - self._sampled_from
+        if elapsed_s < SAMPLE_S:
+            return
+        sample = self._sampled_units / elapsed_s
+        if self._per_s is None:
+            self._per_s = sample
+        else:
+            self._per_s += (sample - self._per_s) * -math.expm1(-elapsed_s / MEMORY_S)
+        self._sampled_from, self._sampled_units = now, 0.0
+
+
+class Tier:
+    """One service tier: its line and its waits."""
+
+    def __init__(self) -> None:
+        self.line: Line[Place] = Line()
+        self.waits = Waits()
+
 
 BATCH_RANK = 1e15  # units of service that no interactive tenant reaches, at a million per second not in thirty years
 
@@ -34,7 +269,7 @@ class FairQueue:
         """engine: what it told last."""
         self._limits = limits
         self._engine = engine
-        self._clock = clock
+        self.clock = clock
         self._interactive, self._batch = Tier(), Tier()
         self._tiers = {ServiceTier.INTERACTIVE: self._interactive, ServiceTier.BATCH: self._batch}
         self._lookahead = Lookahead()
@@ -48,7 +283,7 @@ class FairQueue:
 
         Raises: QueueFull if there is none for this tenant, StartsTooLate if its turn would come after its deadline.
         """
-        self._entrance.let_in(arrival, engine_wait_s, self._clock())
+        self._entrance.let_in(arrival, engine_wait_s, self.clock)
         self._number += 1
         return Place(self, arrival, self._number)
 
@@ -57,64 +292,70 @@ class FairQueue:
         return self._entrance.wait_s(arrival)
 
     def join(self, place: Place) -> None:
-        """Begin to wait for the turn."""
+        """Begin to wait for the turn; it comes at once while nobody waits and the engine has room."""
         assert place.state is State.ENTERED, "a place waits once"
+        arrival = place.arrival
+        place.tier = tier = self._tiers[arrival.tier]
+        line, is_fair = tier.line, self._limits.fair
+        tenant_id, weight = (arrival.tenant_id, arrival.weight) if is_fair else (ALL_TENANTS, 1.0)
+        if tier is self._batch and not line:
+            self._batch_moved_at = self.clock()
+        if not (self._interactive.line or self._batch.line):
+            place.tenant = tenant = line.arrive(tenant_id, weight)
+            rank = own_rank = tenant.rank
+            if not is_fair:
+                rank = 0.0
+            elif tier is self._batch:
+                rank += BATCH_RANK
+            if self._lookahead.has_room(rank):
+                line.pass_by(place, tenant, own_rank, tier.waits.output_tokens(tenant, place.output_token_count_max))
+                self._hand(place, rank, None)
+                return
         place.state = State.WAITING
-        arrival, tier = place.arrival, self._tiers[place.arrival.tier]
-        if arrival.tier is ServiceTier.BATCH and not tier.line:
-            self._batch_moved_at = self._clock()
-        tenant_id, weight = (arrival.tenant_id, arrival.weight) if self._limits.fair else (ALL_TENANTS, 1.0)
-        place.tenant = tier.line.join(place, tenant_id, weight)
+        place.tenant = line.join(place, tenant_id, weight)
         self._hand_over()
 
     def begun(self, place: Place) -> None:
         """The engine has let a request enter."""
         if place.state is not State.HANDED:
             return
-        assert place.tenant is not None, "only what was handed over begins"
+        tier, tenant = place.tier, place.tenant
+        assert tier is not None, "only what was handed over begins"
+        assert tenant is not None
         place.state = State.RUNNING
-        self._tiers[place.arrival.tier].line.begun(place, place.tenant)
-        steps = self._engine().step_count - place.handed_at_step
-        behind = self._is_waited()
-        overtakes = next(iter(self._handed)).rank > place.rank
-        if not (place.arrival.compiles or overtakes):  # else it was its grammar that it waited for, or nothing
-            self._lookahead.entered(steps, behind=behind)
+        tier.line.begun(place, tenant)
+        is_waited = bool(self._interactive.line or self._batch.line)
+        if place.handed_at_step is not None:
+            steps = self._engine().step_count - place.handed_at_step
+            overtakes = next(iter(self._handed)).rank > place.rank
+            if not (place.arrival.compiles or overtakes):  # else it was its grammar that it waited for, or nothing
+                self._lookahead.entered(steps, behind=is_waited)
         self._take_back(place)
-        self._hand_over()
-
-    def generated(self, place: Place, token_count: int) -> None:
-        """Charge for output, and note what was served."""
-        assert place.tenant is not None, "only what was handed over generates"
-        tier = self._tiers[place.arrival.tier]
-        units = OUTPUT_TOKEN_COST * token_count
-        if not place.generated_token_count:
-            units += INPUT_TOKEN_COST * place.input_token_count
-        place.generated_token_count += token_count
-        tier.line.generated(place, place.tenant, token_count)
-        tier.waits.rate.served(units, self._clock())
+        if is_waited:
+            self._hand_over()
 
     def leave(self, place: Place) -> None:
         """Give a place back."""
-        state, arrival = place.state, place.arrival
+        state, tier, tenant = place.state, place.tier, place.tenant
         place.state = State.GONE
-        tier = self._tiers[arrival.tier]
-        match state:
-            case State.ENTERED:
-                self._entrance.passed(arrival)
-            case State.WAITING:
-                assert place.tenant is not None
-                tier.line.leave(place, place.tenant)
-                self._entrance.passed(arrival)
-            case State.HANDED | State.RUNNING:
-                assert place.tenant is not None
-                tier.line.ended(place, place.tenant)
-                if state is State.HANDED:
-                    self._take_back(place)
-                else:
-                    tier.waits.ended(place.tenant, place.generated_token_count)
-            case State.GONE:
-                return
-        self._hand_over()
+        if state is State.GONE:
+            return
+        if state is State.ENTERED or state is State.WAITING:
+            if state is State.WAITING:
+                assert tier is not None
+                assert tenant is not None
+                tier.line.leave(place, tenant)
+            self._entrance.passed(place.arrival)
+        else:
+            assert tier is not None
+            assert tenant is not None
+            tier.line.ended(place, tenant)
+            if state is State.HANDED:
+                self._take_back(place)
+            else:
+                tier.waits.ended(tenant, place.generated_token_count)
+        if state is State.WAITING or self._interactive.line or self._batch.line:
+            self._hand_over()
 
     def outlook(self) -> list[Outlook]:
         """What everybody who waits may expect, the next first. Takes time in proportion to how many they are."""
@@ -147,28 +388,27 @@ class FairQueue:
 
     def _hand_over(self) -> None:
         """Give the engine what it has room for."""
-        now, engine = self._clock(), self._engine()
+        now, engine = self.clock(), self._engine()
         self._lookahead.spread(engine.replica_count)
-        while self._is_waited() and (turn := self._next_turn(now)) is not None:
+        while (turn := self._next_turn(now)) is not None:
             tier, tenant, rank = turn
             if not self._lookahead.has_room(rank):
                 break
             if tier is self._batch:
                 self._batch_moved_at = now
             place = tier.line.take(tenant, tier.waits.output_tokens(tenant, tenant.first.output_token_count_max))
-            place.rank = rank
-            self._entrance.passed(place.arrival)
-            self._handed[place] = None
-            self._lookahead.given(rank, place.arrival.sequence_count, compiles=place.arrival.compiles)
-            place.handed_at_step = engine.step_count
-            place.state = State.HANDED
-            place.on_turn()
+            self._hand(place, rank, engine.step_count)
         for tier in (self._interactive, self._batch):
             tier.waits.rate.watch(now, waiting=bool(tier.line))
 
-    def _is_waited(self) -> bool:
-        """Whether anybody waits for a turn."""
-        return bool(self._interactive.line or self._batch.line)
+    def _hand(self, place: Place, rank: float, step_count: int | None) -> None:
+        """It is the turn of a request. step_count: of the engine; None: how long the engine takes to begin tells nothing."""
+        arrival = place.arrival
+        place.rank, place.handed_at_step, place.state = rank, step_count, State.HANDED
+        self._entrance.passed(arrival)
+        self._handed[place] = None
+        self._lookahead.given(rank, arrival.sequence_count, compiles=arrival.compiles)
+        place.on_turn()
 
     def _take_back(self, place: Place) -> None:
         """The engine has begun with a request, or never will."""
@@ -176,7 +416,7 @@ class FairQueue:
         self._lookahead.gone(place.rank, place.arrival.sequence_count, compiles=place.arrival.compiles)
 
     def _next_turn(self, now: float) -> tuple[Tier, Tenant[Place], float] | None:
-        """Whose turn it is, and with which rank.
+        """Whose turn it is, and with which rank; None if nobody waits.
 
         Interactive first, unless the batch tier has waited for so long that the next turn is its own: then it is ranked as if it
         were interactive and came back from idling. Otherwise batch comes after everything interactive in the engine, too.
@@ -235,7 +475,11 @@ class Lookahead:
 
     def has_room(self, rank: float) -> bool:
         """Whether the engine may be given one more request, of this rank."""
-        return self.count_before(rank) < int(self.window) and self.pending_count < PENDING_MAX * self._engine_count
+        ranks, compiling_count, engine_count = self._ranks, self._compiling_count, self._engine_count
+        before = bisect.bisect_right(ranks, rank)
+        if compiling_count:
+            before = self.count_before(rank)
+        return before < int(self.window) and len(ranks) + compiling_count < PENDING_MAX * engine_count
 
     def given(self, rank: float, sequence_count: int, *, compiles: bool) -> None:
         """The engine has a request more. compiles: it has a response format."""
@@ -275,14 +519,6 @@ PROMISES_PER_PLACE = 10  # beyond so many the time told is an estimate, and noth
 GRACE_S_MIN = 2.0  # seconds for which a place is kept at least: the jitter of clients and the way of the message
 
 
-class Tier:
-    """One service tier: its line and its waits."""
-
-    def __init__(self) -> None:
-        self.line: Line[Place] = Line()
-        self.waits = Waits()
-
-
 class Entrance:
     """Counts who has a place and was not handed over yet, and lets in or refuses."""
 
@@ -291,6 +527,8 @@ class Entrance:
         self.waiting_count_peak = 0
         self.refused_count = 0
         self._limits = limits
+        self._half = limits.request_count_max // 2
+        self._own_half = min(limits.tenant_request_count_max, self._half) // 2
         self._tiers = tiers
         self._lookahead = lookahead
         self._by_tenant: Counter[uuid.UUID] = Counter()  # of those that wait
@@ -301,8 +539,17 @@ class Entrance:
         """Refused requests for which a place is kept."""
         return len(self._promises)
 
-    def let_in(self, arrival: Arrival, engine_wait_s: float, now: float) -> None:
+    def let_in(self, arrival: Arrival, engine_wait_s: float, clock: Callable[[], float]) -> None:
         """Count a request in, or raise: QueueFull, StartsTooLate. `passed` follows once."""
+        own = self._by_tenant.get(arrival.tenant_id, 0)
+        if len(self._promises._standing) or arrival.deadline is not None or not self._is_half_empty(own):
+            self._check(arrival, engine_wait_s, clock())
+        self.waiting_count += 1
+        if self.waiting_count > self.waiting_count_peak:
+            self.waiting_count_peak = self.waiting_count
+        self._by_tenant[arrival.tenant_id] = own + 1
+
+    def _check(self, arrival: Arrival, engine_wait_s: float, now: float) -> None:
         self._promises.forget_expired(now)
         keeps_promise = self._promises.is_due(arrival.key, now)
         refusal: Exception | None = self._room_fault(arrival, now, keeps_promise=keeps_promise)
@@ -312,15 +559,14 @@ class Entrance:
             self.refused_count += 1
             raise refusal
         self._promises.drop(arrival.key)
-        self.waiting_count += 1
-        self.waiting_count_peak = max(self.waiting_count_peak, self.waiting_count)
-        self._by_tenant[arrival.tenant_id] += 1
 
     def passed(self, arrival: Arrival) -> None:
         """A request waits no more: it was handed over, or has gone."""
         self.waiting_count -= 1
-        self._by_tenant[arrival.tenant_id] -= 1
-        if not self._by_tenant[arrival.tenant_id]:
+        left = self._by_tenant[arrival.tenant_id] - 1
+        if left:
+            self._by_tenant[arrival.tenant_id] = left
+        else:
             del self._by_tenant[arrival.tenant_id]
 
     def wait_s(self, arrival: Arrival, *, keeps_promise: bool = False) -> float | None:
@@ -350,7 +596,7 @@ class Entrance:
             free -= len(self._promises) - known
             over_share = (own + 2 - free) // 2  # each place that the tenant gives back is one less and leaves one more
             over = max(own + 1 - own_max, over_share)
-            if over > 0 and self._is_half_empty(arrival):
+            if over > 0 and self._is_half_empty(self._by_tenant[arrival.tenant_id]):
                 return None
         if over <= 0:
             return None
@@ -360,10 +606,12 @@ class Entrance:
         hint_s = self._promise(arrival, waits.seconds(units), now, again=keeps_promise)
         return QueueFull(own, self.waiting_count, hint_s)
 
-    def _is_half_empty(self, arrival: Arrival) -> bool:
-        """Whether half of what this tenant could have is free: then those who were promised places do not come back for them."""
-        own_max = min(self._limits.tenant_request_count_max, self._limits.request_count_max // 2)
-        return self.waiting_count < self._limits.request_count_max // 2 and self._by_tenant[arrival.tenant_id] < own_max // 2
+    def _is_half_empty(self, own: int) -> bool:
+        """Whether half of what a tenant could have is free: then those who were promised places do not come back for them.
+
+        own: how many it has.
+        """
+        return self.waiting_count < self._half and own < self._own_half
 
     def _deadline_fault(
         self, arrival: Arrival, left_s: float, engine_wait_s: float, now: float, *, keeps_promise: bool

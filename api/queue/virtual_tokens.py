@@ -57,7 +57,7 @@ class Tenant(Generic[Item]):
 
     counter: service so far, in units by weight. handed: taken out, and the engine has not begun with them; owed: units that those
     and the ones that run will still cost, by request. ranks: what those were given, which grows from one to the next.
-    output_tokens_mean: of its requests, as far as any have ended.
+    output_tokens_mean: of its requests, as far as any have ended. is_listed: in the heap of `Line.level`.
     """
 
     id: uuid.UUID
@@ -71,6 +71,7 @@ class Tenant(Generic[Item]):
     owed_units: float = 0.0
     ranks: dict[Item, float] = field(default_factory=dict)
     output_tokens_mean: float | None = None
+    is_listed: bool = False
 
     @property
     def first(self) -> Item:
@@ -80,7 +81,8 @@ class Tenant(Generic[Item]):
     @property
     def rank(self) -> float:
         """Where its next request starts: never before one that the engine has."""
-        return max(self.counter + self.owed_units / self.weight, next(reversed(self.ranks.values()), 0.0))
+        own = self.counter + self.owed_units / self.weight
+        return max(own, next(reversed(self.ranks.values()))) if self.ranks else max(own, 0.0)
 
 
 class Line(Generic[Item]):
@@ -89,9 +91,10 @@ class Line(Generic[Item]):
     def __init__(self) -> None:
         self._tenants: dict[uuid.UUID, Tenant[Item]] = {}
         self._turns: LeastFirst[Tenant[Item]] = LeastFirst(_turn, lambda tenant: bool(tenant.waiting))
-        self._queued: LeastFirst[Tenant[Item]] = LeastFirst(
-            lambda tenant: (tenant.counter, 0), lambda tenant: bool(tenant.waiting or tenant.handed)
-        )
+        # Counters of tenants of whom something waits, here or in the engine. Until it is looked at an entry may be too low, or of a
+        # tenant of whom nothing waits any more.
+        self._queued: list[tuple[float, int, Tenant[Item]]] = []
+        self._listed_count = 0  # since the start: breaks ties, so that tenants are never compared
         self._count = 0
         self._last: Tenant[Item] | None = None  # the one that was the last to wait for anything
         self._swept_at = 1000  # tenants known before the idle ones among them are looked for
@@ -114,8 +117,8 @@ class Line(Generic[Item]):
             return self.level()
         return tenant.rank if tenant.waiting or tenant.handed else max(tenant.rank, self.level())
 
-    def join(self, item: Item, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
-        """Put a request at the end of its tenant's own line. weight: more than 0; the latest one given holds from now on."""
+    def arrive(self, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
+        """Return the tenant of a request that comes now. weight: more than 0; the latest one given holds from now on."""
         tenant = self._tenants.get(tenant_id)
         if tenant is None:
             self._forget_idle()
@@ -123,12 +126,20 @@ class Line(Generic[Item]):
         if not (tenant.waiting or tenant.handed):
             tenant.counter = max(tenant.counter, self.level())
         tenant.weight = weight
+        if not tenant.is_listed:
+            tenant.is_listed = True
+            self._listed_count += 1
+            heapq.heappush(self._queued, (tenant.counter, self._listed_count, tenant))
+        return tenant
+
+    def join(self, item: Item, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
+        """Put a request at the end of its tenant's own line. weight: as of `arrive`."""
+        tenant = self.arrive(tenant_id, weight)
         tenant.waiting[item] = None
         tenant.waiting_input_tokens += item.input_token_count
         tenant.waiting_output_tokens_max += item.output_token_count_max
         self._count += 1
         self._turns.note(tenant)
-        self._queued.note(tenant)
         return tenant
 
     def leave(self, item: Item, tenant: Tenant[Item]) -> None:
@@ -148,13 +159,18 @@ class Line(Generic[Item]):
 
         output_token_count: what it will probably generate.
         """
-        item = tenant.first
-        tenant.ranks[item] = tenant.rank
+        item, rank = tenant.first, tenant.rank
         self.leave(item, tenant)
+        self.pass_by(item, tenant, rank, output_token_count)
+        return item
+
+    def pass_by(self, item: Item, tenant: Tenant[Item], rank: float, output_token_count: float) -> None:
+        """The same for a request that did not wait. rank: of its tenant, who has just arrived."""
+        self._last = tenant
+        tenant.ranks[item] = rank
         tenant.handed.add(item)
         tenant.owed[item] = units = INPUT_TOKEN_COST * item.input_token_count + OUTPUT_TOKEN_COST * output_token_count
         tenant.owed_units += units
-        return item
 
     def begun(self, item: Item, tenant: Tenant[Item]) -> None:
         """The engine has begun with a request that was taken out: charge its tenant for the input."""
@@ -178,9 +194,16 @@ class Line(Generic[Item]):
 
     def level(self) -> float:
         """Where a tenant starts that comes back: with the least served of those that wait, else with the last that did."""
-        least = self._queued.first()
-        if least is not None:
-            return least.counter
+        queued = self._queued
+        while queued:
+            counter, number, tenant = queued[0]
+            if not (tenant.waiting or tenant.handed):
+                heapq.heappop(queued)
+                tenant.is_listed = False
+            elif tenant.counter != counter:
+                heapq.heapreplace(queued, (tenant.counter, number, tenant))
+            else:
+                return counter
         return self._last.counter if self._last is not None else 0.0
 
     def _charge(self, item: Item, tenant: Tenant[Item], units: float) -> None:
@@ -249,6 +272,3 @@ class LeastFirst(Generic[Member]):
             else:
                 return member
         return None
-
-    def __contains__(self, member: Member) -> bool:
-        return member in self._listed

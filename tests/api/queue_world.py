@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from api.core.errors import QueueFull, StartsTooLate
-from api.queue.fair_queue import FairQueue
-from api.queue.places import Arrival, Place, QueueLimits, ServiceTier
+from api.queue.fair_queue import Arrival, FairQueue, Place, QueueLimits, ServiceTier
 from inference.core.kv_cache import BlockPool
 from inference.core.scheduler import Scheduler
 from inference.core.sequence import Sequence

@@ -19,12 +19,16 @@ from api.queue.fair_queue import (
     WINDOW_FIRST,
     WINDOW_MAX,
     WINDOW_MIN,
+    Arrival,
     FairQueue,
     Lookahead,
+    Place,
     Promise,
     Promises,
+    QueueLimits,
+    ServiceTier,
+    State,
 )
-from api.queue.places import Arrival, Place, QueueLimits, ServiceTier, State
 from inference.engine import EngineStatistics
 from tests.api.queue_world import EngineModel, Request, World, agent, percentile, tenant_id
 

@@ -20,7 +20,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 import api.fleet.engines as api_engines
-from api.queue.waits import ServiceRate
+from api.queue.fair_queue import ServiceRate
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.service import MODEL, Inside, Service, Stream, Tenant, run_inside, start, until
