@@ -46,6 +46,10 @@ class Forked:
         pid, _, self._status = answer.partition(b"\n")
         self.pid = int(pid)
 
+    def __del__(self) -> None:
+        """The end of a process that nobody waits for is not told."""
+        self._connection.close()
+
     @property
     def returncode(self) -> int | None:
         """As `poll`."""
@@ -137,8 +141,10 @@ class Server:
                 arguments=command[3:],
                 environment=dict(environment),
             )
-        answer = connection.recv(ANSWER_BYTES_MAX)
-        return Forked(connection, answer) if answer else None
+        if answer := connection.recv(ANSWER_BYTES_MAX):
+            return Forked(connection, answer)
+        connection.close()
+        return None
 
     def children_of(self, pid: int, module: str) -> list[int]:
         """Running processes that were started on behalf of another one."""
