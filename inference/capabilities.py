@@ -88,8 +88,8 @@ class Capabilities:
     def check(self, request: GenerationRequest, engine: str) -> None:
         """Raise `RequestImpossible` with the field if the engine would ignore one. engine: its name, for the message."""
         sampling = request.sampling
-        for field in RequestField:
-            if field in self.unsupported and _USED[field](request):
+        for field, is_used in _USED.items():
+            if field in self.unsupported and is_used(request):
                 raise self._refusal(request, field, engine)
         if sampling.top_logprobs is not None:
             most = self.top_logprobs_max

@@ -71,7 +71,7 @@ class FramePace:
         # A clock that goes as fast as there is room: so what is given back is what was counted, whatever room there was then.
         self._now, self._looked_at = 0.0, clock()
         # By API key, organization and address: when, on that clock, all that it has spent will have been waited for.
-        self._free_at: dict[uuid.UUID | str, float] = {}
+        self._free_at: dict[int | str, float] = {}
         self._turns: dict[uuid.UUID, Turns] = {}
         self._late_counts: dict[uuid.UUID | str, int] = {}  # of refusals that wait
 
@@ -101,11 +101,12 @@ class FramePace:
         if len(self._free_at) > KEYS_MAX:
             self._free_at = {each: at for each, at in self._free_at.items() if at > now}
 
-    def _accounts(self, owner: Payer) -> tuple[tuple[uuid.UUID | str, float], ...]:
+    def _accounts(self, owner: Payer) -> tuple[tuple[int | str, float], ...]:
         """What a cost is counted in, with the share of each."""
         if isinstance(owner, str):
             return ((owner, ADDRESS_SHARES * self._share),)
-        return (owner.api_key_id, self._share), (owner.organization_id, min(ORGANIZATION_SHARES * self._share, 1.0))
+        # By numbers: UUIDs hash in Python, and each message of each stream asks.
+        return (owner.api_key_id.int, self._share), (owner.organization_id.int, min(ORGANIZATION_SHARES * self._share, 1.0))
 
     def held(self, owner: Payer, cost_s: float) -> None:
         """The event loop was held for so long, in one piece, for this key."""

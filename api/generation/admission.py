@@ -188,15 +188,15 @@ class Admission:
         self.journal = journal
         self.tasks = tasks
         self.admitted_count = 0  # since the start
-        self._refused_at: OrderedDict[uuid.UUID, float] = OrderedDict()  # by API key; the one that was refused last stands last
+        self._refused_at: OrderedDict[int, float] = OrderedDict()  # by the API key's number; the last that was refused stands last
 
     def was_refused(self, api_key_id: uuid.UUID) -> bool:
         """Whether the last request of a key was refused by a quota, a moment ago."""
-        return time.monotonic() - self._refused_at.get(api_key_id, -math.inf) < REFUSED_S
+        return time.monotonic() - self._refused_at.get(api_key_id.int, -math.inf) < REFUSED_S
 
     def _note_refusal(self, api_key_id: uuid.UUID) -> None:
-        self._refused_at[api_key_id] = time.monotonic()
-        self._refused_at.move_to_end(api_key_id)
+        self._refused_at[api_key_id.int] = time.monotonic()
+        self._refused_at.move_to_end(api_key_id.int)
         if len(self._refused_at) > REFUSED_KEYS_MAX:
             self._refused_at.popitem(last=False)
 
@@ -232,6 +232,6 @@ class Admission:
             if isinstance(error, QuotaExceeded):
                 self._note_refusal(op.payer.api_key_id)
             raise
-        self._refused_at.pop(op.payer.api_key_id, None)
+        self._refused_at.pop(op.payer.api_key_id.int, None)
         self.admitted_count += 1
         return Lease(self, max_output_token_count, admitted, usage)

@@ -137,7 +137,8 @@ class Place:
 
     def leave(self) -> None:
         """Give it back; once is enough."""
-        self._queue.leave(self)
+        if self.state is not State.GONE:
+            self._queue.leave(self)
 
     def __enter__(self) -> Self:
         return self
@@ -155,25 +156,26 @@ class Waits:
 
     def __init__(self) -> None:
         self.rate = ServiceRate()
-        self._output_tokens_mean: float | None = None
+        self.output_tokens_mean: float | None = None
 
     def ended(self, tenant: Tenant[Item], generated_token_count: int) -> None:
         """A request that had been served has ended with so many output tokens."""
-        self._output_tokens_mean = _moved(self._output_tokens_mean, generated_token_count)
-        tenant.output_tokens_mean = _moved(tenant.output_tokens_mean, generated_token_count)
+        for each in (self, tenant):
+            mean, count = each.output_tokens_mean, float(generated_token_count)
+            each.output_tokens_mean = count if mean is None else mean + (count - mean) / OUTPUT_MEMORY
 
     def cost(self, input_token_count: int, output_token_count_max: int, request_count: int = 1) -> float:
         """What requests will probably cost, in units of service: as much output as usual, unless they allow less."""
         output = float(output_token_count_max)
-        if self._output_tokens_mean is not None:
-            output = min(output, self._output_tokens_mean * request_count)
+        if self.output_tokens_mean is not None:
+            output = min(output, self.output_tokens_mean * request_count)
         return INPUT_TOKEN_COST * input_token_count + OUTPUT_TOKEN_COST * output
 
     def output_tokens(self, tenant: Tenant[Item], output_token_count_max: int) -> float:
         """What a request of the tenant will probably generate: as much as its own usually do, or else those of all."""
         mean = tenant.output_tokens_mean
         if mean is None:
-            mean = OUTPUT_TOKENS_UNKNOWN if self._output_tokens_mean is None else self._output_tokens_mean
+            mean = OUTPUT_TOKENS_UNKNOWN if self.output_tokens_mean is None else self.output_tokens_mean
         return min(float(output_token_count_max), mean)
 
     def backlog(self, tenant: Tenant[Item]) -> float:
@@ -201,10 +203,6 @@ class Waits:
         backlog = self.backlog(tenant)
         each = max(backlog / len(tenant.waiting), 1.0)
         return min(backlog + promised_units, math.ceil((level - tenant.rank) * tenant.weight / each) * each)
-
-
-def _moved(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + (value - mean) / OUTPUT_MEMORY
 
 
 SAMPLE_S = 0.25  # seconds: several steps of a slow engine, so that one sample is no single step
@@ -298,9 +296,9 @@ class FairQueue:
         place.tier = tier = self._tiers[arrival.tier]
         line, is_fair = tier.line, self._limits.fair
         tenant_id, weight = (arrival.tenant_id, arrival.weight) if is_fair else (ALL_TENANTS, 1.0)
-        if tier is self._batch and not line:
+        if tier is self._batch and not line.waiting_count:
             self._batch_moved_at = self.clock()
-        if not (self._interactive.line or self._batch.line):
+        if not (self._interactive.line.waiting_count or self._batch.line.waiting_count):
             place.tenant = tenant = line.arrive(tenant_id, weight)
             rank = own_rank = tenant.rank
             if not is_fair:
@@ -324,7 +322,7 @@ class FairQueue:
         assert tenant is not None
         place.state = State.RUNNING
         tier.line.begun(place, tenant)
-        is_waited = bool(self._interactive.line or self._batch.line)
+        is_waited = bool(self._interactive.line.waiting_count or self._batch.line.waiting_count)
         if place.handed_at_step is not None:
             steps = self._engine().step_count - place.handed_at_step
             overtakes = next(iter(self._handed)).rank > place.rank
@@ -338,8 +336,6 @@ class FairQueue:
         """Give a place back."""
         state, tier, tenant = place.state, place.tier, place.tenant
         place.state = State.GONE
-        if state is State.GONE:
-            return
         if state is State.ENTERED or state is State.WAITING:
             if state is State.WAITING:
                 assert tier is not None
@@ -354,7 +350,7 @@ class FairQueue:
                 self._take_back(place)
             else:
                 tier.waits.ended(tenant, place.generated_token_count)
-        if state is State.WAITING or self._interactive.line or self._batch.line:
+        if state is State.WAITING or self._interactive.line.waiting_count or self._batch.line.waiting_count:
             self._hand_over()
 
     def outlook(self) -> list[Outlook]:
@@ -531,7 +527,7 @@ class Entrance:
         self._own_half = min(limits.tenant_request_count_max, self._half) // 2
         self._tiers = tiers
         self._lookahead = lookahead
-        self._by_tenant: Counter[uuid.UUID] = Counter()  # of those that wait
+        self._by_tenant: dict[int, int] = {}  # those that wait, by the number of the tenant's id: UUIDs hash in Python
         self._promises = Promises(PROMISES_PER_PLACE * limits.request_count_max)
 
     @property
@@ -541,13 +537,13 @@ class Entrance:
 
     def let_in(self, arrival: Arrival, engine_wait_s: float, clock: Callable[[], float]) -> None:
         """Count a request in, or raise: QueueFull, StartsTooLate. `passed` follows once."""
-        own = self._by_tenant.get(arrival.tenant_id, 0)
-        if len(self._promises._standing) or arrival.deadline is not None or not self._is_half_empty(own):
+        own = self._by_tenant.get(arrival.tenant_id.int, 0)
+        if self._promises.standing or arrival.deadline is not None or not self._is_half_empty(own):
             self._check(arrival, engine_wait_s, clock())
         self.waiting_count += 1
         if self.waiting_count > self.waiting_count_peak:
             self.waiting_count_peak = self.waiting_count
-        self._by_tenant[arrival.tenant_id] = own + 1
+        self._by_tenant[arrival.tenant_id.int] = own + 1
 
     def _check(self, arrival: Arrival, engine_wait_s: float, now: float) -> None:
         self._promises.forget_expired(now)
@@ -563,11 +559,10 @@ class Entrance:
     def passed(self, arrival: Arrival) -> None:
         """A request waits no more: it was handed over, or has gone."""
         self.waiting_count -= 1
-        left = self._by_tenant[arrival.tenant_id] - 1
-        if left:
-            self._by_tenant[arrival.tenant_id] = left
-        else:
-            del self._by_tenant[arrival.tenant_id]
+        tenant = arrival.tenant_id.int
+        self._by_tenant[tenant] -= 1
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
 
     def wait_s(self, arrival: Arrival, *, keeps_promise: bool = False) -> float | None:
         """How long a request would wait that came now; None before anything was observed. keeps_promise: others wait for it."""
@@ -584,7 +579,8 @@ class Entrance:
 
     def _room_fault(self, arrival: Arrival, now: float, *, keeps_promise: bool) -> QueueFull | None:
         """Why there is no place: within the bounds, behind all promises, and no tenant has more places than it leaves free."""
-        limits, own = self._limits, self._by_tenant[arrival.tenant_id]
+        limits, own_count = self._limits, self._by_tenant.get(arrival.tenant_id.int, 0)
+        own = own_count
         share = 1.0 if keeps_promise else NEWCOMERS_SHARE
         free = int(limits.request_count_max * share) - self.waiting_count
         own_max = int(limits.tenant_request_count_max * share)
@@ -596,7 +592,7 @@ class Entrance:
             free -= len(self._promises) - known
             over_share = (own + 2 - free) // 2  # each place that the tenant gives back is one less and leaves one more
             over = max(own + 1 - own_max, over_share)
-            if over > 0 and self._is_half_empty(self._by_tenant[arrival.tenant_id]):
+            if over > 0 and self._is_half_empty(own_count):
                 return None
         if over <= 0:
             return None
@@ -677,13 +673,13 @@ class Promises:
 
     def __init__(self, count_max: int) -> None:
         self._count_max = count_max
-        self._standing: dict[Key, Promise] = {}
+        self.standing: dict[Key, Promise] = {}
         self._counts: Counter[uuid.UUID] = Counter()
         self._costs: dict[uuid.UUID, float] = {}
         self._expiries: list[tuple[float, Key]] = []
 
     def __len__(self) -> int:
-        return len(self._standing)
+        return len(self.standing)
 
     def count(self, tenant_id: uuid.UUID) -> int:
         """Promises to one tenant."""
@@ -695,26 +691,26 @@ class Promises:
 
     def find(self, key: Key) -> Promise | None:
         """The promise to a request, if it has one."""
-        return self._standing.get(key)
+        return self.standing.get(key)
 
     def make(self, promise: Promise) -> None:
         """Keep a place. Beyond the bound the time told stays an estimate."""
-        if len(self._standing) >= self._count_max or promise.key in self._standing:
+        if len(self.standing) >= self._count_max or promise.key in self.standing:
             return
         tenant_id = promise.key[0]
-        self._standing[promise.key] = promise
+        self.standing[promise.key] = promise
         self._counts[tenant_id] += 1
         self._costs[tenant_id] = self.cost(tenant_id) + promise.cost
         heapq.heappush(self._expiries, (promise.expires_at, promise.key))
 
     def is_due(self, key: Key, now: float) -> bool:
         """Whether this request has a promise, and has waited as long as it was told."""
-        promise = self._standing.get(key)
+        promise = self.standing.get(key)
         return promise is not None and now >= promise.ready_at - EARLY_S
 
     def drop(self, key: Key) -> None:
         """The place was taken, or is no longer needed."""
-        promise = self._standing.pop(key, None)
+        promise = self.standing.pop(key, None)
         if promise is None:
             return
         tenant_id = key[0]
@@ -727,6 +723,6 @@ class Promises:
         """Give up on those who did not come back."""
         while self._expiries and self._expiries[0][0] <= now:
             _, key = heapq.heappop(self._expiries)
-            promise = self._standing.get(key)
+            promise = self.standing.get(key)
             if promise is not None and promise.expires_at <= now:
                 self.drop(key)

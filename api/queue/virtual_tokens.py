@@ -89,18 +89,18 @@ class Line(Generic[Item]):
     """Tenants of one tier, and what of theirs waits."""
 
     def __init__(self) -> None:
-        self._tenants: dict[uuid.UUID, Tenant[Item]] = {}
+        self._tenants: dict[int, Tenant[Item]] = {}  # by the numbers of their ids: UUIDs hash in Python
         self._turns: LeastFirst[Tenant[Item]] = LeastFirst(_turn, lambda tenant: bool(tenant.waiting))
         # Counters of tenants of whom something waits, here or in the engine. Until it is looked at an entry may be too low, or of a
         # tenant of whom nothing waits any more.
         self._queued: list[tuple[float, int, Tenant[Item]]] = []
         self._listed_count = 0  # since the start: breaks ties, so that tenants are never compared
-        self._count = 0
+        self.waiting_count = 0
         self._last: Tenant[Item] | None = None  # the one that was the last to wait for anything
         self._swept_at = 1000  # tenants known before the idle ones among them are looked for
 
     def __len__(self) -> int:
-        return self._count
+        return self.waiting_count
 
     def waiting_tenants(self) -> Iterator[Tenant[Item]]:
         """Those of whom something waits."""
@@ -108,21 +108,21 @@ class Line(Generic[Item]):
 
     def find(self, tenant_id: uuid.UUID) -> Tenant[Item] | None:
         """What is known of a tenant; None for one that would start where the others stand."""
-        return self._tenants.get(tenant_id)
+        return self._tenants.get(tenant_id.int)
 
     def start(self, tenant_id: uuid.UUID) -> float:
         """The rank that a tenant's request would have if it were next now."""
-        tenant = self._tenants.get(tenant_id)
+        tenant = self._tenants.get(tenant_id.int)
         if tenant is None:
             return self.level()
         return tenant.rank if tenant.waiting or tenant.handed else max(tenant.rank, self.level())
 
     def arrive(self, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
         """Return the tenant of a request that comes now. weight: more than 0; the latest one given holds from now on."""
-        tenant = self._tenants.get(tenant_id)
+        tenant = self._tenants.get(tenant_id.int)
         if tenant is None:
             self._forget_idle()
-            tenant = self._tenants[tenant_id] = Tenant(tenant_id, weight)
+            tenant = self._tenants[tenant_id.int] = Tenant(tenant_id, weight)
         if not (tenant.waiting or tenant.handed):
             tenant.counter = max(tenant.counter, self.level())
         tenant.weight = weight
@@ -138,7 +138,7 @@ class Line(Generic[Item]):
         tenant.waiting[item] = None
         tenant.waiting_input_tokens += item.input_token_count
         tenant.waiting_output_tokens_max += item.output_token_count_max
-        self._count += 1
+        self.waiting_count += 1
         self._turns.note(tenant)
         return tenant
 
@@ -147,7 +147,7 @@ class Line(Generic[Item]):
         del tenant.waiting[item]
         tenant.waiting_input_tokens -= item.input_token_count
         tenant.waiting_output_tokens_max -= item.output_token_count_max
-        self._count -= 1
+        self.waiting_count -= 1
         self._last = tenant
 
     def next_tenant(self) -> Tenant[Item] | None:
@@ -218,7 +218,7 @@ class Line(Generic[Item]):
             return
         level = self.level()
         kept = {
-            tenant.id: tenant
+            tenant.id.int: tenant
             for tenant in self._tenants.values()
             if tenant.waiting or tenant.owed or tenant.counter > level or tenant is self._last
         }

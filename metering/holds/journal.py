@@ -172,7 +172,7 @@ class UsageJournal:
         self.directory = directory
         self.owner_id = owner_id
         self._rotate_bytes = self._rotate_at_bytes = rotate_bytes
-        self._live: dict[uuid.UUID, Delivered] = {}
+        self._live: dict[int, Delivered] = {}  # by the number of the hold's id: UUIDs hash in Python
         self._segment = 0
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.bindings = BindingLog(directory, owner_id)
@@ -204,7 +204,8 @@ class UsageJournal:
             self._cut()
             raise
         self._size_bytes += RECORD.size * len(entries)
-        self._live.update((entry.hold_id, entry) for entry in entries)
+        for entry in entries:
+            self._live[entry.hold_id.int] = entry
         if self._size_bytes >= self._rotate_at_bytes:
             self._rotate()
 
@@ -216,7 +217,7 @@ class UsageJournal:
 
     def forget(self, hold_id: uuid.UUID) -> None:
         """The hold has been settled: the database knows."""
-        self._live.pop(hold_id, None)
+        self._live.pop(hold_id.int, None)
 
     def close(self) -> None:
         """Give the file up; it stays for recovery if something in it was never settled. Idempotent."""
@@ -304,7 +305,7 @@ def segment_of(path: Path) -> int:
 
 def encode(entry: Delivered) -> bytes:
     """One record."""
-    body = RECORD.pack(entry.hold_id.bytes, *entry[1:], 0)[:-4]
+    body = RECORD.pack(entry.hold_id.int.to_bytes(16, "big"), *entry[1:], 0)[:-4]
     return body + struct.pack("<I", zlib.crc32(body))
 
 

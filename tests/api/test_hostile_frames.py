@@ -204,8 +204,8 @@ async def test_who_floods_is_read_no_further_and_nobody_else_waits(world: World,
     quiet, start = Call(), start_frame()
     start.start.initial_credit_tokens = TOKENS
     start.start.ClearField("keep_on_disconnect")
-    world.small.process.pace._free_at.pop(world.principal.api_key_id, None)
-    world.small.process.pace._free_at.pop(world.principal.organization_id, None)
+    world.small.process.pace._free_at.pop(world.principal.api_key_id.int, None)
+    world.small.process.pace._free_at.pop(world.principal.organization_id.int, None)
     world.serve_for(world.principal, quiet)
     quiet.send(start)
     late = Call()
