@@ -23,12 +23,9 @@ import structlog
 
 from metering.core.errors import InvariantViolated, StoreAway
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds.batch import execute_batch
-from metering.holds.journal import Bind
-from metering.holds.known import Known, OwnHolds, known_of
-from metering.holds.lease_clock import LeaseClock
-from metering.holds.one_trip import (
+from metering.holds.batch import (
     Trip,
+    execute_batch,
     learn_rules,
     plan_admissions,
     plan_ends,
@@ -37,6 +34,9 @@ from metering.holds.one_trip import (
     take,
     unknown_rules,
 )
+from metering.holds.journal import Bind
+from metering.holds.known import Known, OwnHolds, known_of
+from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import (
     Admit,
     Admitted,

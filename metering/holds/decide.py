@@ -1,7 +1,7 @@
 """The meaning of the operations on holds: what each does to holds, counters, usage events and money. Written here once.
 
-Pure, one operation after the other, on values in memory. Two ways lead here: `batch.py` hands over rows that it has locked;
-`one_trip.py` hands over what the process remembers of them, and has the database see for itself that they still are so.
+Pure, one operation after the other, on values in memory. Two ways lead here (`batch.py`): one hands over rows that it has locked,
+the other what the process remembers of them, and has the database see for itself that they still are so.
 """
 
 from __future__ import annotations

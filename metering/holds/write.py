@@ -1,7 +1,7 @@
 """What one batch of hold operations writes: holds, usage events with their receipts, counters. No decisions.
 
 The statements that end and extend holds compare all of their rows that can have changed since they were decided about, and those
-that move counters see that each limit has room: a batch that was decided by what a process remembers (`one_trip.py`) is written
+that move counters see that each limit has room: a batch that was decided by what a process remembers (`batch.py`) is written
 whole or not at all. Where the rows were locked before, all of that holds anyway.
 
 Rows are locked in the order of holds by id, chains by project, counters by (quota, window), in every process alike.
