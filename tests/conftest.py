@@ -26,7 +26,7 @@ from inference.workers import process
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo, sqlalchemy_url
 from metering.store.migrations_runner import migrate, prepare_application_role
-from tests.forked_hosts import HOSTS, execute_host, fork_hosts
+from tests.forked_hosts import execute_host, fork_hosts
 
 # Files whose tests mostly wait for processes come first: shared out last, one of them would keep a single worker busy at the end.
 LONG_FILES_FIRST = ("tests/faults/", "tests/e2e/", "tests/api/", "tests/sdk/")
@@ -136,7 +136,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _forked_hosts() -> None:
     """Engine hosts of this process are forked."""
-    process.start_process = fork_hosts(lambda: HOSTS.path)
+    process.start_process = fork_hosts()
 
 
 @pytest.fixture

@@ -202,6 +202,7 @@ class TestProcess:
         assert statistics.waiting_count == 0
         assert statistics.waiting_count_peak >= 50
 
+    @pytest.mark.usefixtures("executed_hosts")
     async def test_a_dead_one_fails_its_callers_and_another_takes_its_place(self, danger: Path) -> None:
         async with served(ClassifierProcess([danger], timeout_s=PATIENCE_S)) as process:
             pid = process.pid

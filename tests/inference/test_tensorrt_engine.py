@@ -28,6 +28,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> None:
     find_double(monkeypatch)
 
 
+@pytest.mark.usefixtures("executed_hosts")
 async def test_a_dead_worker_fails_its_waiters_and_the_engine_comes_back(tiny: TinyCheckpoint) -> None:
     async with serving(tensorrt_settings(tiny)) as engine:
         whole = await run(engine, make_request(prompt(1), 5))
