@@ -19,7 +19,7 @@ from common.child_environment import inherited
 from inference.safety.safety_classifiers import CHILD_ENVIRONMENT as CLASSIFIER_ENVIRONMENT
 from inference.workers import process
 from inference.workers.process import CHILD_ENVIRONMENT
-from tests.forks import ANSWER_BYTES_MAX, Forked, ForkedChild, Server, send
+from tests.forks import ANSWER_BYTES_MAX, ENVIRONMENT, Forked, ForkedChild, Server, send
 
 
 class StartProcess(Protocol):
@@ -32,12 +32,13 @@ class StartProcess(Protocol):
 execute_host: StartProcess = process.start_process
 APIS = Server("api.__main__")
 HOSTS = Server(
-    *("inference.core.engine_core", "inference.encoder.network"), environment=lambda: {**CHILD_ENVIRONMENT, **inherited()}
+    *("inference.core.engine_core", "inference.encoder.network"),
+    environment=lambda: {**CHILD_ENVIRONMENT, **inherited(ENVIRONMENT)},
 )
 CLASSIFIER_MODULE = "inference.safety.classifier_host"
 CLASSIFIERS = Server(
     *("torch", "transformers.models.auto.modeling_auto", "transformers.models.bert.modeling_bert"),
-    environment=lambda: {**CLASSIFIER_ENVIRONMENT, **inherited()},
+    environment=lambda: {**CLASSIFIER_ENVIRONMENT, **inherited(ENVIRONMENT)},
 )
 # Of hosts whose environment is another one. The TensorRT-LLM of tests computes with torch, on one thread.
 OTHERS = {

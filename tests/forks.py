@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+INTERPRETER, ENVIRONMENT = sys.executable, dict(os.environ)  # as they are before a test patches them
 POLL_S = 0.005
 REQUEST_BYTES_MAX = 1 << 20
 ANSWER_BYTES_MAX = 1 << 16
@@ -99,7 +100,7 @@ class ForkedChild(Forked):
 class Server:
     """The parent of processes of one kind in this test run."""
 
-    def __init__(self, *modules: str, environment: Callable[[], Mapping[str, str]] = lambda: os.environ) -> None:
+    def __init__(self, *modules: str, environment: Callable[[], Mapping[str, str]] = lambda: ENVIRONMENT) -> None:
         """modules: imported before the first process is forked. environment: of the server; imports may depend on it."""
         self._modules = modules
         self._environment = environment
@@ -110,12 +111,12 @@ class Server:
         """Its socket. Starts the server at the first call."""
         if self._path is None:
             directory = tempfile.mkdtemp(prefix="weir-forks-")
-            self._path = f"{directory}/socket"
+            path = f"{directory}/socket"
             with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(self._path)
+                listener.bind(path)
                 listener.listen(128)
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.forks", str(listener.fileno()), *self._modules],
+                    [INTERPRETER, "-m", "tests.forks", str(listener.fileno()), *self._modules],
                     stdin=subprocess.PIPE,
                     env=self._environment(),
                     pass_fds=(listener.fileno(),),
@@ -124,6 +125,7 @@ class Server:
             atexit.register(shutil.rmtree, directory)
             atexit.register(process.wait)
             atexit.register(process.stdin.close)  # runs before the two above, and ends the server
+            self._path = path
         return self._path
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked | None:

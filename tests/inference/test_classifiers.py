@@ -256,6 +256,7 @@ class TestProcess:
         assert failure is not None
         assert failure.startswith(str(tmp_path))
 
+    @pytest.mark.usefixtures("executed_hosts")
     async def test_one_that_does_not_start_is_told_at_once(self, danger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(classifier_process, "CHILD_ENVIRONMENT", {"PYTHONPATH": str(danger)})
         monkeypatch.setattr("sys.executable", str(danger / "no python"))
