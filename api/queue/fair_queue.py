@@ -120,7 +120,14 @@ class Place:
 
     def begun(self) -> None:
         """The engine has let it enter."""
-        self._queue.begun(self)
+        if self.state is not State.HANDED:
+            return
+        tier, tenant, queue = self.tier, self.tenant, self._queue
+        assert tier is not None, "only what was handed over begins"
+        assert tenant is not None
+        self.state = State.RUNNING
+        tier.line.begun(self, tenant)
+        queue.began(self)
 
     def generated(self, token_count: int) -> None:
         """The engine has generated so many more tokens for it: charge for them, and note what was served."""
@@ -131,14 +138,27 @@ class Place:
         if not self.generated_token_count:
             units += INPUT_TOKEN_COST * self.input_token_count
         self.generated_token_count += token_count
-        tier.line.generated(self, tenant, token_count)
+        tier.line.charge(self, tenant, OUTPUT_TOKEN_COST * token_count)
         if tier.waits.rate.is_sampled:
             tier.waits.rate.served(units, self._queue.clock())
 
     def leave(self) -> None:
         """Give it back; once is enough."""
-        if self.state is not State.GONE:
-            self._queue.leave(self)
+        state, tier, tenant = self.state, self.tier, self.tenant
+        self.state = State.GONE
+        if tier is None or tenant is None:
+            if state is State.ENTERED:
+                self._queue.left(self, state)
+            return
+        if state is State.WAITING:
+            tier.line.leave(self, tenant)
+        elif state is State.GONE:
+            return
+        else:
+            tier.line.ended(self, tenant)
+            if state is State.RUNNING:
+                tier.waits.ended(tenant, self.generated_token_count)
+        self._queue.left(self, state)
 
     def __enter__(self) -> Self:
         return self
@@ -299,8 +319,8 @@ class FairQueue:
         if tier is self._batch and not line.waiting_count:
             self._batch_moved_at = self.clock()
         if not (self._interactive.line.waiting_count or self._batch.line.waiting_count):
-            place.tenant = tenant = line.arrive(tenant_id, weight)
-            rank = own_rank = tenant.rank
+            tenant, own_rank = line.arrive(tenant_id, weight)
+            rank, place.tenant = own_rank, tenant
             if not is_fair:
                 rank = 0.0
             elif tier is self._batch:
@@ -313,43 +333,24 @@ class FairQueue:
         place.tenant = line.join(place, tenant_id, weight)
         self._hand_over()
 
-    def begun(self, place: Place) -> None:
+    def began(self, place: Place) -> None:
         """The engine has let a request enter."""
-        if place.state is not State.HANDED:
-            return
-        tier, tenant = place.tier, place.tenant
-        assert tier is not None, "only what was handed over begins"
-        assert tenant is not None
-        place.state = State.RUNNING
-        tier.line.begun(place, tenant)
-        is_waited = bool(self._interactive.line.waiting_count or self._batch.line.waiting_count)
+        is_waited = self._interactive.line.waiting_count or self._batch.line.waiting_count
         if place.handed_at_step is not None:
             steps = self._engine().step_count - place.handed_at_step
             overtakes = next(iter(self._handed)).rank > place.rank
             if not (place.arrival.compiles or overtakes):  # else it was its grammar that it waited for, or nothing
-                self._lookahead.entered(steps, behind=is_waited)
+                self._lookahead.entered(steps, behind=bool(is_waited))
         self._take_back(place)
         if is_waited:
             self._hand_over()
 
-    def leave(self, place: Place) -> None:
-        """Give a place back."""
-        state, tier, tenant = place.state, place.tier, place.tenant
-        place.state = State.GONE
-        if state is State.ENTERED or state is State.WAITING:
-            if state is State.WAITING:
-                assert tier is not None
-                assert tenant is not None
-                tier.line.leave(place, tenant)
+    def left(self, place: Place, state: State) -> None:
+        """A place was given back. state: where it stood."""
+        if state is State.HANDED:
+            self._take_back(place)
+        elif state is not State.RUNNING:
             self._entrance.passed(place.arrival)
-        else:
-            assert tier is not None
-            assert tenant is not None
-            tier.line.ended(place, tenant)
-            if state is State.HANDED:
-                self._take_back(place)
-            else:
-                tier.waits.ended(tenant, place.generated_token_count)
         if state is State.WAITING or self._interactive.line.waiting_count or self._batch.line.waiting_count:
             self._hand_over()
 

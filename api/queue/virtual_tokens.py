@@ -82,7 +82,7 @@ class Tenant(Generic[Item]):
     def rank(self) -> float:
         """Where its next request starts: never before one that the engine has."""
         own = self.counter + self.owed_units / self.weight
-        return max(own, next(reversed(self.ranks.values()))) if self.ranks else max(own, 0.0)
+        return max(own, next(reversed(self.ranks.values()))) if self.ranks else own
 
 
 class Line(Generic[Item]):
@@ -117,8 +117,11 @@ class Line(Generic[Item]):
             return self.level()
         return tenant.rank if tenant.waiting or tenant.handed else max(tenant.rank, self.level())
 
-    def arrive(self, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
-        """Return the tenant of a request that comes now. weight: more than 0; the latest one given holds from now on."""
+    def arrive(self, tenant_id: uuid.UUID, weight: float) -> tuple[Tenant[Item], float]:
+        """Return the tenant of a request that comes now, and its rank.
+
+        weight: more than 0; the latest one given holds from now on.
+        """
         tenant = self._tenants.get(tenant_id.int)
         if tenant is None:
             self._forget_idle()
@@ -130,11 +133,12 @@ class Line(Generic[Item]):
             tenant.is_listed = True
             self._listed_count += 1
             heapq.heappush(self._queued, (tenant.counter, self._listed_count, tenant))
-        return tenant
+        rank = tenant.counter + tenant.owed_units / weight  # as `Tenant.rank`
+        return tenant, max(rank, next(reversed(tenant.ranks.values()))) if tenant.ranks else rank
 
     def join(self, item: Item, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
         """Put a request at the end of its tenant's own line. weight: as of `arrive`."""
-        tenant = self.arrive(tenant_id, weight)
+        tenant, _ = self.arrive(tenant_id, weight)
         tenant.waiting[item] = None
         tenant.waiting_input_tokens += item.input_token_count
         tenant.waiting_output_tokens_max += item.output_token_count_max
@@ -176,11 +180,14 @@ class Line(Generic[Item]):
         """The engine has begun with a request that was taken out: charge its tenant for the input."""
         tenant.handed.remove(item)
         self._last = tenant
-        self._charge(item, tenant, INPUT_TOKEN_COST * item.input_token_count)
+        self.charge(item, tenant, INPUT_TOKEN_COST * item.input_token_count)
 
-    def generated(self, item: Item, tenant: Tenant[Item], token_count: int) -> None:
-        """Charge a tenant for output of a request that the engine has begun with."""
-        self._charge(item, tenant, OUTPUT_TOKEN_COST * token_count)
+    def charge(self, item: Item, tenant: Tenant[Item], units: float) -> None:
+        """Charge a tenant for a request that the engine has begun with. units: of service."""
+        tenant.counter += units / tenant.weight
+        expected = min(units, tenant.owed[item])
+        tenant.owed[item] -= expected
+        tenant.owed_units -= expected
 
     def ended(self, item: Item, tenant: Tenant[Item]) -> None:
         """A request that was taken out has ended; what it did not cost is owed no more."""
@@ -205,12 +212,6 @@ class Line(Generic[Item]):
             else:
                 return counter
         return self._last.counter if self._last is not None else 0.0
-
-    def _charge(self, item: Item, tenant: Tenant[Item], units: float) -> None:
-        tenant.counter += units / tenant.weight
-        expected = min(units, tenant.owed[item])
-        tenant.owed[item] -= expected
-        tenant.owed_units -= expected
 
     def _forget_idle(self) -> None:
         """Drop the tenants that would start at the level anyway, so that memory follows those that are active."""

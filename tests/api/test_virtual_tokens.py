@@ -132,7 +132,7 @@ class LineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.integers(1, 9))
     def generate(self, data: st.DataObject, tokens: int) -> None:
         item = data.draw(st.sampled_from(self.running))
-        self.line.generated(item, self.tenants[item.tenant], tokens)
+        self.line.charge(item, self.tenants[item.tenant], OUTPUT_TOKEN_COST * tokens)
         self.model.charge(item, OUTPUT_TOKEN_COST * tokens)
 
     @precondition(lambda self: self.running or self.model.handed)
