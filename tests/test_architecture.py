@@ -81,7 +81,7 @@ IMPORT_FAULTS = [
     ("metering/invoices.py", "import stripe", "stripe"),
     ("metering/store/db.py", "from metering.tenants import tenants", "metering.tenants.tenants"),
     ("metering/ledger/ledger.py", "from metering.proof.fsck import fsck", "metering.proof.fsck"),
-    ("metering/proof/checks.py", "from metering.quotas import quota_rules", "metering.quotas.quota_rules"),
+    ("metering/proof/fsck.py", "from metering.quotas import quota_rules", "metering.quotas.quota_rules"),
     ("metering/holds/holds.py", "from metering.ledger import ledger", "metering.ledger.ledger"),
     ("metering/ledger/rating.py", "from metering.export.deliveries import form", "metering.export.deliveries"),
     ("metering/receipts/merkle.py", "from metering.holds import holds", "metering.holds.holds"),

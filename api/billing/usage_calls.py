@@ -28,8 +28,18 @@ from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import MonthReport
 from metering.ledger.ledger import month_bounds, month_text
 from metering.reports.focus import FOCUS_VERSION, focus_csv
-from metering.reports.forecast import CONFIDENCE, Forecast, forecast
-from metering.reports.usage_reports import Grouping, Share, UsageFilter, UsageRow, daily_costs, usage_page, usage_total
+from metering.reports.usage_reports import (
+    CONFIDENCE,
+    Forecast,
+    Grouping,
+    Share,
+    UsageFilter,
+    UsageRow,
+    daily_costs,
+    forecast,
+    usage_page,
+    usage_total,
+)
 from metering.store.db import Sessions, database_now
 from metering.tenants.tenants import Principal, find_api_key, find_project
 

@@ -1,9 +1,19 @@
-"""`weir chaos`: rounds of load and kills against a Weir of its own, each followed by an audit of every token."""
+"""`weir chaos`: rounds of load and kills against a Weir of its own, each followed by an audit of every token.
+
+What is equal once everything has come to rest, to the token:
+
+- A request whose end reached its client: received = told in the end = usage event.
+- A request whose end did not reach it: received ≤ usage event. Tokens count as delivered once they are journalled, which is before
+  they are sent; what the dying process or connection still had in its buffers is the difference, and is counted as "in transit".
+- Usage events = ledger = delivered batches = the exporter's file, in sum and by `fsck --at-rest`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
 import os
 import random
 import shutil
@@ -11,21 +21,240 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, LiteralString
 
+import psycopg
 import typer
 from rich.markup import escape
+from weir_client import AsyncClient, WeirError
 
-from api.chaos.audit import Outcome, audit, settle
-from api.chaos.load import Load
-from api.chaos.system import BOUNDS, ENGINES, System, children_of, running_system
+from api.chaos.system import BOUNDS, ENGINES, EXPORT_FILE, JOURNALS, System, children_of, running_system
 from api.cli.local import clear_failures
 from api.cli.render import JsonOption, duration_text, make_console, note, print_json, show, table
 from api.core.settings import Settings
+from metering.holds.journal import abandoned_journals
+from metering.proof.fsck import CHECKS, fsck
+from metering.store.db import psycopg_conninfo
+
+LANE_COUNT = 8  # connections at a time
+TOGETHER_MAX = 4  # requests at once on one connection
+OUTPUT_TOKENS = (1, 7, 40, 150, 400)  # from an answer that is over at once to one that outlives several kills
+CANCELLED_SHARE = 0.15
+PAUSE_S = 0.05  # after a failure: where nobody listens, asking faster tells nothing
+REQUEST_TIMEOUT_S = 60.0  # an answer that takes longer is an error of ours, and is told as one
+WORDS = ("hotel", "river", "station", "breakfast", "quiet", "harbour", "late", "family")
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request as its client knows it. told: the delivered tokens in its end, None if it had none; failure: of what it broke."""
+
+    request_id: str
+    api: int
+    began_at: float
+    ended_at: float = -math.inf
+    received: int = 0
+    told: int | None = None
+    failure: str = ""
+
+
+class Load:
+    """Keeps asking from `run` until `stop`; may run again."""
+
+    def __init__(self, addresses: Sequence[str], api_key: str, model: str, rng: random.Random) -> None:
+        self.asked: list[Asked] = []
+        self._addresses = addresses
+        self._api_key = api_key
+        self._model = model
+        self._rng = rng
+        self._stopping = False
+
+    @property
+    def received(self) -> int:
+        return sum(each.received for each in self.asked)
+
+    def begin(self) -> None:
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Ask for nothing more; what was asked for is read to its end."""
+        self._stopping = True
+
+    async def reached(self, token_count: int) -> None:
+        """Wait until the clients have so many tokens."""
+        while True:
+            if self.received >= token_count:
+                return
+            await asyncio.sleep(PAUSE_S)
+
+    async def run(self) -> None:
+        """Until `stop`, and all answers have ended."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(LANE_COUNT):
+                tasks.create_task(self._lane(number), name=f"client {number}")
+
+    async def _lane(self, number: int) -> None:
+        while not self._stopping:
+            api = self._rng.randrange(len(self._addresses))
+            async with AsyncClient(self._addresses[api], self._api_key, max_retries=self._rng.randrange(3)) as client:
+                answers = [self._ask(client, api) for _ in range(self._rng.randint(1, TOGETHER_MAX))]
+                ends = await asyncio.gather(*answers)
+            if not any(ends):
+                await asyncio.sleep(PAUSE_S)
+
+    async def _ask(self, client: AsyncClient, api: int) -> bool:
+        """One request, read to its end; whether it had one."""
+        asked = Asked(str(uuid.uuid4()), api, time.monotonic())
+        self.asked.append(asked)
+        wanted = self._rng.choice(OUTPUT_TOKENS)
+        patience = self._rng.randint(0, wanted) if self._rng.random() < CANCELLED_SHARE else None
+        prompt = " ".join(self._rng.choices(WORDS, k=self._rng.randint(1, 60)))
+        try:
+            generation = client.generate(
+                self._model,
+                prompt,
+                max_output_tokens=wanted,
+                ignore_eos=True,
+                request_id=asked.request_id,
+                timeout=REQUEST_TIMEOUT_S,
+                # What a server keeps for a client that comes back counts as delivered, and dies with it: not what is counted here.
+                keep_on_disconnect=None,
+            )
+            if patience == 0:
+                generation.start()
+                generation.cancel()
+            async for delta in generation:
+                asked.received += len(delta.token_ids)
+                if patience is not None and asked.received >= patience:
+                    generation.cancel()
+            asked.told = generation.result.usage.delivered_token_count
+        except WeirError as error:
+            asked.failure = f"{type(error).__name__}: {error.reason}"
+            if error.partial is not None and error.partial.usage is not None:
+                asked.told = error.partial.usage.delivered_token_count
+        asked.ended_at = time.monotonic()
+        return asked.told is not None
+
+
+SETTLE_TIMEOUT_S = 60.0  # holds expire after 5 s and are swept each 10 s; the rest takes moments
+POLL_S = 0.1
+WAITING: Mapping[str, LiteralString] = {
+    "live holds": "SELECT count(*) FROM holds WHERE state = 'held'",
+    "unrated usage events": "SELECT count(*) FROM usage_events WHERE rated_at IS NULL",
+    "batches that are not delivered": "SELECT count(*) FROM meter_batches WHERE state <> 'delivered'",
+    "tokens that are not in batches": """
+        SELECT (SELECT coalesce(sum(input_token_count + billed_token_count + embedding_token_count), 0) FROM usage_events)
+             - (SELECT coalesce(sum(token_count), 0) FROM meter_batches)
+    """,
+}
+EVENTS: LiteralString = """
+SELECT request_id, sum(delivered_token_count)::bigint FROM usage_events WHERE request_id <> hold_id GROUP BY 1
+"""
+TOTALS: LiteralString = """
+SELECT (SELECT coalesce(sum(input_token_count + billed_token_count + embedding_token_count), 0)::bigint FROM usage_events),
+       (SELECT coalesce(sum(token_count), 0)::bigint FROM ledger_entries),
+       (SELECT coalesce(sum(token_count), 0)::bigint FROM meter_batches WHERE state = 'delivered')
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one request, in tokens. in_transit: journalled and paid, and lost with the connection."""
+
+    asked: Asked
+    billed: int
+
+    @property
+    def lost(self) -> int:
+        """Received, and in no usage event."""
+        return max(self.asked.received - self.billed, 0)
+
+    @property
+    def doubled(self) -> int:
+        """Billed beyond what the client was told at the end."""
+        return max(self.billed - self.asked.told, 0) if self.asked.told is not None else 0
+
+    @property
+    def in_transit(self) -> int:
+        return max(self.billed - self.asked.received, 0) if self.asked.told is None else 0
+
+    @property
+    def problem(self) -> str:
+        """What is wrong; empty if nothing is."""
+        received, told = self.asked.received, self.asked.told
+        if self.lost or self.doubled or (told is not None and not received == told == self.billed):
+            return f"request {self.asked.request_id}: {received} received, {told} told, {self.billed} billed ({self.asked.failure})"
+        return ""
+
+
+async def settle(system: System) -> list[str]:
+    """Wait until nothing is left to do; tells what still is when that takes too long."""
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    left: list[str] = ["the parts to come back"]
+    while left and time.monotonic() < deadline:
+        try:
+            await system.all_ready()
+            left = await asyncio.to_thread(unsettled, system)
+        except (TimeoutError, psycopg.OperationalError) as away:
+            left = [f"the system to be there: {away}"]
+        if left:
+            await asyncio.sleep(POLL_S)
+    return [f"did not settle within {SETTLE_TIMEOUT_S:.0f} s: {each}" for each in left]
+
+
+def unsettled(system: System) -> list[str]:
+    """What is still to be done, if anything."""
+    with psycopg.connect(psycopg_conninfo(system.postgres.url), autocommit=True) as connection:
+        counts = {name: int(one(connection, query)) for name, query in WAITING.items()}
+    left = [f"{count} {name}" for name, count in counts.items() if count]
+    if not left and (journals := sum(1 for _ in abandoned_journals(system.directory / JOURNALS))):
+        left.append(f"{journals} journals of dead processes")
+    return left
+
+
+def audit(database_url: str, directory: Path, asked: Sequence[Asked]) -> tuple[list[Outcome], list[str]]:
+    """Every request against its usage, all sums against each other, and `fsck`; with everything that is wrong.
+
+    directory: where the system keeps its journals and the exporter's file.
+    """
+    with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
+        events = {str(request_id): int(count) for request_id, count in connection.execute(EVENTS)}
+        used, posted, exported = connection.execute(TOTALS).fetchone() or (0, 0, 0)
+    outcomes = [Outcome(each, events.pop(each.request_id, 0)) for each in asked]
+    wrong = [outcome.problem for outcome in outcomes if outcome.problem]
+    wrong += [f"request {request_id} was asked by nobody: {count} tokens" for request_id, count in events.items()]
+    filed = sum(exported_quantities(directory / EXPORT_FILE).values())
+    if not used == posted == exported == filed:
+        wrong.append(f"{used} tokens used, {posted} in the ledger, {exported} in delivered batches, {filed} in the exporter's file")
+    wrong += [f"{path.name} was refused by recovery" for path in (directory / JOURNALS).glob("*.refused")]
+    for verdict in fsck(database_url, CHECKS):
+        wrong += [f"{verdict.check.name}: {violation}" for violation in verdict.sample]
+    return outcomes, wrong
+
+
+def exported_quantities(path: Path) -> Counter[uuid.UUID]:
+    """Tokens by identifier in the exporter's file. Raises: ValueError for an identifier that is there twice."""
+    quantities: Counter[uuid.UUID] = Counter()
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        entry = json.loads(line)
+        identifier = uuid.UUID(entry["identifier"])
+        if identifier in quantities:
+            raise ValueError(f"{path}: {identifier} is exported twice")
+        quantities[identifier] = entry["token_count"]
+    return quantities
+
+
+def one(connection: psycopg.Connection[Any], query: LiteralString) -> Any:
+    row = connection.execute(query).fetchone()
+    assert row is not None
+    return row[0]
+
 
 TOLD_MAX = 20  # of what is wrong, on the terminal
 KILLS_PER_ROUND = 5

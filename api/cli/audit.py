@@ -21,8 +21,7 @@ from api.cli.local import HomeOption, clear_failures
 from api.cli.render import JsonOption, duration_text, fail, make_console, parse_span, print_json, table, time_text
 from api.cli.stack import domain_errors, local_database
 from metering.invoicing.months import changed_months
-from metering.proof.checks import Check, Moment
-from metering.proof.fsck import CHECKS, SAMPLE_MAX, Verdict, Violation, chosen_checks
+from metering.proof.fsck import CHECKS, SAMPLE_MAX, Check, Moment, Verdict, Violation, chosen_checks
 from metering.proof.fsck import fsck as run_checks
 from metering.store.db import create_engine, create_sessions
 

@@ -54,8 +54,8 @@ from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.operations import RequestSettled, Settled
 from metering.quotas.quota_rules import Payer
-from metering.tenants.keys import NO_BOUNDS, TokenBounds
 from metering.tenants.networks import Address
+from metering.tenants.tenants import NO_BOUNDS, TokenBounds
 
 if TYPE_CHECKING:
     from api.generation.process import Process

@@ -20,7 +20,7 @@ from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer, TokenLimitExceeded
 from metering.holds.operations import Admit, new_hold_id
 from metering.quotas.quota_rules import Payer
-from metering.tenants.keys import TokenBounds
+from metering.tenants.tenants import TokenBounds
 
 
 def routed(start: ValidStart, router: Router) -> tuple[ValidStart, Route]:

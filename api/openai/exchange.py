@@ -38,8 +38,8 @@ from api.openai.refusals import CLIENT_CLOSED, Refusal, headers_of, refusal_of
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer
-from metering.tenants.keys import NO_BOUNDS, TokenBounds
 from metering.tenants.networks import Address
+from metering.tenants.tenants import NO_BOUNDS, TokenBounds
 
 PING_INTERVAL_S = 10.0  # seconds of waiting after which a stream begins, and then tells that it lives: proxies cut after a minute
 EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"

@@ -10,22 +10,25 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.conversation import MESSAGE_COUNT_MAX
 from api.openai.answers import Bill, Call, Output, TokenTexts, event
-from api.openai.messages import ROLES, ContentPart, Turns, text_of
 from api.openai.parameters import (
     COMMON_NAMES,
     NO_EFFORT,
     NO_RETENTION,
     NO_VERBOSITY,
+    ROLES,
     Asked,
     ChatTemplateKwargs,
+    ContentPart,
     Int32,
     Int64,
     SharedParameters,
+    Turns,
     check_shared,
     fill_shared,
     fill_thinking,
     refuse_given,
     refuse_unless,
+    text_of,
     tier_name,
 )
 from api.openai.refusals import Refusal, check_count, wrong_parameter

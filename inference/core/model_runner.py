@@ -18,8 +18,18 @@ from torch import Tensor
 from inference.checkpoint.checkpoint import DecoderConfig
 from inference.core.sequence import Sequence
 from inference.core.step_plan import Chunk, StepPlan
-from inference.decoder.attention import DecodeSpan, LayerPool, PrefillSpan, row_indices
-from inference.decoder.model import NOT_FINITE, Batch, Decoder, Logits, Spans, move_batch
+from inference.decoder.model import (
+    NOT_FINITE,
+    Batch,
+    Decoder,
+    DecodeSpan,
+    LayerPool,
+    Logits,
+    PrefillSpan,
+    Spans,
+    move_batch,
+    row_indices,
+)
 from inference.decoder.weights import DecoderWeights, load_weights, move_weights
 from inference.errors import EngineStartFailed, InvariantViolated
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for

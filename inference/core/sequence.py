@@ -39,8 +39,7 @@ from inference.engine import (
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.sampling.beam_search import BeamSearch, Hypothesis
 from inference.sampling.grammar import Grammar
-from inference.sampling.logit_rules import SeenTokens
-from inference.sampling.sampler import Chosen, Draw
+from inference.sampling.sampler import Chosen, Draw, SeenTokens
 from inference.text.detokenizer import Detokenizer
 
 

@@ -18,9 +18,20 @@ from metering.control.stop_orders import order_look_at_key
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue, KeyRevoked
 from metering.core.models import ApiKey, SupersededSecret
-from metering.tenants.keys import TokenBounds, checked_bound, checked_key_name, checked_models, checked_scopes, hash_of, new_secret
 from metering.tenants.networks import checked_networks
-from metering.tenants.tenants import KeyRecord, change_key, find_api_key, locked_key
+from metering.tenants.tenants import (
+    KeyRecord,
+    TokenBounds,
+    change_key,
+    checked_bound,
+    checked_key_name,
+    checked_models,
+    checked_scopes,
+    find_api_key,
+    hash_of,
+    locked_key,
+    new_secret,
+)
 
 OVERLAP = timedelta(hours=24)  # a working day to put the new secret in place
 OVERLAP_MAX = timedelta(days=30)  # a leaked secret that works for longer is not rotated, only doubled

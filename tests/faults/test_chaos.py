@@ -10,9 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from api.chaos.audit import Outcome, audit, exported_quantities
-from api.chaos.load import Asked
-from api.chaos.rounds import WEIGHTS, Kill, Kind, Plan, Report, chaos_settings, run_rounds
+from api.chaos.rounds import (
+    WEIGHTS,
+    Asked,
+    Kill,
+    Kind,
+    Outcome,
+    Plan,
+    Report,
+    audit,
+    chaos_settings,
+    exported_quantities,
+    run_rounds,
+)
 from api.chaos.system import EXPORT_FILE, JOURNALS
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import ModelPrice

@@ -12,8 +12,7 @@ import torch
 
 from inference.checkpoint.checkpoint import read_config
 from inference.core.engine_core import EngineCore, EngineOptions
-from inference.decoder.attention import DecodeSpan, LayerPool, PrefillSpan, row_indices
-from inference.decoder.model import Batch, Decoder, Spans, move_batch
+from inference.decoder.model import Batch, Decoder, DecodeSpan, LayerPool, PrefillSpan, Spans, move_batch, row_indices
 from inference.decoder.weights import load_weights, move_weights
 from inference.errors import EngineStartFailed
 from inference.kv_blocks import KV_BLOCK_TOKENS

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from inference.engine import EngineFinishReason, SamplingParams
-from inference.sampling.logit_rules import SeenTokens
-from inference.sampling.sampler import Draw, choose
+from inference.sampling.sampler import Draw, SeenTokens, choose
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
 from tests.inference.test_sampler import DRAW_COUNT, chi_square

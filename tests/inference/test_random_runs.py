@@ -31,8 +31,7 @@ from inference.engine import (
     SequenceRefused,
     TokensGenerated,
 )
-from inference.sampling.logit_rules import SeenTokens
-from inference.sampling.sampler import Chosen
+from inference.sampling.sampler import Chosen, SeenTokens
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt
 from tests.inference.test_equality import WAYS, choose_way

@@ -24,8 +24,7 @@ from inference.checkpoint.tensors import (
     quantize_rows,
 )
 from inference.core.engine_core import EngineCore, EngineOptions
-from inference.decoder.attention import LayerPool, PrefillSpan, row_indices
-from inference.decoder.model import Batch, Decoder, Spans
+from inference.decoder.model import Batch, Decoder, LayerPool, PrefillSpan, Spans, row_indices
 from inference.decoder.weights import DecoderWeights, load_weights
 from inference.errors import CheckpointInvalid
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for

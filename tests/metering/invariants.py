@@ -8,10 +8,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 
-from metering.proof import billing_checks
-from metering.proof.checks import Check, Moment
-from metering.proof.fsck import CHECKS, fsck
-from metering.proof.hold_checks import LIMITS_HOLD, NO_HOLD_IS_LEFT
+from metering.proof import fsck as billing_checks
+from metering.proof.fsck import CHECKS, LIMITS_HOLD, NO_HOLD_IS_LEFT, Check, Moment, fsck
 
 ALWAYS = tuple(check for check in CHECKS if check.moment is Moment.ALWAYS)
 SAMPLE_MAX = 1000

@@ -12,12 +12,12 @@ from metering.core.errors import KeyInvalid
 from metering.core.models import ApiKey
 from metering.store.db import Sessions
 from metering.tenants.key_changes import rotate_api_key
-from metering.tenants.keys import new_secret
 from metering.tenants.tenants import (
     authenticate,
     create_api_key,
     create_organization,
     create_project,
+    new_secret,
     revoke_api_key,
 )
 

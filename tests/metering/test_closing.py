@@ -23,9 +23,8 @@ from metering.invoicing.months import list_months, verify_month
 from metering.ledger.rating import rate_all_pending
 from metering.plans.credits import grant_credit
 from metering.pricing.prices import set_price
-from metering.proof import billing_checks
-from metering.proof.checks import Moment
-from metering.proof.fsck import fsck
+from metering.proof import fsck as billing_checks
+from metering.proof.fsck import Moment, fsck
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 from tests.metering.books import Consumed, Customer, add_usage, new_customer

@@ -14,8 +14,7 @@ from metering.export.deliveries import form_batches
 from metering.holds.operations import Expire, Extend, Void
 from metering.ledger.rating import rate_all_pending
 from metering.plans.prepaid import set_prepaid
-from metering.proof.checks import Moment
-from metering.proof.fsck import CHECKS, GUARDS, chosen_checks, fsck, judge
+from metering.proof.fsck import CHECKS, GUARDS, Moment, chosen_checks, fsck, judge
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle

@@ -8,8 +8,7 @@ import psycopg
 import pytest
 
 from metering.invoicing.months import changed_months
-from metering.proof.checks import Moment
-from metering.proof.fsck import chosen_checks, fsck, judge
+from metering.proof.fsck import Moment, chosen_checks, fsck, judge
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld

@@ -17,7 +17,7 @@ import redis
 
 from metering.celery_app import VISIBILITY_TIMEOUT_S, configuration
 from metering.pricing.prices import ModelPrice
-from metering.proof import billing_checks
+from metering.proof import fsck as billing_checks
 from metering.proof.fsck import fsck
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions

@@ -25,7 +25,7 @@ from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import Reconciliation
 from metering.ledger.rating import rate_all_pending, rate_batch
 from metering.pricing.prices import ModelPrice, set_price
-from metering.proof import billing_checks
+from metering.proof import fsck as billing_checks
 from metering.proof.fsck import fsck
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer

@@ -12,8 +12,9 @@ from sqlalchemy import text
 from metering.core.audit import list_audit_entries
 from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
 from metering.store.db import Sessions
-from metering.tenants.keys import PREFIX_FORM, SECRET_FORM
 from metering.tenants.tenants import (
+    PREFIX_FORM,
+    SECRET_FORM,
     authenticate,
     create_api_key,
     create_organization,
