@@ -43,17 +43,16 @@ from api.composition import (
 from api.core.endpoint import Endpoint, make_private
 from api.core.health import Health, keep_health
 from api.core.pace import FramePace
-from api.core.payload_hash import use_signer
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
+from api.core.wire import use_signer
 from api.fleet.fleet import build_serving
 from api.generation.admission import Admission, Capacity
 from api.generation.peers import PeerCertificates, make_identity
 from api.generation.process import Process
 from api.generation.relay import Relays
 from api.inference_service import InferenceServicer
-from api.metrics.families import Parts
-from api.metrics.operator_http import Handle, MetricsListener, Probes, Scrapes
+from api.metrics.operator_http import Handle, MetricsListener, Parts, Probes, Scrapes
 from api.observability.observer import Observer
 from api.observability.spans import open_spans
 from api.openai.listener import Listener

@@ -12,8 +12,7 @@ import psycopg
 
 from common.incidents import Retries
 from metering.alerts.alerts import look_for_alerts
-from metering.alerts.delivering import deliver_alerts
-from metering.alerts.webhooks import allows_private
+from metering.alerts.delivering import allows_private, deliver_alerts
 from metering.celery_app import TIME_LIMIT_S, rating_hurry, task
 from metering.core.errors import InvalidValue, InvariantViolated, StoreAway
 from metering.export.exporters import export_usage

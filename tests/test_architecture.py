@@ -361,7 +361,7 @@ def test_a_product_that_has_grown_is_reported(monkeypatch: pytest.MonkeyPatch, n
     "module",
     [
         "api.server",
-        "api.fleet.engines",
+        "api.fleet.fleet",
         "inference.adapters.remote_engine",
         "inference.engine",
         "inference.errors",

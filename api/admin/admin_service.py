@@ -28,7 +28,7 @@ from api.core.messages import (
     webhook_message,
 )
 from inference.routing.router import Router
-from metering.alerts import webhooks
+from metering.alerts import delivering as webhooks
 from metering.alerts.alerts import find_alert
 from metering.core import audit
 from metering.core.errors import InvalidValue, NotFound
@@ -37,7 +37,7 @@ from metering.quotas import quota_admin, quota_states
 from metering.quotas.quota_rules import QuotaState
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
-from metering.tenants import admin_requests, key_changes, tenants
+from metering.tenants import admin_requests, tenants
 from metering.tenants.billing_profiles import BillingProfile, billing_profile, billing_profiles, set_billing_profile
 from metering.tenants.networks import shuts_out
 from metering.tenants.tenants import find_api_key, subject_ids
@@ -126,12 +126,12 @@ class TenantCalls(AdminCalls):
     async def RotateApiKey(self, request: pb.RotateApiKeyRequest, context: Context) -> pb.RotateApiKeyResponse:
         """Gives a key a new secret and shows it, once."""
         overlap = wire.given_duration(request, "overlap")
-        overlap = key_changes.OVERLAP if overlap is None else overlap
+        overlap = tenants.OVERLAP if overlap is None else overlap
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
                 key = await tenants.find_api_key(acting.session, earlier)
                 return pb.RotateApiKeyResponse(api_key=key_message(key), overlap_end_time=wire.timestamp(key.overlap_ends_at))
-            key, secret, ends_at = await key_changes.rotate_api_key(
+            key, secret, ends_at = await tenants.rotate_api_key(
                 acting.session, api_key=request.api_key, overlap=overlap, actor=acting.actor
             )
             await acting.made(request, key.id)
@@ -139,7 +139,7 @@ class TenantCalls(AdminCalls):
 
     async def UpdateApiKey(self, request: pb.UpdateApiKeyRequest, context: Context) -> pb.UpdateApiKeyResponse:
         async with self._acting(context) as acting:
-            key = await key_changes.update_api_key(
+            key = await tenants.update_api_key(
                 acting.session,
                 api_key=request.api_key,
                 name=wire.given(request, "name"),
@@ -271,7 +271,7 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
         *,
         private_webhooks: bool = False,
     ) -> None:
-        """signer: of the receipts of overdue requests, if they are signed. private_webhooks: see `alerts/webhooks.py`."""
+        """signer: of the receipts of overdue requests, if they are signed. private_webhooks: see `alerts/delivering.py`."""
         super().__init__(authenticator, sessions, database_url, signer)
         self._router = router
         self._private_webhooks = private_webhooks

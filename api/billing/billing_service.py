@@ -35,8 +35,7 @@ from api.core.messages import alert_message, receipt_messages
 from metering.alerts.alerts import list_alerts
 from metering.core.errors import InvalidValue, NotFound
 from metering.export.invoice_payments import payments_by_month
-from metering.export.month_reconciliation import reconciled_here
-from metering.export.reconciliation import Difference, StageSum
+from metering.export.reconciliation import Difference, StageSum, reconciled_here
 from metering.invoicing import adjustments
 from metering.invoicing.closing import CloseTerms, check_month, close_month
 from metering.invoicing.invoices import find_invoice_row, invoice_of_month, read_invoice

@@ -10,7 +10,6 @@ from rich.console import RenderableType
 from weir_client import AdminClient, Alert, AlertDeliveryState, BillingClient, QuotaDimension
 
 from api.cli.connection import AddressOption, KeyOption, Output, admin_client, billing_client, calls
-from api.cli.keys import show_secret
 from api.cli.render import (
     JsonOption,
     dimension_amount,
@@ -22,6 +21,7 @@ from api.cli.render import (
     thresholds_text,
     time_text,
 )
+from api.cli.tenants import show_secret
 
 alerts = typer.Typer(help="Read alerts on limits, credit and payments; have them posted somewhere.", no_args_is_help=True)
 webhook = typer.Typer(help="Where an organization's alerts are posted to.", no_args_is_help=True)

@@ -52,7 +52,7 @@ COMMANDS = {
     "trace": Entry("api.cli.requests:trace", "Show where the time of one request went.", ASK),
     "org": Entry("api.cli.tenants:org", "Create and list organizations.", MANAGE),
     "project": Entry("api.cli.tenants:project", "Create and list projects.", MANAGE),
-    "key": Entry("api.cli.keys:key", "Create, rotate, change, revoke and list API keys.", MANAGE),
+    "key": Entry("api.cli.tenants:key", "Create, rotate, change, revoke and list API keys.", MANAGE),
     "quota": Entry("api.cli.quotas:quota", "Set, show and remove limits.", MANAGE),
     "requests": Entry("api.cli.requests:requests", "Show and end what runs.", MANAGE),
     "replicas": Entry("api.cli.replicas:replicas", "Show the engines behind each model; drain one.", MANAGE),

@@ -165,7 +165,7 @@ def remote(
     import asyncio
 
     from api.core.settings import Settings
-    from api.fleet.engines import remote_settings
+    from api.fleet.fleet import remote_settings
     from inference.adapters.remote_doctor import examine
 
     with clear_failures():

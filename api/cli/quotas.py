@@ -10,7 +10,6 @@ from rich.console import RenderableType
 from weir_client import AdminClient, Client, QuotaDimension, QuotaStatus, QuotaSubject
 
 from api.cli.connection import Output, admin_client, calls, inference_client
-from api.cli.keys import restrictions
 from api.cli.render import (
     dimension_amount,
     duration_text,
@@ -22,6 +21,7 @@ from api.cli.render import (
     thresholds_text,
     time_text,
 )
+from api.cli.tenants import restrictions
 
 quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 

@@ -22,8 +22,15 @@ from metering.core.money import exact_text
 from metering.export.export_settings import Destination, ExportSettings, export_settings
 from metering.export.exporters import counted
 from metering.export.exporting import Stream
-from metering.export.month_reconciliation import MonthReconciliation, conclude, differences_here
-from metering.export.reconciliation import Difference, OurMonth, our_month, stripe_counts
+from metering.export.reconciliation import (
+    Difference,
+    MonthReconciliation,
+    OurMonth,
+    conclude,
+    differences_here,
+    our_month,
+    stripe_counts,
+)
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 

@@ -15,7 +15,7 @@ from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, known_time, m
 from inference.engine import ModelInfo
 from inference.routing.router import ReplicaCounts
 from metering.alerts.alerts import ListedAlert, facts_of
-from metering.alerts.webhooks import WebhookState
+from metering.alerts.delivering import WebhookState
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import CustomerPrice
 from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, QuotaStates, Weights, window_ends

@@ -11,8 +11,8 @@ from weir.v1 import types_pb2
 
 from api.core import wire
 from api.core.messages import quota_statuses, receipt_messages
-from api.core.payload_hash import payload_hash
 from api.core.violations import Violations
+from api.core.wire import payload_hash
 from api.generation.frames import settled_usage
 from api.queue.fair_queue import ServiceTier
 from inference.engine import ModelInfo, Vector

@@ -36,9 +36,15 @@ from metering.core.errors import InvalidValue
 from metering.core.models import ApiKey, Organization, Project, Quota, QuotaDimension, QuotaSubject, record_of
 from metering.core.money import checked_currency
 from metering.tenants.billing_profiles import BillingProfile, billing_profile, billing_profiles, set_billing_profile
-from metering.tenants.key_changes import update_api_key
 from metering.tenants.networks import Address, shuts_out
-from metering.tenants.tenants import create_api_key, create_organization, create_project, find_organization, revoke_api_key
+from metering.tenants.tenants import (
+    create_api_key,
+    create_organization,
+    create_project,
+    find_organization,
+    revoke_api_key,
+    update_api_key,
+)
 
 KEY_FIELDS = (
     "scopes",

@@ -141,8 +141,7 @@ async def export_usage(sessions: Sessions, environment: Mapping[str, str]) -> No
         await run_stages(stages)
         return
     # Imported here: it takes a second, and only those who bill with Stripe have to wait for it.
-    from metering.export.late_items import invoice_late_usage
-    from metering.export.month_items import settle_months
+    from metering.export.invoice_items import invoice_late_usage, settle_months
     from metering.export.stripe_gateway import StripeGateway
     from metering.export.stripe_inbox import handle_events
 

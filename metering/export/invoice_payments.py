@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.alerts.alerts import InvoiceEvent, InvoiceFacts, fire_invoice_alert
 from metering.core.models import Organization, record_of
 from metering.export.export_models import PaymentState, StripeInvoice
-from metering.export.stripe_objects import minor_unit_picos
+from metering.export.stripe_gateway import minor_unit_picos
 
 UNPAID = (PaymentState.FAILED, PaymentState.OVERDUE, PaymentState.UNCOLLECTIBLE)  # that a person should look at
 ALERTING = {"invoice.payment_failed": InvoiceEvent.PAYMENT_FAILED, "invoice.paid": InvoiceEvent.PAID}

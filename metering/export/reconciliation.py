@@ -2,22 +2,27 @@
 
 A difference says where, how much, since when and what to do about it. Hours that are not over are left out on both sides of the
 export. Stripe counts some seconds after it has answered.
-"""
+
+Used = posted to the ledger = on the invoices of closed months, and = in batches = delivered = counted by the biller, per
+customer, price version and kind of token; and what Stripe invoiced. Whatever is on its way is a difference too, with its age:
+nothing is left out because it will probably pass."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.core.money import exact_text
 from metering.export.deliveries import CLOSE_DELAY
-from metering.export.stripe_gateway import StripeGateway
+from metering.export.stripe_gateway import PICOS_PER_TOKEN, StripeGateway, minor_unit_picos
 from metering.ledger.ledger import month_bounds
 from metering.pricing.token_prices import TOKENS_BY_KIND
 from metering.store.db import Sessions
@@ -238,3 +243,278 @@ async def reconcile(sessions: Sessions, gateway: StripeGateway, month: str) -> M
         if each.due or each.batched or count
     )
     return MeterReconciliation(month, ours.until, tuple(sums))
+
+
+# Invoices of one period are compared together: a customer with many prices has several subscriptions, and an invoice of each. What
+# Stripe had counted when it finalised them is on them, what came later is on none.
+INVOICED = text(f"""
+SELECT o.id AS organization_id, o.name AS organization, i.currency_code, i.period_start, i.period_end, i.finalized_at, i.ids,
+       i.amount_due_minor, coalesce(c.in_time_picos, 0) AS in_time_picos, coalesce(c.late_picos, 0) AS late_picos,
+       coalesce(c.late_tokens, 0)::bigint AS late_tokens, c.late_since, coalesce(c.line_count, 0) AS line_count, items.item_minor
+FROM (
+    SELECT organization_id, currency_code, period_start, period_end, min(finalized_at) AS finalized_at,
+           array_agg(id ORDER BY id) AS ids, sum(coalesce(total_minor, amount_due_minor))::bigint AS amount_due_minor
+    FROM stripe_invoices
+    WHERE finalized_at IS NOT NULL AND period_start >= :begins AND period_start < :ends AND period_end > period_start
+    GROUP BY 1, 2, 3, 4
+) i JOIN organizations o ON o.id = i.organization_id,
+LATERAL (
+    SELECT sum(picos) FILTER (WHERE delivered_at <= i.finalized_at) AS in_time_picos,
+           sum(picos) FILTER (WHERE delivered_at > i.finalized_at AND NOT invoiced) AS late_picos,
+           sum(token_count) FILTER (WHERE delivered_at > i.finalized_at AND NOT invoiced) AS late_tokens,
+           min(delivered_at) FILTER (WHERE delivered_at > i.finalized_at AND NOT invoiced) AS late_since,
+           count(DISTINCT (price_version_id, token_kind)) FILTER (WHERE delivered_at <= i.finalized_at) AS line_count
+    FROM (SELECT b.*, b.token_count::numeric * {PICOS_PER_TOKEN} AS picos,
+                 coalesce(t.stripe_id IS NOT NULL OR t.amount_minor = 0, false) AS invoiced
+          FROM meter_batches b JOIN price_versions p ON p.id = b.price_version_id AND p.currency_code = i.currency_code
+          LEFT JOIN stripe_late_items t ON t.id = b.late_item_id
+          WHERE b.organization_id = i.organization_id AND b.state = 'delivered'
+            AND b.hour >= i.period_start AND b.hour < i.period_end
+    ) priced
+) c,
+-- Items that were put on no draft are on the first one that was made after them, which is at the end of a period.
+LATERAL (
+    SELECT coalesce(sum(t.amount_minor), 0)::bigint AS item_minor FROM (
+        SELECT organization_id, amount_minor, created_at, NULL AS invoice_stripe_id FROM stripe_late_items
+        WHERE stripe_id IS NOT NULL AND currency_code = i.currency_code
+        UNION ALL
+        SELECT organization_id, amount_minor, created_at, invoice_stripe_id FROM stripe_month_items WHERE stripe_id IS NOT NULL
+    ) t
+    WHERE t.organization_id = i.organization_id
+      AND (t.invoice_stripe_id = ANY(i.ids) OR t.invoice_stripe_id IS NULL AND t.created_at <= i.period_end AND NOT EXISTS (
+          SELECT FROM stripe_invoices s WHERE s.organization_id = i.organization_id AND s.currency_code = i.currency_code
+              AND s.period_end > s.period_start AND s.period_end >= t.created_at AND s.period_end < i.period_end))
+) items
+WHERE CAST(:organization_id AS uuid) IS NULL OR o.id = :organization_id ORDER BY o.name, i.period_start
+""")
+# Closed months of customers that Stripe has, with what they were settled by.
+SETTLED = text("""
+SELECT o.id AS organization_id, o.name AS organization, c.currency_code, m.closed_at, n.number, s.due_minor, s.settled_at,
+       coalesce(n.total_picos, 0) AS total_picos, s.invoiced_minor, s.late_minor, items.minor AS item_minor, items.waiting_count
+FROM billing_months m JOIN month_closings c USING (organization_id, month) JOIN organizations o ON o.id = m.organization_id
+LEFT JOIN invoices n USING (organization_id, month) LEFT JOIN stripe_month_settlements s USING (organization_id, month),
+LATERAL (
+    SELECT coalesce(sum(amount_minor), 0)::bigint AS minor, count(*) FILTER (WHERE stripe_id IS NULL) AS waiting_count
+    FROM stripe_month_items i WHERE (i.organization_id, i.month) = (m.organization_id, m.month)
+) items
+WHERE m.month = CAST(:begins AT TIME ZONE 'UTC' AS date) AND m.state = 'closed'
+  AND m.closed_at >= (SELECT month_items_since FROM export_progress)
+  AND EXISTS (SELECT FROM stripe_objects WHERE kind = 'customer' AND ref = m.organization_id::text)
+  AND (CAST(:organization_id AS uuid) IS NULL OR o.id = :organization_id)
+ORDER BY o.name
+""")
+
+
+async def invoice_differences(session: AsyncSession, ours: OurMonth, organization_id: uuid.UUID | None) -> list[Difference]:
+    """Of one organization or all, as far as the biller has told us."""
+    parameters = {"begins": ours.begins, "ends": ours.ends, "organization_id": organization_id}
+    found = [each for row in await session.execute(INVOICED, parameters) for each in invoiced(row)]
+    return found + [each for row in await session.execute(SETTLED, parameters) for each in settled(row)]
+
+
+def settled(row: Row[Any]) -> Iterator[Difference]:
+    """Our invoice of a closed month against what the biller has invoiced of it: usage, late usage, and the items made for it."""
+    unit = minor_unit_picos(row.currency_code)
+    ours, name = int(row.total_picos), f"invoice {row.number}" if row.number else "a month without an invoice"
+    facts: dict[str, Any] = {
+        "stage": Stage.SETTLEMENT,
+        "organization_id": row.organization_id,
+        "organization": row.organization,
+        "currency_code": row.currency_code,
+    }
+    if row.settled_at is None or row.waiting_count:
+        yield Difference(
+            **facts,
+            detail=f"{name} of {exact_text(ours, row.currency_code)} {row.currency_code} is not settled at the biller yet",
+            remedy="the worker makes the items that are missing once all usage of the month is delivered: see that one runs with "
+            "WEIR_EXPORT=stripe; its log says what it waits for",
+            amount_picos=ours - row.item_minor * unit,
+            since=row.closed_at,
+        )
+    elif missing := row.due_minor - row.invoiced_minor - row.late_minor - row.item_minor:
+        yield Difference(
+            **facts,
+            detail=f"{name} comes to {exact_text(row.due_minor * unit, row.currency_code)} {row.currency_code}, and what the "
+            "biller invoiced of it with all items does not",
+            remedy="what is settled never changes: find out what did with weir fsck",
+            amount_picos=missing * unit,
+            since=row.settled_at,
+        )
+
+
+def invoiced(row: Row[Any]) -> Iterator[Difference]:
+    """What the biller invoiced against what it had been told by then, and what it was told too late to invoice.
+
+    Stripe rounds each line, so it may be half a minor unit off per line without anything being wrong.
+    """
+    facts: dict[str, Any] = {
+        "organization_id": row.organization_id,
+        "organization": row.organization,
+        "currency_code": row.currency_code,
+    }
+    minor_picos = minor_unit_picos(row.currency_code)
+    due_picos, late = row.amount_due_minor * minor_picos, int(row.late_picos)
+    in_time = int(row.in_time_picos) + row.item_minor * minor_picos
+    invoices = f"{', '.join(row.ids)}, finalised {row.finalized_at:%Y-%m-%d %H:%M} UTC"
+    if 2 * abs(in_time - due_picos) > row.line_count * minor_picos:
+        yield Difference(
+            stage=Stage.INVOICE,
+            **facts,
+            detail=f"{exact_text(in_time, row.currency_code)} {row.currency_code} of usage were counted in time, and "
+            f"{exact_text(due_picos, row.currency_code)} were invoiced ({invoices})",
+            remedy="look for coupons, taxes and hand-made items on the invoice; correct what is left by an item on the next one, "
+            "or by a credit note",
+            amount_picos=in_time - due_picos,
+            since=row.finalized_at,
+        )
+    if late:
+        yield Difference(
+            stage=Stage.LATE,
+            **facts,
+            detail=f"reached the biller after it had finalised ({invoices}): counted in the old period, and on no invoice",
+            remedy="the worker invoices by an item of its own what came more than five minutes late; invoice the rest by hand: "
+            f"{exact_text(late, row.currency_code)} {row.currency_code} in all",
+            token_count=row.late_tokens,
+            amount_picos=late,
+            since=row.late_since,
+        )
+
+
+NAMED_MAX = 5  # batches named in a difference; `weir stripe status` lists them all
+
+STUCK = text("""
+SELECT b.price_version_id, b.token_kind, b.state, sum(b.token_count)::bigint AS token_count, min(b.created_at) AS since,
+       array_agg(b.id ORDER BY b.hour, b.part) AS ids, max(b.last_error) AS error
+FROM meter_batches b
+WHERE b.organization_id = :organization_id AND b.hour >= :begins AND b.hour < :until AND b.state NOT IN ('delivered', 'cancelled')
+GROUP BY 1, 2, 3 ORDER BY 1, 2, 3
+""")
+EXPORTED = text("SELECT EXISTS (SELECT FROM export_progress)")  # from the first batch of any customer on
+REMEDIES = {
+    "pending": "the worker hands it over by itself: see that one runs with WEIR_EXPORT set",
+    "sent": "the worker asks again by itself: see that one runs with WEIR_EXPORT set",
+    "parked": "compare with the biller, then say what is so: weir stripe settle BATCH --counted or --not-counted",
+    "rejected": "remove the cause, then: weir stripe resend BATCH",
+    "cancelling": "it is being taken back: weir stripe resend BATCH ends it",
+}
+COUNT_REMEDIES = {
+    "stripe": "it counts some seconds late: ask again; then look for what it rejected with weir stripe status",
+    "file": "a part of the file may have been moved away: count it too; else a line is missing or doubled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MonthReconciliation:
+    """A month at every stage. counted: the biller's own counts in the order of `ours.sums`; None where it was not asked."""
+
+    month: str
+    ours: OurMonth
+    counted: tuple[int, ...] | None
+    differences: tuple[Difference, ...]
+    biller: str
+
+    @property
+    def balanced(self) -> bool:
+        return not self.differences
+
+
+async def differences_here(session: AsyncSession, ours: OurMonth, organization_id: uuid.UUID | None = None) -> list[Difference]:
+    """What differs between the stages after the ledger, as far as we know ourselves."""
+    found = list(batching(ours))
+    for each in sorted({(each.organization_id, each.organization) for each in ours.sums}):
+        found += await stuck(session, ours, *each)
+    return found + await invoice_differences(session, ours, organization_id)
+
+
+async def reconciled_here(session: AsyncSession, month: str, organization_id: uuid.UUID) -> tuple[MonthReconciliation, bool]:
+    """One customer's month as far as we know ourselves, and whether usage is exported at all. The biller is not asked.
+
+    Raises: InvalidValue for a month that is none.
+    """
+    ours = await our_month(session, month, (organization_id,))
+    is_exported = bool(await session.scalar(EXPORTED))
+    here = await differences_here(session, ours, organization_id) if is_exported else ()
+    return conclude(month, ours, here), is_exported
+
+
+def conclude(
+    month: str, ours: OurMonth, here: Sequence[Difference] = (), counted: Sequence[int] | None = None, biller: str = ""
+) -> MonthReconciliation:
+    """Every difference of the month, by stage.
+
+    here: those between the stages after the ledger. counted: what the biller counts of each sum; None where it was not asked.
+    biller: what is exported to, or empty where nothing is.
+    """
+    found = [*rating(ours), *invoicing(ours), *here, *(counting(ours, counted, biller) if counted is not None else ())]
+    order = list(Stage)
+    found.sort(key=lambda each: (order.index(each.stage), each.organization, each.model, each.price_version or 0, each.token_kind))
+    return MonthReconciliation(month, ours, None if counted is None else tuple(counted), tuple(found), biller)
+
+
+def rating(ours: OurMonth) -> Iterator[Difference]:
+    for each in ours.sums:
+        if each.used == each.posted:
+            continue
+        if each.unrated_since is not None and each.used > each.posted:
+            detail = "is not rated"
+            remedy = "the worker rates each second: see that one runs; its log names events that it cannot rate"
+        else:
+            detail, remedy = "ledger and usage events say different things", "find out where with: weir fsck"
+        yield place(each, Stage.RATING, each.used - each.posted, detail, remedy, each.unrated_since)
+
+
+def invoicing(ours: OurMonth) -> Iterator[Difference]:
+    """Posted to months that are closed, and on no invoice of theirs."""
+    for each in ours.sums:
+        if each.billed != each.invoiced:
+            detail = f"{each.billed:,} are posted to closed months, and their invoices have {each.invoiced:,}"
+            remedy = "a closed month never changes: find out what did with weir fsck, and correct it by an adjustment"
+            yield place(each, Stage.INVOICING, each.billed - each.invoiced, detail, remedy)
+
+
+def batching(ours: OurMonth) -> Iterator[Difference]:
+    """Used in hours that are over, and in no batch."""
+    for each in ours.sums:
+        if each.due != each.batched:
+            detail = "of hours that are over stands in no batch" if each.due > each.batched else "is exported and was not used"
+            remedy = "the worker makes batches each quarter of a minute once usage is rated: see that one runs; then weir fsck"
+            yield place(each, Stage.BATCHING, each.due - each.batched, detail, remedy)
+
+
+def counting(ours: OurMonth, counted: Sequence[int], biller: str) -> Iterator[Difference]:
+    for each, count in zip(ours.sums, counted, strict=True):
+        if count != each.delivered:
+            detail = f"{each.delivered:,} were delivered, and the biller counts {count:,}"
+            yield place(each, Stage.COUNTING, each.delivered - count, detail, COUNT_REMEDIES[biller])
+
+
+async def stuck(session: AsyncSession, ours: OurMonth, organization_id: uuid.UUID, organization: str) -> list[Difference]:
+    """Batches that the biller does not count, or not surely."""
+    parameters = {"organization_id": organization_id, "begins": ours.begins, "until": ours.until}
+    sums: Mapping[tuple[int, str], StageSum] = {
+        (each.price_version, each.token_kind): each for each in ours.sums if each.organization_id == organization_id
+    }
+    found = []
+    for row in await session.execute(STUCK, parameters):
+        named = ", ".join(map(str, row.ids[:NAMED_MAX])) + (
+            f" and {len(row.ids) - NAMED_MAX} more" if len(row.ids) > NAMED_MAX else ""
+        )
+        detail = f"is {row.state} in {len(row.ids)} batches: {named}" + (f"; {row.error}" if row.error else "")
+        each = sums[row.price_version_id, row.token_kind]
+        found.append(place(each, Stage.DELIVERY, row.token_count, detail, REMEDIES[row.state], row.since))
+    return found
+
+
+def place(each: StageSum, stage: Stage, token_count: int, detail: str, remedy: str, since: datetime | None = None) -> Difference:
+    return Difference(
+        stage=stage,
+        organization_id=each.organization_id,
+        organization=each.organization,
+        detail=detail,
+        remedy=remedy,
+        model=each.model,
+        price_version=each.price_version,
+        token_kind=each.token_kind,
+        token_count=token_count,
+        since=since,
+    )

@@ -26,8 +26,8 @@ from common.incidents import Retries
 from metering.core.errors import InvalidValue, StoreAway, StripeFailed
 from metering.export.export_models import StripeEvent
 from metering.export.export_settings import WebhookSettings
+from metering.export.invoice_items import hold_draft
 from metering.export.invoice_payments import alert_on_payment
-from metering.export.month_items import hold_draft
 from metering.export.stripe_gateway import MeterErrors, StripeGateway, verify_signature
 from metering.store.db import Sessions
 

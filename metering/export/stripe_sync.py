@@ -21,8 +21,7 @@ from sqlalchemy import text
 from metering.core.errors import AlreadyExists, BillingDetailsMissing, InvalidValue
 from metering.core.models import ServiceTier, TokenKind
 from metering.export.export_settings import DAYS_UNTIL_DUE, Collection
-from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_objects import unit_amount_decimal
+from metering.export.stripe_gateway import StripeGateway, unit_amount_decimal
 from metering.ledger.ledger import month_bounds
 from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, billing_profiles

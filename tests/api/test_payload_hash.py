@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from api.core.payload_hash import payload_hash, use_signer
+from api.core.wire import payload_hash, use_signer
 from metering.holds.operations import is_other_payload
 from metering.receipts.signing import Signer, ensure_key, read_key
 

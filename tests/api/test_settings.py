@@ -12,8 +12,7 @@ from structlog.testing import capture_logs
 
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
-from api.fleet.engines import build_engines
-from api.fleet.fleet import build_serving
+from api.fleet.fleet import build_engines, build_serving
 from inference.text.tools import CallFormat
 from metering.invoicing.invoice_document import Issuer
 
@@ -56,11 +55,11 @@ MAY_BE_ZERO = {"WEIR_MODEL_IDLE_TIMEOUT_S"}  # which then means never
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are their settings, without a slot around them."""
-    monkeypatch.setattr("api.fleet.engines.OnDemandEngine", lambda build, terms, budget: build())
-    monkeypatch.setattr("api.fleet.engines.check_budget", lambda *_: None)
-    monkeypatch.setattr("api.fleet.engines.torch_memory_bytes", lambda *_: 0)
-    monkeypatch.setattr("api.fleet.engines.TorchEngine", lambda settings, opener: settings)
-    monkeypatch.setattr("api.fleet.engines.TensorRtEngine", lambda settings: settings)
+    monkeypatch.setattr("api.fleet.fleet.OnDemandEngine", lambda build, terms, budget: build())
+    monkeypatch.setattr("api.fleet.fleet.check_budget", lambda *_: None)
+    monkeypatch.setattr("api.fleet.fleet.torch_memory_bytes", lambda *_: 0)
+    monkeypatch.setattr("api.fleet.fleet.TorchEngine", lambda settings, opener: settings)
+    monkeypatch.setattr("api.fleet.fleet.TensorRtEngine", lambda settings: settings)
 
 
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name.endswith("_S") and name not in MAY_BE_ZERO])

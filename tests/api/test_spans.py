@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from api.core.setting_values import SettingInvalid
-from api.metrics.families import span_metrics
+from api.metrics.operator_http import span_metrics
 from api.observability.observer import Observer, record_of
 from api.observability.spans import NO_TRACE, Record, Spans, TraceContext, open_spans, trace_of_metadata
 from tests.api.endings import ending

@@ -22,7 +22,6 @@ from weir_client import (
 
 from api.cli.audit import changed
 from api.cli.connection import flag_of
-from api.cli.keys import key_state
 from api.cli.render import (
     decimal_text,
     duration_text,
@@ -40,6 +39,7 @@ from api.cli.render import (
 )
 from api.cli.report import usage_csv, usage_table
 from api.cli.requests import traced
+from api.cli.tenants import key_state
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-import api.fleet.engines as api_engines
+import api.fleet.fleet as api_engines
 from api.queue.fair_queue import ServiceRate
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database

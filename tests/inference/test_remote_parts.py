@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from api.cli.processes import doctor as commands
 from api.core.setting_values import SettingInvalid
 from api.core.settings import Settings
-from api.fleet.engines import build_engines
+from api.fleet.fleet import build_engines
 from inference.adapters import remote_doctor as doctor
 from inference.adapters.findings import Verdict
 from inference.adapters.remote_connection import Bundle, check_tokenizer, read_remote_model

@@ -18,10 +18,21 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from docs import verify_alert
-from metering.alerts import delivering, webhooks
+from metering.alerts import delivering
+from metering.alerts import delivering as webhooks
 from metering.alerts.alerts import find_alert, look_for_alerts
-from metering.alerts.delivering import GIVE_UP_AFTER, REST_S_MAX, Run, deliver_alerts, send, signed_headers
-from metering.alerts.webhooks import AddressRefused, checked_places, checked_url, is_public
+from metering.alerts.delivering import (
+    GIVE_UP_AFTER,
+    REST_S_MAX,
+    AddressRefused,
+    Run,
+    checked_places,
+    checked_url,
+    deliver_alerts,
+    is_public,
+    send,
+    signed_headers,
+)
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import set_quota

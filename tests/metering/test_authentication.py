@@ -11,7 +11,6 @@ from sqlalchemy import event, func, update
 from metering.core.errors import KeyInvalid
 from metering.core.models import ApiKey
 from metering.store.db import Sessions
-from metering.tenants.key_changes import rotate_api_key
 from metering.tenants.tenants import (
     authenticate,
     create_api_key,
@@ -19,6 +18,7 @@ from metering.tenants.tenants import (
     create_project,
     new_secret,
     revoke_api_key,
+    rotate_api_key,
 )
 
 

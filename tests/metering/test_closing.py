@@ -13,8 +13,7 @@ from sqlalchemy.exc import DBAPIError
 
 from metering.core.errors import InvalidValue, MonthNotClosable, MonthOpen, NotFound
 from metering.core.models import Hold, TokenKind
-from metering.export.month_reconciliation import conclude
-from metering.export.reconciliation import our_month
+from metering.export.reconciliation import conclude, our_month
 from metering.invoicing.adjustments import approve, create_adjustment
 from metering.invoicing.closing import ObstacleKind, check_month, close_month
 from metering.invoicing.invoices import InvoiceLineKind, find_invoice_row, read_invoice

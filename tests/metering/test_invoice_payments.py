@@ -16,7 +16,7 @@ from sqlalchemy import text
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from metering.alerts import webhooks
+from metering.alerts import delivering as webhooks
 from metering.alerts.alerts import ListedAlert, list_alerts
 from metering.alerts.delivering import body_of, deliver_alerts
 from metering.export.export_admin import export_status

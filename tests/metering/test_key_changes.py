@@ -15,8 +15,16 @@ from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, KeyRev
 from metering.store.db import Sessions
 from metering.tenants import admin_requests
 from metering.tenants.admin_requests import ensure_api_key, ensure_organization, ensure_project
-from metering.tenants.key_changes import OVERLAP, rotate_api_key, update_api_key
-from metering.tenants.tenants import authenticate, create_organization, find_api_key, list_api_keys, revoke_api_key
+from metering.tenants.tenants import (
+    OVERLAP,
+    authenticate,
+    create_organization,
+    find_api_key,
+    list_api_keys,
+    revoke_api_key,
+    rotate_api_key,
+    update_api_key,
+)
 from tests.metering.books import Customer
 
 

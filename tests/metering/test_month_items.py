@@ -18,9 +18,8 @@ from metering.core.models import TokenKind
 from metering.core.money import PICOS_PER_UNIT
 from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.export_settings import Finalizing, stripe_settings
-from metering.export.month_items import hold_draft, settle_months, whole_units
-from metering.export.month_reconciliation import conclude, differences_here
-from metering.export.reconciliation import Stage, our_month
+from metering.export.invoice_items import hold_draft, settle_months, whole_units
+from metering.export.reconciliation import Stage, conclude, differences_here, our_month
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_inbox import handle_events
 from metering.export.stripe_sync import Sync

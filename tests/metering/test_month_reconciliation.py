@@ -12,8 +12,7 @@ from metering.core.models import TokenKind
 from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.exporters import FileExporter, counted
 from metering.export.exporting import Stream
-from metering.export.month_reconciliation import MonthReconciliation, conclude, differences_here, reconciled_here
-from metering.export.reconciliation import Stage, our_month
+from metering.export.reconciliation import MonthReconciliation, Stage, conclude, differences_here, our_month, reconciled_here
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer

@@ -39,9 +39,8 @@ from metering.export.export_settings import (
     webhook_settings,
 )
 from metering.export.reconciliation import reconcile
-from metering.export.stripe_gateway import StripeGateway
+from metering.export.stripe_gateway import StripeGateway, stripe_digits, unit_amount_decimal
 from metering.export.stripe_inbox import BODY_MAX_BYTES, INVOICE_TIMES, PATH, handle_events, webhook_server
-from metering.export.stripe_objects import stripe_digits, unit_amount_decimal
 from metering.export.stripe_sync import Sync, payment_method_page
 from metering.pricing.prices import ModelPrice, set_price, withdraw_price
 from metering.store.db import Sessions

@@ -1,9 +1,20 @@
-"""Stripe's invoices of a closed month are made to come to what our invoice comes to: by invoice items, labelled as our lines are.
+"""Invoice items at Stripe: for late usage, and for all that is on our invoices and that Stripe does not know.
+
+Late usage: what Stripe was told of after it had finalised the invoice of its period. Stripe counts such usage in the old period
+and puts it on no invoice. Here it becomes an invoice item, which Stripe adds to the customer's next invoice. What is late is
+worked out from the rows; which batches an item is for is written down with the item, in the transaction that makes it; and it is
+created at Stripe only if none there carries its id, whatever became of earlier answers.
+
+An item is in whole minor units of Stripe's. What rounding leaves is carried to the customer's next item.
+
+Closed months: Stripe's invoices of a closed month are made to come to what our invoice comes to: by invoice items, labelled as
+our lines are.
 
 Stripe knows tokens and list prices. What else is on our invoice (plan, commitment, adjustments, credit) becomes an item each, and
-what is left between the two, such as the rounding of lines, becomes one more. They are put on the draft of the month while there is
-one, which is then finalised; else on the customer's next invoice. Afterwards it is looked at what Stripe has invoiced in the end: a
-month is settled once that, the items made for it and the late usage invoiced meanwhile are to the minor unit what our invoice says.
+what is left between the two, such as the rounding of lines, becomes one more. They are put on the draft of the month while there
+is one, which is then finalised; else on the customer's next invoice. Afterwards it is looked at what Stripe has invoiced in the
+end: a month is settled once that, the items made for it and the late usage invoiced meanwhile are to the minor unit what our
+invoice says.
 
 What is owed is written down once for a month, an item before it is created, and is created only if none at Stripe carries its id.
 What Stripe's unit is too coarse for is carried to the customer's next month.
@@ -14,7 +25,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Row, text
@@ -24,11 +35,12 @@ from common.incidents import Retries
 from metering.core.errors import StoreAway, StripeFailed
 from metering.core.money import round_to_minor_unit
 from metering.export.exporting import derived_id
-from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_objects import (
+from metering.export.stripe_gateway import (
     PICOS_PER_TOKEN,
+    StripeGateway,
     begins_within,
     create_item,
+    finalized_at,
     known_items,
     minor_unit_picos,
     subscription_of,
@@ -38,16 +50,154 @@ from metering.invoicing.invoices import invoice_of_month, is_charge, read_lines
 from metering.ledger.ledger import month_text
 from metering.store.db import Sessions, lock_holder, try_lock
 
-METADATA = "weir_month_item"
-LOCK_NAME = "month items"
+# A batch that was first handed over so long after the invoice was finalised cannot be on it, whatever the two clocks say. One in
+# between may be, so a person decides: `weir reconcile` names it.
+SURELY_LATE = timedelta(minutes=5)
+METADATA = "weir_late_item"
+LOCK_NAME = "late invoice items"
+
+log = logging.getLogger(__name__)
+retries = Retries("late_items", passing=(StoreAway,))  # by organization, and by item
+
+# Invoices from before there were such items may have been corrected by hand: they are left alone. Subscriptions to metered prices
+# end with the calendar month: an invoice that ends otherwise is of something else. A customer may have several of one month, of
+# several subscriptions; usage is late if it came after the last of them. Which is the last, Stripe is asked (`last`): a webhook may
+# not have told of it yet, and what it still counted is on it.
+LATE = text(f"""
+SELECT i.organization_id, i.currency_code, i.period_start, i.period_end, array_agg(b.id) AS batch_ids,
+       sum(b.token_count)::bigint AS token_count, sum(b.token_count::numeric * {PICOS_PER_TOKEN}) AS picos
+FROM (
+    SELECT organization_id, currency_code, period_end, max(finalized_at) AS finalized_at,
+           greatest(min(period_start), date_trunc('month', period_end - interval '1 microsecond', 'UTC')) AS period_start
+    FROM stripe_invoices
+    WHERE period_end > period_start AND period_end = date_trunc('month', period_end, 'UTC')
+      AND finalized_at >= (SELECT late_items_since FROM export_progress)
+      AND organization_id IN (SELECT ref::uuid FROM stripe_objects WHERE account = :account AND kind = 'customer')
+      AND (CAST(:organization_id AS uuid) IS NULL OR (organization_id, period_end) = (:organization_id, :ends))
+    GROUP BY organization_id, currency_code, period_end
+) i
+JOIN meter_batches b ON b.organization_id = i.organization_id AND b.hour >= i.period_start AND b.hour < i.period_end
+JOIN price_versions p ON p.id = b.price_version_id AND p.currency_code = i.currency_code
+WHERE b.state = 'delivered' AND b.late_item_id IS NULL
+  AND b.sent_at > greatest(i.finalized_at, CAST(:last AS timestamptz)) + :margin
+GROUP BY 1, 2, 3, 4 ORDER BY 1, 3
+""")
+CUSTOMER = text("SELECT stripe_id FROM stripe_objects WHERE (account, kind, ref) = (:account, 'customer', :ref)")
+CARRIED = text("""
+SELECT coalesce((SELECT exact_picos + carried_in_picos - amount_minor * :minor_picos FROM stripe_late_items
+                 WHERE organization_id = :organization_id AND currency_code = :currency_code ORDER BY number DESC LIMIT 1), 0)
+""")
+# The place among the items of its period tells an item, so that one that a failover has lost is made again under the same id.
+PLACE = """(SELECT count(*) FROM stripe_late_items
+    WHERE (organization_id, currency_code, period_end) = (:organization_id, :currency_code, :period_end))"""
+ITEM_ID = derived_id(
+    "'late item'",
+    "CAST(:organization_id AS uuid)",
+    "CAST(:currency_code AS text)",
+    "extract(epoch FROM CAST(:period_end AS timestamptz))::bigint",
+    PLACE,
+)
+MAKE = text(f"""
+INSERT INTO stripe_late_items (id, organization_id, currency_code, period_start, period_end, token_count, exact_picos,
+                               carried_in_picos, amount_minor)
+SELECT {ITEM_ID}, :organization_id, :currency_code, :period_start, :period_end, :token_count, :picos, :carried, :amount_minor
+RETURNING id
+""")
+BELONG = text("UPDATE meter_batches SET late_item_id = :item_id WHERE id = ANY(:batch_ids)")
+UNINVOICED = text("""
+SELECT t.id, t.currency_code, t.period_start, t.period_end, t.token_count, t.amount_minor, c.stripe_id AS customer
+FROM stripe_late_items t
+JOIN stripe_objects c ON (c.account, c.kind, c.ref) = (:account, 'customer', t.organization_id::text)
+WHERE t.stripe_id IS NULL AND t.amount_minor > 0 ORDER BY t.created_at, t.id
+""")
+RECORD = text("UPDATE stripe_late_items SET stripe_id = :stripe_id WHERE id = :id")
+
+
+async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
+    """Make the items that are missing, here and at Stripe; tells how many were created there. One worker at a time does it."""
+    async with lock_holder(sessions) as locks:
+        if not await try_lock(locks, LOCK_NAME):
+            return 0
+        nobody = {"account": gateway.account, "margin": SURELY_LATE, "organization_id": None, "ends": None, "last": None}
+        async with sessions() as session:
+            found = (await session.execute(LATE, nobody)).all()
+        for row in found:
+            if not retries.is_due(row.organization_id):
+                continue
+            with retries.survive(row.organization_id):
+                try:
+                    whole, last = await last_finalized(sessions, gateway, row)
+                except StripeFailed as failed:
+                    log.warning("late usage is not invoiced yet: %s", failed)
+                    continue
+                if not whole:
+                    continue  # it is on the invoice that is not final yet
+                asked = nobody | {"organization_id": row.organization_id, "ends": row.period_end, "last": last}
+                async with sessions.begin() as session:
+                    for late in (await session.execute(LATE, asked)).all():
+                        await make_item(session, late)
+        return await create_items(sessions, gateway)
+
+
+async def last_finalized(sessions: Sessions, gateway: StripeGateway, row: Row[Any]) -> tuple[bool, datetime | None]:
+    """Whether all invoices of the period are final at Stripe, and when the last became so if it has any. Raises: StripeFailed."""
+    async with sessions() as session:
+        customer = str(await session.scalar(CUSTOMER, {"account": gateway.account, "ref": str(row.organization_id)}))
+    invoices = await usage_invoices(gateway, customer, row.period_end)
+    last = finalized_at(invoices)
+    return last is not None or not invoices, last
+
+
+async def make_item(session: AsyncSession, row: Row[Any]) -> None:
+    """Write down what one period still owes, with the batches that it is for."""
+    minor_picos = minor_unit_picos(row.currency_code)
+    owner = {"organization_id": row.organization_id, "currency_code": row.currency_code}
+    carried = int(await session.scalar(CARRIED, owner | {"minor_picos": minor_picos}) or 0)
+    rounded = max(round_to_minor_unit(int(row.picos) + carried, row.currency_code), 0)
+    facts = owner | {"period_start": row.period_start, "period_end": row.period_end, "token_count": row.token_count}
+    values = facts | {"picos": int(row.picos), "carried": carried, "amount_minor": rounded // minor_picos}
+    item_id = await session.scalar(MAKE, values)
+    await session.execute(BELONG, {"item_id": item_id, "batch_ids": row.batch_ids})
+
+
+async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
+    """Create at Stripe what is not there. What fails is told in the log, and tried again at the next run."""
+    async with sessions() as session:
+        waiting = (await session.execute(UNINVOICED, {"account": gateway.account})).all()
+    created = 0
+    for row in waiting:
+        if not retries.is_due(row.id):
+            continue
+        with retries.survive(row.id):
+            try:
+                known = await known_items(gateway, METADATA, row.customer)
+                description = f"Late usage of {span(row.period_start, row.period_end)}: {row.token_count:,} tokens"
+                terms = {"customer": row.customer, "amount": row.amount_minor, "description": description}
+                stripe_id = known.get(str(row.id)) or await create_item(
+                    gateway, METADATA, row.id, f"late-item-{row.id}", row.currency_code, **terms
+                )
+            except StripeFailed as failed:
+                log.warning("late usage is not invoiced yet: %s", failed)
+                continue
+            async with sessions.begin() as session:
+                await session.execute(RECORD, {"id": row.id, "stripe_id": stripe_id})
+            created += 1
+    return created
+
+
+def span(begins: datetime, ends: datetime) -> str:
+    return f"{begins:%Y-%m-%d} to {ends - timedelta(seconds=1):%Y-%m-%d}"
+
+
+MONTH_METADATA = "weir_month_item"
+MONTHS_LOCK_NAME = "month items"
 LABELLED_MAX = 200  # charges with an item of their own: Stripe takes 250 items on an invoice
 DESCRIPTION_LENGTH_MAX = 500
 # Stripe makes the drafts of a month soon after its end. One that is looked for before may not be there yet.
 DRAFTS_ARE_THERE = timedelta(hours=6)
 MONTHS_MAX = 20  # of one run, drawn by lot: each costs some calls, and one that cannot be settled must not hold up the others
 
-log = logging.getLogger(__name__)
-retries = Retries("month_items", passing=(StoreAway,))  # by organization and month
+month_retries = Retries("month_items", passing=(StoreAway,))  # by organization and month
 
 # Closed months that are not settled, the oldest of each customer. Those closed before there were such items are left alone.
 UNSETTLED = text("""
@@ -79,13 +229,13 @@ SELECT coalesce(sum(floor(picos / :minor_picos + 0.5)), 0)::bigint FROM (
 ) lines
 """)
 # Items for late usage settle a part of a month too: the first month that is settled after they were made.
-LATE = text("""
+LATE_MINOR = text("""
 SELECT (SELECT coalesce(sum(amount_minor), 0) FROM stripe_late_items
         WHERE organization_id = :organization_id AND currency_code = :currency_code AND period_start < :ends
           AND created_at >= (SELECT month_items_since FROM export_progress))::bigint
      - (SELECT coalesce(sum(late_minor), 0) FROM stripe_month_settlements WHERE organization_id = :organization_id)::bigint
 """)
-CARRIED = text("""
+MONTH_CARRIED = text("""
 SELECT coalesce((SELECT due_picos + carried_in_picos - due_minor * :minor_picos FROM stripe_month_settlements
                  WHERE organization_id = :organization_id ORDER BY month DESC LIMIT 1), 0)
 """)
@@ -97,12 +247,12 @@ MADE = text("""
 SELECT count(*) AS item_count, coalesce(sum(amount_minor), 0)::bigint AS minor FROM stripe_month_items
 WHERE organization_id = :organization_id AND month = :month
 """)
-ITEM_ID = derived_id(
+MONTH_ITEM_ID = derived_id(
     "'month item'", "CAST(:organization_id AS uuid)", "to_char(CAST(:month AS date), 'YYYY-MM')", "CAST(:position AS integer)"
 )
-MAKE = text(f"""
+MAKE_MONTH_ITEM = text(f"""
 INSERT INTO stripe_month_items (id, organization_id, month, position, description, amount_minor)
-VALUES ({ITEM_ID}, :organization_id, :month, :position, :description, :amount_minor)
+VALUES ({MONTH_ITEM_ID}, :organization_id, :month, :position, :description, :amount_minor)
 """)
 WAITING = text("""
 SELECT i.id, i.month, i.description, i.amount_minor FROM stripe_month_items i
@@ -127,7 +277,7 @@ class AtStripe:
 async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
     """Bring each customer's oldest month that is not settled further; tells how many are settled now. One worker at a time."""
     async with lock_holder(sessions) as locks:
-        if not await try_lock(locks, LOCK_NAME):
+        if not await try_lock(locks, MONTHS_LOCK_NAME):
             return 0
         async with sessions() as session:
             months = (
@@ -136,9 +286,9 @@ async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
         settled = 0
         for month in months:
             item = (month.organization_id, month.month)
-            if not retries.is_due(item):
+            if not month_retries.is_due(item):
                 continue
-            with retries.survive(item):
+            with month_retries.survive(item):
                 try:
                     settled += await settle_month(sessions, gateway, month)
                 except StripeFailed as failed:
@@ -157,9 +307,9 @@ async def settle_month(sessions: Sessions, gateway: StripeGateway, month: Row[An
         due_minor = month.due_minor if month.due_minor is not None else await owe(session, month)
         if due_minor and not there.invoice_count:
             raise StripeFailed("there is no invoice of the month: see that the customer had its subscription, weir stripe sync")
-        late = int(await session.scalar(LATE, facts) or 0)
+        late = int(await session.scalar(LATE_MINOR, facts) or 0)
         missing = await make_items(session, month, facts, due_minor - there.usage_minor - late)
-    await create_items(sessions, gateway, month, there.drafts[0]["id"] if there.drafts else "")
+    await create_month_items(sessions, gateway, month, there.drafts[0]["id"] if there.drafts else "")
     for draft in there.drafts if gateway.settings.finalizes else ():
         # No idempotency key: Stripe finalises an invoice once, and would repeat a failure of its own under the same key for a day.
         await gateway.call("post", f"/v1/invoices/{draft['id']}/finalize", auto_advance=True)
@@ -197,7 +347,7 @@ async def make_items(session: AsyncSession, month: Row[Any], facts: Mapping[str,
         items.append((f"{month_text(month.month)}: rounding, and usage that is invoiced in another month", rest))
     for position, (description, amount) in enumerate(items, made.item_count + 1):
         values = {"position": position, "description": description[:DESCRIPTION_LENGTH_MAX], "amount_minor": amount}
-        await session.execute(MAKE, {**facts, **values})
+        await session.execute(MAKE_MONTH_ITEM, {**facts, **values})
     return len(items)
 
 
@@ -207,7 +357,7 @@ async def owe(session: AsyncSession, month: Row[Any]) -> int:
     invoice = await invoice_of_month(session, month.organization_id, month.month)
     total = 0 if invoice is None else int(invoice.total_picos)
     owner = {"organization_id": month.organization_id, "minor_picos": minor_picos}
-    carried = int(await session.scalar(CARRIED, owner) or 0)
+    carried = int(await session.scalar(MONTH_CARRIED, owner) or 0)
     due_minor = whole_units(total + carried, month.currency_code)
     facts = {"organization_id": month.organization_id, "month": month.month, "currency_code": month.currency_code}
     await session.execute(OWE, facts | {"due_picos": total, "carried": carried, "due_minor": due_minor})
@@ -234,18 +384,18 @@ def whole_units(amount_picos: int, currency_code: str) -> int:
     return rounded // unit if rounded >= 0 else -(-rounded // unit)
 
 
-async def create_items(sessions: Sessions, gateway: StripeGateway, month: Row[Any], draft: str) -> None:
+async def create_month_items(sessions: Sessions, gateway: StripeGateway, month: Row[Any], draft: str) -> None:
     """Create at Stripe what is not there: on the draft, or without one on the customer's next invoice. Raises: StripeFailed."""
     async with sessions() as session:
         waiting = (await session.execute(WAITING, {"organization_id": month.organization_id})).all()
     if not waiting:
         return
-    known = await known_items(gateway, METADATA, month.customer)
+    known = await known_items(gateway, MONTH_METADATA, month.customer)
     for row in waiting:
         key = f"month-item-{row.id}" + (f"-{draft}" if draft else "")
         terms = {"customer": month.customer, "amount": row.amount_minor, "description": row.description}
         terms |= {"invoice": draft} if draft else {}
-        stripe_id = known.get(str(row.id)) or await create_item(gateway, METADATA, row.id, key, month.currency_code, **terms)
+        stripe_id = known.get(str(row.id)) or await create_item(gateway, MONTH_METADATA, row.id, key, month.currency_code, **terms)
         async with sessions.begin() as session:
             await session.execute(CREATED, {"id": row.id, "stripe_id": stripe_id, "draft": draft or None})
 
