@@ -12,7 +12,7 @@ from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import billing_profile_message, parse_billing_profile
 from inference.routing.router import Router
-from metering.configuration.applying import apply_configuration, present_state
+from metering.configuration.applying import Attempts, apply_configuration, present_state
 from metering.configuration.configuration import (
     Action,
     Change,
@@ -27,7 +27,6 @@ from metering.configuration.configuration import (
     Value,
     said_thresholds,
 )
-from metering.configuration.parts import Attempts
 from metering.tenants.networks import in_one_form
 
 WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")

@@ -34,14 +34,13 @@ from api.core.interceptor import Context
 from api.core.messages import alert_message, receipt_messages
 from metering.alerts.alerts import list_alerts
 from metering.core.errors import InvalidValue, NotFound
-from metering.export.invoice_payments import payments_by_month
 from metering.export.reconciliation import Difference, StageSum, reconciled_here
+from metering.export.stripe_inbox import payments_by_month
 from metering.invoicing import adjustments
 from metering.invoicing.closing import CloseTerms, check_month, close_month
 from metering.invoicing.invoices import find_invoice_row, invoice_of_month, read_invoice
-from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import to_csv, to_json
-from metering.invoicing.months import list_months, month_entry, verify_month
+from metering.invoicing.months import list_months, month_entry, month_report, verify_month
 from metering.ledger.ledger import month_bounds
 from metering.receipts.months import BEGINNING, PageMark, list_receipt_keys, receipt_month, receipts_page
 from metering.tenants.tenants import find_organization

@@ -20,7 +20,7 @@ from api.core.errors import TooManyReports
 from api.core.messages import billing_profile_message
 from metering.core.errors import NotFound
 from metering.core.models import Organization
-from metering.export.invoice_payments import InvoicePayment
+from metering.export.stripe_inbox import InvoicePayment
 from metering.invoicing.adjustments import AdjustmentRecord
 from metering.invoicing.invoices import Invoice
 from metering.invoicing.month_report import TAX_NOTE, MonthReport

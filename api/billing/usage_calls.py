@@ -24,8 +24,8 @@ from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import TokenKind
 from metering.core.money import round_to_minor_unit
 from metering.invoicing.invoice_document import InvoiceDocument, Issuer, invoice_document, letterhead_of
-from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import MonthReport
+from metering.invoicing.months import month_report
 from metering.ledger.ledger import month_bounds, month_text
 from metering.reports.focus import FOCUS_VERSION, focus_csv
 from metering.reports.usage_reports import (

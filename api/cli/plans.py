@@ -1,19 +1,34 @@
-"""`weir plan` and `weir credit`: plans and who has which, credit and what is left of it."""
+"""`weir plan`, `weir credit` and `weir price`: plans and who has which, credit and what is left of it, prices."""
 
 from __future__ import annotations
 
+import csv
+import sys
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import RenderableType
-from weir_client import AdminClient, CreditGrant, Plan, PlanAssignment
+from weir_client import AdminClient, AppliedPrice, CreditGrant, Plan, PlanAssignment, PriceVersion, SimulatedCustomer
 
 from api.cli.apply import content_of
 from api.cli.connection import Output, admin_client, calls
 from api.cli.document import PROPOSAL, read_document
-from api.cli.render import money_text, parse_picos, parsed, table
+from api.cli.render import (
+    JsonOption,
+    decimal_text,
+    money_text,
+    parse_amount,
+    parse_picos,
+    parse_price,
+    parsed,
+    per_million,
+    table,
+    time_text,
+)
 from common.strict_yaml import FileMistake
 
 plan = typer.Typer(help="Make plans, and say who has which.", no_args_is_help=True)
@@ -205,4 +220,212 @@ def grants_table(grants: Iterable[CreditGrant]) -> RenderableType:
     for each in grants:
         amounts = map(money_text, (each.amount, each.spent, each.expired, each.remaining))
         made.add_row(each.organization_name, *amounts, each.first_month, each.last_month, each.reason, each.grant_id)
+    return made
+
+
+price = typer.Typer(help="Set, list and try out prices: of the list, and of single customers.", no_args_is_help=True)
+
+TIME_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
+ModelArgument = Annotated[str, typer.Argument(help="The model; it need not exist yet.")]
+SinceOption = Annotated[datetime | None, typer.Option(help="Since when it holds, in UTC. Default: now.", formats=TIME_FORMATS)]
+KINDS = ("input", "cached input", "output", "embedding")
+TITLE = "prices per million tokens"
+TIMEOUT_S = 300.0  # a month of millions of events is one statement, and a long one
+CSV_COLUMNS = (
+    "organization_name",
+    "organization_id",
+    "currency_code",
+    "token_count",
+    "old_amount",
+    "new_amount",
+    "difference",
+    "old_plan",
+    "new_plan",
+)
+
+
+@price.command("set")
+@calls(admin_client)
+def set_price(
+    client: AdminClient,
+    model: ModelArgument,
+    input_price: Annotated[str, typer.Option("--input", help="Per million input tokens, in units of the currency.")],
+    output_price: Annotated[str, typer.Option("--output", help="Per million output tokens.")],
+    cached_price: Annotated[
+        str | None, typer.Option("--cached-input", help="Per million input tokens from the prefix cache. Default: as --input.")
+    ] = None,
+    embedding_price: Annotated[
+        str | None, typer.Option("--embedding", help="Per million embedded tokens. Default: as it is; 0 at first.")
+    ] = None,
+    batch_multiplier: Annotated[
+        str | None,
+        typer.Option(help="What the batch tier pays of these prices, such as 0.5. Default: as it is; the same price at first."),
+    ] = None,
+    organization: Annotated[
+        str, typer.Option("--org", "--organization", help="Only for this organization, by name or id: its own price.")
+    ] = "",
+    currency: Annotated[str, typer.Option(help="ISO 4217 code. Default: the organization's; USD for the list.")] = "",
+    effective_time: SinceOption = None,
+) -> Output:
+    """Set a new price version, one per service tier. Earlier ones stay: a request costs what was in force when it was admitted."""
+    per_token = parsed("--input", parse_price, input_price)
+    versions = client.set_price(
+        model,
+        input_picos_per_token=per_token,
+        cached_input_picos_per_token=per_token if cached_price is None else parsed("--cached-input", parse_price, cached_price),
+        output_picos_per_token=parsed("--output", parse_price, output_price),
+        embedding_picos_per_token=None if embedding_price is None else parsed("--embedding", parse_price, embedding_price),
+        batch_multiplier_milli=None if batch_multiplier is None else _thousandths("--batch-multiplier", batch_multiplier),
+        organization=organization,
+        currency_code=currency,
+        effective_time=_utc(effective_time),
+    )
+    remarks = []
+    for each in versions:
+        whose = f" for {each.organization_name}" if each.organization_name else ""
+        told = ", ".join(f"{kind} {decimal_text(per_million(picos))}" for kind, picos in zip(KINDS, rates(each), strict=True))
+        since = time_text(each.effective_time, "now")
+        what = f"price version {each.version} of {each.model}{whose}, {each.tier}, from {since} on"
+        remarks.append(f"{what}, in {each.currency_code} per million tokens: {told}")
+    return versions, *remarks
+
+
+@price.command("withdraw")
+@calls(admin_client)
+def withdraw_price(
+    client: AdminClient,
+    model: ModelArgument,
+    organization: Annotated[str, typer.Option("--org", "--organization", help="Whose own price ends, by name or id.")],
+    effective_time: SinceOption = None,
+) -> Output:
+    """End a customer's own price: from then on it pays as the list says."""
+    versions = client.withdraw_price(organization, model, effective_time=_utc(effective_time))
+    since = time_text(versions[0].effective_time, "now")
+    return versions, f"{organization} pays the list price of {model} from {since} on"
+
+
+@price.command("list")
+@calls(admin_client)
+def list_prices(
+    client: AdminClient,
+    organization: Annotated[
+        str, typer.Option("--org", "--organization", help="What this organization pays, by name or id. Default: the list.")
+    ] = "",
+    model: Annotated[str, typer.Option("--model", help="Only of this model.")] = "",
+    currency: Annotated[str, typer.Option(help="Only in this currency.")] = "",
+    at: Annotated[datetime | None, typer.Option("--at", help="At this time, in UTC. Default: now.", formats=TIME_FORMATS)] = None,
+    history: Annotated[bool, typer.Option("--history", help="Every version there ever was and will be.")] = False,
+) -> Output:
+    """Tell who pays what for which model and tier, where that comes from and since when."""
+    found = client.list_prices(organization, model=model, currency_code=currency, time=_utc(at), history=history)
+    if history and found.versions:
+        return found, versions_table(found.versions)
+    return found, applied_table(found.prices) if found.prices else "no price is in force: set one with `weir price set`"
+
+
+def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
+    made = table("model", "tier", *KINDS, "currency", "from", "since", "version", right=(*KINDS, "version"), title=TITLE)
+    for each in prices:
+        version = each.version
+        source = version.organization_name if each.source == "organization" else "list"
+        source += "" if version.tier == each.tier else f" ({version.tier})"
+        shown = [decimal_text(per_million(picos)) for picos in rates(version)]
+        made.add_row(
+            each.model, each.tier, *shown, version.currency_code, source, time_text(version.effective_time), str(version.version)
+        )
+    return made
+
+
+def versions_table(versions: Iterable[PriceVersion]) -> RenderableType:
+    made = table("version", "model", "of", "tier", "times", *KINDS, "currency", "since", right=("version", *KINDS), title=TITLE)
+    for each in versions:
+        shown = [decimal_text(per_million(picos)) for picos in rates(each)]
+        whose = each.organization_name or "list"
+        times = f"{each.multiplier_milli / 1000:g}"
+        if each.withdrawn:
+            times, shown = "ends", ["—"] * len(KINDS)
+        made.add_row(
+            str(each.version), each.model, whose, each.tier, times, *shown, each.currency_code, time_text(each.effective_time)
+        )
+    return made
+
+
+def rates(version: PriceVersion) -> tuple[int, ...]:
+    """Picos per token by kind, in the order of KINDS."""
+    return (
+        version.input_picos_per_token,
+        version.cached_input_picos_per_token,
+        version.output_picos_per_token,
+        version.embedding_picos_per_token,
+    )
+
+
+def _thousandths(flag: str, text: str) -> int:
+    milli = parsed(flag, parse_amount, text) * 1000
+    if milli < 0 or milli != milli.to_integral_value() or milli > Decimal(10**9):
+        raise typer.BadParameter("give a number of 0 or more with at most three decimals, such as 0.5", param_hint=flag)
+    return int(milli)
+
+
+def _utc(time: datetime | None) -> datetime | None:
+    return time.replace(tzinfo=UTC) if time else None
+
+
+@price.command("simulate")
+@calls(admin_client, timeout=TIMEOUT_S)
+def simulate(
+    client: AdminClient,
+    month: Annotated[str, typer.Argument(help="The month, as YYYY-MM, UTC.")],
+    file: Annotated[Path, typer.Option("--prices", help="YAML with `prices:` as for `weir apply`, and `plans:`; - for stdin.")],
+    organization: Annotated[str, typer.Option("--org", "--organization", help="Only this organization, by name or id.")] = "",
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV with exact amounts on stdout.")] = False,
+    as_json: JsonOption = False,
+) -> Output | None:
+    """Rate a past month's real usage anew, with proposed prices and plans. Changes nothing.
+
+    Amounts are usage and plan; adjustments, credit and rounding are left out on both sides.
+    """
+    if as_csv and as_json:
+        raise typer.BadParameter("give --csv or --json, not both")
+    found = client.simulate_prices(month, read_proposal(file), organization=organization)
+    if as_csv:
+        write_csv(found)
+        return None
+    return found, simulated_table(found) if found else f"nothing was used in {month}"
+
+
+def write_csv(customers: list[SimulatedCustomer]) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\r\n")
+    writer.writerow(CSV_COLUMNS)
+    for each in customers:
+        amounts = (f"{money.amount:f}" for money in (each.old_amount, each.new_amount, each.difference))
+        writer.writerow(
+            [
+                each.organization_name,
+                each.organization_id,
+                each.old_amount.currency_code,
+                each.token_count,
+                *amounts,
+                each.old_plan,
+                each.new_plan,
+            ]
+        )
+
+
+def simulated_table(customers: list[SimulatedCustomer]) -> RenderableType:
+    """What each paid, would have paid, and the difference."""
+    numbers = ("tokens", "paid", "would pay", "difference", "%")
+    made = table("organization", *numbers, "plan", right=numbers)
+    for each in customers:
+        share = f"{100 * each.difference.picos / each.old_amount.picos:+.1f}" if each.old_amount.picos else "—"
+        plan = each.new_plan or "none"
+        made.add_row(
+            each.organization_name,
+            f"{each.token_count:,}",
+            money_text(each.old_amount),
+            decimal_text(each.new_amount.amount),
+            decimal_text(each.difference.amount),
+            share,
+            plan if each.new_plan == each.old_plan else f"{each.old_plan or 'none'} → {plan}",
+        )
     return made

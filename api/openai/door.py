@@ -1,17 +1,20 @@
-"""The door itself: who asks for what, and which handler answers. `listener.py` has the sockets."""
+"""The door itself: who asks for what, and which handler answers; and embeddings. `listener.py` has the sockets."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import math
 import re
 import time
 import uuid
+from array import array
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 from aiohttp import web
+from msgspec import Struct
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator, StandingKey, check_model, payer
@@ -26,17 +29,80 @@ from api.generation.process import Process
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
 from api.openai import answers
-from api.openai.answers import ChatAnswer, CompletionAnswer, TokenTexts
-from api.openai.embeddings import NAMES as EMBEDDING_NAMES
-from api.openai.embeddings import EmbeddingParameters, check_dimensions, embed_request, embedding_list
+from api.openai.answers import ChatAnswer, CompletionAnswer, TokenTexts, cost_facts
 from api.openai.exchange import JSON, Arrival, Exchange, plain_headers, refused
 from api.openai.listener import peer_of, read_body, secret_of
-from api.openai.parameters import Asked, ChatParameters, CompletionParameters, chat_asked, completion_asked, decode
+from api.openai.parameters import (
+    Asked,
+    ChatParameters,
+    CompletionParameters,
+    Int32,
+    Prompt,
+    chat_asked,
+    completion_asked,
+    decode,
+    prompts_of,
+)
 from api.openai.refusals import HttpFault, headers_of, refusal_of, wrong_parameter
 from api.openai.responses import ResponseAnswer, ResponseParameters, response_asked
 from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
+
+EMBEDDING_NAMES: Mapping[str, str] = {"inputs": "input", "labels": "user", "labels['user']": "user"}
+
+INPUT_COUNT_MAX = 2048  # OpenAI's own; the model may take fewer
+
+
+class EmbeddingParameters(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What `client.embeddings.create` may send."""
+
+    model: str
+    input: Prompt
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Int32 | None = None
+    user: str | None = None
+
+
+def embed_request(given: EmbeddingParameters, request_id: str) -> pb.EmbedRequest:
+    """What a body asks for. Raises: InvalidRequest."""
+    if not given.model:
+        raise wrong_parameter("model", "must name a model; GET /v1/models tells which there are")
+    request = pb.EmbedRequest(request_id=request_id, model=given.model, labels={"user": given.user} if given.user else None)
+    for each in prompts_of(given.input, "input", INPUT_COUNT_MAX):
+        if isinstance(each, str):
+            request.inputs.add(text=each)
+        else:
+            request.inputs.add(token_ids=pb.TokenIds(ids=each))
+    return request
+
+
+def check_dimensions(given: EmbeddingParameters, dimension: int) -> None:
+    """Vectors have the length that the model gives them. Raises: InvalidRequest for any other."""
+    if given.dimensions not in (None, dimension):
+        raise wrong_parameter("dimensions", f"must be {dimension}, which is what this model gives, or left out")
+
+
+def embedding_list(given: EmbeddingParameters, response: pb.EmbedResponse, request_id: str) -> dict[str, Any]:
+    in_base64 = given.encoding_format == "base64"
+    data = [
+        {"object": "embedding", "index": index, "embedding": packed(each) if in_base64 else list(each.vector)}
+        for index, each in enumerate(response.embeddings)
+    ]
+    count = response.usage.embedding_token_count
+    return {
+        "object": "list",
+        "data": data,
+        "model": given.model,
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+        "weir": {"cost": cost_facts(response.cost), "price_version": response.price_version, "request_ids": [request_id]},
+    }
+
+
+def packed(embedding: pb.Embedding) -> str:
+    """A vector as base64 of its 32-bit floats, the lowest byte first."""
+    return base64.b64encode(array("f", embedding.vector).tobytes()).decode()
+
 
 OWNER = "weir"
 

@@ -18,8 +18,8 @@ from metering.core.models import TokenKind
 from metering.export.deliveries import form
 from metering.export.export_models import BatchState, MeterBatch
 from metering.export.exporting import Verdict
-from metering.export.invoice_payments import InvoicePayment, unpaid_invoices
 from metering.export.stripe_gateway import CANCEL_WITHIN, StripeGateway
+from metering.export.stripe_inbox import InvoicePayment, unpaid_invoices
 from metering.store.db import Sessions
 
 ATTENTION_MAX = 50  # batches named; the counts say how many there are

@@ -29,8 +29,8 @@ from metering.core.errors import InvariantViolated, MonthNotClosable
 from metering.core.models import Organization
 from metering.core.money import exact_text
 from metering.invoicing.invoices import MonthClosing, Series, draw_number, write_invoice
-from metering.invoicing.month_reading import LONG_READ_S, prepaid_credit_of, read_month, read_patiently
 from metering.invoicing.month_report import ChargeKind, Closed, MonthReport, digests
+from metering.invoicing.months import LONG_READ_S, prepaid_credit_of, read_month, read_patiently
 from metering.ledger.ledger import (
     BEFORE,
     AccountKey,

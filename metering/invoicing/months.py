@@ -1,30 +1,321 @@
-"""The months of a customer: where each stands, and whether a closed one is still what its close froze.
+"""The months of a customer: what each says, where it stands, and whether a closed one is still what its close froze.
 
 Reads only. Verification makes the report again from the ledger and compares four things: the documents with their digests, the
 receipts with their root, the invoice's lines with the report's, and what the month posted to the customer's account with what was
 invoiced.
-"""
+
+Amounts come from the ledger, never from today's prices. While a month is open, its plan, adjustments and prepaid credit are
+worked out here; of a closed month they are the lines of its invoice."""
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import date, datetime
+from typing import Any
 
-from sqlalchemy import select, text
+from sqlalchemy import Row, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.errors import MonthOpen
-from metering.core.models import Organization
+from metering.core.errors import InvariantViolated, MonthOpen
+from metering.core.models import Organization, Outcome, PriceVersion, TokenKind, record_of
 from metering.core.money import exact_text
-from metering.invoicing.invoices import MonthClosing, invoice_lines, invoice_of_month, read_lines
-from metering.invoicing.month_reading import LONG_READ_S, read_month, read_patiently
-from metering.invoicing.month_report import Digests, MonthReport, digests
+from metering.invoicing.invoices import MonthClosing, charges_of, invoice_lines, invoice_of_month, read_lines
+from metering.invoicing.month_report import (
+    Charge,
+    ChargeKind,
+    Closed,
+    CreditNoteIssued,
+    Digests,
+    MonthReport,
+    PrepaidCredit,
+    Reconciliation,
+    ReportLine,
+    RequestCounts,
+    digests,
+)
 from metering.ledger.ledger import month_bounds, month_of, month_text
-from metering.ledger.models import AccountKind, MonthState
+from metering.ledger.models import AccountKind, BillingMonth, MonthState, TransactionKind
+from metering.plans.credits import grants_of, usable_grants
+from metering.plans.plan_admin import rules_in_force
+from metering.plans.plans import MonthUsage, apply_credit, plan_lines
+from metering.pricing.token_prices import COUNTS_OF_EVENT
 from metering.receipts.months import month_root
 from metering.store.db import patience
+from metering.tenants.billing_profiles import BillingProfile, billing_profile
+from metering.tenants.tenants import find_organization
+
+# Postings by hand, but for those of credit notes, which are documents of their own.
+ADJUSTMENTS = text(f"""
+SELECT t.id, t.source_id, coalesce('adjustment: ' || a.reason, t.description) AS description, sum(e.amount_picos) AS amount_picos
+FROM ledger_transactions t
+JOIN ledger_entries e ON e.transaction_id = t.id
+JOIN ledger_accounts c ON c.id = e.account_id AND c.kind = '{AccountKind.RECEIVABLE}'
+LEFT JOIN adjustments a ON a.id = t.source_id
+WHERE t.organization_id = :organization_id AND t.billing_month = :month AND t.kind = '{TransactionKind.ADJUSTMENT}'
+  AND a.invoice_id IS NULL
+GROUP BY t.id, a.id ORDER BY t.id
+""")
+CREDIT_NOTES = text("""
+SELECT d.credit_note_number, i.number AS invoice_number, -a.amount_picos AS amount_picos, a.reason
+FROM adjustment_decisions d JOIN adjustments a ON a.id = d.adjustment_id JOIN invoices i ON i.id = a.invoice_id
+WHERE a.organization_id = :organization_id AND d.billing_month = :month AND d.credit_note_number IS NOT NULL
+ORDER BY d.credit_note_ordinal
+""")
+CARRIED = text(f"""
+SELECT coalesce(sum(e.amount_picos), 0) FROM ledger_accounts c JOIN ledger_entries e ON e.account_id = c.id
+WHERE c.organization_id = :organization_id AND c.kind = '{AccountKind.ROUNDING}'
+""")
+PREPAID = text(f"""
+SELECT -coalesce(sum(e.amount_picos), 0) AS left_picos,
+       -coalesce(sum(e.amount_picos) FILTER (WHERE t.billing_month = :month AND t.kind = '{TransactionKind.CREDIT_GRANTED}'), 0)
+           AS granted_picos,
+       coalesce(sum(e.amount_picos) FILTER (WHERE t.billing_month = :month AND t.kind = '{TransactionKind.CREDIT_EXPIRED}'), 0)
+           AS expired_picos
+FROM ledger_accounts c JOIN ledger_entries e ON e.account_id = c.id JOIN ledger_transactions t ON t.id = e.transaction_id
+WHERE c.organization_id = :organization_id AND c.kind = '{AccountKind.PREPAID_CREDIT}' AND t.billing_month <= :month
+""")
+
+
+async def draft_charges(
+    session: AsyncSession, organization_id: uuid.UUID, month: date, lines: Sequence[ReportLine]
+) -> tuple[Charge, ...]:
+    """The charges as they are now, in the order of the invoice: plan, adjustments, then the credit that pays what is due."""
+    charges = await plan_charges(session, organization_id, month, lines)
+    charges += await adjustment_charges(session, organization_id, month)
+    due_picos = sum(line.amount_picos for line in lines) + sum(charge.amount_picos for charge in charges)
+    return (*charges, *await credit_charges(session, organization_id, month, due_picos))
+
+
+async def plan_charges(session: AsyncSession, organization_id: uuid.UUID, month: date, lines: Sequence[ReportLine]) -> list[Charge]:
+    """What the plan of the month makes of its usage, late usage included."""
+    versions = select(PriceVersion).where(PriceVersion.id.in_({line.price_version for line in lines}))
+    begins = {version.id: version.effective_at for version in await session.scalars(versions)}
+    usage = [record_of(MonthUsage, line, effective_at=begins[line.price_version]) for line in lines]
+    rules = await rules_in_force(session, organization_id, month)
+    return [
+        Charge(
+            ChargeKind(line.kind.value), line.description, line.amount_picos, line.model, line.token_kind, line.token_count or None
+        )
+        for line in plan_lines(rules, usage)
+    ]
+
+
+async def credit_charges(session: AsyncSession, organization_id: uuid.UUID, month: date, due_picos: int) -> list[Charge]:
+    """What prepaid credit pays of an amount, a line per grant: those that end first, first."""
+    reasons = {grant.id: grant.reason for grant in await grants_of(session, organization_id)}
+    return [
+        Charge(ChargeKind.CREDIT, f"prepaid credit: {reasons[spent.grant_id]}", -spent.amount_picos, source_id=spent.grant_id)
+        for spent in apply_credit(await usable_grants(session, organization_id, month), due_picos)
+    ]
+
+
+async def adjustment_charges(session: AsyncSession, organization_id: uuid.UUID, month: date) -> list[Charge]:
+    """What has been posted to the month by hand, in the order of posting."""
+    rows = await session.execute(ADJUSTMENTS, {"organization_id": organization_id, "month": month})
+    return [Charge(ChargeKind.ADJUSTMENT, row.description, int(row.amount_picos), source_id=row.source_id) for row in rows]
+
+
+async def credit_notes_of(session: AsyncSession, organization_id: uuid.UUID, month: date) -> tuple[CreditNoteIssued, ...]:
+    """The credit notes that were posted to a month, by number."""
+    rows = await session.execute(CREDIT_NOTES, {"organization_id": organization_id, "month": month})
+    return tuple(CreditNoteIssued(row.credit_note_number, row.invoice_number, int(row.amount_picos), row.reason) for row in rows)
+
+
+async def carried_picos(session: AsyncSession, organization_id: uuid.UUID) -> int:
+    """What rounding has left so far: the balance of the rounding account, which closes alone post to."""
+    return int((await session.execute(CARRIED, {"organization_id": organization_id})).scalar_one())
+
+
+async def prepaid_credit_of(session: AsyncSession, organization_id: uuid.UUID, month: date) -> PrepaidCredit:
+    """Prepaid credit as posted: granted and expired in a month, and left at its end."""
+    row = (await session.execute(PREPAID, {"organization_id": organization_id, "month": month})).one()
+    return PrepaidCredit(int(row.granted_picos), int(row.expired_picos), int(row.left_picos))
+
+
+TOKEN_KIND_ORDER = list(TokenKind)
+
+COMPLETED = (Outcome.STOP, Outcome.STOP_SEQUENCE, Outcome.LENGTH)
+CANCELLED = (Outcome.CANCELLED, Outcome.DEADLINE)
+LIMITED = (Outcome.QUOTA_EXHAUSTED, Outcome.COST_LIMIT, Outcome.SLOW_CONSUMER, Outcome.FILTERED)
+FAILED = (Outcome.FAILED,)
+
+
+def _of(row: str, count: str) -> str:
+    """SQL of an event's tokens, as columns of one of two events."""
+    return re.sub(r"[a-z_]+", lambda column: f"{row}.{column[0]}", count)
+
+
+LONG_READ_S = 300.0  # some ten million events; one takes a few microseconds
+LONG_STATEMENTS = text(f"SET LOCAL statement_timeout = '{LONG_READ_S:.0f}s'")
+MONTH_OF = "CAST(date_trunc('month', {}, 'UTC') AS date)"
+UNIT_PRICES = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
+SUMS = ", ".join(
+    f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE {count} > 0) AS {kind}_requests"
+    for kind, (count, _) in COUNTS_OF_EVENT.items()
+)
+ALL_TOKENS = " + ".join(f"{kind}_tokens" for kind in COUNTS_OF_EVENT)
+BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, request_count)".format(
+    ", ".join(f"('{kind}', {kind}_tokens, {kind}_requests)" for kind in COUNTS_OF_EVENT)
+)
+BOTH_HAVE = ", ".join(
+    f"('{kind}', {_of('first', count)} > 0 AND {_of('second', count)} > 0)" for kind, (count, _) in COUNTS_OF_EVENT.items()
+)
+# One statement, so that all numbers are of one moment: rating may go on meanwhile. Tokens and amounts are the ledger's; how many
+# requests they were of, and how those ended, is told by the events that point to its transactions. Events are read once, into sums.
+# A request whose part 1 adds to what its part 0 has of a kind is counted once.
+MONTH = text(f"""
+WITH transactions AS MATERIALIZED (
+    SELECT id, effective_at, {MONTH_OF.format("effective_at")} AS usage_month FROM ledger_transactions
+    WHERE organization_id = :organization_id AND billing_month = :month AND kind = '{TransactionKind.USAGE}'
+), events AS MATERIALIZED (
+    SELECT u.price_version_id, {MONTH_OF.format("u.settled_at")} AS usage_month, u.outcome, u.part,
+           u.rated_at IS NULL AS is_unrated, count(*) AS event_count,
+           array_agg(u.hold_id) FILTER (WHERE u.part > 0) AS hold_ids, {SUMS}
+    FROM usage_events u LEFT JOIN transactions t ON t.id = u.ledger_transaction_id
+    WHERE u.organization_id = :organization_id AND u.settled_at < :ends
+      AND u.settled_at >= least(:begins, (SELECT min(effective_at) FROM transactions))
+      AND (t.id IS NOT NULL OR :with_unrated AND u.rated_at IS NULL AND u.settled_at >= :begins)
+    GROUP BY 1, 2, 3, 4, 5
+), used AS (
+    SELECT coalesce(sum(event_count) FILTER (WHERE part = 0), 0)::bigint AS total_count,
+           coalesce(sum(event_count) FILTER (WHERE part = 0 AND outcome = ANY(:completed)), 0)::bigint AS completed_count,
+           coalesce(sum(event_count) FILTER (WHERE part = 0 AND outcome = ANY(:cancelled)), 0)::bigint AS cancelled_count,
+           coalesce(sum(event_count) FILTER (WHERE part = 0 AND outcome = ANY(:limited)), 0)::bigint AS limited_count,
+           coalesce(sum(event_count) FILTER (WHERE part = 0 AND outcome = ANY(:failed)), 0)::bigint AS failed_count,
+           coalesce(sum({ALL_TOKENS}), 0) AS usage_token_count,
+           coalesce(sum({ALL_TOKENS}) FILTER (WHERE is_unrated), 0) AS unrated_token_count,
+           coalesce(sum(event_count) FILTER (WHERE is_unrated), 0)::bigint AS unrated_event_count
+    FROM events
+), repeated AS (
+    SELECT second.price_version_id, kind.token_kind, {MONTH_OF.format("second.settled_at")} AS usage_month,
+           count(*) AS request_count
+    FROM (SELECT unnest(hold_ids) AS hold_id FROM events) late
+    JOIN usage_events second ON second.hold_id = late.hold_id AND second.part > 0
+    JOIN transactions ON transactions.id = second.ledger_transaction_id
+    JOIN usage_events first ON first.hold_id = late.hold_id AND first.part = 0
+         AND {MONTH_OF.format("first.settled_at")} = {MONTH_OF.format("second.settled_at")}
+    JOIN transactions earlier ON earlier.id = first.ledger_transaction_id,
+         LATERAL (VALUES {BOTH_HAVE}) AS kind (token_kind, both_have)
+    WHERE kind.both_have GROUP BY 1, 2, 3
+), told AS (
+    SELECT price_version_id, of_kind.token_kind, usage_month, sum(of_kind.request_count) AS request_count,
+           coalesce(sum(of_kind.token_count) FILTER (WHERE outcome = ANY(:cancelled)), 0) AS cancelled_token_count
+    FROM events, {BY_KIND} WHERE NOT is_unrated GROUP BY 1, 2, 3
+), posted AS (
+    SELECT e.price_version_id, e.token_kind, t.usage_month, sum(e.token_count) AS token_count, -sum(e.amount_picos) AS amount_picos
+    FROM transactions t JOIN ledger_entries e ON e.transaction_id = t.id WHERE e.token_kind IS NOT NULL GROUP BY 1, 2, 3
+), lines AS (
+    SELECT p.model, p.id AS price_version, p.currency_code, p.tier, posted.token_kind, posted.usage_month,
+           (coalesce(told.request_count, 0) - coalesce(repeated.request_count, 0))::bigint AS request_count,
+           posted.token_count, coalesce(told.cancelled_token_count, 0) AS cancelled_token_count,
+           CASE posted.token_kind {UNIT_PRICES} END AS unit_price_picos, posted.amount_picos
+    FROM posted JOIN price_versions p ON p.id = posted.price_version_id
+    LEFT JOIN told USING (price_version_id, token_kind, usage_month)
+    LEFT JOIN repeated USING (price_version_id, token_kind, usage_month)
+)
+SELECT used.*, lines.* FROM used LEFT JOIN lines ON true
+""")
+
+
+async def read_patiently(session: AsyncSession) -> None:
+    """Let the statements of this transaction take minutes: for reading a month of millions of events. Inside `patience`."""
+    await session.execute(LONG_STATEMENTS)
+
+
+async def month_report(session: AsyncSession, *, organization: str, month: str) -> MonthReport:
+    """The report of an organization, given by name or id, for a month `YYYY-MM`. Raises: NotFound, InvalidValue."""
+    begins, _ = month_bounds(month)
+    return await read_month(session, await find_organization(session, organization), begins.date())
+
+
+async def read_month(session: AsyncSession, owner: Organization, month: date, *, to_close: bool = False) -> MonthReport:
+    """The report of a month, by its first day. Of a closed one it is made of what cannot change, and always the same.
+
+    to_close: as the close sees it, which leaves what is not rated to the next month.
+    """
+    closing = await session.get(MonthClosing, (owner.id, month), populate_existing=True)
+    lines, counts = await _usage(session, owner, month, with_unrated=closing is None and not to_close)
+    report = MonthReport(
+        organization_name=owner.name,
+        organization_id=owner.id,
+        month=month_text(month),
+        currency_code=owner.currency_code,
+        lines=lines,
+        request_counts=record_of(RequestCounts, counts),
+        unrated_event_count=counts.unrated_event_count,
+        reconciliation=Reconciliation(
+            usage_token_count=int(counts.usage_token_count),
+            ledger_token_count=sum(line.token_count for line in lines),
+            unrated_token_count=int(counts.unrated_token_count),
+        ),
+        credit=await prepaid_credit_of(session, owner.id, month),
+        credit_notes=await credit_notes_of(session, owner.id, month),
+    )
+    if closing is not None:
+        return await _as_closed(session, report, closing)
+    charges = await draft_charges(session, owner.id, month, lines)
+    spent = sum(charge.amount_picos for charge in charges if charge.kind is ChargeKind.CREDIT)
+    credit = replace(report.credit, left_picos=report.credit.left_picos + spent)
+    return replace(
+        report,
+        charges=charges,
+        credit=credit,
+        carried_in_picos=await carried_picos(session, owner.id),
+        billing_profile=await billing_profile(session, owner.id),
+    )
+
+
+async def _as_closed(session: AsyncSession, report: MonthReport, closing: MonthClosing) -> MonthReport:
+    """With what the close has frozen in place of what may have changed since."""
+    month = await session.get_one(BillingMonth, (closing.organization_id, closing.month), populate_existing=True)
+    assert month.closed_at is not None
+    assert month.closed_by is not None
+    invoice = await invoice_of_month(session, closing.organization_id, closing.month)
+    return replace(
+        report,
+        organization_name=closing.organization_name,
+        currency_code=closing.currency_code,
+        charges=() if invoice is None else charges_of(await read_lines(session, invoice.id)),
+        carried_in_picos=int(closing.carried_in_picos),
+        closed=Closed(month.closed_at, month.closed_by, "" if invoice is None else invoice.number, closing.receipts_root),
+        format_version=closing.report_format,
+        billing_profile=None if closing.billing_profile is None else BillingProfile.from_json(closing.billing_profile),
+    )
+
+
+async def _usage(
+    session: AsyncSession, owner: Organization, month: date, *, with_unrated: bool
+) -> tuple[tuple[ReportLine, ...], Row[Any]]:
+    """The lines of a month, and the numbers beside them. Raises: InvariantViolated for postings in another currency."""
+    begins, ends = month_bounds(month_text(month))
+    parameters = {
+        "organization_id": owner.id,
+        "month": month,
+        "begins": begins,
+        "ends": ends,
+        "with_unrated": with_unrated,
+        "completed": list(COMPLETED),
+        "cancelled": list(CANCELLED),
+        "limited": list(LIMITED),
+        "failed": list(FAILED),
+    }
+    rows = (await session.execute(MONTH, parameters)).all()
+    lines = []
+    for row in rows:
+        if row.model is None:
+            continue  # nothing is posted: the row is there for the counts
+        if row.currency_code != owner.currency_code:
+            raise InvariantViolated(
+                f"organization {owner.name} has postings in {row.currency_code}: it is billed in {owner.currency_code}"
+            )
+        late_month = "" if row.usage_month == month else month_text(row.usage_month)
+        lines.append(record_of(ReportLine, row, late_month=late_month))
+    lines.sort(key=lambda line: (line.late_month, line.model, line.price_version, TOKEN_KIND_ORDER.index(line.token_kind)))
+    return tuple(lines), rows[0]
+
 
 # From the first month with anything in it to the present one. A month before a closed one is closed with it.
 MONTHS = text("""

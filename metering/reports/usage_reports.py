@@ -31,7 +31,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import Hold, HoldState, PriceVersion, TokenKind, UsageEvent
-from metering.invoicing.month_reading import CANCELLED, FAILED, LIMITED
+from metering.invoicing.months import CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import month_bounds
 from metering.ledger.models import MonthState, TransactionKind
 from metering.pricing.prices import checked_model

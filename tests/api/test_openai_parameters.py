@@ -29,7 +29,7 @@ from openai.types.responses import (
 from typing_extensions import get_type_hints, is_typeddict
 
 from api.core.errors import InvalidRequest
-from api.openai.embeddings import EmbeddingParameters, check_dimensions, embed_request
+from api.openai.door import EmbeddingParameters, check_dimensions, embed_request
 from api.openai.parameters import ChatParameters, CompletionParameters, chat_asked, completion_asked, decode
 from api.openai.responses import ResponseParameters, response_asked
 from infra.architecture import ROOT

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from msgspec import inspect
 
-from api.openai.embeddings import EmbeddingParameters
+from api.openai.door import EmbeddingParameters
 from api.openai.parameters import ChatParameters, CompletionParameters
 from api.openai.responses import ResponseParameters
 from metering.core.models import QuotaDimension

@@ -13,9 +13,8 @@ from metering.core.models import PriceVersion, ServiceTier
 from metering.invoicing import adjustments
 from metering.invoicing.closing import CloseResult, close_month
 from metering.invoicing.invoices import find_invoice_row
-from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import MonthReport
-from metering.invoicing.months import Verification, verify_month
+from metering.invoicing.months import Verification, month_report, verify_month
 from metering.ledger.ledger import AccountKey, Leg, Posting, post
 from metering.ledger.models import AccountKind, TransactionKind
 from metering.plans.models import CreditGrant

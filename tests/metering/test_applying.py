@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from metering.configuration.applying import apply_configuration
+from metering.configuration.applying import Attempts, apply_configuration
 from metering.configuration.configuration import Configuration, KeySpec, OrganizationSpec, ProjectSpec, QuotaPlace, QuotaSpec
-from metering.configuration.parts import Attempts
 from metering.core.models import QuotaDimension
 from metering.store.db import Sessions
 from tests.metering.hold_world import MODEL, HoldWorld, admit, hold_world, settle

@@ -13,8 +13,8 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import PriceVersion, ServiceTier, TokenKind
-from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import Charge, ChargeKind, Closed, MonthReport, Reconciliation, RequestCounts
+from metering.invoicing.months import month_report
 from metering.ledger.models import BillingMonth, MonthState
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import ModelPrice

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from metering.core.errors import InvariantViolated
-from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import Reconciliation
+from metering.invoicing.months import month_report
 from metering.ledger import rating
 from metering.ledger.ledger import lane_of, take_lane
 from metering.ledger.rating import rate_all_pending, rate_batch

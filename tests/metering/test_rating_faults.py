@@ -21,8 +21,8 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from metering.core.errors import InvariantViolated, StoreAway
-from metering.invoicing.month_reading import month_report
 from metering.invoicing.month_report import Reconciliation
+from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending, rate_batch
 from metering.pricing.prices import ModelPrice, set_price
 from metering.proof import fsck as billing_checks

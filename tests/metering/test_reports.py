@@ -9,8 +9,8 @@ import pytest
 
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import Outcome, TokenKind
-from metering.invoicing.month_reading import CANCELLED, COMPLETED, FAILED, LIMITED, month_report
 from metering.invoicing.month_report import MonthReport, Reconciliation, ReportLine, RequestCounts
+from metering.invoicing.months import CANCELLED, COMPLETED, FAILED, LIMITED, month_report
 from metering.ledger.ledger import month_bounds
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import ModelPrice, set_price
