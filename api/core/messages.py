@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
 
@@ -178,17 +177,20 @@ def receipt_messages(receipts: Iterable[IssuedReceipt]) -> list[receipts_pb2.Rec
     return [receipt_message(each) for each in receipts]
 
 
-def receipt_message(receipt: IssuedReceipt) -> receipts_pb2.Receipt:
-    """What it says, and what proves it."""
+def receipt_message(
+    receipt: IssuedReceipt, new: Callable[..., receipts_pb2.Receipt] = receipts_pb2.Receipt
+) -> receipts_pb2.Receipt:
+    """What it says, and what proves it. new: makes the message where it is to be: one that is put there would be copied."""
     ids, numbers, previous_hash, (currency_code, model, outcome) = parts_of(receipt.encoded)
     part, sent, cached, billed, embedded, price_version, cost_picos, admitted_us, settled_us, sequence = numbers
     organization_id, project_id, api_key_id = _owners(ids[:48])
-    message = receipts_pb2.Receipt(
+    request_id = ids[48:].hex()
+    message = new(
         version=VERSION,
         organization_id=organization_id,
         project_id=project_id,
         api_key_id=api_key_id,
-        request_id=str(uuid.UUID(bytes=ids[48:])),
+        request_id="-".join((request_id[:8], request_id[8:12], request_id[12:16], request_id[16:20], request_id[20:])),
         part=part,
         model=model,
         outcome=outcome,

@@ -9,7 +9,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
-from api.core.messages import admitted_message, quota_statuses, receipt_messages
+from api.core.messages import admitted_message, quota_statuses, receipt_message, receipt_messages
 from api.generation.admission import Lease
 from api.generation.outbox import UsageSoFar
 from api.generation.output_limits import OutputLimits
@@ -148,23 +148,21 @@ def finished(
     called_choices: indices of those with tool calls in them.
     """
     assert lease.outcome is not None, "a request without outcome has failed"
-    outcome = Outcome(lease.outcome)
-    currency_code = lease.admitted.prices.currency_code
-    return pb.ServerFrame(
-        finished=pb.FinishedFrame(
-            reason=wire.finish_reason(outcome, called=0 in called_choices),
-            usage=settled_usage(lease.settled) if lease.settled else types_pb2.Usage(),
-            cost=wire.money(currency_code, lease.settled.cost_picos if lease.settled else 0),
-            timings=types_pb2.Timings(**timings),
-            exhausted_quotas=quota_statuses(exhausted),
-            receipts=receipt_messages(lease.settled.receipts) if lease.settled else (),
-            choices=[
-                pb.ChoiceEnd(choice_index=index, reason=wire.finish_reason(end, called=index in called_choices))
-                for index, end in sorted(choice_ends.items())
-            ],
-            migration_count=migration_count,
-        )
-    )
+    outcome, settled = Outcome(lease.outcome), lease.settled
+    frame = pb.ServerFrame()  # filled in place: a message that is put into another one is copied
+    said = frame.finished
+    said.reason = wire.finish_reason(outcome, called=0 in called_choices)
+    said.usage.CopyFrom(settled_usage(settled) if settled else types_pb2.Usage())
+    said.cost.CopyFrom(wire.money(lease.admitted.prices.currency_code, settled.cost_picos if settled else 0))
+    said.timings.CopyFrom(types_pb2.Timings(**timings))
+    said.migration_count = migration_count
+    for receipt in settled.receipts if settled else ():
+        receipt_message(receipt, said.receipts.add)
+    if exhausted:
+        said.exhausted_quotas.extend(quota_statuses(exhausted))
+    for index, end in sorted(choice_ends.items()):
+        said.choices.add(choice_index=index, reason=wire.finish_reason(end, called=index in called_choices))
+    return frame
 
 
 def failed(status: status_pb2.Status, settled: Settled | None, *, duplicate_start: bool = False) -> pb.ServerFrame:
