@@ -43,8 +43,7 @@ from api.composition import (
 from api.core.endpoint import Endpoint, make_private
 from api.core.health import Health, keep_health
 from api.core.pace import FramePace
-from api.core.setting_values import SettingInvalid
-from api.core.settings import Settings
+from api.core.settings import SettingInvalid, Settings
 from api.core.wire import use_signer
 from api.fleet.fleet import build_serving
 from api.generation.admission import Admission, Capacity

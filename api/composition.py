@@ -29,8 +29,7 @@ from api.core.addresses import Proxies
 from api.core.endpoint import base_url
 from api.core.errors import Draining
 from api.core.pace import FramePace
-from api.core.setting_values import SettingInvalid
-from api.core.settings import Settings
+from api.core.settings import SettingInvalid, Settings
 from api.generation.admission import Capacity
 from api.generation.live_control import keep_out_of_use, obey, process_name, report, report_replicas
 from api.generation.peers import Peer, PeerCertificates

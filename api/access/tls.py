@@ -15,8 +15,7 @@ import grpc
 import structlog
 
 from api.core.addresses import is_local
-from api.core.setting_values import SettingInvalid
-from api.core.settings import DoorSettings
+from api.core.settings import DoorSettings, SettingInvalid
 
 log = structlog.get_logger(__name__)
 

@@ -19,8 +19,8 @@ from api.core import wire
 from api.core.accounts import find_generation
 from api.core.interceptor import Context
 from inference.routing.router import Router
-from metering.control import live, replica_drains
-from metering.control.replica_drains import ReplicaRow
+from metering.control import live
+from metering.control.live import ReplicaRow
 from metering.control.stop_orders import ReplicaDrain, order_end_of_request
 from metering.core.audit import record_change
 from metering.core.errors import InvalidValue, NotFound
@@ -179,11 +179,11 @@ class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
 
     async def ListReplicas(self, request: replica_pb.ListReplicasRequest, context: Context) -> replica_pb.ListReplicasResponse:
         await self._caller(context)
-        view = await replica_drains.replica_view(self._sessions)
+        view = await live.replica_view(self._sessions)
         async with self._sessions() as session:
-            drains = await replica_drains.list_drains(session)
+            drains = await live.list_drains(session)
         rows = [row for row in view.replicas if not request.model or row.is_of(request.model)]
-        drains = [drain for drain in drains if not request.model or replica_drains.is_of(drain.model, request.model)]
+        drains = [drain for drain in drains if not request.model or live.is_of(drain.model, request.model)]
         if request.model and not (rows or drains or self._own(request.model)):
             raise NotFound("model with replicas", request.model)
         return replica_pb.ListReplicasResponse(
@@ -198,11 +198,11 @@ class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
         move_after = span(request.move_after) if request.HasField("move_after") else None
         model = await self._served_name(request.model, request.replica)
         async with self._transaction(context) as (session, actor):
-            order = await replica_drains.order_drain(
+            order = await live.order_drain(
                 session, model=model, replica=request.replica, reason=request.reason, move_after=move_after, actor=actor
             )
             drain = drain_message(order)
-        view = await replica_drains.replica_view(self._sessions)
+        view = await live.replica_view(self._sessions)
         return replica_pb.DrainReplicaResponse(
             drain=drain,
             replicas=map(replica_message, view.named(model, request.replica)),
@@ -216,10 +216,8 @@ class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
         check_reason(request.reason)
         model = await self._served_name(request.model, request.replica)
         async with self._transaction(context) as (session, actor):
-            undrained = await replica_drains.end_drain(
-                session, model=model, replica=request.replica, reason=request.reason, actor=actor
-            )
-        view = await replica_drains.replica_view(self._sessions)
+            undrained = await live.end_drain(session, model=model, replica=request.replica, reason=request.reason, actor=actor)
+        view = await live.replica_view(self._sessions)
         return replica_pb.UndrainReplicaResponse(
             undrained=undrained,
             replicas=map(replica_message, view.named(model, request.replica)),
@@ -228,11 +226,11 @@ class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
 
     async def _served_name(self, model: str, replica: str) -> str:
         """The name that a replica serves, of all that processes and orders know. Raises: NotFound, InvalidValue."""
-        view = await replica_drains.replica_view(self._sessions)
+        view = await live.replica_view(self._sessions)
         async with self._sessions() as session:
-            known = {(drain.model, drain.replica) for drain in await replica_drains.list_drains(session)}
+            known = {(drain.model, drain.replica) for drain in await live.list_drains(session)}
         known |= {(row.model, row.replica) for row in view.replicas}
-        of_model = sorted({entry for entry in known if replica_drains.is_of(entry[0], model)} | self._own(model))
+        of_model = sorted({entry for entry in known if live.is_of(entry[0], model)} | self._own(model))
         if not of_model:
             raise NotFound("model with replicas", model)
         served = [served for served, name in of_model if name == replica]
@@ -244,7 +242,7 @@ class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
 
     def _own(self, model: str) -> set[tuple[str, str]]:
         """What this process has of a model, which a busy one may not have told in time."""
-        return {(served, report.name) for served, report in self._router.reports() if replica_drains.is_of(served, model)}
+        return {(served, report.name) for served, report in self._router.reports() if live.is_of(served, model)}
 
 
 def check_reason(reason: str) -> None:

@@ -18,7 +18,7 @@ from api.core.interceptor import Context
 from metering.core.errors import InvalidValue
 from metering.core.models import TokenKind
 from metering.ledger.ledger import month_bounds
-from metering.plans import credits, plan_admin, prepaid, simulation
+from metering.plans import plan_admin, prepaid, simulation
 from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.pricing import prices
 from metering.pricing.prices import CustomerPrice, ModelPrice
@@ -84,7 +84,7 @@ class TermCalls(AdminCalls):
                 last_month = parse_month(request.last_month, "last_month")
                 if last_month is None:
                     raise InvalidValue("last_month", "give the last month that the credit is good for, as YYYY-MM")
-                grant = await credits.grant_credit(
+                grant = await prepaid.grant_credit(
                     acting.session,
                     organization=request.organization,
                     amount_picos=request.amount_picos,
@@ -96,7 +96,7 @@ class TermCalls(AdminCalls):
                 await prepaid.refresh(acting.session, grant.organization_id, actor=acting.actor, granted_picos=grant.amount_picos)
                 await acting.made(request, grant.id)
             else:
-                grant = await credits.find_grant(acting.session, uuid.UUID(earlier))
+                grant = await prepaid.find_grant(acting.session, uuid.UUID(earlier))
             names = await organization_names(acting.session, {grant.organization_id})
             return plan_pb.GrantCreditResponse(grant=grant_message(grant, names))
 
@@ -104,7 +104,7 @@ class TermCalls(AdminCalls):
         self, request: plan_pb.ListCreditGrantsRequest, context: Context
     ) -> plan_pb.ListCreditGrantsResponse:
         async with self._transaction(context) as (session, _):
-            found = await credits.list_grants(session, organization=request.organization)
+            found = await prepaid.list_grants(session, organization=request.organization)
             names = await organization_names(session, {each.organization_id for each in found})
             return plan_pb.ListCreditGrantsResponse(grants=[grant_message(each, names) for each in found])
 
@@ -196,7 +196,7 @@ def assignment_message(assignment: plan_admin.Assignment, names: Names) -> plan_
     )
 
 
-def grant_message(grant: credits.Grant, names: Names) -> plan_pb.CreditGrant:
+def grant_message(grant: prepaid.Grant, names: Names) -> plan_pb.CreditGrant:
     return wire.message_of(
         plan_pb.CreditGrant,
         grant,

@@ -14,8 +14,7 @@ import typer
 from rich.console import Console
 
 from api.cli.render import fail
-from api.core.setting_values import SettingInvalid, listen_address
-from api.core.settings import Settings
+from api.core.settings import SettingInvalid, Settings, listen_address
 from inference.errors import CheckpointInvalid
 from metering.core.errors import AlreadyExists, KeyInvalid
 from metering.pricing.prices import list_current_prices, set_price

@@ -13,10 +13,9 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
-from api.core.errors import CallMissing, MessageTooLarge, MessageUnreadable
+from api.core.errors import CallMissing, MessageTooLarge, MessageUnreadable, check_texts
 from api.core.pace import VISIT, FramePace, Visit, measured
 from api.core.statuses import STATUS_DETAILS_KEY, status_of
-from api.core.violations import check_texts
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 Context = grpc.aio.ServicerContext[Any, Any]

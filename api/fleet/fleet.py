@@ -18,8 +18,7 @@ from urllib.parse import quote
 import grpc
 import structlog
 
-from api.core.setting_values import SettingInvalid
-from api.core.settings import Settings, bundled_models
+from api.core.settings import SettingInvalid, Settings, bundled_models
 from api.fleet.fleet_file import Fleet, FleetModel, FleetVersion, read_fleet
 from inference.adapters.remote_settings import RemoteSettings, Target, TlsFiles, parse_target
 from inference.adapters.tensorrt_engine import TensorRtEngine

@@ -16,8 +16,7 @@ from typing import Literal, cast, get_args
 
 import yaml
 
-from api.core.setting_values import SettingInvalid
-from api.core.settings import Settings
+from api.core.settings import SettingInvalid, Settings
 from common.strict_yaml import Keys, NotYaml, StrictReader, Value, compose
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B|)")

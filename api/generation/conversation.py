@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.violations import Violations
+from api.core.errors import Violations
 from api.generation.json_text import LEVELS_MAX, json_object
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import ToolCall

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.violations import Violations
+from api.core.errors import Violations
 from inference.engine import (
     BeamSearchParams,
     EarlyStopping,

@@ -10,8 +10,8 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
+from api.core.errors import Violations
 from api.core.messages import quota_statuses, receipt_messages
-from api.core.violations import Violations
 from api.core.wire import payload_hash
 from api.generation.frames import settled_usage
 from api.queue.fair_queue import ServiceTier

@@ -54,7 +54,7 @@ def keep_out_of_use(process: Process, orders: Sequence[DrainOrder]) -> None:
 
 
 def report_replicas(process: Process) -> list[dict[str, Any]]:
-    """How the replicas here are, with the columns that `metering/control/replica_drains.py` reads."""
+    """How the replicas here are, with the columns that `metering/control/live.py` reads."""
     return [
         {
             "model": served,

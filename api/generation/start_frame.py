@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import PromptTooLong
-from api.core.violations import Violations
+from api.core.errors import PromptTooLong, Violations
 from api.core.wire import TIERS, check_model_name, check_tier_and_labels, parse_request_id, payload_hash, seconds_of
 from api.generation.conversation import Prompt, check_prompt, parse_prompt, thinking_of
 from api.generation.decoding import (

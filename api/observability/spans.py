@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import structlog
 
-from api.core.setting_values import SettingInvalid
+from api.core.settings import SettingInvalid
 from metering.holds.operations import Settled
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)  # version 00, and no other is defined

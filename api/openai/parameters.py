@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import astuple
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.violations import Violations
+from api.core.errors import Violations
 from api.core.wire import LABEL_COUNT_MAX
 from api.generation.conversation import MESSAGE_COUNT_MAX
 from api.generation.decoding import CHOICE_COUNT_MAX, LOGIT_BIAS_COUNT_MAX, STOP_SEQUENCE_COUNT_MAX, STOP_TOKEN_ID_COUNT_MAX

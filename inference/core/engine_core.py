@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from inference.checkpoint.checkpoint import DecoderConfig, read_config
-from inference.checkpoint.rope_config import rotation_switch_tokens
+from inference.checkpoint.checkpoint import DecoderConfig, read_config, rotation_switch_tokens
 from inference.core.cost_model import CostModel
 from inference.core.kv_cache import BlockPool
 from inference.core.model_runner import ComputeDtype, ModelRunner, kv_block_bytes

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
 
-from inference.checkpoint.checkpoint import DecoderConfig
-from inference.checkpoint.rope_config import (
+from inference.checkpoint.checkpoint import (
+    DecoderConfig,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,

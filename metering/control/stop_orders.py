@@ -116,7 +116,7 @@ class StopOrder:
 
 @dataclass(frozen=True, slots=True)
 class DrainOrder:
-    """Keep this replica of a model out of use. is_moving: what still runs there is to go on elsewhere. See `replica_drains.py`."""
+    """Keep this replica of a model out of use. is_moving: what still runs there is to go on elsewhere. See `live.py`."""
 
     model: str
     replica: str

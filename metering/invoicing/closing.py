@@ -45,9 +45,8 @@ from metering.ledger.ledger import (
 )
 from metering.ledger.models import AccountKind, BillingMonth, MonthState, TransactionKind
 from metering.ledger.rating import correct, misstated_usage, rate_all_pending, rate_customer, unratable_usage, why_not
-from metering.plans.credits import expire, spend
 from metering.plans.plans import CreditApplication
-from metering.plans.prepaid import refresh
+from metering.plans.prepaid import expire, refresh, spend
 from metering.receipts.months import receipt_month, seal_month
 from metering.store.db import Sessions, patience
 from metering.tenants.tenants import find_organization

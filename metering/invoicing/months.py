@@ -38,9 +38,9 @@ from metering.invoicing.month_report import (
 )
 from metering.ledger.ledger import month_bounds, month_of, month_text
 from metering.ledger.models import AccountKind, BillingMonth, MonthState, TransactionKind
-from metering.plans.credits import grants_of, usable_grants
 from metering.plans.plan_admin import rules_in_force
 from metering.plans.plans import MonthUsage, apply_credit, plan_lines
+from metering.plans.prepaid import grants_of, usable_grants
 from metering.pricing.token_prices import COUNTS_OF_EVENT
 from metering.receipts.months import month_root
 from metering.store.db import patience

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from api.core.setting_values import SettingInvalid
+from api.core.settings import SettingInvalid
 from api.fleet.fleet_file import FleetTarget, FleetVersion, parse_fleet, read_fleet
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "fleet.md"

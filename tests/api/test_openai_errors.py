@@ -15,8 +15,7 @@ from weir.v1 import types_pb2
 
 from api.core.endpoint import base_url
 from api.core.errors import Draining, FieldViolation, InvalidRequest, PromptTooLong, StartsTooLate, Unauthenticated
-from api.core.setting_values import SettingInvalid
-from api.core.settings import Settings
+from api.core.settings import SettingInvalid, Settings
 from api.core.statuses import CODES, status_of
 from api.generation.conversation import MESSAGE_COUNT_MAX
 from api.openai import answers

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from api.core.setting_values import SettingInvalid
-from api.core.settings import Settings
+from api.core.settings import SettingInvalid, Settings
 from api.fleet.fleet import build_engines, build_serving
 from inference.text.tools import CallFormat
 from metering.invoicing.invoice_document import Issuer

@@ -8,7 +8,7 @@ import uuid
 import pytest
 from structlog.testing import capture_logs
 
-from api.core.setting_values import SettingInvalid
+from api.core.settings import SettingInvalid
 from api.metrics.operator_http import span_metrics
 from api.observability.observer import Observer, record_of
 from api.observability.spans import NO_TRACE, Record, Spans, TraceContext, open_spans, trace_of_metadata

@@ -16,8 +16,7 @@ from weir_client.tls import TlsOptions
 
 from api.access.tls import Tls, open_tls
 from api.cli.connection import explain
-from api.core.setting_values import SettingInvalid
-from api.core.settings import Settings
+from api.core.settings import SettingInvalid, Settings
 from api.openai.listener import Listener
 from tests.api.bare_server import TIMEOUT_S, bare_server, check, connection
 from tests.certificates import Certificate, new_certificate

@@ -20,8 +20,7 @@ from api.generation.live import LiveRequest
 from inference.errors import EngineFailed
 from metering.core.models import Outcome, QuotaDimension
 from metering.ledger.rating import rate_all_pending
-from metering.plans.credits import current_month, grant_credit
-from metering.plans.prepaid import credit_balance, refresh, set_prepaid
+from metering.plans.prepaid import credit_balance, current_month, grant_credit, refresh, set_prepaid
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, connect_async

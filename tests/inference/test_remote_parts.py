@@ -16,8 +16,7 @@ from smg_grpc_proto.generated import common_pb2
 from typer.testing import CliRunner
 
 from api.cli.processes import doctor as commands
-from api.core.setting_values import SettingInvalid
-from api.core.settings import Settings
+from api.core.settings import SettingInvalid, Settings
 from api.fleet.fleet import build_engines
 from inference.adapters import remote_doctor as doctor
 from inference.adapters.findings import Verdict

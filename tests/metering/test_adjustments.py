@@ -24,8 +24,7 @@ from metering.invoicing.adjustments import (
 )
 from metering.invoicing.invoices import find_invoice_row, read_invoice
 from metering.ledger.rating import rate_all_pending
-from metering.plans.credits import grant_credit
-from metering.plans.prepaid import credit_balance, refresh, set_prepaid
+from metering.plans.prepaid import credit_balance, grant_credit, refresh, set_prepaid
 from metering.store.db import Sessions
 from metering.tenants.tenants import create_api_key, find_organization
 from tests.metering.books import Consumed, Customer

@@ -19,8 +19,7 @@ from sqlalchemy import text
 from metering.alerts.alerts import LOOK, list_alerts, look_for_alerts, looked_at
 from metering.core.errors import InvalidValue
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.plans.credits import grant_credit
-from metering.plans.prepaid import refresh, refresh_for_the_month, set_prepaid
+from metering.plans.prepaid import grant_credit, refresh, refresh_for_the_month, set_prepaid
 from metering.quotas.quota_admin import raise_quota, set_quota
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo

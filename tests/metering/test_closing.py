@@ -20,7 +20,7 @@ from metering.invoicing.invoices import InvoiceLineKind, find_invoice_row, read_
 from metering.invoicing.month_report import PrepaidCredit, ReportLine, to_csv, to_json
 from metering.invoicing.months import list_months, verify_month
 from metering.ledger.rating import rate_all_pending
-from metering.plans.credits import grant_credit
+from metering.plans.prepaid import grant_credit
 from metering.pricing.prices import set_price
 from metering.proof import fsck as billing_checks
 from metering.proof.fsck import Moment, fsck

@@ -22,10 +22,19 @@ from metering.holds.operations import Admitted, Extend, Extended, Settled, Void
 from metering.holds.recovery import sweep_expired_holds
 from metering.invoicing.closing import close_month
 from metering.ledger.rating import rate_all_pending
-from metering.plans.credits import Grant, grant_credit, list_grants
 from metering.plans.plan_admin import assign_plan, create_plan
 from metering.plans.plans import Allowance, PlanRules, Selector
-from metering.plans.prepaid import Owed, credit_balance, left_for, refresh, refresh_for_the_month, set_prepaid
+from metering.plans.prepaid import (
+    Grant,
+    Owed,
+    credit_balance,
+    grant_credit,
+    left_for,
+    list_grants,
+    refresh,
+    refresh_for_the_month,
+    set_prepaid,
+)
 from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quota_states import quotas_for
