@@ -16,13 +16,12 @@ from api.cli.render import JsonOption, fail, note, print_json, show, table
 from api.cli.stack import domain_errors, run
 from metering.core.errors import BillingDetailsMissing, InvalidValue
 from metering.core.money import exact_text
-from metering.export.export_admin import export_status, resend, settle
 from metering.export.export_models import PaymentState
 from metering.export.export_settings import Collection, stripe_settings, webhook_settings
 from metering.export.reconciliation import MeterReconciliation, reconcile
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_inbox import serve_webhooks
-from metering.export.stripe_sync import Sync, payment_method_page
+from metering.export.stripe_sync import Sync, export_status, payment_method_page, resend, settle
 from metering.store.db import Sessions
 
 stripe = typer.Typer(help="Bill with Stripe: sync, compare, correct.", no_args_is_help=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from api.billing.usage_calls import DrawingFailed, InvoiceDrawer
+from api.billing.billing_service import DrawingFailed, InvoiceDrawer
 from metering.invoicing.invoice_document import invoice_document
 from metering.invoicing.invoice_pdf import render_pdf
 from tests.metering.test_invoice_pdf import ISSUER, REPORT

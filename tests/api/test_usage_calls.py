@@ -25,9 +25,8 @@ from weir_client import (
 )
 
 from api.access.auth import Authenticator
-from api.billing.billing_service import BillingServicer
+from api.billing.billing_service import COUNT_FIELDS, BillingServicer
 from api.billing.billing_wire import Reports
-from api.billing.usage_calls import COUNT_FIELDS
 from api.core.interceptor import Guard, GuardedServices
 from metering.core.models import TokenKind
 from metering.invoicing.invoice_document import Issuer

@@ -11,11 +11,11 @@ from sqlalchemy import text
 
 from metering.core.errors import InvalidValue
 from metering.export.deliveries import deliver_pending, form_batches
-from metering.export.export_admin import resend
 from metering.export.export_settings import stripe_settings
 from metering.export.invoice_items import invoice_late_usage, make_item
 from metering.export.reconciliation import Stage, differences_here, invoiced, our_month
 from metering.export.stripe_gateway import StripeGateway, minor_unit_picos
+from metering.export.stripe_sync import resend
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer

@@ -29,7 +29,6 @@ from metering.core.errors import AlreadyExists, BillingDetailsMissing, InvalidVa
 from metering.core.money import MINOR_DIGITS
 from metering.export import stripe_inbox
 from metering.export.deliveries import deliver_pending, form_batches
-from metering.export.export_admin import export_status, resend, settle
 from metering.export.export_settings import (
     Collection,
     StripeSettings,
@@ -41,7 +40,7 @@ from metering.export.export_settings import (
 from metering.export.reconciliation import reconcile
 from metering.export.stripe_gateway import StripeGateway, stripe_digits, unit_amount_decimal
 from metering.export.stripe_inbox import BODY_MAX_BYTES, INVOICE_TIMES, PATH, handle_events, webhook_server
-from metering.export.stripe_sync import Sync, payment_method_page
+from metering.export.stripe_sync import Sync, export_status, payment_method_page, resend, settle
 from metering.pricing.prices import ModelPrice, set_price, withdraw_price
 from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, set_billing_profile
