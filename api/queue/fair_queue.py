@@ -107,7 +107,7 @@ class Place:
         self.generated_token_count = 0
         self.handed_at_step: int | None = None  # of the engine; None: it did not wait for its turn
         self.rank = 0.0  # for the engine, from its turn on
-        self.on_turn: Callable[[], None] = lambda: None
+        self.on_turn: Callable[[], None] | None = None
         self._queue = queue
 
     async def turn(self) -> None:
@@ -405,7 +405,8 @@ class FairQueue:
         self._entrance.passed(arrival)
         self._handed[place] = None
         self._lookahead.given(rank, arrival.sequence_count, compiles=arrival.compiles)
-        place.on_turn()
+        if place.on_turn is not None:
+            place.on_turn()
 
     def _take_back(self, place: Place) -> None:
         """The engine has begun with a request, or never will."""
@@ -473,9 +474,7 @@ class Lookahead:
     def has_room(self, rank: float) -> bool:
         """Whether the engine may be given one more request, of this rank."""
         ranks, compiling_count, engine_count = self._ranks, self._compiling_count, self._engine_count
-        before = bisect.bisect_right(ranks, rank)
-        if compiling_count:
-            before = self.count_before(rank)
+        before = self.count_before(rank) if compiling_count else bisect.bisect_right(ranks, rank)
         return before < int(self.window) and len(ranks) + compiling_count < PENDING_MAX * engine_count
 
     def given(self, rank: float, sequence_count: int, *, compiles: bool) -> None:

@@ -197,8 +197,8 @@ class HoldConnection:
     async def _take(self, trip: Trip, connection: Connection, operations: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
         """All of the operations at once, or none, which then go the long way: nothing is committed and nothing answered."""
         try:
-            known = known_of(connection) if self._known is None else self._known
-            await take(connection, known, self._own, trip, owner=self._owner, expiry_s=self._expiry_s, signer=self._signer)
+            assert self._known is not None, "a connection that is open is known"
+            await take(connection, self._known, self._own, trip, owner=self._owner, expiry_s=self._expiry_s, signer=self._signer)
         except (*CONFLICTS, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
             log.debug("batch_goes_the_long_way", cause=type(unforeseen).__name__, operation_count=len(operations))
             if connection.pgconn.transaction_status != IDLE:

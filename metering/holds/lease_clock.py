@@ -28,38 +28,38 @@ class LeaseClock:
         self.now = clock
         self._span_s = expiry_s * (1 - DRIFT)
         # By the number of the id: UUIDs hash in Python, at ten times the cost, and each token that is delivered asks.
-        self._deadlines: dict[int, tuple[uuid.UUID, float]] = {}
+        self.deadlines: dict[int, tuple[uuid.UUID, float]] = {}
 
     @property
     def hold_ids(self) -> Iterable[uuid.UUID]:
         """Holds that have begun and have not ended, lapsed ones among them."""
-        return [hold_id for hold_id, _ in self._deadlines.values()]
+        return [hold_id for hold_id, _ in self.deadlines.values()]
 
     def __len__(self) -> int:
-        return len(self._deadlines)
+        return len(self.deadlines)
 
     def begin(self, hold_ids: Iterable[uuid.UUID], sent_at: float) -> None:
         """The holds were taken by a statement sent at that time: they are ours now, whatever was before."""
         deadline = sent_at + self._span_s
         for hold_id in hold_ids:
-            self._deadlines[hold_id.int] = hold_id, deadline
+            self.deadlines[hold_id.int] = hold_id, deadline
 
     def extend(self, hold_id: uuid.UUID, sent_at: float) -> None:
         """The same for an extension, unless the hold has ended here before."""
-        if hold_id.int in self._deadlines:
+        if hold_id.int in self.deadlines:
             self.begin((hold_id,), sent_at)
 
     def renew(self, hold_ids: Iterable[uuid.UUID], sent_at: float) -> None:
         """The expiry of these holds was moved, by a statement sent at that time."""
-        deadlines = self._deadlines
+        deadlines = self.deadlines
         self.begin([each for each in hold_ids if each.int in deadlines and deadlines[each.int][1] > sent_at], sent_at)
 
     def end(self, hold_ids: Iterable[uuid.UUID]) -> None:
         """The holds have ended."""
         for hold_id in hold_ids:
-            self._deadlines.pop(hold_id.int, None)
+            self.deadlines.pop(hold_id.int, None)
 
     def left_s(self, hold_id: uuid.UUID) -> float:
         """For how long this process may still act under the hold; 0 for one that has lapsed or ended."""
-        found = self._deadlines.get(hold_id.int)
+        found = self.deadlines.get(hold_id.int)
         return 0.0 if found is None else max(found[1] - self.now(), 0.0)
