@@ -178,8 +178,8 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def decisive(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that imports may depend on: all but settings of Weir and its tests, pytest's own, and one that torch sets."""
-    others = ("WEIR_", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "TENSORRT_DOUBLE")
+    """The variables that imports may depend on: not settings of Weir and its tests, pytest's own, and what imports set."""
+    others = ("WEIR_", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "TOKENIZERS_PARALLELISM", "TENSORRT_DOUBLE")
     chosen = [key for key in environment if key.startswith("WEIR_NATIVE") or not key.startswith(others)]
     return {key: environment[key] for key in chosen}
 
