@@ -66,7 +66,7 @@ IMPORT_FAULTS = [
     ("inference/core/scheduler.py", "from api.core.wire import to_domain", "api.core.wire"),
     ("inference/core/scheduler.py", "from metering.ledger import ledger", "metering.ledger.ledger"),
     ("inference/core/scheduler.py", "import grpc", "grpc"),
-    ("api/fleet/engines.py", "from smg_grpc_proto.generated import common_pb2", "smg_grpc_proto.generated.common_pb2"),
+    ("api/fleet/fleet.py", "from smg_grpc_proto.generated import common_pb2", "smg_grpc_proto.generated.common_pb2"),
     ("inference/core/scheduler.py", "from grpc import aio", "grpc.aio"),
     ("inference/core/scheduler.py", "from sqlalchemy.orm import Mapped", "sqlalchemy.orm"),
     ("inference/core/scheduler.py", "from weir.v1 import types_pb2", "weir.v1"),
