@@ -9,9 +9,12 @@ The generated code is not kept: the package carries what was compiled from it.
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from infra.generate_proto import protoc
@@ -41,7 +44,37 @@ def install() -> None:
 
 
 def build() -> None:
-    """Generate and compile into `sdk/typescript/dist`. Raises: CalledProcessError; what is wrong stands on the terminal."""
+    """Generate and compile into `sdk/typescript/dist`, unless nothing has changed since the last time; waits for another build.
+
+    Raises: CalledProcessError; what is wrong stands on the terminal.
+    """
+    built = SDK / "node_modules" / ".weir-built"
+    directory = os.open(SDK, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        if not (built.exists() and (SDK / "dist").exists() and built.stat().st_mtime_ns > max(map(changed_ns, inputs()))):
+            built.unlink(missing_ok=True)
+            build_anew()
+            built.touch()
+    finally:
+        os.close(directory)
+
+
+def inputs() -> Iterator[Path]:
+    """Files that the build depends on."""
+    yield from SDK.glob("*.json")
+    yield from (SDK.parent.parent / "proto").rglob("*.proto")
+    for directory in ("src", "tests"):
+        yield from (path for path in (SDK / directory).rglob("*.ts") if "gen" not in path.parts)
+
+
+def changed_ns(path: Path) -> int:
+    """When a file was changed last."""
+    return path.stat().st_mtime_ns
+
+
+def build_anew() -> None:
+    """The same in any case, and by nobody else meanwhile."""
     generated = SDK / "src" / "gen"
     shutil.rmtree(generated, ignore_errors=True)
     generated.mkdir(parents=True)

@@ -113,12 +113,17 @@ class Guard:
             return grpc.unary_stream_rpc_method_handler(handle, read, write)
         if handler.stream_stream is not None:
             handle = self._guarded(writing(handler.stream_stream), method, read)
-            return grpc.stream_stream_rpc_method_handler(handle, None, write)
+            return grpc.stream_stream_rpc_method_handler(handle, None, serialized)
         return handler
 
     def _guarded(self, handle: Callable[..., Any], method: str, parse: Parse | None = None) -> Callable[[Any, Any], Awaitable[Any]]:
         guard = guarded(handle, method, self._failed, parse)
         return guard if self._pace is None else visiting(guard, self._pace)
+
+
+def serialized(message: Message | bytes) -> bytes:
+    """A message of a stream, which may be in the wire format already."""
+    return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 def visiting(guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FramePace) -> Callable[[Any, Any], Awaitable[Any]]:

@@ -1,7 +1,7 @@
 """The bidirectional stream: frames in, frames out, any number of requests at once.
 
 One reader and one writer per stream. The stream owns nothing of its requests but the right to receive and to stop them; see
-`receiver.py`. They run in this process (`live.py`), have ended here (`mailbox.py`), or run in another one (`relay.py`).
+`Source`. They run in this process (`live.py`), have ended here (`replay.py`), or run in another one (`relay.py`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from api.core.statuses import status_of
 from api.core.wire import parse_request_id
 from api.generation import frames
 from api.generation.live import Caller, LiveRequest
-from api.generation.mailbox import Key
-from api.generation.outbox import Delivery, Outbox
+from api.generation.outbox import Outbox, Receiver, Source
 from api.generation.process import Process
-from api.generation.receiver import Receiver, Source
+from api.generation.replay import Key
 from api.generation.start_frame import ValidStart, parse_start
 from api.observability.spans import NO_TRACE, TraceContext, trace_of
 from metering.core.errors import RequestInFlight
@@ -47,7 +46,7 @@ DEADLINE_ROUNDING = 0.01  # gRPC sends a timeout rounded up by at most this shar
 SLICE_S = 0.002  # of work on one message before others have their turn: a message may hold thousands of frames, of 5 to 150 µs each
 ENDED_IDS_REMEMBERED = 10_000  # so that a late cancel of a request that has just ended is no error
 
-Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+Context = grpc.aio.ServicerContext[pb.GenerateRequest, bytes]
 
 
 class ClientStream:
@@ -74,7 +73,7 @@ class ClientStream:
         self._is_relayed = is_relayed
         self._auth_ms = auth_ms
         self._frames_max = process.admission.settings.frames_per_message_max
-        self._outbox = Outbox(process.admission.journal)
+        self._outbox = Outbox(process.deliveries)
         self._running: dict[uuid.UUID, Receiver] = {}
         self._ended: OrderedDict[uuid.UUID, None] = OrderedDict()
         self._all_ended = asyncio.Event()
@@ -215,7 +214,7 @@ class ClientStream:
             def bind(receiver: Receiver) -> None:
                 receiver.payload_hash = start.payload_hash
                 if here is not None:
-                    here.attendance.attach(receiver, 0, start.initial_credit_tokens or 0)
+                    here.output.attach(receiver, 0, start.initial_credit_tokens or 0)
                 else:
                     told = trace_of(frame.traceparent, frame.tracestate)
                     trace = told if told.traceparent else self._trace
@@ -289,8 +288,8 @@ class ClientStream:
         """Who has the request, as far as this process knows. Raises: ModelNotAllowed."""
         if (here := self._process.find(key)) is not None:
             check_model(self._key.principal, self._process.router.own_name(here.start.model))
-            return here.attendance
-        if (kept := self._process.mailboxes.find(key)) is not None:
+            return here.output
+        if (kept := self._process.replays.find(key)) is not None:
             check_model(self._key.principal, self._process.router.own_name(kept.model))
             return kept
         receiver = self._running.get(key[1])  # through a relay
@@ -360,7 +359,7 @@ class ClientStream:
 
     def _answer(self, request_id: str, frame: pb.ServerFrame) -> None:
         frame.request_id = request_id
-        self._outbox.push(Delivery(request_id), frame)
+        self._outbox.push(frame)
 
 
 def check_keep(keep_s: float | None, keep_max_s: float) -> None:

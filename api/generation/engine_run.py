@@ -30,6 +30,8 @@ from inference.engine import (
 from inference.errors import EngineFailed, EngineStartFailed
 from metering.core.models import Outcome
 
+TOKENS_PER_CHARGE = 8  # tenants take turns by what was generated; a few tokens more or less change no order
+
 log = structlog.get_logger(__name__)
 
 
@@ -59,7 +61,9 @@ class EngineRun:
         self._sequence: SequenceStream | None = None
         self._left_over: TokensGenerated | None = None  # counted, and not handed on
         self._life = life
+        self._may_be_continued = request.may_be_continued
         self._output: list[int] = []  # of a request that may be continued
+        self._uncharged_token_count = 0  # that the queue has not been told of
         self._first_timings: EngineTimings | None = None  # of one that was continued
 
     def cancel(self) -> None:
@@ -80,6 +84,7 @@ class EngineRun:
                     outcome = await self._stream(sequence)
                 finally:
                     self._sequence = None  # which refers to this run
+                    self._charge()
             if outcome is not None:
                 return outcome
             limits = self._limits
@@ -112,16 +117,25 @@ class EngineRun:
 
     def _take(self, event: TokensGenerated) -> bool:
         """Count new output, and hand it on if nothing has to be waited for; False leaves that to the task."""
-        token_count = len(event.token_ids)
-        self._watch.first_token()
-        self._place.generated(token_count)
-        self._usage.generated_token_count += token_count
-        if self._request.may_be_continued:
+        token_count, usage = len(event.token_ids), self._usage
+        if not usage.generated_token_count:
+            self._watch.first_token()
+        usage.generated_token_count += token_count
+        self._uncharged_token_count += token_count
+        if self._uncharged_token_count >= TOKENS_PER_CHARGE or usage.generated_token_count == token_count:
+            self._charge()
+        if self._may_be_continued:
             self._output += event.token_ids
         if self._reply.hand_on_now(event):
             return True
         self._left_over = event
         return False
+
+    def _charge(self) -> None:
+        """Tell the queue of what was generated."""
+        count, self._uncharged_token_count = self._uncharged_token_count, 0
+        if count:
+            self._place.generated(count)
 
     async def _finish(self, event: SequenceFinished) -> Outcome | None:
         self._usage.generated_token_count = event.generated_token_count

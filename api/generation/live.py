@@ -20,12 +20,11 @@ from api.core.errors import ApiError, CancelledEarly, Cause, DeadlineBeforeStart
 from api.core.statuses import status_of
 from api.generation import frames
 from api.generation.admission import Lease
-from api.generation.attendance import Attendance
 from api.generation.endings import cause_of
 from api.generation.engine_run import RETRY_S_MIN, EngineRun, check_output_change, wait_until_ready
-from api.generation.feed import Feed, FlowControl
 from api.generation.life import End, Interruptible, Life, State, Stopwatch
-from api.generation.outbox import UsageSoFar
+from api.generation.outbox import Receiver, UsageSoFar
+from api.generation.output import Flow, LiveOutput, Output, ReplayOutput
 from api.generation.output_limits import LimitChange, OutputLimits, parse_update
 from api.generation.preparation import (
     admission_request,
@@ -36,7 +35,6 @@ from api.generation.preparation import (
     routed,
     smallest_admission,
 )
-from api.generation.receiver import Receiver
 from api.generation.reply import Reply
 from api.generation.start_frame import ValidStart
 from api.generation.tools import call_reading
@@ -97,15 +95,15 @@ class LiveRequest:
         self.life = Life(self._on_stop)
         self.place: Place | None = None  # in the queue, once it has been let in
         self._process = process
-        flow = FlowControl(
-            start.initial_credit_tokens,
-            process.admission.settings.client_stall_max_s,
-            lambda: self.life.stop(Outcome.SLOW_CONSUMER),
-        )
-        mailbox = None if start.keep_s is None else process.mailboxes.open(caller.payer.organization_id)
-        self.feed = Feed(receiver, start.model, flow, mailbox)
-        self.attendance = Attendance(self.feed, start.keep_s, self.life, self.update)
-        self._reply = Reply(self.feed, start, self.life)
+        stall_max_s = process.admission.settings.client_stall_max_s
+        flow = Flow(start.initial_credit_tokens, stall_max_s, lambda: self.life.stop(Outcome.SLOW_CONSUMER))
+        self.output: Output
+        if start.keep_s is None:
+            self.output = LiveOutput(receiver, start.model, flow, self.life, self.update)
+        else:
+            buffer = process.replays.open(caller.payer.organization_id)
+            self.output = ReplayOutput(receiver, start.model, flow, self.life, self.update, start.keep_s, buffer)
+        self._reply = Reply(self.output, start, self.life)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._engine_run: EngineRun | None = None  # once it was its turn
         self._lease: Lease | None = None  # while the request waits or runs under it
@@ -124,12 +122,12 @@ class LiveRequest:
     @property
     def hold_id(self) -> uuid.UUID | None:
         """Its hold, once it has one."""
-        return self.feed.tally.hold_id
+        return self.output.hold_id
 
     @property
     def usage(self) -> UsageSoFar:
         """Its tokens so far."""
-        return self.feed.tally.usage
+        return self.output.usage
 
     @property
     def tokens_per_second(self) -> float:
@@ -147,11 +145,11 @@ class LiveRequest:
         self.life.stop(outcome, error)
 
     def _on_stop(self, end: End) -> None:
-        if end.error is not None and self.feed.takes_whole:  # a part of an answer is no answer
+        if end.error is not None and self.output.takes_whole:  # a part of an answer is no answer
             self.life.discards = True
         self._reply.stopped()
         if end.error is not None:
-            self.feed.fail()
+            self.output.fail()
         if self._engine_run is not None:
             self._engine_run.cancel()
 
@@ -168,7 +166,7 @@ class LiveRequest:
             self._change_limits(parse_update(message))
         except ApiError as error:
             refusal = status_of(error)
-        self.feed.push(frames.updated(self._limits, refusal))
+        self.output.push(frames.updated(self._limits, refusal))
         if refusal is None:
             self._reply.end_at_limit()
 
@@ -224,9 +222,8 @@ class LiveRequest:
             if lease is None:
                 self._process.pace.spent(self.caller.payer, self._work_s)
             self.end_cause = cause_of(lease.outcome if lease is not None else None, broken)
-            self.attendance.ended()
             self._process.generated(self, can_be_received=lease is not None and lease.settled is not None)
-            self.feed.end(end)
+            self.output.end(end)
             if end is not None:
                 self._tell(lease, broken, timings or self._watch.timings())
             # What refers to itself in a circle goes only with a collection, which stops all streams meanwhile.
@@ -294,12 +291,12 @@ class LiveRequest:
         limits.check_input(len(request.prompt_token_ids))
         self._limits, self._request = limits, request
         self._reply.open(lease, limits, self._process.admission.settings, self._process.safety)
-        self.feed.tally.fence = lambda: self._may_send(lease)
+        self.output.fence = lambda: self._may_send(lease)
         self._lease = lease
         predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
         bounded = is_bounded(self.caller.bounds, self.start.stop.max_output_tokens, request)
         self.caller.let_in()
-        self.feed.push(frames.admitted(lease.admitted, request, predicted, bounded_by_key=bounded))
+        self.output.push(frames.admitted(lease.admitted, request, predicted, bounded_by_key=bounded))
         timer = self._start_timer()
         try:
             with Interruptible(self.life, lambda end: end.error or Stopped()):
@@ -311,7 +308,7 @@ class LiveRequest:
             lease.outcome = self.life.end.outcome
             return
         except Exception:
-            if self.feed.takes_whole:
+            if self.output.takes_whole:
                 self._reply.discard()
             raise
         finally:
@@ -392,7 +389,7 @@ class LiveRequest:
         if self.life.state is State.LOADING and self._route is not None:
             condition = self._route.engine.condition()
             if condition.state is not EngineState.READY:
-                self.feed.push(frames.loading(condition))
+                self.output.push(frames.loading(condition))
         elif self.life.state is State.QUEUED:
             position, wait_s = (outlook.position, outlook.wait_s) if outlook is not None else (0, None)
-            self.feed.push(frames.queued(position, wait_s))
+            self.output.push(frames.queued(position, wait_s))

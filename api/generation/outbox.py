@@ -1,6 +1,7 @@
 """What one stream still has to send: the only place from which tokens reach a client.
 
-All frames that wait at one moment go out in one message, because a message costs some hundred times what a frame in it costs.
+A stream's writer takes what waits at the moment at which it can send: frames of all requests go out in one message, because a
+message costs some hundred times what a frame in it costs. Output waits with its request until then (`output.py`).
 Tokens are written to the usage journal before the message that carries them is handed to the transport; from then on they count as
 delivered.
 """
@@ -8,20 +9,21 @@ delivered.
 from __future__ import annotations
 
 import asyncio
-import uuid
+import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from weir.v1 import inference_service_pb2 as pb
 
+from metering.core.models import Outcome
 from metering.holds.journal import Delivered, UsageJournal
 
 FRAMES_WAITING_MAX = 50_000  # some 10 MB: beyond it nothing more is read from a client that does not read itself
 FRAMES_PER_MESSAGE_MAX = 1000  # some 60 kB of deltas: below any receive limit a client may have
 TOKENS_PER_MESSAGE_MAX = 4000  # some 1.2 MB with 20 log-probabilities each: below the 4 MB that clients take unless told otherwise
-LASTING_KINDS = frozenset({"admitted", "attached"})  # whoever hears of an end has heard of these first
+DELTAS_PER_TURN_MAX = 8  # of one request in a message, where others wait
 
 
 @dataclass(slots=True)
@@ -34,223 +36,311 @@ class UsageSoFar:
     delivered_token_count: int = 0
 
 
-def no_fence() -> bool:
-    """Tokens may leave."""
-    return True
+class Source(Protocol):
+    """What a stream may do to a request that it receives, whether that runs here, elsewhere, or has ended. Nothing blocks."""
+
+    def stop(self, outcome: Outcome) -> None:
+        """End the request."""
+        ...
+
+    def grant(self, token_count: int) -> None:
+        """Let it send so many more tokens."""
+        ...
+
+    def update(self, message: pb.UpdateFrame) -> None:
+        """Change its limits. The answer comes as a frame."""
+        ...
+
+    def shut_out(self, receiver: Receiver, error: Exception) -> None:
+        """The stream may not receive it any more: what it is told, and no more."""
+        ...
+
+    def leave(self, receiver: Receiver, outcome: Outcome) -> None:
+        """The stream is gone, in this way. Nothing happens if another one receives the request by now."""
+        ...
+
+    def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
+        """From now on this one receives it. Raises: OutputGone, RequestInFlight; nothing has changed then."""
+        ...
 
 
-@dataclass(slots=True, eq=False)
-class Tally:
-    """What a request has come to, whichever stream receives it. fence: whether tokens may leave; where not, it ends the request."""
+class Supply(Protocol):
+    """Output of one request, from which its stream takes."""
 
-    usage: UsageSoFar = field(default_factory=UsageSoFar)
-    hold_id: uuid.UUID | None = None
-    fence: Callable[[], bool] = no_fence
+    def take(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
+        """Put what may be sent now into a message, so many deltas at most."""
+        ...
 
+    def has_more(self) -> bool:
+        """Whether something that may be sent now is left."""
+        ...
 
-def do_nothing() -> None:
-    """For deliveries whose progress nobody follows."""
+    def moved(self) -> None:
+        """The transport has taken what it was given, or the client is gone."""
+        ...
 
+    def entry(self, token_count: int) -> Delivered:
+        """What the journal has to know once so many more tokens are delivered."""
+        ...
 
-@dataclass(slots=True, eq=False)
-class Delivery:
-    """One request's part of an outbox: what waits, and whom to tell when less does.
-
-    counts: its tokens count as delivered when they are handed to the transport; else they did before, or another process counts.
-    on_change: called whenever less waits than before; must not block.
-    """
-
-    request_id: str
-    tally: Tally = field(default_factory=Tally)
-    counts: bool = True
-    unsent_frame_count: int = 0
-    unsent_token_count: int = 0
-    on_change: Callable[[], None] = do_nothing
-    sent: asyncio.Event | None = None  # made by whoever waits until nothing does any more
-
-    def left(self, frame_count: int, token_count: int) -> None:
-        """So much waits no longer: it was sent, or will not be."""
-        self.unsent_frame_count = max(self.unsent_frame_count - frame_count, 0)
-        self.unsent_token_count = max(self.unsent_token_count - token_count, 0)
-        if self.sent is not None and not self.unsent_frame_count:
-            self.sent.set()
-        self.on_change()
+    def was_delivered(self, token_count: int) -> None:
+        """So many more tokens are."""
+        ...
 
 
-class Pending(NamedTuple):
-    """One frame that waits."""
+@dataclass(slots=True)
+class Collected:
+    """Frames of a message that is being made. entries: tokens that it delivers and that no one has counted, by output."""
 
-    delivery: Delivery
-    frame: pb.ServerFrame
-    token_count: int
+    parts: list[bytes]
+    token_room: int
+    entries: list[tuple[Supply, int]]
 
 
-class Outbox:
-    """Frames of one stream in the order in which they were pushed. One writer, any number of requests."""
+class Receiver:
+    """One stream that receives one request, bound to whatever has the output for it. After `end` nothing more is pushed."""
 
-    takes_whole = False  # whether the client wants each answer in one piece; see `outbox.py`
+    def __init__(self, outbox: Outbox, given_id: str, on_end: Callable[[Receiver], None]) -> None:
+        """given_id: the request id as this client spells it. on_end: called once, when the last frame has been pushed."""
+        self.outbox = outbox
+        self.given_id = given_id
+        self.source: Source
+        self.payload_hash: bytes | None = None  # of the `start` that asked for it, if one did
+        self.is_refused = False  # it has ended without anything of a request
+        self.supply: Supply | None = None  # of output; None: all its frames are pushed
+        self.head = frame_head(given_id)
+        self.is_waiting = False  # in the outbox's line
+        self.in_flight_count = 0  # frames of the message that is being written
+        self.on_taken: Callable[[], None] | None = None  # called when the transport takes frames; must not block
+        self._frames: list[bytes] = []
+        self._on_end = on_end
+
+    @property
+    def unsent_frame_count(self) -> int:
+        """Pushed frames that the transport has not taken."""
+        return len(self._frames) + self.in_flight_count
+
+    def push(self, frame: pb.ServerFrame) -> None:
+        """Send a frame as soon as possible; dropped if the client is gone."""
+        if not self.outbox.is_abandoned:
+            frame.request_id = self.given_id
+            self._frames.append(framed(frame.SerializeToString()))
+            self.outbox.frame_count += 1
+            self.outbox.add(self)
+
+    def end(self, frame: pb.ServerFrame | None) -> None:
+        """Push the last frame; None: there is none, since this process ends."""
+        self.supply = None
+        if frame is not None:
+            self.is_refused = frame.HasField("failed") and not frame.failed.HasField("usage")
+            self.push(frame)
+            self.outbox.ended(self, frame)
+        self._on_end(self)
+
+    def drop(self) -> None:
+        """Forget what was pushed and not taken."""
+        self.outbox.frame_count -= len(self._frames)
+        self._frames.clear()
+
+    def take(self, into: Collected, delta_max: int) -> None:
+        """Put what waits into a message."""
+        count = len(into.parts)
+        self._take_pushed(into.parts)
+        if self.supply is not None:
+            self.supply.take(self, into, delta_max)
+            if self._frames:  # the end, which follows the last of the output
+                self._take_pushed(into.parts)
+        self.in_flight_count += len(into.parts) - count
+
+    def _take_pushed(self, parts: list[bytes]) -> None:
+        if self._frames:
+            parts += self._frames
+            self.outbox.frame_count -= len(self._frames)
+            self._frames = []
+
+    def was_taken(self) -> None:
+        """The transport has the message, or the client is gone."""
+        self.in_flight_count = 0
+        if self.supply is not None:
+            self.supply.moved()
+        if self.on_taken is not None:
+            self.on_taken()
+
+
+class Deliveries:
+    """Streams of this process with something to send: their messages are made together, with one write to the journal."""
 
     def __init__(self, journal: UsageJournal) -> None:
         self._journal = journal
-        self._pending: deque[Pending] = deque()
-        self._in_flight: list[Pending] = []
-        self._arrived = asyncio.Event()
-        self._taken = asyncio.Event()
-        self._closing = False
-        self._abandoned = False
-        self._message_count = 0
+        self._ready: list[Outbox] = []
 
-    @property
-    def message_count(self) -> int:
-        """Messages that the client has taken: it stalls only while this stands still."""
-        return self._message_count
+    def note(self, outbox: Outbox) -> None:
+        """The writer of this stream can send, and has something to."""
+        self._ready.append(outbox)
 
-    def push(self, delivery: Delivery, frame: pb.ServerFrame, token_count: int = 0) -> None:
-        """Add a frame; dropped if the client is gone. token_count: output tokens that it carries."""
-        if self._abandoned:
+    def make_messages(self) -> None:
+        """Make the messages of all streams that are ready. A journal that cannot be written fails those with tokens."""
+        ready, self._ready = self._ready, []
+        collected: list[tuple[Outbox, Collected]] = []
+        entries: list[Delivered] = []
+        for outbox in ready:
+            try:
+                message = outbox.collect()
+                entries += [supply.entry(token_count) for supply, token_count in message.entries]
+                collected.append((outbox, message))
+            except Exception as error:  # other streams' messages do not depend on it
+                outbox.hand_over([], error)
+        try:
+            if entries:
+                self._journal.record(entries)
+        except OSError as error:
+            for outbox, message in collected:
+                outbox.hand_over(message.parts, error if message.entries else None)
             return
-        delivery.unsent_frame_count += 1
-        delivery.unsent_token_count += token_count
-        self._pending.append(Pending(delivery, frame, token_count))
-        self._note_arrival()
+        for outbox, message in collected:
+            for supply, token_count in message.entries:
+                supply.was_delivered(token_count)
+            outbox.hand_over(message.parts)
 
-    def complete(self, delivery: Delivery) -> None:
+
+class Outbox:
+    """What one stream has to send. One writer, any number of requests."""
+
+    takes_whole = False  # whether the client wants each answer in one piece; see `WholeOutbox`
+
+    def __init__(self, deliveries: Deliveries) -> None:
+        self.is_abandoned = False
+        self.frame_count = 0  # frames that wait here; output waits elsewhere
+        self.message_count = 0  # messages that the client has taken: it stalls only while this stands still
+        self._deliveries = deliveries
+        self._line: deque[Receiver | bytes] = deque()  # who has something to send, and frames of nobody
+        self._in_flight: list[Receiver] = []
+        self._message: list[bytes] = []
+        self._failure: Exception | None = None
+        self._is_noted = False
+        self._idle: asyncio.Future[None] | None = None  # while the writer waits for something to send
+        self._room: asyncio.Future[None] | None = None  # while the reader waits for room
+        self._closing = False
+
+    def push(self, frame: pb.ServerFrame) -> None:
+        """Send a frame of a request that this stream does not receive."""
+        if not self.is_abandoned:
+            self._line.append(framed(frame.SerializeToString()))
+            self.frame_count += 1
+            self._note()
+
+    def add(self, receiver: Receiver) -> None:
+        """There is something to send to this one."""
+        if not (receiver.is_waiting or self.is_abandoned):
+            receiver.is_waiting = True
+            self._line.append(receiver)
+            self._note()
+
+    def complete(self, receiver: Receiver) -> None:
         """A request adds no more output."""
 
-    def _note_arrival(self) -> None:
-        """Wake the writer: something may go out."""
-        self._arrived.set()
+    def ended(self, receiver: Receiver, frame: pb.ServerFrame) -> None:
+        """A request has ended with this frame."""
+
+    def _note(self) -> None:
+        """Let the writer make a message, if it is not about to, and not at another one."""
+        if self._idle is not None and not (self._is_noted or self._message):
+            self._is_noted = True
+            self._deliveries.note(self)
+            if not self._idle.done():
+                self._idle.set_result(None)
 
     async def room(self) -> None:
         """Wait while so many frames wait that to read more from the client would only add to them."""
-        while len(self._pending) > FRAMES_WAITING_MAX:
-            self._taken.clear()
-            await self._taken.wait()
-
-    async def flushed(self, delivery: Delivery) -> None:
-        """Wait until nothing of the request waits any more: sent, discarded or abandoned."""
-        while delivery.unsent_frame_count:
-            delivery.sent = delivery.sent or asyncio.Event()
-            delivery.sent.clear()
-            await delivery.sent.wait()
-
-    def discard(self, delivery: Delivery) -> None:
-        """Forget what of the request has not been handed to the transport: it was not delivered. But for its admission."""
-        self._remove(delivery, LASTING_KINDS)
-
-    def take_back(self, delivery: Delivery) -> list[pb.DeltaFrame]:
-        """Forget the same and its admission, too; the output among it, in order, which another stream may be given."""
-        return [pending.frame.delta for pending in self._remove(delivery, frozenset()) if pending.frame.HasField("delta")]
-
-    def unsent_delta_count(self, delivery: Delivery) -> int:
-        """Deltas of the request that have not been handed to the transport."""
-        return sum(pending.delivery is delivery and pending.frame.HasField("delta") for pending in self._pending)
-
-    def _remove(self, delivery: Delivery, but: frozenset[str]) -> list[Pending]:
-        kept: deque[Pending] = deque()
-        removed = []
-        for pending in self._pending:
-            if pending.delivery is not delivery or pending.frame.WhichOneof("kind") in but:
-                kept.append(pending)
-            else:
-                removed.append(pending)
-        if removed:
-            self._pending = kept
-            self._taken.set()
-        delivery.left(len(removed), sum(pending.token_count for pending in removed))
-        return removed
+        while self.frame_count > FRAMES_WAITING_MAX and not self.is_abandoned:
+            self._room = asyncio.get_running_loop().create_future()
+            try:
+                await self._room
+            finally:
+                self._room = None
 
     def abandon(self) -> None:
         """The client is gone: nothing more is delivered."""
-        self._abandoned = True
-        gone = [*self._in_flight, *self._pending]
-        self._pending.clear()
-        self._taken.set()
+        self.is_abandoned = True
+        gone = dict.fromkeys([*self._in_flight, *(each for each in self._line if isinstance(each, Receiver))])
+        self._line.clear()
+        self._in_flight, self._message = [], []
+        for receiver in gone:
+            receiver.is_waiting = False
+            receiver.drop()
+            receiver.was_taken()
+        self.frame_count = 0
+        self._make_room()
         self.close()
-        for pending in gone:
-            pending.delivery.left(1, pending.token_count)
 
     def close(self) -> None:
         """No more frames come; the writer ends when what waits is sent."""
         self._closing = True
-        self._arrived.set()
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
 
-    async def write_all(self, write: Callable[[pb.GenerateResponse], Awaitable[None]]) -> None:
-        """Send until closed and empty.
+    async def write_all(self, write: Callable[[bytes], Awaitable[object]]) -> None:
+        """Send until closed and empty. write: sends a serialized `GenerateResponse`.
 
         Raises: OSError if the journal cannot be written (nothing of that message was sent), and whatever `write` raises.
         """
         while True:
-            await self._arrived.wait()
-            batch = self._take_batch()
-            self._taken.set()
-            if not batch:
+            if not self._message and self._failure is None and self._may_send():
+                if not self._is_noted:
+                    self._is_noted = True
+                    self._deliveries.note(self)
+                self._deliveries.make_messages()  # only now, since a process may be stopped anywhere before, for any time
+            if self._failure is not None:
+                raise self._failure
+            if self._message:
+                message, self._message = self._message, []
+                await write(b"".join(message))
+                self.message_count += 1
+                taken, self._in_flight = self._in_flight, []
+                for receiver in taken:
+                    receiver.was_taken()
+            elif not self._may_send():
                 if self._closing:
                     return
-                self._arrived.clear()
+                self._idle = asyncio.get_running_loop().create_future()
+                try:
+                    await self._idle
+                finally:
+                    self._idle = None
+
+    def _may_send(self) -> bool:
+        """Whether something waits that may go out."""
+        return bool(self._line)
+
+    def collect(self) -> Collected:
+        """Take what goes into the next message, each request in its turn."""
+        collected = Collected([], TOKENS_PER_MESSAGE_MAX, [])
+        line, parts, more = self._line, collected.parts, []
+        while line and len(parts) < FRAMES_PER_MESSAGE_MAX and collected.token_room > 0:
+            one = line.popleft()
+            if isinstance(one, bytes):
+                parts.append(one)
+                self.frame_count -= 1
                 continue
-            token_counts = counts_of(batch)
-            # Looked at here, since a process may be stopped anywhere before, for any time.
-            if token_counts and (fenced := {each for each in token_counts if not each.tally.fence()}):
-                batch = self._without(batch, fenced)
-                token_counts = counts_of(batch)
-            self._in_flight = batch  # before anything can fail, so that `abandon` reaches these too
-            if token_counts:
-                self._count_as_delivered(token_counts)
-            await write(pb.GenerateResponse(frames=[pending.frame for pending in batch]))
-            self._message_count += 1
-            if not self._abandoned:
-                self._in_flight = []
-                for pending in batch:
-                    pending.delivery.left(1, 0 if pending.delivery.counts else pending.token_count)
+            one.take(collected, DELTAS_PER_TURN_MAX)
+            if one.in_flight_count:
+                self._in_flight.append(one)
+            if one.supply is not None and one.supply.has_more():
+                more.append(one)
+            else:
+                one.is_waiting = False
+        line += more
+        return collected
 
-    def _take_batch(self) -> list[Pending]:
-        """What goes into the next message."""
-        batch: list[Pending] = []
-        room = TOKENS_PER_MESSAGE_MAX
-        while self._pending and len(batch) < FRAMES_PER_MESSAGE_MAX and (not batch or self._pending[0].token_count <= room):
-            batch.append(self._pending.popleft())
-            room -= batch[-1].token_count
-        return batch
+    def hand_over(self, parts: list[bytes], failure: Exception | None = None) -> None:
+        """What was collected may be sent; or not, for this reason."""
+        self._is_noted = False
+        self._message, self._failure = parts, failure
+        self._make_room()
 
-    def _without(self, batch: list[Pending], fenced: set[Delivery]) -> list[Pending]:
-        """Leave out the frames of requests whose holds are not theirs any more, and forget what else of them waits."""
-        kept = [pending for pending in batch if pending.delivery not in fenced]
-        for pending in batch:
-            if pending.delivery in fenced:
-                pending.delivery.left(1, pending.token_count)
-        for delivery in fenced:
-            self.discard(delivery)
-        return kept
-
-    def _count_as_delivered(self, token_counts: dict[Delivery, int]) -> None:
-        totals = [(each.tally, each.tally.usage.delivered_token_count + token_count) for each, token_count in token_counts.items()]
-        self._journal.record([journal_entry(tally, total) for tally, total in totals])
-        for delivery, token_count in token_counts.items():
-            delivery.tally.usage.delivered_token_count += token_count
-            delivery.unsent_token_count -= token_count  # now, so that no token is in two counts at once, or in none
-
-
-def counts_of(batch: Iterable[Pending]) -> dict[Delivery, int]:
-    """The tokens that a message delivers, by request."""
-    token_counts: dict[Delivery, int] = {}
-    for delivery, _, token_count in batch:
-        if token_count and delivery.counts:
-            token_counts[delivery] = token_counts.get(delivery, 0) + token_count
-    return token_counts
-
-
-def journal_entry(tally: Tally, delivered_token_count: int) -> Delivered:
-    """What the journal has to know of a request to settle it without this process."""
-    assert tally.hold_id is not None, "tokens flow only under a hold"
-    usage = tally.usage
-    return Delivered(
-        tally.hold_id,
-        usage.input_token_count,
-        usage.cached_input_token_count,
-        max(usage.generated_token_count, delivered_token_count),
-        delivered_token_count,
-    )
+    def _make_room(self) -> None:
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
 
 
 class WholeOutbox(Outbox):
@@ -258,40 +348,95 @@ class WholeOutbox(Outbox):
 
     takes_whole = True
 
-    def __init__(self, journal: UsageJournal, request_count: int, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, deliveries: Deliveries, request_count: int, on_failure: Callable[[str], None]) -> None:
         """request_count: so many requests make up the answer. on_failure: called with the id of each that has failed."""
-        super().__init__(journal)
+        super().__init__(deliveries)
         self._request_count = request_count
         self._on_failure = on_failure
-        self._complete: set[Delivery] = set()  # those that add no more output
+        self._complete: set[Receiver] = set()  # those that add no more output
         self._is_open = False
 
-    def push(self, delivery: Delivery, frame: pb.ServerFrame, token_count: int = 0) -> None:
-        """See `Outbox.push`."""
-        super().push(delivery, frame, token_count)
+    def ended(self, receiver: Receiver, frame: pb.ServerFrame) -> None:
+        """See `Outbox.ended`."""
         if frame.HasField("failed"):
-            self._on_failure(delivery.request_id)
-        if frame.HasField("failed") or frame.HasField("finished"):
-            self.complete(delivery)
+            self._on_failure(receiver.given_id)
+        self.complete(receiver)
 
-    def complete(self, delivery: Delivery) -> None:
+    def complete(self, receiver: Receiver) -> None:
         """See `Outbox.complete`."""
-        self._complete.add(delivery)
+        self._complete.add(receiver)
         if len(self._complete) == self._request_count:
             self._is_open = True
-            self._arrived.set()
+            self._note()
 
     def close(self) -> None:
         """See `Outbox.close`."""
         self._is_open = True
         super().close()
 
-    def _note_arrival(self) -> None:
-        if self._is_open:
-            super()._note_arrival()
+    def _may_send(self) -> bool:
+        return self._is_open and bool(self._line)
 
-    def _take_batch(self) -> list[Pending]:
+    def _note(self) -> None:
+        if self._is_open:
+            super()._note()
+
+    def collect(self) -> Collected:
         """All of it: the answer's length is bounded by the context windows of its requests."""
-        batch = list(self._pending)
-        self._pending.clear()
-        return batch
+        collected = Collected([], sys.maxsize, [])
+        while self._line:
+            one = self._line.popleft()
+            if isinstance(one, bytes):
+                collected.parts.append(one)
+                self.frame_count -= 1
+            else:
+                one.take(collected, sys.maxsize)
+                one.is_waiting = False
+                self._in_flight.append(one)
+        return collected
+
+
+# Frames are put together from bytes: a message object that is put into another one is copied, and one for each token costs more
+# than all else that is done for it. Numbers are those of `weir/v1/inference_service.proto`.
+
+ONE_BYTE = [bytes((number,)) for number in range(128)]
+
+
+def varint(number: int) -> bytes:
+    """A number of at least 0 in the wire format of Protocol Buffers."""
+    if number < 0x80:
+        return ONE_BYTE[number]
+    if number < 0x4000:
+        return bytes((number & 0x7F | 0x80, number >> 7))
+    return bytes((number & 0x7F | 0x80,)) + varint(number >> 7)
+
+
+def frame_head(request_id: str) -> bytes:
+    """The first field of a `ServerFrame`."""
+    data = request_id.encode()
+    return b"\x0a%b%b" % (varint(len(data)), data)
+
+
+def framed(frame: bytes) -> bytes:
+    """A serialized `ServerFrame` as a part of a `GenerateResponse`."""
+    return b"\x0a%b%b" % (varint(len(frame)), frame)
+
+
+def delta_frame(head: bytes, delta: bytes) -> bytes:
+    """A serialized `DeltaFrame` as a part of a `GenerateResponse`. head: see `frame_head`."""
+    length = varint(len(delta))
+    return b"\x0a%b%b\x22%b%b" % (varint(len(head) + 1 + len(length) + len(delta)), head, length, delta)
+
+
+def delta_bytes(seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes = b"") -> bytes:
+    """A serialized `DeltaFrame`. rest: its other fields, serialized."""
+    ids = varint(token_ids[0]) if len(token_ids) == 1 else b"".join(map(varint, token_ids))
+    return b"".join(
+        (
+            b"\x08" + varint(seq),
+            b"\x12" + varint(len(text)) + text if text else b"",
+            b"\x1a" + varint(len(ids)) + ids if ids else b"",
+            b"\x28" + varint(choice_index) if choice_index else b"",
+            rest,
+        )
+    )

@@ -13,9 +13,10 @@ from api.generation.embedding import EmbedCaller, LiveEmbedding
 from api.generation.embedding_wire import ValidEmbed
 from api.generation.life import WAITING
 from api.generation.live import Caller, LiveRequest
-from api.generation.mailbox import Key, Mailboxes
-from api.generation.receiver import Receiver
+from api.generation.outbox import Deliveries, Receiver
+from api.generation.output import ReplayOutput
 from api.generation.relay import Relays
+from api.generation.replay import Key, ReplayBuffers
 from api.generation.start_frame import ValidStart
 from api.generation.text_work import TextWork
 from api.observability.observer import Observer
@@ -57,7 +58,8 @@ class Process:
         self.router = router
         self.tokenizers = tokenizers
         self.queues = queues_of(router, settings)
-        self.mailboxes = Mailboxes(
+        self.deliveries = Deliveries(admission.journal)
+        self.replays = ReplayBuffers(
             admission.journal, bytes_max=settings.kept_bytes_max, bytes_per_request_max=settings.kept_bytes_per_request_max
         )
         self.relays = relays
@@ -99,7 +101,7 @@ class Process:
 
         There is none without the key, which the other process wants to see.
         """
-        if self.relays is None or not request.caller.secret or (receiver := request.feed.detach()) is None:
+        if self.relays is None or not request.caller.secret or (receiver := request.output.detach()) is None:
             return False
         key = request.caller.payer.project_id, request.start.request_id
         self.relays.begin(
@@ -107,7 +109,7 @@ class Process:
             key,
             request.caller.secret,
             after_seq=0,
-            credit_token_count=request.feed.credit,
+            credit_token_count=request.output.flow.credit or 0,
             address=request.caller.address,
         )
         return True
@@ -133,12 +135,12 @@ class Process:
         key = request.caller.payer.project_id, request.start.request_id
         if self._by_key.get(key) is request:
             del self._by_key[key]
-        if (mailbox := request.feed.mailbox) is not None:
+        if isinstance(output := request.output, ReplayOutput):
             if can_be_received and request.start.keep_s is not None:
-                self.mailboxes.keep(key, request.feed, mailbox, request.start.keep_s)
+                self.replays.keep(key, output, request.start.keep_s)
             else:
-                request.feed.discard(kept_too=True)
-                self.mailboxes.close(mailbox)
+                output.discard(kept_too=True)
+                self.replays.close(output.buffer)
 
     def fail_all(self, error: Exception) -> None:
         """Stop everything that runs; what was delivered is settled, and the clients are told why."""

@@ -20,10 +20,9 @@ from api.core.accounts import find_generation
 from api.core.errors import Overloaded, OwnerAway, RequestOver, UnknownRequest
 from api.core.statuses import status_of
 from api.generation import frames
-from api.generation.mailbox import Key
-from api.generation.outbox import Delivery
+from api.generation.outbox import Receiver
 from api.generation.peers import VOUCHER, Identity, Peer, PeerChannels
-from api.generation.receiver import Receiver
+from api.generation.replay import Key
 from metering.control.live import Owner, find_owner
 from metering.core.errors import MeteringError, RequestInFlight
 from metering.core.models import Outcome
@@ -143,7 +142,7 @@ class Relay:
     def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
         """The client asks for the request, or on the same stream for another part of it."""
         receiver.source = self
-        receiver.delivery = Delivery(receiver.given_id, counts=False, on_change=self._room.set)
+        receiver.on_taken = self._room.set
         self._receiver = receiver
         self._send(pb.ClientFrame(attach=pb.AttachFrame(after_seq=after_seq)))
         if credit_token_count:
@@ -238,14 +237,14 @@ class Relay:
                 if frame.WhichOneof("kind") in ("finished", "failed") and not frame.failed.duplicate_start:
                     return frame
                 if self._receiver is not None:
-                    self._receiver.push(frame, len(frame.delta.token_ids))
+                    self._receiver.push(frame)
             await self._until_room()
             message = await call.read()
         raise grpc.aio.AioRpcError(await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), "the stream ended early")
 
     async def _until_room(self) -> None:
         """Wait while the client has much to read."""
-        while self._receiver is not None and self._receiver.delivery.unsent_frame_count > FRAMES_UNREAD_MAX:
+        while self._receiver is not None and self._receiver.unsent_frame_count > FRAMES_UNREAD_MAX:
             self._room.clear()
             await self._room.wait()
 

@@ -10,8 +10,8 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.settings import Settings
 from api.generation import frames
 from api.generation.admission import Lease
-from api.generation.feed import Feed, UsageTelling
 from api.generation.life import Life
+from api.generation.output import Output, UsageTelling
 from api.generation.output_limits import UNBOUNDED, OutputLimits
 from api.generation.start_frame import ValidStart
 from api.generation.tools import CallReading
@@ -28,8 +28,8 @@ log = structlog.get_logger(__name__)
 class Reply:
     """The frames of one request. No output is handed on before `open`, nor once the request was stopped."""
 
-    def __init__(self, feed: Feed, start: ValidStart, life: Life) -> None:
-        self.feed = feed
+    def __init__(self, output: Output, start: ValidStart, life: Life) -> None:
+        self.output = output
         self.exhausted: tuple[QuotaState, ...] = ()  # the quotas that ended the request, if any did
         self._start = start
         self._life = life
@@ -41,14 +41,16 @@ class Reply:
         self._limits: OutputLimits
         self._lease: Lease
         self._settings: Settings
+        self._has_to_wait = False  # for checks, or for a client that a search says much to at once
 
     def open(self, lease: Lease, limits: OutputLimits, settings: Settings, safety: SafetyChecker | None) -> None:
         """From now on output may come, under this lease. safety: what outputs are checked by; None if they are not."""
         self._lease, self._limits, self._settings = lease, limits, settings
-        self.feed.tally.hold_id = lease.admitted.hold_id
+        self.output.hold_id = lease.admitted.hold_id
         if self._start.usage_interval_tokens is not None:
-            self.feed.usage_telling = UsageTelling(self._start.usage_interval_tokens, lease.admitted.prices)
+            self.output.usage_telling = UsageTelling(self._start.usage_interval_tokens, lease.admitted.prices)
         self._filters = open_filters(safety, self._start.choice_count, has_json=self._has_json)
+        self._has_to_wait = bool(self._filters) or self._start.beam_search is not None
         if self.call_reading is not None:
             self._parsers = {index: self.call_reading.open() for index in range(self._start.choice_count)}
 
@@ -64,26 +66,26 @@ class Reply:
             for choice_index in list(self._parsers):
                 self._say_rest(choice_index, "")
         else:
-            self.feed.discard()
+            self.output.discard()
 
     def discard(self) -> None:
         """Deliver nothing of what still waits for the transport."""
         self._life.discards = True
-        self.feed.discard()
+        self.output.discard()
 
     def hand_on_now(self, event: TokensGenerated) -> bool:
         """Give on new output unless checks, the client or the lease have to be waited for; False if so, and nothing was done."""
-        if self._filters or self._start.beam_search:
-            return False
-        token_count = self.feed.queued_token_count + len(event.token_ids)
-        if token_count > self._lease.leased_token_count:
+        lease, limits, output = self._lease, self._limits, self.output
+        token_count = output.said_token_count + len(event.token_ids)
+        if self._has_to_wait or token_count > lease.leased_token_count:
             return False
         if self._life.end is not None:
             return True
-        if token_count > self._limits.token_count_max:
-            self._life.stop(self._limits.outcome)
+        if token_count > limits.token_count_max:
+            self._life.stop(limits.outcome)
             return True
-        self._lease.anticipate(token_count)
+        if token_count >= lease.leased_token_count - self._settings.lease_margin_tokens:
+            lease.anticipate(token_count)
         self._say(event)
         return True
 
@@ -92,25 +94,25 @@ class Reply:
 
         A beam search says much at once at its end: then the client is waited for, and given up only if it stalls.
         """
-        if self._start.beam_search and self.feed.unsent_token_count >= self._settings.outbox_tokens_per_request_max // 2:
+        if self._start.beam_search and self.output.unsent_token_count >= self._settings.outbox_tokens_per_request_max // 2:
             await self.flush()
         if not self._filters:
             await self._hand_on_checked(event)
         elif self._life.end is None:
-            output = self._filters[event.choice_index]
-            for part in await output.push(event):
+            checked = self._filters[event.choice_index]
+            for part in await checked.push(event):
                 await self._hand_on_checked(part)
-            self._note_filtered(output, event.choice_index)
+            self._note_filtered(checked, event.choice_index)
 
     async def hand_on_rest(self, choice_index: int, text: str) -> None:
         """A choice has ended: what was held back of it goes out, unless the request was stopped."""
         if self._life.end is not None:
             return
         if self._filters:
-            output = self._filters[choice_index]
-            for part in await output.finish(text):
+            checked = self._filters[choice_index]
+            for part in await checked.finish(text):
                 await self._hand_on_checked(part)
-            self._note_filtered(output, choice_index)
+            self._note_filtered(checked, choice_index)
             text = ""
         if self._life.end is None:
             self._say_rest(choice_index, text)
@@ -136,25 +138,25 @@ class Reply:
         """
         if self._life.discards:
             return
-        if self.feed.takes_whole:
-            self.feed.complete()
-            await self.feed.all_taken()
+        if self.output.takes_whole:
+            self.output.complete()
+            await self.output.all_taken()
             return
-        if self.feed.is_taken:
+        if self.output.is_taken:
             return
         before = None
-        while before != (progress := self.feed.progress):
+        while before != (progress := self.output.progress):
             before = progress
-            if await self.feed.all_taken(self._settings.client_stall_max_s):
+            if await self.output.all_taken(self._settings.client_stall_max_s):
                 return
         self._life.stop(Outcome.SLOW_CONSUMER)
-        self.feed.discard()
+        self.output.discard()
 
     async def _hand_on_checked(self, event: TokensGenerated) -> None:
         """Give one step's tokens to the outbox once the lease covers them, unless the request was stopped."""
         if self._life.end is not None:
             return
-        token_count = self.feed.queued_token_count + len(event.token_ids)
+        token_count = self.output.said_token_count + len(event.token_ids)
         if token_count > self._limits.token_count_max:
             self._life.stop(self._limits.outcome)
             return
@@ -169,14 +171,17 @@ class Reply:
     def _say(self, event: TokensGenerated) -> None:
         """Give one step's tokens to the outbox, and end the request where its limits or its client's reading want it."""
         logprobs = frames.token_logprobs(event.logprobs) if event.logprobs else ()
-        text, calls, parser = event.text, list[pb.ToolCallDelta](), self._parsers.get(event.choice_index)
-        if parser is not None:
-            text, calls = self._parsed(event.choice_index, parser.push(text))
-        self.feed.say(event.choice_index, text, event.token_ids, logprobs, calls)
-        if parser is not None and self.call_reading is not None and self.call_reading.ends_with_call and parser.complete_count:
-            self._life.stop(Outcome.STOP)
-        self.end_at_limit()
-        if not self.feed.takes_whole and self.feed.unsent_token_count > self._settings.outbox_tokens_per_request_max:
+        output = self.output
+        if self._parsers and (parser := self._parsers.get(event.choice_index)) is not None:
+            text, calls = self._parsed(event.choice_index, parser.push(event.text))
+            output.say(event.choice_index, text, event.token_ids, logprobs, calls)
+            if self.call_reading is not None and self.call_reading.ends_with_call and parser.complete_count:
+                self._life.stop(Outcome.STOP)
+        else:
+            output.say(event.choice_index, event.text, event.token_ids, logprobs)
+        if output.said_token_count >= self._limits.token_count_max:
+            self.end_at_limit()
+        if output.unsent_token_count > self._settings.outbox_tokens_per_request_max and not output.takes_whole:
             self._life.stop(Outcome.SLOW_CONSUMER)
 
     def _say_rest(self, choice_index: int, text: str) -> None:
@@ -187,7 +192,7 @@ class Reply:
             rest, ended = self._parsed(choice_index, parser.finish())
             text, calls = before + rest, begun + ended
         if text or calls:
-            self.feed.say(choice_index, text, (), (), calls)
+            self.output.say(choice_index, text, (), (), calls)
 
     def _parsed(self, choice_index: int, parsed: Parsed) -> tuple[str, list[pb.ToolCallDelta]]:
         if parsed.calls:
@@ -199,7 +204,7 @@ class Reply:
         if (
             self._life.end is None
             and self._limits.token_count_max < UNBOUNDED
-            and self.feed.queued_token_count >= self._limits.token_count_max
+            and self.output.said_token_count >= self._limits.token_count_max
         ):
             self._life.stop(self._limits.outcome)
 

@@ -241,8 +241,8 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     yield gauges("weir_open_streams", "Generate calls that are open, by who has opened them.", ("door",), streams)
     yield gauge("weir_http_connections", "Open connections of OpenAI's clients.", parts.http_connections())
     yield gauge("weir_relays", "Requests of other processes that clients of this one receive.", relay_count(process))
-    yield gauge("weir_kept_output_bytes", "Output kept for clients that may come back.", process.mailboxes.byte_count)
-    yield gauge("weir_kept_requests", "Requests that have ended and whose output is kept.", process.mailboxes.ended_count)
+    yield gauge("weir_kept_output_bytes", "Output kept for clients that may come back.", process.replays.byte_count)
+    yield gauge("weir_kept_requests", "Requests that have ended and whose output is kept.", process.replays.ended_count)
     lags = [((), process.observer.loop_lag.lags)]
     yield histograms("weir_event_loop_lag_seconds", "How late the event loop comes to what is due.", (), lags)
     throttled = parts.authenticator.throttled_count

@@ -25,9 +25,8 @@ from api.core.statuses import status_of
 from api.core.wire import finish_reason
 from api.generation.endings import OUTCOMES
 from api.generation.live import Caller, LiveRequest
-from api.generation.outbox import Outbox, WholeOutbox
+from api.generation.outbox import Outbox, Receiver, WholeOutbox
 from api.generation.process import Process
-from api.generation.receiver import Receiver
 from api.generation.start_frame import ValidStart, parse_start
 from api.observability.spans import NO_TRACE, TraceContext
 from api.openai import answers
@@ -78,9 +77,9 @@ class Exchange:
         self._arrival = arrival
         self._asked = asked
         self._answer = answer
-        journal = process.admission.journal
-        whole = None if asked.streams else WholeOutbox(journal, len(asked.starts), self._stop_others)
-        self._outbox: Outbox = whole or Outbox(journal)
+        deliveries = process.deliveries
+        whole = None if asked.streams else WholeOutbox(deliveries, len(asked.starts), self._stop_others)
+        self._outbox: Outbox = whole or Outbox(deliveries)
         self._live: list[LiveRequest] = []
         self._receivers: dict[str, Receiver] = {}  # of requests that have not ended, by the id in their frames
         self._places: dict[str, int] = {}  # of requests, by the same id
@@ -173,8 +172,9 @@ class Exchange:
             if request is not ended and request.start.given_id in self._receivers:
                 request.stop(OUTCOMES[cause], SiblingEnded(cause))
 
-    async def _take(self, message: pb.GenerateResponse) -> None:
+    async def _take(self, data_of_message: bytes) -> None:
         """One message of the outbox: written as events, or kept for the body, which begins when all output is there."""
+        message = pb.GenerateResponse.FromString(data_of_message)
         data = b"".join([self._event(frame) for frame in message.frames])
         if self._response is None and not self._asked.streams and any(frame.HasField("delta") for frame in message.frames):
             data = self._body_without_end()

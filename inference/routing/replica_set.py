@@ -364,6 +364,15 @@ class Attempt:
         self._output_left = max(self._output_left - token_count, 1)
         self._charge(self._output_left)
 
+    def goes_on(self, token_count: int) -> bool:
+        """`generated` for most tokens; False, and nothing was done, for the others."""
+        if not self._has_told or self._output_left <= token_count:
+            return False
+        self._output_left -= token_count
+        self._charged -= token_count
+        self.replica.outstanding_token_count -= token_count
+        return True
+
     def failed(self, now_s: float) -> None:
         """The engine has broken under it."""
         self._has_told = True
@@ -479,7 +488,13 @@ class FleetStream:
         """Let new tokens of the engine that has it now take the short way."""
         if self._take is None or not self._take(event):
             return False
-        self._tell(event)
+        attempt, count = self._attempt, len(event.token_ids)
+        if self._is_told and attempt is not None and attempt.goes_on(count):
+            self._token_count += count
+            if self._request.may_be_continued:
+                self._output += event.token_ids
+        else:
+            self._tell(event)
         return True
 
     def move_from(self, name: str) -> bool:

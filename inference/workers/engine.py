@@ -76,11 +76,18 @@ class BufferedStream:
 
     def put(self, event: SequenceEvent) -> None:
         """Called by the engine: the sequence's next event."""
-        if isinstance(event, TokensGenerated):
+        if type(event) is TokensGenerated:
             self.has_output = True
             self.outputs[event.choice_index] += event.token_ids
-            if self._is_taken(event):
-                return
+            reader = self._reader
+            # Past the reader only where it has read everything and was not woken.
+            if self._take is not None and reader is not None and not self._events and not reader.done():
+                try:
+                    if self._take(event):
+                        return
+                except Exception as error:
+                    reader.set_exception(error)
+                    return
         elif isinstance(event, Scheduled):
             self.scheduled = True
         elif isinstance(event, SequenceFinished):
@@ -94,16 +101,6 @@ class BufferedStream:
             self.ended = True
             self._failure = error
             self._wake()
-
-    def _is_taken(self, event: TokensGenerated) -> bool:
-        """Whether it took the short way, past the reader: only where the reader has read everything and was not woken."""
-        if self._take is None or self._events or self._reader is None or self._reader.done():
-            return False
-        try:
-            return self._take(event)
-        except Exception as error:
-            self._reader.set_exception(error)
-            return True
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
@@ -188,12 +185,10 @@ class EngineLife(BackendLife):
 
     def _take(self, stream: BufferedStream, event: SequenceEvent) -> None:
         """The engine tells of a sequence."""
-        if type(event) is TokensGenerated and stream.has_output:
-            stream.put(event)
-            return
         request = stream.request
         if isinstance(event, TokensGenerated):
-            self._hint.note(request.prompt_token_ids, self._cache_group(request.cache_salt))
+            if not stream.has_output:
+                self._hint.note(request.prompt_token_ids, self._cache_group(request.cache_salt))
         elif isinstance(event, Scheduled) and not stream.scheduled:
             self._waiting_count -= request.choice_count
         elif isinstance(event, SequenceFinished):
@@ -281,7 +276,9 @@ class HostedEngine(EngineLife):
             stream = streams.get(number)
             if stream is None:
                 continue  # its caller has left
-            if isinstance(event, SequenceRefused):
+            if type(event) is TokensGenerated and stream.has_output:
+                stream.put(event)
+            elif isinstance(event, SequenceRefused):
                 stream.fail(self._refusal(event))
             else:
                 self._take(stream, event)

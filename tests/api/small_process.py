@@ -20,9 +20,9 @@ from api.core.settings import Settings
 from api.generation.admission import Admission, Capacity
 from api.generation.client_stream import ClientStream
 from api.generation.live import Caller, LiveRequest
+from api.generation.outbox import Receiver
 from api.generation.peers import make_identity
 from api.generation.process import Process
-from api.generation.receiver import Receiver
 from api.generation.relay import Relays
 from api.generation.start_frame import ValidStart
 from inference.core.cost_model import CostModel
@@ -143,8 +143,9 @@ class Call:
         while (message := await self._sent.get()) is not None:
             yield message
 
-    async def write(self, message: pb.GenerateResponse) -> None:
+    async def write(self, data: bytes) -> None:
         """As the server writes: what is handed over counts as delivered, whatever becomes of it."""
+        message = pb.GenerateResponse.FromString(data)
         self.messages.append(message)
         for frame in message.frames:
             self.on_frame(frame)
@@ -202,10 +203,10 @@ class SmallProcess:
         return ClientStream(self.process, key, 0.0, secret=secret)
 
     def left_over(self) -> dict[str, int]:
-        """What requests that have ended must have given back, by name; empty when nothing is left. Mailboxes are emptied."""
+        """What requests that have ended must have given back, by name; empty when nothing is left. Replay buffers are emptied."""
         queues = [queue.statistics() for queue in self.process.queues.values()]
-        statistics, mailboxes = self.engine.statistics(), self.process.mailboxes
-        mailboxes.forget_all()
+        statistics, replays = self.engine.statistics(), self.process.replays
+        replays.forget_all()
         counts = {
             "permits": self.capacity.taken_count,
             "characters in preparation": self.process.text_work.taken_chars,
@@ -216,8 +217,8 @@ class SmallProcess:
             "KV blocks": statistics.kv_block_count_held,
             "texts": self.encoder.running_count,
             "requests": len(self.process.running()) + len(self.process._by_key),
-            "mailboxes": mailboxes.live_count,
-            "kept bytes": mailboxes.byte_count,
+            "replay buffers": replays.live_count,
+            "kept bytes": replays.byte_count,
             "journalled holds": len(self.journal._live),
             "relays": self.relays.running_count,
             "uses of connections": sum(each.use_count for each in self.relays.channels._connections.values()),

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from api.generation.attendance import Attendance
-from api.generation.feed import Feed, FlowControl
 from api.generation.life import Life
-from api.generation.mailbox import Mailboxes
-from api.generation.outbox import Outbox
-from api.generation.receiver import Receiver
+from api.generation.outbox import Deliveries, Outbox, Receiver
+from api.generation.output import Flow, LiveOutput, Output, ReplayOutput
+from api.generation.replay import ReplayBuffers
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal
@@ -38,21 +36,22 @@ class World:
         self.life = Life(lambda end: self.stopped.append(end.outcome))
         self.ended: list[Receiver] = []
         self.first = self.receiver()
-        mailboxes = Mailboxes(journal, bytes_max=10**6, bytes_per_request_max=10**6)
-        mailbox = None if keep_s is None else mailboxes.open(ORGANIZATION)
-        self.feed = Feed(self.first, "m", FlowControl(None, 60.0, lambda: None), mailbox)
-        self.feed.tally.hold_id = uuid.uuid4()
-        self.attendance = Attendance(self.feed, keep_s, self.life, lambda _: None)
+        flow, update = Flow(None, 60.0, lambda: None), lambda _: None
+        self.output: Output = LiveOutput(self.first, "m", flow, self.life, update)
+        if keep_s is not None:
+            buffer = ReplayBuffers(journal, bytes_max=10**6, bytes_per_request_max=10**6).open(ORGANIZATION)
+            self.output = ReplayOutput(self.first, "m", flow, self.life, update, keep_s, buffer)
+        self.output.hold_id = uuid.uuid4()
 
     def receiver(self) -> Receiver:
         """Of one more stream."""
-        return Receiver(Outbox(self.journal), "r", self.ended.append)
+        return Receiver(Outbox(Deliveries(self.journal)), "r", self.ended.append)
 
 
 async def test_without_keep_the_request_ends_with_the_stream_that_receives_it(journal: UsageJournal) -> None:
     world = World(journal, None)
 
-    world.attendance.leave(world.first, Outcome.DEADLINE)
+    world.output.leave(world.first, Outcome.DEADLINE)
 
     assert world.stopped == [Outcome.DEADLINE]
 
@@ -61,34 +60,35 @@ async def test_a_stream_that_received_it_before_has_no_say_in_it(journal: UsageJ
     """Each stream leaves more than once, and another one may have come in between."""
     world = World(journal, None)
     second = world.receiver()
-    world.attendance.attach(second, 0, 0)
+    world.output.attach(second, 0, 0)
 
-    world.attendance.leave(world.first, Outcome.CANCELLED)
+    world.output.leave(world.first, Outcome.CANCELLED)
 
     assert world.ended == [world.first]
     assert world.stopped == []
-    assert world.feed.receiver is second
+    assert world.output.receiver is second
 
 
 async def test_whoever_comes_back_in_time_finds_it_running_for_as_long_as_it_takes(journal: UsageJournal) -> None:
     world = World(journal, 3600.0)
-    world.attendance.leave(world.first, Outcome.CANCELLED)
-    timer = world.attendance._unattended
+    world.output.leave(world.first, Outcome.CANCELLED)
+    timer = world.output._unattended
     assert timer is not None
     assert not timer.cancelled()
-    assert world.feed.receiver is None
+    assert world.output.receiver is None
 
     second = world.receiver()
-    world.attendance.attach(second, 0, 0)
-    world.attendance.leave(world.first, Outcome.CANCELLED)
+    world.output.attach(second, 0, 0)
+    world.output.leave(world.first, Outcome.CANCELLED)
 
     assert timer.cancelled()
-    assert world.attendance._unattended is None
-    assert world.feed.receiver is second
-    assert second.source is world.attendance
+    assert world.output._unattended is None
+    assert world.output.receiver is second
+    assert second.source is world.output
     assert world.stopped == []
-    world.attendance.ended()
-    assert second.source is world.feed
+    world.output.end(None)
+    assert second.source is world.output
+    assert world.ended == [second]
 
 
 async def test_a_request_that_is_being_ended_is_no_ones_to_take_over_unless_it_is_kept(journal: UsageJournal) -> None:
@@ -97,9 +97,9 @@ async def test_a_request_that_is_being_ended_is_no_ones_to_take_over_unless_it_i
         world.life.stop(Outcome.CANCELLED)
 
     with pytest.raises(RequestInFlight):
-        plain.attendance.attach(plain.receiver(), 0, 0)
+        plain.output.attach(plain.receiver(), 0, 0)
     second = kept.receiver()
-    kept.attendance.attach(second, 0, 0)
+    kept.output.attach(second, 0, 0)
 
-    assert plain.feed.receiver is plain.first
-    assert kept.feed.receiver is second
+    assert plain.output.receiver is plain.first
+    assert kept.output.receiver is second

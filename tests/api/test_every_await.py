@@ -415,9 +415,9 @@ handed_over: list[int] = []  # tokens, by message, of the one HTTP request that 
 def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Exchange._take
 
-    async def take_and_note(self: Exchange, message: pb.GenerateResponse) -> None:
-        handed_over.append(sum(len(frame.delta.token_ids) for frame in message.frames))
-        await take(self, message)
+    async def take_and_note(self: Exchange, data: bytes) -> None:
+        handed_over.append(sum(len(frame.delta.token_ids) for frame in pb.GenerateResponse.FromString(data).frames))
+        await take(self, data)
 
     monkeypatch.setattr(Exchange, "_take", take_and_note)
 
@@ -484,7 +484,7 @@ def cancel_by_frame(world: World, run: Run) -> None:
     """The client does not want it any more, and reads on."""
     for process in (world.here, world.elsewhere):
         for request in process.process.running():
-            if (receiver := request.feed.receiver if hasattr(request, "feed") else None) is not None:
+            if (receiver := request.output.receiver if hasattr(request, "output") else None) is not None:
                 receiver.source.stop(Outcome.CANCELLED)
 
 

@@ -144,7 +144,7 @@ async def test_others_have_their_turns_while_a_message_full_of_frames_is_worked_
     ends = [frame for frame in call.frames if frame.request_id == start.request_id and frame.HasField("finished")]
     assert [end.finished.usage.delivered_token_count for end in ends] == [TOKENS]
     assert world.books.rows("SELECT delivered_token_count FROM usage_events") == [(TOKENS,)]
-    world.small.process.mailboxes.forget((world.principal.project_id, uuid.UUID(start.request_id)))
+    world.small.process.replays.forget((world.principal.project_id, uuid.UUID(start.request_id)))
 
 
 async def test_two_streams_that_take_a_request_from_each_other_a_thousand_times_are_told_one_end_each_time(world: World) -> None:
@@ -176,7 +176,7 @@ async def test_two_streams_that_take_a_request_from_each_other_a_thousand_times_
     assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
     assert sum(len(delta.token_ids) for delta in deltas) == TOKENS
     assert world.books.rows("SELECT delivered_token_count FROM usage_events") == [(TOKENS,)]
-    world.small.process.mailboxes.forget((world.principal.project_id, uuid.UUID(request_id)))
+    world.small.process.replays.forget((world.principal.project_id, uuid.UUID(request_id)))
 
 
 def pace_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
 from api.generation import outbox as outbox_module
-from api.generation.outbox import Delivery, Outbox, Tally, UsageSoFar
+from api.generation.life import Life
+from api.generation.outbox import Deliveries, Outbox, Receiver
+from api.generation.output import Flow, LiveOutput
 from metering.holds.journal import Delivered, UsageJournal, decode
 
 
@@ -24,14 +27,13 @@ class Transport:
         self.messages: list[list[int]] = []
         self.may_write = asyncio.Semaphore(10**9 if flowing else 0)
         self.entered = asyncio.Semaphore(0)
-        self.breaks: Exception | None = None
 
-    async def write(self, message: pb.GenerateResponse) -> None:
+    async def write(self, data: bytes) -> None:
         self.entered.release()
         await self.may_write.acquire()
-        if self.breaks is not None:
-            raise self.breaks
-        self.messages.append([frame.delta.seq for frame in message.frames])
+        self.messages.append(
+            [token_id for frame in pb.GenerateResponse.FromString(data).frames for token_id in frame.delta.token_ids]
+        )
 
 
 @pytest.fixture
@@ -47,12 +49,17 @@ def recorded(journal: UsageJournal) -> dict[uuid.UUID | None, int]:
     return {entry.hold_id: entry.delivered_token_count for entry in decode(data)}
 
 
-def delivery() -> Delivery:
-    return Delivery("r", Tally(UsageSoFar(input_token_count=10, generated_token_count=100), hold_id=uuid.uuid4()))
+def output_on(outbox: Outbox) -> LiveOutput:
+    """Of a request that this stream receives."""
+    output = LiveOutput(Receiver(outbox, "r", lambda _: None), "m", Flow(None, 60.0, lambda: None), Life(), lambda _: None)
+    output.hold_id = uuid.uuid4()
+    output.usage.input_token_count, output.usage.generated_token_count = 10, 100
+    return output
 
 
-def delta(seq: int) -> pb.ServerFrame:
-    return pb.ServerFrame(delta=pb.DeltaFrame(seq=seq))
+def say(output: LiveOutput, *token_ids: int) -> None:
+    """One step."""
+    output.say(0, "x", token_ids)
 
 
 async def turns(count: int = 10) -> None:
@@ -62,123 +69,189 @@ async def turns(count: int = 10) -> None:
 
 
 async def test_all_that_waits_goes_out_in_one_message_and_in_order(journal: UsageJournal) -> None:
-    outbox, transport, first, second = Outbox(journal), Transport(flowing=False), delivery(), delivery()
+    outbox, transport = Outbox(Deliveries(journal)), Transport(flowing=False)
+    first, second = output_on(outbox), output_on(outbox)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.write_all(transport.write))
-        outbox.push(first, delta(1), 1)
+        say(first, 1)
         await transport.entered.acquire()
-        for seq in range(2, 6):
-            outbox.push(first if seq % 2 else second, delta(seq), 2)
+        for number in range(2, 6):
+            say(first if number % 2 else second, number, number)
         outbox.close()
         transport.may_write.release()
         transport.may_write.release()
 
-    assert transport.messages == [[1], [2, 3, 4, 5]]
-    assert recorded(journal) == {first.tally.hold_id: 5, second.tally.hold_id: 4}
+    assert transport.messages == [[1], [2, 2, 4, 4, 3, 3, 5, 5]]
+    assert recorded(journal) == {first.hold_id: 5, second.hold_id: 4}
 
 
 async def test_a_burst_is_split_at_the_bound_of_a_message(journal: UsageJournal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "FRAMES_PER_MESSAGE_MAX", 2)
-    outbox, transport, one = Outbox(journal), Transport(), delivery()
-    for seq in range(5):
-        outbox.push(one, delta(seq), 1)
+    outbox, transport = Outbox(Deliveries(journal)), Transport()
+    outputs = [output_on(outbox) for _ in range(5)]
+    for number, output in enumerate(outputs):
+        say(output, number)
     outbox.close()
 
     await outbox.write_all(transport.write)
 
     assert transport.messages == [[0, 1], [2, 3], [4]]
-    assert one.tally.usage.delivered_token_count == 5
+    assert [output.usage.delivered_token_count for output in outputs] == [1] * 5
+
+
+async def test_a_request_with_much_to_say_lets_the_others_of_its_stream_have_their_turn(
+    journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_module, "TOKENS_PER_MESSAGE_MAX", 100)
+    outbox, transport = Outbox(Deliveries(journal)), Transport()
+    much, little = output_on(outbox), output_on(outbox)
+    for _ in range(300):
+        say(much, 1)
+    say(little, 2)
+    outbox.close()
+
+    await outbox.write_all(transport.write)
+
+    assert [len(message) for message in transport.messages] == [128, 129, 44]
+    assert 2 in transport.messages[1]
 
 
 async def test_the_journal_has_a_token_before_the_transport_gets_it(journal: UsageJournal) -> None:
-    outbox, one = Outbox(journal), delivery()
-    seen: list[int] = []
+    outbox = Outbox(Deliveries(journal))
+    one, seen = output_on(outbox), list[int]()
 
-    async def write(message: pb.GenerateResponse) -> None:
-        seen.append(recorded(journal).get(one.tally.hold_id, 0))
+    async def write(data: bytes) -> None:
+        seen.append(recorded(journal).get(one.hold_id, 0))
 
-    outbox.push(one, delta(1), 3)
+    say(one, 1, 2, 3)
     outbox.close()
     await outbox.write_all(write)
 
     assert seen == [3]
 
 
+async def test_streams_that_are_ready_at_once_share_one_write_to_the_journal(
+    journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes: list[int] = []
+    monkeypatch.setattr(journal, "record", lambda entries: writes.append(len(entries)))
+    deliveries, transport = Deliveries(journal), Transport()
+    outboxes = [Outbox(deliveries) for _ in range(5)]
+    outputs = [output_on(outbox) for outbox in outboxes]
+    async with asyncio.TaskGroup() as tasks:
+        for outbox in outboxes:
+            tasks.create_task(outbox.write_all(transport.write))
+        await turns()
+        for output in outputs:
+            say(output, 1)
+        await turns()
+        for outbox in outboxes:
+            outbox.close()
+
+    assert writes == [5]
+    assert transport.messages == [[1]] * 5
+
+
 async def test_a_journal_that_cannot_be_written_stops_delivery_and_frees_whoever_waits(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox, transport, one = Outbox(journal), Transport(), delivery()
+    outbox, transport = Outbox(Deliveries(journal)), Transport()
+    one = output_on(outbox)
 
     def full(entries: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(journal, "record", full)
-    outbox.push(one, delta(1), 3)
+    say(one, 1, 2, 3)
     with pytest.raises(OSError, match="No space"):
         await outbox.write_all(transport.write)
     outbox.abandon()
 
     assert transport.messages == []
-    assert one.tally.usage.delivered_token_count == 0
+    assert one.usage.delivered_token_count == 0
     async with asyncio.timeout(1):
-        await outbox.flushed(one)
+        await one.all_taken()
+
+
+async def test_an_output_that_breaks_breaks_its_own_stream_and_no_other(journal: UsageJournal) -> None:
+    deliveries, transport = Deliveries(journal), Transport()
+    broken, whole = Outbox(deliveries), Outbox(deliveries)
+    bad, good = output_on(broken), output_on(whole)
+    bad.hold_id = None  # tokens without a hold
+    async with asyncio.TaskGroup() as tasks:
+        failing = asyncio.ensure_future(broken.write_all(transport.write))
+        tasks.create_task(whole.write_all(transport.write))
+        await turns()
+        say(bad, 1)
+        say(good, 2)
+        await turns()
+        whole.close()
+    with pytest.raises(AssertionError, match="under a hold"):
+        await failing
+
+    assert transport.messages == [[2]]
+    assert (bad.usage.delivered_token_count, good.usage.delivered_token_count) == (0, 1)
 
 
 async def test_frames_without_tokens_do_not_touch_the_journal(journal: UsageJournal, monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox, transport, one = Outbox(journal), Transport(), Delivery("r")
+    outbox, transport = Outbox(Deliveries(journal)), Transport()
     monkeypatch.setattr(journal, "record", None)
-    outbox.push(one, delta(1))
+    output_on(outbox).push(pb.ServerFrame(progress=pb.ProgressFrame()))
+    outbox.push(pb.ServerFrame(request_id="unknown", failed=pb.FailedFrame()))
     outbox.close()
 
     await outbox.write_all(transport.write)
 
-    assert transport.messages == [[1]]
+    assert transport.messages == [[]]
 
 
 async def test_what_is_discarded_was_not_delivered_but_what_is_on_its_way_was(journal: UsageJournal) -> None:
     """A cancel at token k is settled as exactly the tokens that were handed to the transport."""
-    outbox, transport, one, other = Outbox(journal), Transport(flowing=False), delivery(), delivery()
+    outbox, transport = Outbox(Deliveries(journal)), Transport(flowing=False)
+    one, other = output_on(outbox), output_on(outbox)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.write_all(transport.write))
-        outbox.push(one, delta(1), 2)
+        say(one, 1, 1)
         await transport.entered.acquire()
-        outbox.push(one, delta(2), 3)
-        outbox.push(other, delta(3), 4)
+        say(one, 2, 2, 2)
+        say(other, 3, 3, 3, 3)
 
-        outbox.discard(one)
-        flushed = tasks.create_task(outbox.flushed(one))
+        one.discard()
+        taken = tasks.create_task(one.all_taken())
         await turns()
-        assert one.tally.usage.delivered_token_count == 2
-        assert not flushed.done(), "the message under way is still to be taken"
-        outbox.push(one, delta(4))
+        assert one.usage.delivered_token_count == 2
+        assert not taken.done(), "the message under way is still to be taken"
+        one.push(pb.ServerFrame(progress=pb.ProgressFrame()))
         outbox.close()
         for _ in range(2):
             transport.may_write.release()
 
-    assert transport.messages == [[1], [3, 4]]
-    assert recorded(journal) == {one.tally.hold_id: 2, other.tally.hold_id: 4}
+    assert transport.messages == [[1, 1], [3, 3, 3, 3]]
+    assert recorded(journal) == {one.hold_id: 2, other.hold_id: 4}
 
 
 async def test_abandoning_frees_everybody_and_drops_what_comes_later(journal: UsageJournal) -> None:
-    outbox, transport, sending, waiting = Outbox(journal), Transport(flowing=False), delivery(), delivery()
+    outbox, transport = Outbox(Deliveries(journal)), Transport(flowing=False)
+    sending, waiting = output_on(outbox), output_on(outbox)
     async with asyncio.TaskGroup() as tasks:
         writer = tasks.create_task(outbox.write_all(transport.write))
-        outbox.push(sending, delta(1), 2)
+        say(sending, 1, 1)
         await transport.entered.acquire()
-        outbox.push(waiting, delta(2), 3)
+        say(waiting, 2, 2, 2)
         writer.cancel()
 
         outbox.abandon()
-        outbox.push(waiting, delta(3), 5)
-        await outbox.flushed(sending)
-        await outbox.flushed(waiting)
+        say(waiting, 3, 3, 3, 3, 3)
+        await sending.all_taken()
+        await waiting.all_taken()
 
-    assert (sending.tally.usage.delivered_token_count, waiting.tally.usage.delivered_token_count) == (2, 0)
-    assert waiting.unsent_token_count == 0
+    assert (sending.usage.delivered_token_count, waiting.usage.delivered_token_count) == (2, 0)
+    assert transport.messages == []
 
 
 ACT = st.one_of(
-    st.tuples(st.just("push"), st.integers(0, 2), st.integers(0, 4)),
+    st.tuples(st.just("say"), st.integers(0, 2), st.integers(0, 4)),
+    st.tuples(st.just("push"), st.integers(0, 2), st.just(0)),
     st.tuples(st.just("discard"), st.integers(0, 2), st.just(0)),
     st.tuples(st.just("write"), st.just(0), st.just(0)),
     st.tuples(st.just("turn"), st.just(0), st.just(0)),
@@ -188,29 +261,31 @@ ACT = st.one_of(
 
 @settings(max_examples=100, deadline=None, print_blob=True)
 @given(acts=st.lists(ACT, max_size=25))
-def test_any_order_of_acts_delivers_no_more_than_was_pushed_and_frees_every_waiter(acts: list[tuple[str, int, int]]) -> None:
+def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter(acts: list[tuple[str, int, int]]) -> None:
     async def scenario() -> None:
         records: dict[uuid.UUID, int] = {}
 
         class Journal:
-            def record(self, entries: list[Delivered]) -> None:
+            def record(self, entries: Sequence[Delivered]) -> None:
                 for entry in entries:
                     assert entry.delivered_token_count > records.get(entry.hold_id, 0), "totals only grow"
                     records[entry.hold_id] = entry.delivered_token_count
 
-        outbox, transport = Outbox(Journal()), Transport(flowing=False)  # type: ignore[arg-type]
-        deliveries = [delivery() for _ in range(3)]
-        pushed = [0, 0, 0]
+        outbox, transport = Outbox(Deliveries(cast(UsageJournal, Journal()))), Transport(flowing=False)
+        outputs = [output_on(outbox) for _ in range(3)]
+        said = [0, 0, 0]
         gone = False
         async with asyncio.TaskGroup() as tasks:
             writer = tasks.create_task(outbox.write_all(transport.write))
-            for act, index, tokens in acts:
+            for act, index, token_count in acts:
                 match act:
+                    case "say":
+                        say(outputs[index], *[1] * token_count)
+                        said[index] += token_count
                     case "push":
-                        outbox.push(deliveries[index], delta(1), tokens)
-                        pushed[index] += tokens
+                        outputs[index].push(pb.ServerFrame(progress=pb.ProgressFrame()))
                     case "discard":
-                        outbox.discard(deliveries[index])
+                        outputs[index].discard()
                     case "write":
                         transport.may_write.release()
                     case "abandon":
@@ -219,39 +294,43 @@ def test_any_order_of_acts_delivers_no_more_than_was_pushed_and_frees_every_wait
                         gone = True
                     case _:
                         await turns(2)
-                for one, most in zip(deliveries, pushed, strict=True):
-                    assert one.tally.hold_id is not None
-                    assert records.get(one.tally.hold_id, 0) == one.tally.usage.delivered_token_count <= most
+                for one, most in zip(outputs, said, strict=True):
+                    assert one.hold_id is not None
+                    assert records.get(one.hold_id, 0) == one.usage.delivered_token_count <= most
                     assert 0 <= one.unsent_token_count <= most
-                    assert one.unsent_frame_count >= 0 or gone
+                    assert one.receiver is not None
+                    assert one.receiver.unsent_frame_count >= 0
+                assert outbox.frame_count >= 0
             outbox.close()
             for _ in range(len(acts) + 1):
                 transport.may_write.release()
             if not gone:
                 await writer
-            for one in deliveries:
+            for one in outputs:
                 async with asyncio.timeout(5):
-                    await outbox.flushed(one)
-                assert one.unsent_token_count == 0
+                    await one.all_taken()
+                assert gone or one.unsent_token_count == 0
 
     asyncio.run(scenario())
 
 
 async def test_a_discarded_request_keeps_its_admission_before_its_end(journal: UsageJournal) -> None:
     """A cancel may come before the admission was written; the client would hear of the end of something that never began."""
-    outbox, request = Outbox(journal), delivery()
-    kinds: list[str | None] = []
+    outbox = Outbox(Deliveries(journal))
+    request, kinds = output_on(outbox), list[str]()
+    receiver = request.receiver
+    assert receiver is not None
 
-    async def write(message: pb.GenerateResponse) -> None:
-        kinds.extend(frame.WhichOneof("kind") for frame in message.frames)
+    async def write(data: bytes) -> None:
+        kinds.extend(str(frame.WhichOneof("kind")) for frame in pb.GenerateResponse.FromString(data).frames)
 
-    outbox.push(request, pb.ServerFrame(admitted=pb.AdmittedFrame()))
-    outbox.push(request, delta(1), 2)
-    outbox.discard(request)
-    outbox.push(request, pb.ServerFrame(finished=pb.FinishedFrame()))
+    request.push(pb.ServerFrame(admitted=pb.AdmittedFrame()))
+    say(request, 1, 2)
+    request.discard()
+    request.end(pb.ServerFrame(finished=pb.FinishedFrame()))
     outbox.close()
     await outbox.write_all(write)
 
     assert kinds == ["admitted", "finished"]
-    assert request.unsent_frame_count == 0
-    assert request.tally.usage.delivered_token_count == 0
+    assert receiver.unsent_frame_count == 0
+    assert request.usage.delivered_token_count == 0

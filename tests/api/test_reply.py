@@ -16,11 +16,10 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.settings import Settings
 from api.generation import outbox as outbox_module
 from api.generation.admission import Lease
-from api.generation.feed import Feed, FlowControl
 from api.generation.life import Life
-from api.generation.outbox import Outbox
+from api.generation.outbox import Deliveries, Outbox, Receiver
+from api.generation.output import Flow, LiveOutput
 from api.generation.output_limits import OutputLimits
-from api.generation.receiver import Receiver
 from api.generation.reply import Reply
 from api.generation.start_frame import ValidStart, parse_start
 from api.generation.tools import CallReading
@@ -54,10 +53,10 @@ def journal(tmp_path: Path) -> Iterator[UsageJournal]:
     journal.close()
 
 
-def feed_of(outbox: Outbox, start: ValidStart) -> Feed:
-    """Of a request that came on this outbox's stream."""
-    receiver = Receiver(outbox, start.given_id, lambda _: None)
-    return Feed(receiver, start.model, FlowControl(None, 60.0, lambda: None), None)
+def reply_of(outbox: Outbox, start: ValidStart, stopped: list[Outcome]) -> Reply:
+    """Of a request that came on this outbox's stream. stopped: where it is noted why it was stopped."""
+    receiver, life = Receiver(outbox, start.given_id, lambda _: None), Life(lambda end: stopped.append(end.outcome))
+    return Reply(LiveOutput(receiver, start.model, Flow(None, 60.0, lambda: None), life, lambda _: None), start, life)
 
 
 async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcome], int]:
@@ -66,19 +65,19 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
     stopped: list[Outcome] = []
     sent = 0
 
-    async def write(message: pb.GenerateResponse) -> None:
+    async def write(data: bytes) -> None:
         nonlocal sent
         await asyncio.sleep(0)
-        sent += sum(len(frame.delta.token_ids) for frame in message.frames)
+        sent += sum(len(frame.delta.token_ids) for frame in pb.GenerateResponse.FromString(data).frames)
 
-    outbox = Outbox(journal)
-    reply = Reply(feed_of(outbox, start), start, Life(lambda end: stopped.append(end.outcome)))
+    outbox = Outbox(Deliveries(journal))
+    reply = reply_of(outbox, start, stopped)
     settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=60.0))
     reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, None)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.write_all(write))
         for index in range(500):
-            reply.feed.tally.usage.generated_token_count += 1
+            reply.output.usage.generated_token_count += 1
             await reply.hand_on(TokensGenerated((index,), "x"))
         outbox.close()
     return stopped, sent
@@ -101,17 +100,17 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     patience_s = 0.2
     monkeypatch.setattr(outbox_module, "FRAMES_PER_MESSAGE_MAX", 1)
     stopped: list[Outcome] = []
-    outbox = Outbox(journal)
+    outbox = Outbox(Deliveries(journal))
     settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=patience_s))
     replies = []
     for _ in range(2):
         start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi"))
-        reply = Reply(feed_of(outbox, start), start, Life(lambda end: stopped.append(end.outcome)))
+        reply = reply_of(outbox, start, stopped)
         reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, None)
         replies.append(reply)
     first, last = replies
 
-    async def write(message: pb.GenerateResponse) -> None:
+    async def write(data: bytes) -> None:
         await asyncio.sleep(patience_s / 2)
 
     for index in range(5):
@@ -123,7 +122,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
         await last.flush()
 
     assert stopped == []
-    assert last.feed.tally.usage.delivered_token_count == 1
+    assert last.output.usage.delivered_token_count == 1
 
 
 @pytest.mark.parametrize(
@@ -142,15 +141,15 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
     rules = RuleChecker([Rule("topic", regex.compile(r".*forbidden\s+topic"), in_prompt=False, in_output=True)])
     settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=1000, client_stall_max_s=60.0))
     ends: list[Outcome] = []
-    outbox = Outbox(journal)
-    reply = Reply(feed_of(outbox, start), start, Life(lambda end: ends.append(end.outcome)))
+    outbox = Outbox(Deliveries(journal))
+    reply = reply_of(outbox, start, ends)
     if start.tool_use.tools:
         reply.call_reading = CallReading(CallFormat.HERMES, ("book",), ends_with_call=False)
     reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, rules)
     taken: list[pb.DeltaFrame] = []
 
-    async def write(message: pb.GenerateResponse) -> None:
-        taken.extend(frame.delta for frame in message.frames)
+    async def write(data: bytes) -> None:
+        taken.extend(frame.delta for frame in pb.GenerateResponse.FromString(data).frames)
 
     for index, character in enumerate(HIDING):
         await reply.hand_on(TokensGenerated((index,), character))

@@ -73,7 +73,7 @@ class World:
         engine.gate.set()
         async with asyncio.timeout(PATIENCE_S):
             await engine.paused.wait()
-        await until(lambda: sum(request.feed.queued_token_count for request in self.requests) >= token_count, "the tokens")
+        await until(lambda: sum(request.output.said_token_count for request in self.requests) >= token_count, "the tokens")
 
 
 @pytest.fixture

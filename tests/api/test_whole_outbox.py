@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.outbox import FRAMES_PER_MESSAGE_MAX, Delivery, Tally, UsageSoFar, WholeOutbox
+from api.generation.life import Life
+from api.generation.outbox import FRAMES_PER_MESSAGE_MAX, Deliveries, Receiver, WholeOutbox
+from api.generation.output import Flow, LiveOutput
 from metering.holds.journal import UsageJournal
+
+MANY = FRAMES_PER_MESSAGE_MAX * 64 + 1
 
 
 class Half:
@@ -20,20 +24,22 @@ class Half:
     def __init__(self, journal: UsageJournal) -> None:
         self.failed: list[str] = []
         self.messages: list[list[str]] = []
-        self.outbox = WholeOutbox(journal, 2, self.failed.append)
-        self.one, self.other = [Delivery(name, Tally(UsageSoFar(3, 0, 5), uuid.uuid4())) for name in ("one", "other")]
+        self.token_counts: list[int] = []
+        self.outbox = WholeOutbox(Deliveries(journal), 2, self.failed.append)
+        self.one, self.other = self._output("one"), self._output("other")
 
-    async def write(self, message: pb.GenerateResponse) -> None:
+    def _output(self, given_id: str) -> LiveOutput:
+        receiver = Receiver(self.outbox, given_id, lambda _: None)
+        output = LiveOutput(receiver, "m", Flow(None, 60.0, lambda: None), Life(), lambda _: None)
+        output.hold_id = uuid.uuid4()
+        return output
+
+    async def write(self, data: bytes) -> None:
         """The connection takes a message."""
-        self.messages.append([str(frame.WhichOneof("kind")) for frame in message.frames])
-
-    def push_token(self, delivery: Delivery) -> None:
-        """One token of a request."""
-        self.outbox.push(delivery, pb.ServerFrame(delta=pb.DeltaFrame(seq=1)), 1)
-
-    def push_end(self, delivery: Delivery) -> None:
-        """The end of a request that ran."""
-        self.outbox.push(delivery, pb.ServerFrame(finished=pb.FinishedFrame()))
+        frames = pb.GenerateResponse.FromString(data).frames
+        kinds = [str(frame.WhichOneof("kind")) for frame in frames]
+        self.messages.append([kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before])
+        self.token_counts.append(sum(len(frame.delta.token_ids) for frame in frames))
 
 
 @pytest.fixture
@@ -52,51 +58,53 @@ async def turns() -> None:
 async def test_all_requests_go_out_together_in_one_message_and_their_ends_after_it(half: Half) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(half.outbox.write_all(half.write))
-        for _ in range(FRAMES_PER_MESSAGE_MAX + 1):
-            half.push_token(half.one)
-        half.outbox.complete(half.one)
-        first = tasks.create_task(half.outbox.flushed(half.one))
+        for _ in range(MANY):
+            half.one.say(0, "x", (1,))
+        half.one.complete()
+        first = tasks.create_task(half.one.all_taken())
         await turns()
-        assert (half.messages, half.one.tally.usage.delivered_token_count, first.done()) == ([], 0, False)
+        assert (half.messages, half.one.usage.delivered_token_count, first.done()) == ([], 0, False)
 
-        half.push_token(half.other)
-        half.outbox.complete(half.other)
-        second = tasks.create_task(half.outbox.flushed(half.other))
+        half.other.say(0, "y", (2,))
+        half.other.complete()
+        second = tasks.create_task(half.other.all_taken())
         await first
         await second
-        assert half.messages == [["delta"] * (FRAMES_PER_MESSAGE_MAX + 2)]
-        assert half.one.tally.usage.delivered_token_count == FRAMES_PER_MESSAGE_MAX + 1
+        assert half.messages == [["delta"]]
+        assert half.token_counts == [MANY + 1]
+        assert half.one.usage.delivered_token_count == MANY
 
-        half.push_end(half.one)
-        half.push_end(half.other)
+        half.one.end(pb.ServerFrame(finished=pb.FinishedFrame()))
+        half.other.end(pb.ServerFrame(finished=pb.FinishedFrame()))
         half.outbox.close()
 
-    assert half.messages[1:] == [["finished", "finished"]]
+    assert half.messages[1:] == [["finished"]]
 
 
 async def test_a_failure_is_told_at_once_and_what_was_discarded_is_not_delivered(half: Half) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(half.outbox.write_all(half.write))
-        half.push_token(half.one)
-        half.outbox.push(half.other, pb.ServerFrame(failed=pb.FailedFrame()))
+        half.one.say(0, "x", (1,))
+        half.other.end(pb.ServerFrame(failed=pb.FailedFrame()))
         assert half.failed == ["other"]
-        half.outbox.discard(half.one)
-        await half.outbox.flushed(half.one)
-        half.outbox.push(half.one, pb.ServerFrame(failed=pb.FailedFrame()))
+        half.one.discard()
+        await half.one.all_taken()
+        half.one.end(pb.ServerFrame(failed=pb.FailedFrame()))
         half.outbox.close()
 
-    assert [kind for message in half.messages for kind in message] == ["failed", "failed"]
-    assert half.one.tally.usage.delivered_token_count == 0
+    assert half.messages == [["failed"]]
+    assert half.token_counts == [0]
+    assert half.one.usage.delivered_token_count == 0
 
 
 async def test_who_waits_is_let_go_when_the_client_is_gone(half: Half) -> None:
     async with asyncio.TaskGroup() as tasks:
-        half.push_token(half.one)
-        waits = tasks.create_task(half.outbox.flushed(half.one))
+        half.one.say(0, "x", (1,))
+        waits = tasks.create_task(half.one.all_taken())
         await turns()
         half.outbox.abandon()
         await waits
         await half.outbox.write_all(half.write)
 
     assert half.messages == []
-    assert half.one.tally.usage.delivered_token_count == 0
+    assert half.one.usage.delivered_token_count == 0

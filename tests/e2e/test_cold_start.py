@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -41,17 +42,31 @@ def on_demand(home: Path, url: str, models: dict[str, Path]) -> Service:
     )
 
 
-@pytest.fixture(scope="module")
-def cold(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
+@contextlib.contextmanager
+def serving(directory: Path, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
     """A server without any engine. It must end in order, though it has been through a lot."""
-    other = tmp_path_factory.mktemp("models") / OTHER
+    other = directory / "models" / OTHER
     shutil.copytree(model, other)
     with new_database(postgres_server, template=template_database) as url:
-        with running(on_demand(tmp_path_factory.mktemp("cold"), url, {MODEL: model, OTHER: other})) as service:
+        with running(on_demand(directory / "cold", url, {MODEL: model, OTHER: other})) as service:
             assert not children_of(service.pid), "nothing is loaded ahead"
             yield service
             assert service.stop() == 0, service.log[-4000:]
         check_invariants(url, all_ended=True)
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
+    """A server for several tests."""
+    with serving(tmp_path_factory.mktemp("all"), model, postgres_server, template_database) as service:
+        yield service
+
+
+@pytest.fixture
+def broken(tmp_path: Path, model: Path, postgres_server: str, template_database: str) -> Iterator[Service]:
+    """A server for one test, whose fault stands for a while."""
+    with serving(tmp_path, model, postgres_server, template_database) as service:
+        yield service
 
 
 async def new_tenant(service: Service) -> Tenant:
@@ -156,13 +171,12 @@ async def cold_hosts(service: Service) -> list[int]:
     return children_of(service.pid)
 
 
-async def test_a_checkpoint_that_has_gone_is_told_to_all_who_wait(cold: Service) -> None:
-    """The last test of this server: the fault stands for a while."""
-    tenant = await new_tenant(cold)
-    await engines_gone(cold)
-    directory = Path(cold.settings.models[OTHER])
+async def test_a_checkpoint_that_has_gone_is_told_to_all_who_wait(broken: Service) -> None:
+    tenant = await new_tenant(broken)
+    await engines_gone(broken)
+    directory = Path(broken.settings.models[OTHER])
     os.rename(directory, directory.with_name("away"))
-    async with cold.stream(tenant.secret) as stream:
+    async with broken.stream(tenant.secret) as stream:
         request_ids = [await stream.begin(model=OTHER) for _ in range(20)]
 
         for request_id in request_ids:
@@ -170,10 +184,10 @@ async def test_a_checkpoint_that_has_gone_is_told_to_all_who_wait(cold: Service)
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_START_FAILED")
             assert str(directory) in refusal.status.message
             assert refusal.retry_after_s is not None
-        assert cold.books.holds(tenant) == {"voided": 20}
-        await until(lambda: not cold.serving(f"engine/{OTHER}"), "health to tell")
-        assert cold.serving(), "the other model is served"
-        await check_finished(cold, tenant, stream, await stream.begin())
+        assert broken.books.holds(tenant) == {"voided": 20}
+        await until(lambda: not broken.serving(f"engine/{OTHER}"), "health to tell")
+        assert broken.serving(), "the other model is served"
+        await check_finished(broken, tenant, stream, await stream.begin())
 
 
 async def test_replicas_follow_the_load_and_a_server_that_is_stopped_while_it_loads_serves_who_waits(

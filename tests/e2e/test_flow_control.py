@@ -213,7 +213,7 @@ async def test_what_is_sent_again_uses_credit_and_counts_no_more(inside: Inside,
         finished = await other.finished(frame.request_id)
     assert finished.usage.delivered_token_count == len(other.token_ids(frame.request_id)) == 40
     assert service.books.event(tenant, frame.request_id)["billed_token_count"] == 40
-    inside.process.mailboxes.forget((tenant.project_id, uuid.UUID(frame.request_id)))  # so that no later test waits for that
+    inside.process.replays.forget((tenant.project_id, uuid.UUID(frame.request_id)))  # so that no later test waits for that
 
 
 def seconds(value: float) -> Duration:
@@ -366,10 +366,10 @@ async def test_random_clients_leave_one_settlement_each_and_nothing_else(inside:
             await crowd.step()
         await crowd.leave()
     await inside.check_empty()
-    mailboxes = inside.process.mailboxes
-    await until(lambda: not mailboxes.ended_count, "what is kept to be forgotten")
+    replays = inside.process.replays
+    await until(lambda: not replays.ended_count, "what is kept to be forgotten")
 
-    assert mailboxes.byte_count == 0
+    assert replays.byte_count == 0
     assert inside.process.relays is not None
     assert inside.process.relays.running_count == 0
     events = service.books.events(tenant)

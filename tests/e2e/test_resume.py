@@ -307,7 +307,7 @@ async def test_generation_goes_on_unattended_for_so_long_and_no_longer(inside: I
     assert event["outcome"] == "cancelled"
     assert event["delivered_token_count"] == event["billed_token_count"] < 3900
     key = tenant.project_id, uuid.UUID(frame.request_id)
-    await until(lambda: inside.process.mailboxes.find(key) is None, "what is kept of it to be forgotten")
+    await until(lambda: inside.process.replays.find(key) is None, "what is kept of it to be forgotten")
 
 
 async def test_what_is_kept_of_an_answer_is_forgotten_in_time(inside: Inside, here: Service, tenant: Tenant) -> None:
@@ -316,7 +316,7 @@ async def test_what_is_kept_of_an_answer_is_forgotten_in_time(inside: Inside, he
         await stream.send(frame)
         await stream.finished(frame.request_id)
         key = tenant.project_id, uuid.UUID(frame.request_id)
-        await until(lambda: inside.process.mailboxes.find(key) is None, "it to be forgotten")
+        await until(lambda: inside.process.replays.find(key) is None, "it to be forgotten")
         stream.frames.clear()
         await stream.send(attach(frame.request_id))
         over = await stream.failed(frame.request_id)

@@ -1,4 +1,4 @@
-"""The feed of one request against a model: whoever receives gets what it asked for, in order, once, as far as it has credit."""
+"""The output of one request against a model: whoever receives gets what it asked for, in order, once, as far as it has credit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import OutputGone
-from api.generation.feed import FRAMES_IN_OUTBOX_MAX, TOKENS_PER_FRAME_MAX, Feed, FlowControl, WaitingOutput
-from api.generation.mailbox import Mailboxes
-from api.generation.outbox import Outbox
-from api.generation.receiver import Receiver
+from api.generation.life import Life
+from api.generation.outbox import Deliveries, Outbox, Receiver, delta_bytes, delta_frame, frame_head
+from api.generation.output import TOKENS_PER_DELTA_MAX, Flow, LiveOutput, Output, PackedOutput, ReplayOutput, rest_of
+from api.generation.replay import ReplayBuffers
+from metering.core.models import Outcome
 from metering.holds.journal import Delivered, UsageJournal
 
-EXAMPLES = int(os.environ.get("WEIR_TEST_FEED_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("WEIR_TEST_OUTPUT_EXAMPLES", "100"))
 CHOICES = 2
 ORGANIZATION = uuid.uuid4()
 
@@ -38,22 +39,32 @@ class Journal:
         self.total = entry.delivered_token_count
 
 
+def output_of(receiver: Receiver, journal: Journal, *, kept: bool, flow: Flow) -> Output:
+    """Of a request that runs, with a hold."""
+    output: Output = LiveOutput(receiver, "m", flow, Life(), lambda _: None)
+    if kept:
+        replays = ReplayBuffers(cast(UsageJournal, journal), bytes_max=10**9, bytes_per_request_max=10**9)
+        output = ReplayOutput(receiver, "m", flow, Life(), lambda _: None, 60.0, replays.open(ORGANIZATION))
+    output.hold_id = uuid.uuid4()
+    return output
+
+
 class End:
     """One stream's end: what its transport has been handed."""
 
     def __init__(self, journal: Journal, after_seq: int, credit: int | None) -> None:
         self.after_seq = after_seq
         self.credit = credit
-        self.outbox = Outbox(cast(UsageJournal, journal))
+        self.outbox = Outbox(Deliveries(cast(UsageJournal, journal)))
         self.receiver = Receiver(self.outbox, "r", lambda _: None)
         self.frames: list[pb.ServerFrame] = []
         self.may_write = asyncio.Event()
         self.may_write.set()
         self.ended = False
 
-    async def write(self, message: pb.GenerateResponse) -> None:
+    async def write(self, data: bytes) -> None:
         """Handed over is counted at once; the client may take its time."""
-        self.frames += message.frames
+        self.frames += pb.GenerateResponse.FromString(data).frames
         await self.may_write.wait()
 
     @property
@@ -68,7 +79,7 @@ class End:
 
 
 class World:
-    """A feed, the streams that have received it, and what the model expects of them."""
+    """An output, the streams that have received it, and what the model expects of them."""
 
     def __init__(self, tasks: asyncio.TaskGroup, *, kept: bool, credit: int | None) -> None:
         self.tasks = tasks
@@ -77,10 +88,7 @@ class World:
         self.first_credit = credit
         self.end: End | None = self.open(0, credit)
         self.ends = [self.end]
-        mailboxes = Mailboxes(cast(UsageJournal, self.journal), bytes_max=10**9, bytes_per_request_max=10**9)
-        flow = FlowControl(credit, 60.0, lambda: None)
-        self.feed = Feed(self.end.receiver, "m", flow, mailboxes.open(ORGANIZATION) if kept else None)
-        self.feed.tally.hold_id = uuid.uuid4()
+        self.output = output_of(self.end.receiver, self.journal, kept=kept, flow=Flow(credit, 60.0, lambda: None))
         self.said: list[list[int]] = [[] for _ in range(CHOICES)]
         self.over = False
 
@@ -102,14 +110,14 @@ class World:
         first = len(self.said[choice])
         ids = list(range(first, first + count))
         self.said[choice] += ids
-        self.feed.tally.usage.generated_token_count += count
+        self.output.usage.generated_token_count += count
         calls = [pb.ToolCallDelta(index=choice, arguments_json=f"<{index}>") for index in ids]
-        self.feed.say(choice, "".join(f"<{index}>" for index in ids), ids, (), calls)
+        self.output.say(choice, "".join(f"<{index}>" for index in ids), ids, (), calls)
 
     def grant(self, count: int) -> None:
         """Credit from whoever receives."""
         if self.end is not None:
-            self.feed.grant(count)
+            self.output.grant(count)
             if self.end.credit is not None:
                 self.end.credit += count
 
@@ -118,34 +126,33 @@ class World:
         last_seq = max((delta.seq for end in self.ends for delta in end.deltas), default=0)
         after_seq = min(wanted, last_seq) if self.kept else last_seq
         end = self.open(after_seq, None if self.first_credit is None else credit)
-        end.receiver.source = self.feed
-        self.feed.attach(end.receiver, after_seq, credit, running=not self.over)
+        self.output.attach(end.receiver, after_seq, credit)
         self.end = end
         self.ends.append(end)
 
     def refuse(self) -> None:
         """What is not there, or not any more, changes nothing."""
-        before = self.feed.receiver
+        before = self.output.receiver
         with pytest.raises(OutputGone):
-            self.feed.attach(self.open(0, None).receiver, 10**6, 0)
+            self.output.attach(self.open(0, None).receiver, 10**6, 0)
         handed = max((delta.seq for end in self.ends for delta in end.deltas), default=0)
         if not self.kept and handed:
             with pytest.raises(OutputGone):
-                self.feed.attach(self.open(0, None).receiver, handed - 1, 0)
-        assert self.feed.receiver is before
+                self.output.attach(self.open(0, None).receiver, handed - 1, 0)
+        assert self.output.receiver is before
 
     def detach(self) -> None:
-        """The stream goes away; without a mailbox that ends the request."""
+        """The stream goes away; without a replay buffer that ends the request."""
         if self.kept and self.end is not None and not self.over:
             self.end.outbox.abandon()
-            self.feed.leave(self.end.receiver, cast(Any, None))
+            self.output.leave(self.end.receiver, Outcome.CANCELLED)
             self.end = None
 
     def finish(self) -> None:
-        """The request ends; without a mailbox once all was taken."""
-        nothing_waits = not self.feed.unsent_token_count
+        """The request ends; without a replay buffer once all was taken."""
+        nothing_waits = not self.output.unsent_token_count
         if not self.over and (self.kept or (self.end is not None and nothing_waits)):
-            self.feed.end(pb.ServerFrame(finished=pb.FinishedFrame()))
+            self.output.end(pb.ServerFrame(finished=pb.FinishedFrame()))
             self.over = True
 
     def check(self) -> None:
@@ -155,12 +162,11 @@ class World:
             assert seqs == list(range(end.after_seq + 1, end.after_seq + 1 + len(seqs))), "no gap, no repetition"
             assert end.credit is None or end.token_count <= end.credit, "never more than granted"
             assert len([frame for frame in end.frames if frame.HasField("finished")]) <= 1
-            assert end.receiver.delivery.unsent_frame_count <= FRAMES_IN_OUTBOX_MAX + 3
         by_seq: dict[int, pb.DeltaFrame] = {}
         for end in self.ends:
             for delta in end.deltas:
                 assert by_seq.setdefault(delta.seq, delta) == delta, "a number means one delta"
-                assert len(delta.token_ids) <= TOKENS_PER_FRAME_MAX
+                assert len(delta.token_ids) <= TOKENS_PER_DELTA_MAX
         for choice in range(CHOICES):
             told = [delta for _, delta in sorted(by_seq.items()) if delta.choice_index == choice]
             ids = [token_id for delta in told for token_id in delta.token_ids]
@@ -169,13 +175,13 @@ class World:
                 text = "".join(delta.text for delta in told)
                 assert "".join(f"<{index}>" for index in ids).startswith(text), "text never runs ahead of its tokens"
                 assert "".join(call.arguments_json for delta in told for call in delta.tool_calls) == text, "nor do calls"
-        delivered = self.feed.tally.usage.delivered_token_count
+        delivered = self.output.usage.delivered_token_count
         assert delivered == self.journal.total
         if self.kept:
             assert delivered == self.said_count, "what is kept is delivered"
         else:
             assert delivered == sum(end.token_count for end in self.ends), "delivered is what was handed over, once"
-            assert delivered + self.feed.unsent_token_count == self.said_count
+            assert delivered + self.output.unsent_token_count == self.said_count
 
     def check_settled(self) -> None:
         """What holds once everybody has had the time to take what it may: exactly as much as that is."""
@@ -192,10 +198,9 @@ class World:
         """Tokens that this stream has still to get, by what is told elsewhere: all that was said, less what came before it."""
         if not self.kept:
             return self.said_count - sum(each.token_count for each in self.ends)
-        mailbox = self.feed.mailbox
-        assert mailbox is not None
-        last = end.deltas[-1].seq if end.deltas else end.after_seq
-        return sum(mailbox.get(seq)[1] for seq in range(last + 1, mailbox.last_seq + 1))
+        assert isinstance(self.output, ReplayOutput)
+        buffer, last = self.output.buffer, end.deltas[-1].seq if end.deltas else end.after_seq
+        return sum(buffer.get(seq)[1] for seq in range(last + 1, buffer.last_seq + 1))
 
 
 ACT = st.one_of(
@@ -215,7 +220,7 @@ async def turns(count: int) -> None:
 
 @settings(max_examples=EXAMPLES, deadline=None, print_blob=True)
 @given(kept=st.booleans(), credit=st.one_of(st.none(), st.integers(0, 20)), acts=st.lists(ACT, max_size=30))
-def test_a_feed_does_what_its_model_says(kept: bool, credit: int | None, acts: list[tuple[str, int, int]]) -> None:
+def test_an_output_does_what_its_model_says(kept: bool, credit: int | None, acts: list[tuple[str, int, int]]) -> None:
     async def scenario() -> None:
         async with asyncio.TaskGroup() as tasks:
             world = World(tasks, kept=kept, credit=credit)
@@ -256,50 +261,62 @@ def test_a_feed_does_what_its_model_says(kept: bool, credit: int | None, acts: l
 @pytest.mark.parametrize("kept", [False, True])
 async def test_who_grants_nothing_while_output_waits_is_given_up_in_time(kept: bool) -> None:
     journal, stalled = Journal(), asyncio.Event()
-    mailboxes = Mailboxes(cast(UsageJournal, journal), bytes_max=10**9, bytes_per_request_max=10**9)
-    receiver = Receiver(Outbox(cast(UsageJournal, journal)), "r", lambda _: None)
-    feed = Feed(receiver, "m", FlowControl(1, 0.01, stalled.set), mailboxes.open(ORGANIZATION) if kept else None)
-    feed.tally.hold_id = uuid.uuid4()
+    receiver = Receiver(Outbox(Deliveries(cast(UsageJournal, journal))), "r", lambda _: None)
+    flow = Flow(1, 0.01, stalled.set)
+    output = output_of(receiver, journal, kept=kept, flow=flow)
 
-    feed.say(0, "a", (1,))
-    assert feed._stall_timer is None, "nothing waits"
-    feed.say(0, "b", (2,))
-    first = feed._stall_timer
+    output.say(0, "a", (1,))
+    assert flow._timer is None, "nothing waits for credit"
+    output.say(0, "b", (2,))
+    first = flow._timer
     assert first is not None
-    feed.grant(1)
+    output.grant(1)
     assert first.cancelled()
-    assert feed._stall_timer is None, "nothing waits any more"
-    feed.say(0, "c", (3,))
+    assert flow._timer is None, "nothing waits for credit any more"
+    output.say(0, "c", (3,))
     async with asyncio.timeout(60):
         await stalled.wait()
 
 
 async def test_who_needs_no_credit_or_is_away_is_not_waited_for() -> None:
-    journal = Journal()
-    mailboxes = Mailboxes(cast(UsageJournal, journal), bytes_max=10**9, bytes_per_request_max=10**9)
     for credit in (None, 0):
-        receiver = Receiver(Outbox(cast(UsageJournal, journal)), "r", lambda _: None)
-        feed = Feed(receiver, "m", FlowControl(credit, 60.0, lambda: None), mailboxes.open(ORGANIZATION))
-        feed.tally.hold_id, journal.total = uuid.uuid4(), 0
+        journal, flow = Journal(), Flow(credit, 60.0, lambda: None)
+        receiver = Receiver(Outbox(Deliveries(cast(UsageJournal, journal))), "r", lambda _: None)
+        output = output_of(receiver, journal, kept=True, flow=flow)
         if credit is not None:
-            feed.detach()
+            output.detach()
         for index in range(100):
-            feed.say(0, "a", (index,))
-        assert feed._stall_timer is None
+            output.say(0, "a", (index,))
+        assert flow._timer is None
 
 
-def test_what_waits_behind_what_waits_is_told_in_order() -> None:
-    def output(*words: str) -> WaitingOutput:
-        waiting = WaitingOutput()
-        for word in words:
-            waiting.add(f"{word} ", (1, 2), (), [pb.ToolCallDelta(index=0, arguments_json=word)])
-        return waiting
+@given(
+    seq=st.integers(1, 2**40),
+    choice=st.integers(0, 200),
+    text=st.text(max_size=300),
+    ids=st.lists(st.integers(0, 2**31 - 1), max_size=70),
+    given_id=st.text(max_size=200),
+    called=st.booleans(),
+)
+def test_a_delta_in_bytes_is_the_message(seq: int, choice: int, text: str, ids: list[int], given_id: str, called: bool) -> None:
+    logprobs = [pb.TokenLogprobs(chosen=pb.TokenLogprob(token_id=each, logprob=-1.5)) for each in ids]
+    calls = [pb.ToolCallDelta(index=1, name=text)] if called else []
+    delta = delta_bytes(seq, choice, text.encode(), ids, rest_of(logprobs, calls))
+    data = delta_frame(frame_head(given_id), delta)
 
-    first, later = output("a", "b", "c"), output("d", "e", "f")
-    taken = [first.take(2), later.take(2)]
-    first.append(later)
-    while not first.empty:
-        taken.append(first.take(3))
+    expected = pb.DeltaFrame(seq=seq, choice_index=choice, text=text, token_ids=ids, logprobs=logprobs, tool_calls=calls)
+    assert pb.DeltaFrame.FromString(delta) == expected
+    assert pb.GenerateResponse.FromString(data * 2).frames == [pb.ServerFrame(request_id=given_id, delta=expected)] * 2
 
-    assert "".join(text for text, _, _, _ in taken) == "a d b c e f "
-    assert [call.arguments_json for _, _, _, calls in taken for call in calls] == ["a", "d", "b", "c", "e", "f"]
+
+def test_what_is_packed_is_given_out_with_its_last_token() -> None:
+    packed = PackedOutput()
+    for word in ("a", "b", "c"):
+        packed.add(f"{word} ", (1, 2), (), [pb.ToolCallDelta(index=0, arguments_json=word)])
+    taken = []
+    while not packed.empty:
+        text, ids, rest = packed.take(3)
+        calls = pb.DeltaFrame.FromString(rest).tool_calls
+        taken.append((text.decode(), ids, [call.arguments_json for call in calls]))
+
+    assert taken == [("a ", [1, 2, 1], ["a"]), ("b c ", [2, 1, 2], ["b", "c"])]
