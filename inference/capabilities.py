@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from math import inf
 
 from inference.errors import RequestImpossible
@@ -71,6 +72,11 @@ def used_fields(request: GenerationRequest) -> frozenset[RequestField]:
     return frozenset(field for field, is_used in _USED.items() if is_used(request))
 
 
+@cache
+def _in_order(fields: frozenset[RequestField]) -> tuple[RequestField, ...]:
+    return tuple(field for field in RequestField if field in fields)
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """Request fields that an engine honours.
@@ -88,8 +94,8 @@ class Capabilities:
     def check(self, request: GenerationRequest, engine: str) -> None:
         """Raise `RequestImpossible` with the field if the engine would ignore one. engine: its name, for the message."""
         sampling = request.sampling
-        for field, is_used in _USED.items():
-            if field in self.unsupported and is_used(request):
+        for field in _in_order(self.unsupported):
+            if _USED[field](request):
                 raise self._refusal(request, field, engine)
         if sampling.top_logprobs is not None:
             most = self.top_logprobs_max

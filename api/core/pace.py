@@ -15,7 +15,6 @@ import contextlib
 import math
 import time
 import types
-import uuid
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -70,10 +69,11 @@ class FramePace:
         self._room = 1.0  # of all shares
         # A clock that goes as fast as there is room: so what is given back is what was counted, whatever room there was then.
         self._now, self._looked_at = 0.0, clock()
-        # By API key, organization and address: when, on that clock, all that it has spent will have been waited for.
+        # By the number of an API key or organization, or by address: when, on that clock, what it has spent will have been
+        # waited for.
         self._free_at: dict[int | str, float] = {}
-        self._turns: dict[uuid.UUID, Turns] = {}
-        self._late_counts: dict[uuid.UUID | str, int] = {}  # of refusals that wait
+        self._turns: dict[int, Turns] = {}
+        self._late_counts: dict[int | str, int] = {}  # of refusals that wait
 
     @property
     def room(self) -> float:
@@ -105,7 +105,6 @@ class FramePace:
         """What a cost is counted in, with the share of each."""
         if isinstance(owner, str):
             return ((owner, ADDRESS_SHARES * self._share),)
-        # By numbers: UUIDs hash in Python, and each message of each stream asks.
         return (owner.api_key_id.int, self._share), (owner.organization_id.int, min(ORGANIZATION_SHARES * self._share, 1.0))
 
     def held(self, owner: Payer, cost_s: float) -> None:
@@ -133,7 +132,9 @@ class FramePace:
 
     def wait_s(self, owner: Payer) -> float:
         """For so long nothing more of this key is to be worked off."""
-        free_at = max(self._free_at.get(each, -math.inf) for each, _ in self._accounts(owner))
+        free_at = -math.inf
+        for each, _ in self._accounts(owner):
+            free_at = max(self._free_at.get(each, -math.inf), free_at)
         return max(free_at - self._look(), 0.0) / self._room
 
     async def turn_to_call(self, owner: Owner) -> None:
@@ -141,7 +142,7 @@ class FramePace:
 
         A refusal costs too, and comes no sooner than the turn would have: who calls anew at once waits for it.
         """
-        turns = self._turns.get(owner.api_key_id)
+        turns = self._turns.get(owner.api_key_id.int)
         waiting_count = 0 if turns is None else turns.waiting_count
         # As if there were all room: who calls no more than that is not refused because others keep the event loop busy.
         ahead_s = self.wait_s(owner) * self._room + waiting_count * CALL_COST_S / self._share
@@ -153,7 +154,7 @@ class FramePace:
 
     async def refusal(self, owner: Payer) -> None:
         """Wait before an answer that is a refusal, if others of its payer are waited for: at most `REFUSAL_WAIT_S_MAX`."""
-        line = owner if isinstance(owner, str) else owner.api_key_id
+        line = owner if isinstance(owner, str) else owner.api_key_id.int
         if (wait_s := self.wait_s(owner)) < WAIT_S_MIN or self._late_counts.get(line, 0) >= REFUSALS_WAITING_MAX:
             return
         self._late_counts[line] = self._late_counts.get(line, 0) + 1
@@ -169,7 +170,7 @@ class FramePace:
 
         Streams take turns. Without that each new one would have its first slice at once, and all that wait would wake together.
         """
-        key_id = owner.api_key_id
+        key_id = owner.api_key_id.int
         if key_id not in self._turns and self.wait_s(owner) < WAIT_S_MIN:
             return False
         turns = self._turns.setdefault(key_id, Turns())

@@ -67,7 +67,8 @@ def parse_request_id(text: str) -> uuid.UUID:
 
 def check_model_name(model: str, wrong: Violations) -> None:
     """A model is named, by a name that any model may have."""
-    wrong.check(bool(model), "model", "must name a model; ListModels tells which there are")
+    if not model:
+        wrong.check(False, "model", "must name a model; ListModels tells which there are")
     wrong.check_text(model, "model")
 
 

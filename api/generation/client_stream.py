@@ -74,8 +74,8 @@ class ClientStream:
         self._auth_ms = auth_ms
         self._frames_max = process.admission.settings.frames_per_message_max
         self._outbox = Outbox(process.deliveries)
-        self._running: dict[uuid.UUID, Receiver] = {}
-        self._ended: OrderedDict[uuid.UUID, None] = OrderedDict()
+        self._running: dict[int, Receiver] = {}  # by the number of the request's id: UUIDs hash in Python
+        self._ended: OrderedDict[int, None] = OrderedDict()
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._violation: Exception | None = None
@@ -241,7 +241,7 @@ class ClientStream:
 
     def _is_answered(self, start: ValidStart, here: LiveRequest | None) -> bool:
         """Whether it is the same as one that this stream receives. Raises: RequestUnderWay if one of this id is another one."""
-        receiver = self._running.get(start.request_id)
+        receiver = self._running.get(start.request_id.int)
         known = (
             here.start.payload_hash if here is not None else receiver.payload_hash if receiver is not None else start.payload_hash
         )
@@ -292,31 +292,32 @@ class ClientStream:
         if (kept := self._process.replays.find(key)) is not None:
             check_model(self._key.principal, self._process.router.own_name(kept.model))
             return kept
-        receiver = self._running.get(key[1])  # through a relay
+        receiver = self._running.get(key[1].int)  # through a relay
         return None if receiver is None else receiver.source
 
     def _receive(self, given_id: str, request_id: uuid.UUID, bind: Callable[[Receiver], None]) -> None:
         """Receive a request from what binds a receiver to it; if that fails, all is as before. Raises: Overloaded; as `bind`."""
-        before = self._running.get(request_id)
+        number = request_id.int
+        before = self._running.get(number)
         limit = self._process.admission.settings.requests_per_stream_max
         if before is None and len(self._running) >= limit:
             raise Overloaded(f"this stream runs {limit} requests, as many as it may: wait for one to end")
-        receiver = Receiver(self._outbox, given_id, lambda receiver: self._on_end(request_id, receiver))
-        self._running[request_id] = receiver
+        receiver = Receiver(self._outbox, given_id, lambda receiver: self._on_end(number, receiver))
+        self._running[number] = receiver
         self._all_ended.clear()
         try:
             bind(receiver)
         except BaseException:
             if before is not None:
-                self._running[request_id] = before
+                self._running[number] = before
             else:
-                self._forget(request_id)
+                self._forget(number)
             raise
 
     def _known(self, given_id: str) -> Receiver | None:
         """The request that a frame is about; None if it has ended, or is not known here, which its client is told."""
         receiver = self._find(given_id)
-        if receiver is None and as_uuid(given_id) not in self._ended:
+        if receiver is None and ((request_id := as_uuid(given_id)) is None or request_id.int not in self._ended):
             error = UnknownRequest(f"this stream has not started a request {given_id[:64]!r}")
             self._answer(given_id, frames.failed(status_of(error), None))
         return receiver
@@ -324,20 +325,20 @@ class ClientStream:
     def _find(self, given_id: str) -> Receiver | None:
         """The request of an id that runs on this stream, however the client spells it."""
         request_id = as_uuid(given_id)
-        return None if request_id is None else self._running.get(request_id)
+        return None if request_id is None else self._running.get(request_id.int)
 
-    def _on_end(self, request_id: uuid.UUID, receiver: Receiver) -> None:
-        if self._running.get(request_id) is not receiver:
+    def _on_end(self, number: int, receiver: Receiver) -> None:
+        if self._running.get(number) is not receiver:
             return  # this stream receives it anew
         if receiver.is_refused and receiver.payload_hash is not None:
             self._process.pace.spent(self._key.principal, REFUSAL_COST_S)
-        self._ended[request_id] = None
+        self._ended[number] = None
         if len(self._ended) > ENDED_IDS_REMEMBERED:
             self._ended.popitem(last=False)
-        self._forget(request_id)
+        self._forget(number)
 
-    def _forget(self, request_id: uuid.UUID) -> None:
-        self._running.pop(request_id, None)
+    def _forget(self, number: int) -> None:
+        self._running.pop(number, None)
         if not self._running:
             self._all_ended.set()
 

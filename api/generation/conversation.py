@@ -35,7 +35,8 @@ def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violatio
         case "conversation":
             check_messages(message.conversation.messages, wrong)
         case "text":
-            wrong.check(bool(message.text), "text", "must not be empty")
+            if not message.text:
+                wrong.check(False, "text", "must not be empty")
         case "token_ids" if isinstance(message, pb.StartFrame):
             wrong.check(bool(message.token_ids.ids), "token_ids.ids", "must hold at least one token id")
         case _:

@@ -102,14 +102,19 @@ class StopRules:
         )
 
 
+NO_STOP_RULES = StopRules(None, (), frozenset(), False, 0)
+
+
 def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
     """Everything about sampling and stopping that the frame alone can tell."""
     if start.HasField("sampling"):  # what is left out is right
         _check_sampling(start.sampling, wrong)
         _check_biases(start.sampling, wrong)
     _check_stop(start, wrong)
-    _check_response_format(start, wrong)
-    _check_beam_search(start, wrong)
+    if start.HasField("response_format"):
+        _check_response_format(start, wrong)
+    if start.HasField("beam_search"):
+        _check_beam_search(start, wrong)
     if start.HasField("choice_count"):
         right = 1 <= start.choice_count <= CHOICE_COUNT_MAX
         wrong.check(right, "choice_count", f"must be from 1 to {CHOICE_COUNT_MAX}, not {start.choice_count}")
@@ -120,8 +125,6 @@ def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
 
 def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
     """The sampling of a frame that `check_decoding` found right."""
-    if not (start.HasField("sampling") or start.HasField("top_logprobs")):
-        return NO_OVERRIDES
     sampling = start.sampling
     has = sampling.HasField
     searches = start.HasField("beam_search")  # then the model's defaults of chance do not apply
@@ -139,17 +142,16 @@ def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
     )
 
 
-def parse_response_format(start: pb.StartFrame) -> ResponseFormat | None:
+def parse_response_format(start: pb.StartFrame) -> ResponseFormat:
     """The response format of a frame that `check_decoding` found right."""
     kind = start.response_format.WhichOneof("kind")
-    return None if kind is None else ResponseFormat(GrammarKind(kind), getattr(start.response_format, kind))
+    assert kind is not None, "one is set"
+    return ResponseFormat(GrammarKind(kind), getattr(start.response_format, kind))
 
 
-def parse_beam_search(start: pb.StartFrame) -> BeamSearchParams | None:
+def parse_beam_search(start: pb.StartFrame) -> BeamSearchParams:
     """The beam search of a frame that `check_decoding` found right."""
     search = start.beam_search
-    if not start.HasField("beam_search"):
-        return None
     length_penalty = search.length_penalty if search.HasField("length_penalty") else 1.0
     return BeamSearchParams(search.width, length_penalty, EARLY_STOPPING[search.early_stopping])
 
@@ -167,15 +169,17 @@ def parse_stop(start: pb.StartFrame) -> StopRules:
 
 def check_against_model(request: GenerationRequest, vocabulary_size: int) -> None:
     """What only model and prompt can tell. Raises: InvalidRequest."""
-    wrong = Violations()
     sampling, stop = request.sampling, request.stop
+    least, most = stop.min_output_tokens, stop.max_output_tokens
+    right = request.choice_count == 1 or sampling.temperature > 0 or request.beam_search is not None
+    if right and least <= most and not (sampling.logit_bias or stop.stop_token_ids):
+        return
+    wrong = Violations()
     for token_id, _ in sampling.logit_bias:
         wrong.check(token_id < vocabulary_size, f"sampling.logit_bias[{token_id}]", f"token ids go from 0 to {vocabulary_size - 1}")
     for token_id in sorted(stop.stop_token_ids):
         wrong.check(token_id < vocabulary_size, "stop_token_ids", f"must be from 0 to {vocabulary_size - 1}, not {token_id}")
-    least, most = stop.min_output_tokens, stop.max_output_tokens
     wrong.check(least <= most, "min_output_tokens", f"must be at most {most} for this prompt, not {least}")
-    right = request.choice_count == 1 or sampling.temperature > 0 or request.beam_search is not None
     wrong.check(right, "choice_count", "must be 1 with a temperature of 0: the choices would all be equal")
     wrong.raise_if_any()
 
@@ -216,6 +220,8 @@ def _check_stop(start: pb.StartFrame, wrong: Violations) -> None:
     if least < 0 or (limited and least > max(most, 1)):
         wrong.check(False, "min_output_tokens", f"must be from 0 to max_output_tokens, not {least}")
     stops, ids = start.stop_sequences, start.stop_token_ids
+    if not (stops or ids):
+        return
     few = wrong.check_count(len(stops), STOP_SEQUENCE_COUNT_MAX, "stop_sequences")
     for index, stop in enumerate(stops if few else ()):
         right = 1 <= len(stop) <= STOP_SEQUENCE_CHARS_MAX
@@ -227,8 +233,6 @@ def _check_stop(start: pb.StartFrame, wrong: Violations) -> None:
 
 def _check_response_format(start: pb.StartFrame, wrong: Violations) -> None:
     """What can be known without compiling; the rest is the engine's to refuse, by the same field."""
-    if not start.HasField("response_format"):
-        return
     kind = start.response_format.WhichOneof("kind")
     if kind is None:
         wrong.check(False, "response_format", "one of json_schema, regex and lark must be set")
@@ -245,8 +249,6 @@ def _check_response_format(start: pb.StartFrame, wrong: Violations) -> None:
 
 def _check_beam_search(start: pb.StartFrame, wrong: Violations) -> None:
     """Comparisons are written so that NaN fails too."""
-    if not start.HasField("beam_search"):
-        return
     search, most = start.beam_search, LENGTH_PENALTY_MAX
     right = 2 <= search.width <= BEAM_WIDTH_MAX
     wrong.check(

@@ -149,12 +149,12 @@ class Stopwatch:
         self._received_at = received_at
         self._last = received_at + auth_ms / 1000
         self._first_token_at: float | None = None
-        self._stages_ms = NO_TIMINGS | {"auth_ms": round(auth_ms, 3)}
+        self._stages_ms = NO_TIMINGS | {"auth_ms": auth_ms}
 
     def lap(self, stage: str) -> None:
         """A stage ends now; it began when the one before it ended. One that comes several times has all of them together."""
         now = time.monotonic()
-        self._add(stage, (now - self._last) * 1000)
+        self._stages_ms[NAMES[stage]] += (now - self._last) * 1000
         self._last = now
 
     def first_token(self) -> None:
@@ -177,19 +177,18 @@ class Stopwatch:
         first_token_at = now if self._first_token_at is None else self._first_token_at
         until_first_ms = (first_token_at - self._last) * 1000
         queue_ms = min(timings.queue_ms, until_first_ms)
-        self._add("queue", queue_ms)
-        self._add("prefill", until_first_ms - queue_ms)
-        self._add("decode", (now - first_token_at) * 1000)
+        stages_ms = self._stages_ms
+        stages_ms["queue_ms"] += queue_ms
+        stages_ms["prefill_ms"] += until_first_ms - queue_ms
+        stages_ms["decode_ms"] += (now - first_token_at) * 1000
         self._last = now
 
     def timings(self) -> dict[str, float]:
         """All stages so far as `<stage>_ms`, with `ttft_ms` and `total_ms`; names as in `weir.v1.Timings`."""
         result = self._stages_ms.copy()
+        for name, time_ms in self._stages_ms.items():
+            result[name] = round(time_ms, 3)
         if self._first_token_at is not None:
             result["ttft_ms"] = round((self._first_token_at - self._received_at) * 1000, 3)
         result["total_ms"] = round((time.monotonic() - self._received_at) * 1000, 3)
         return result
-
-    def _add(self, stage: str, time_ms: float) -> None:
-        name = NAMES[stage]
-        self._stages_ms[name] = round(self._stages_ms[name] + time_ms, 3)

@@ -269,7 +269,8 @@ class LiveRequest:
             asks_first=process.admission.was_refused(caller.payer.api_key_id),
         )
         request, self._work_s = prepared.request, prepared.work_s
-        self._reply.call_reading = call_reading(self.start.tool_use, tokenizer, self.start.model)
+        if self.start.tool_use.tools:
+            self._reply.call_reading = call_reading(self.start.tool_use, tokenizer, self.start.model)
         self._watch.lap("tokenize")
         return route, request
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import uuid
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -54,7 +54,8 @@ async def prepare(
     check_room, asks_first: see `TextJob`. Raises: KeyBoundExceeded, PromptTooLong, PromptTooLarge, InvalidRequest, PromptFiltered,
     SafetyUnavailable, ChatTemplateFailed, PreparationLimit, Overloaded; as `check_room`.
     """
-    call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
+    if start.tool_use.tools:
+        call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
     model, wanted = route.engine.model, start.stop.max_output_tokens
     window = model.context_window_tokens
     most_sent = window - (wanted or 1)
@@ -68,19 +69,20 @@ async def prepare(
         raise PromptTooLong(exceeded.least_token_count, wanted, window, is_least=True) from None
     prompt_token_ids = tokenized.token_ids
     room = window - len(prompt_token_ids)
-    check_input_bound(bounds, len(prompt_token_ids), "prompt")
-    most = output_room(bounds, wanted, start.choice_count, room)
+    if bounds.max_input_tokens is not None:
+        check_input_bound(bounds, len(prompt_token_ids), "prompt")
+    most = room if bounds.max_output_tokens is None else output_room(bounds, wanted, start.choice_count, room)
     if (wanted or 1) > room:
         raise PromptTooLong(len(prompt_token_ids), wanted, window)
     if (size := model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
         raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
     request = GenerationRequest(
-        sequence_id=SequenceId(str(uuid.uuid4())),
+        sequence_id=SequenceId(os.urandom(16).hex()),
         prompt_token_ids=prompt_token_ids,
         sampling=start.sampling.over(model.default_sampling),
         stop=start.stop.within(most),
         cache_salt=str(payer.organization_id),
-        response_format=start.response_format or format_of_calls(start.tool_use, tokenizer),
+        response_format=start.response_format or (format_of_calls(start.tool_use, tokenizer) if start.tool_use.tools else None),
         choice_count=start.choice_count,
         beam_search=start.beam_search,
         regions=route.regions,

@@ -73,14 +73,14 @@ class Process:
         )
         self._tasks: asyncio.TaskGroup = admission.tasks
         self._live: dict[Running, None] = {}  # in order of arrival
-        self._by_key: dict[Key, LiveRequest] = {}
+        self._by_key: dict[tuple[int, int], LiveRequest] = {}  # by the numbers of project and request: UUIDs hash in Python
         self._progress = Retries("progress")
 
     def begin(self, caller: Caller, start: ValidStart, receiver: Receiver) -> None:
         """Run a request that `find` does not know. Its end comes to the receiver, or to whoever receives it then."""
         request = LiveRequest(caller, start, self, receiver)
         self._live[request] = None
-        self._by_key.setdefault((caller.payer.project_id, start.request_id), request)
+        self._by_key.setdefault((caller.payer.project_id.int, start.request_id.int), request)
         self._tasks.create_task(request.run(), name=f"request {start.request_id}")
 
     async def turn_to_read(self, owner: Owner, byte_count: int) -> None:
@@ -94,7 +94,8 @@ class Process:
 
     def find(self, key: Key) -> LiveRequest | None:
         """The request of this id that runs or waits here."""
-        return self._by_key.get(key)
+        project_id, request_id = key
+        return self._by_key.get((project_id.int, request_id.int))
 
     def receive_elsewhere(self, request: LiveRequest) -> bool:
         """A request that turned out to run in another process: let its stream receive that one. Whether there is a way.
@@ -133,8 +134,8 @@ class Process:
         """The same for one that generates, but for what is kept of it. can_be_received: it has left something in the books."""
         self.ended(request)
         key = request.caller.payer.project_id, request.start.request_id
-        if self._by_key.get(key) is request:
-            del self._by_key[key]
+        if self.find(key) is request:
+            del self._by_key[key[0].int, key[1].int]
         if isinstance(output := request.output, ReplayOutput):
             if can_be_received and request.start.keep_s is not None:
                 self.replays.keep(key, output, request.start.keep_s)

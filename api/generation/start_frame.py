@@ -14,6 +14,8 @@ from api.core.errors import PromptTooLong, Violations
 from api.core.wire import TIERS, check_model_name, check_tier_and_labels, parse_request_id, payload_hash, seconds_of
 from api.generation.conversation import Prompt, check_prompt, parse_prompt, thinking_of
 from api.generation.decoding import (
+    NO_OVERRIDES,
+    NO_STOP_RULES,
     SamplingOverrides,
     StopRules,
     check_decoding,
@@ -28,6 +30,23 @@ from api.queue.fair_queue import ServiceTier
 from inference.engine import BeamSearchParams, ResponseFormat
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool
+
+SAMPLING_FIELDS = frozenset({"sampling", "top_logprobs"})
+STOP_FIELDS = frozenset({"max_output_tokens", "min_output_tokens", "stop_sequences", "stop_token_ids", "ignore_eos"})
+DECODING_FIELDS = SAMPLING_FIELDS | STOP_FIELDS | {"response_format", "beam_search", "choice_count"}
+TOOL_FIELDS = frozenset({"tools", "tool_choice"})
+LIMIT_FIELDS = frozenset(
+    {
+        "region",
+        "usage_interval_tokens",
+        "start_timeout",
+        "keep_on_disconnect",
+        "initial_credit_tokens",
+        "max_cost",
+        "tier",
+        "labels",
+    }
+)
 
 
 @dataclass(slots=True)
@@ -74,11 +93,16 @@ def parse_start(request_id: str, start: pb.StartFrame, window_tokens_max: int | 
     wrong = Violations()
     if window_tokens_max is not None and (count := len(start.token_ids.ids)) > window_tokens_max:
         raise PromptTooLong(count, None, window_tokens_max)  # before they are copied: a million take a tenth of a second
+    # A field that is not there is right, and most are not there in most frames: nothing asks for those one by one.
+    said = {field.name for field, _ in start.ListFields()}
     check_model_name(start.model, wrong)
     check_prompt(start, wrong)
-    check_decoding(start, wrong)
-    check_tool_use(start, wrong)
-    check_limits(start, wrong)
+    if not said.isdisjoint(DECODING_FIELDS):
+        check_decoding(start, wrong)
+    if not said.isdisjoint(TOOL_FIELDS):
+        check_tool_use(start, wrong)
+    if not said.isdisjoint(LIMIT_FIELDS):
+        check_limits(start, wrong)
     wrong.raise_if_any()
     return ValidStart(
         request_id=parsed_id,
@@ -86,21 +110,21 @@ def parse_start(request_id: str, start: pb.StartFrame, window_tokens_max: int | 
         payload_hash=payload_hash(start.SerializeToString(deterministic=True)),
         model=start.model,
         prompt=parse_prompt(start),
-        sampling=parse_sampling(start),
-        stop=parse_stop(start),
-        response_format=parse_response_format(start),
-        choice_count=start.choice_count if start.HasField("choice_count") else 1,
-        beam_search=parse_beam_search(start),
-        usage_interval_tokens=start.usage_interval_tokens if start.HasField("usage_interval_tokens") else None,
-        labels=dict(start.labels),
+        sampling=NO_OVERRIDES if said.isdisjoint(SAMPLING_FIELDS) else parse_sampling(start),
+        stop=NO_STOP_RULES if said.isdisjoint(STOP_FIELDS) else parse_stop(start),
+        response_format=parse_response_format(start) if "response_format" in said else None,
+        choice_count=start.choice_count if "choice_count" in said else 1,
+        beam_search=parse_beam_search(start) if "beam_search" in said else None,
+        usage_interval_tokens=start.usage_interval_tokens if "usage_interval_tokens" in said else None,
+        labels=dict(start.labels) if "labels" in said else {},
         tier=TIERS[start.tier],
-        start_timeout_s=seconds_of(start.start_timeout) if start.HasField("start_timeout") else None,
-        keep_s=seconds_of(start.keep_on_disconnect) if start.HasField("keep_on_disconnect") else None,
-        initial_credit_tokens=start.initial_credit_tokens if start.HasField("initial_credit_tokens") else None,
-        max_cost=cost_of(start.max_cost) if start.HasField("max_cost") else None,
+        start_timeout_s=seconds_of(start.start_timeout) if "start_timeout" in said else None,
+        keep_s=seconds_of(start.keep_on_disconnect) if "keep_on_disconnect" in said else None,
+        initial_credit_tokens=start.initial_credit_tokens if "initial_credit_tokens" in said else None,
+        max_cost=cost_of(start.max_cost) if "max_cost" in said else None,
         region=start.region,
-        tool_use=parse_tool_use(start),
-        thinking=thinking_of(start),
+        tool_use=parse_tool_use(start) if "tools" in said else NO_TOOLS,
+        thinking=thinking_of(start) if "conversation" in said else None,
     )
 
 

@@ -80,8 +80,10 @@ class Times:
 
     def add(self, timings: Mapping[str, float], later_token_count: int) -> None:
         """One request that has ended. later_token_count: of each choice after its first one; they came at their mean pace."""
-        for key, histogram in self._by_key:
-            histogram.observe(timings[key])
+        for key, histogram in self._by_key:  # as `Histogram.observe` does, without a call for each stage
+            value = timings[key]
+            histogram.counts[bisect_left(STAGE_BOUNDS_MS, value)] += 1
+            histogram.sum += value
         if timings["cold_start_ms"] >= COLD_START_MS_MIN:
             self.stages["cold_start"].observe(timings["cold_start_ms"])
         if "ttft_ms" in timings:

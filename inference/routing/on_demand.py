@@ -81,7 +81,8 @@ class OnDemandSlot(Generic[Served]):
         self._unused: Served | None = build()  # known to be usable, and the first to be started
         self._model = self._unused.model
         self._engine: Served | None = None  # from its start until it is closed
-        self._stopping = asyncio.Event()  # of this engine's life
+        self._is_stopping = False
+        self._stopping = asyncio.Event()  # the same, for who waits for it
         self._changed = asyncio.Event()
         self._served = asyncio.Event()
         self._serving = self._closed = False
@@ -121,7 +122,7 @@ class OnDemandSlot(Generic[Served]):
     @property
     def is_leaving(self) -> bool:
         """See `Resident.is_leaving`: also one that was idle for too long, or cannot be started."""
-        return self._stopping.is_set()
+        return self._is_stopping
 
     def fits_now(self) -> bool:
         """Whether it could be started without anybody giving way."""
@@ -134,8 +135,8 @@ class OnDemandSlot(Generic[Served]):
 
     def healthy(self) -> bool:
         """See `Backend.healthy`."""
-        engine = self._running()
-        return engine is not None and engine.healthy()
+        engine = self._engine
+        return engine is not None and not self._is_stopping and engine.healthy()
 
     def statistics(self) -> EngineStatistics:
         """See `Backend.statistics`."""
@@ -187,6 +188,7 @@ class OnDemandSlot(Generic[Served]):
 
     async def _live(self) -> None:
         """From cold to cold: wait for memory, run one engine, give the memory back."""
+        self._is_stopping = False
         self._stopping.clear()
         self._started_at_s = self._clock()
         if not await self._budget.reserve(self):
@@ -310,7 +312,7 @@ class OnDemandSlot(Generic[Served]):
 
     def _running(self) -> Served | None:
         """The engine that new requests may go to, loaded or not."""
-        return None if self._stopping.is_set() else self._engine
+        return None if self._is_stopping else self._engine
 
     def _is_wanted(self) -> bool:
         return (self._user_count > 0 or self._terms.keep_warm) and self._standing_fault() is None
@@ -329,6 +331,7 @@ class OnDemandSlot(Generic[Served]):
 
     def _stop(self) -> None:
         self._forget_timer()
+        self._is_stopping = True
         self._stopping.set()
         self._tell()
 

@@ -57,6 +57,11 @@ class CircuitBreaker:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it lets everybody through."""
+        return self._open_until_s is None
+
     def admits(self, now_s: float) -> bool:
         """Whether a sequence may be begun now."""
         state = self.state(now_s)
@@ -68,6 +73,8 @@ class CircuitBreaker:
 
     def begun(self, now_s: float) -> bool:
         """A sequence begins; whether it is the probe."""
+        if self._open_until_s is None:
+            return False
         assert self.admits(now_s), "whoever begins has asked"
         self._probing = self.state(now_s) is BreakerState.HALF_OPEN
         return self._probing
@@ -239,7 +246,7 @@ class Replica:
         if not ready and self._was_ready:
             self.prefixes.clear()  # the cache went with the process
         self._was_ready = ready
-        return ready and not self.is_draining and self.breaker.admits(now_s)
+        return ready and not (self.is_drained or self.is_leaving) and (self.breaker.is_closed or self.breaker.admits(now_s))
 
     def refresh(self) -> None:
         """Take over what the engine tells of its cache's size."""

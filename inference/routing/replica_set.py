@@ -128,14 +128,20 @@ class ReplicaSet:
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`: sums, but for the steps."""
-        ready_count = sum([replica.engine.healthy() for replica in self._replicas])
-        told = [replica.engine.statistics() for replica in self._replicas]
+        ready_count, told = 0, []
+        for replica in self._replicas:
+            ready_count += replica.engine.healthy()
+            told.append(replica.engine.statistics())
         return self._statistics.sum_of(told, ready_count, (self._migration_count, self._replacement_count))
 
     def healthy(self) -> bool:
         """See `Engine.healthy`."""
-        now_s = self.clock()
-        return not self.is_closing and any(replica.takes(now_s) for replica in self._replicas)
+        if not self.is_closing:
+            now_s = self.clock()
+            for replica in self._replicas:
+                if replica.takes(now_s):
+                    return True
+        return False
 
     def condition(self) -> EngineCondition:
         """See `Engine.condition`: that of the replica that is likeliest to take requests first."""
