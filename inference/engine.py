@@ -97,8 +97,8 @@ class SequenceStream(Protocol):
         """
         ...
 
-    def deliver_to(self, take: Callable[[TokensGenerated], bool]) -> None:
-        """Pass new tokens to this function while the reader waits for them, instead of waking its task.
+    def deliver_to(self, take: Callable[[SequenceEvent], bool]) -> None:
+        """Pass events to this function while the reader waits for them, instead of waking its task. The last one is read.
 
         take: returns whether it took the event, which is not read then; what it raises is raised to the reader. Must not block.
         """

@@ -112,18 +112,14 @@ class Guard:
             handle = self._guarded(writing(handler.unary_stream), method)
             return grpc.unary_stream_rpc_method_handler(handle, read, write)
         if handler.stream_stream is not None:
-            handle = self._guarded(writing(handler.stream_stream), method, read)
-            return grpc.stream_stream_rpc_method_handler(handle, None, serialized)
+            # Messages of a stream are written in the wire format, which some of them are put together in.
+            handle = self._guarded(writing(handler.stream_stream, write), method, read)
+            return grpc.stream_stream_rpc_method_handler(handle, None, None)
         return handler
 
     def _guarded(self, handle: Callable[..., Any], method: str, parse: Parse | None = None) -> Callable[[Any, Any], Awaitable[Any]]:
         guard = guarded(handle, method, self._failed, parse)
         return guard if self._pace is None else visiting(guard, self._pace)
-
-
-def serialized(message: Message | bytes) -> bytes:
-    """A message of a stream, which may be in the wire format already."""
-    return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 def visiting(guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FramePace) -> Callable[[Any, Any], Awaitable[Any]]:
@@ -142,14 +138,17 @@ def visiting(guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FrameP
     return visit
 
 
-def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """A handler that writes its answers, made of one that may yield them: only such a one can be guarded."""
+def writing(handle: Callable[..., Any], serialize: Callable[[Any], bytes] | None = None) -> Callable[[Any, Any], Awaitable[Any]]:
+    """A handler that writes its answers, made of one that may yield them: only such a one can be guarded.
+
+    serialize: of what it yields; None if the transport does it.
+    """
     if not inspect.isasyncgenfunction(handle):
         return handle
 
     async def write_all(request: Any, context: Context) -> None:
         async for response in handle(request, context):
-            await context.write(response)
+            await context.write(response if serialize is None else serialize(response))
 
     return write_all
 

@@ -98,7 +98,9 @@ class ClientStream:
                 requests.before_large = partial(self._process.pace.turn, self._key.principal)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_on(requests), name="stream reader")
-                tasks.create_task(self._write(context, granted_s), name="stream writer")
+                # The client may go away in the middle of a write; that the call is cancelled is the next thing that is heard then.
+                left = partial(self._left_midway, context, granted_s)
+                tasks.create_task(self._outbox.write_all(context.write, left, grpc.aio.InternalError), name="stream writer")
         except asyncio.CancelledError:
             # gRPC cancels the handler both when the client goes away and when its deadline passes.
             self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
@@ -129,12 +131,8 @@ class ClientStream:
             self._violation = violation
             self._leave(Outcome.CANCELLED)
 
-    async def _write(self, context: Context, granted_s: float | None) -> None:
-        try:
-            await self._outbox.write_all(context.write)
-        except grpc.aio.InternalError:
-            # The client went away in the middle of a write; that the call is cancelled will be the next thing we hear.
-            self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
+    def _left_midway(self, context: Context, granted_s: float | None) -> None:
+        self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
 
     async def _work_off(self, batch: Sequence[pb.ClientFrame]) -> None:
         """The frames of one message, in slices; between them the streams of others go on, however full it is.

@@ -23,6 +23,7 @@ from inference.engine import (
     GenerationRequest,
     ModelInfo,
     Scheduled,
+    SequenceEvent,
     SequenceFinished,
     SequenceStream,
     TokensGenerated,
@@ -94,16 +95,10 @@ class EngineRun:
 
     async def _stream(self, sequence: SequenceStream) -> Outcome | None:
         """The outcome, or None if it is to go on from where it has ended."""
-        usage, request = self._usage, self._request
         async for event in sequence:
             match event:
                 case Scheduled():
-                    if not self._first_timings:
-                        self._life.become(State.RUNNING)
-                        self._place.begun()
-                        usage.input_token_count = len(request.prompt_token_ids)
-                        usage.cached_input_token_count = event.cached_token_count
-                        self._limits.begun(usage.input_token_count, usage.cached_input_token_count)
+                    self._begin(event)
                 case TokensGenerated():
                     if event is not self._left_over and self._take(event):
                         continue
@@ -115,8 +110,23 @@ class EngineRun:
                     return await self._finish(event)
         raise EngineFailed("the engine's events ended without a last one")
 
-    def _take(self, event: TokensGenerated) -> bool:
+    def _begin(self, event: Scheduled) -> None:
+        """The engine has begun with the request."""
+        usage, request = self._usage, self._request
+        if not self._first_timings:
+            self._life.become(State.RUNNING)
+            self._place.begun()
+            usage.input_token_count = len(request.prompt_token_ids)
+            usage.cached_input_token_count = event.cached_token_count
+            self._limits.begun(usage.input_token_count, usage.cached_input_token_count)
+
+    def _take(self, event: SequenceEvent) -> bool:
         """Count new output, and hand it on if nothing has to be waited for; False leaves that to the task."""
+        if type(event) is not TokensGenerated:
+            if type(event) is Scheduled:
+                self._begin(event)
+                return True
+            return False
         token_count, usage = len(event.token_ids), self._usage
         if not usage.generated_token_count:
             self._watch.first_token()

@@ -71,9 +71,7 @@ class Supply(Protocol):
         """Put what may be sent now into a message, so many deltas at most."""
         ...
 
-    def has_more(self) -> bool:
-        """Whether something that may be sent now is left."""
-        ...
+    has_more: bool  # whether something that may be sent now is left after `take`
 
     def moved(self) -> None:
         """The transport has taken what it was given, or the client is gone."""
@@ -144,19 +142,20 @@ class Receiver:
 
     def take(self, into: Collected, delta_max: int) -> None:
         """Put what waits into a message."""
-        count = len(into.parts)
-        self._take_pushed(into.parts)
+        parts = into.parts
+        count = len(parts)
+        if self._frames:
+            self._take_pushed(parts)
         if self.supply is not None:
             self.supply.take(self, into, delta_max)
             if self._frames:  # the end, which follows the last of the output
-                self._take_pushed(into.parts)
-        self.in_flight_count += len(into.parts) - count
+                self._take_pushed(parts)
+        self.in_flight_count += len(parts) - count
 
     def _take_pushed(self, parts: list[bytes]) -> None:
-        if self._frames:
-            parts += self._frames
-            self.outbox.frame_count -= len(self._frames)
-            self._frames = []
+        parts += self._frames
+        self.outbox.frame_count -= len(self._frames)
+        self._frames = []
 
     def was_taken(self) -> None:
         """The transport has the message, or the client is gone."""
@@ -186,7 +185,8 @@ class Deliveries:
         for outbox in ready:
             try:
                 message = outbox.collect()
-                entries += [supply.entry(token_count) for supply, token_count in message.entries]
+                for supply, token_count in message.entries:
+                    entries.append(supply.entry(token_count))
                 collected.append((outbox, message))
             except Exception as error:  # other streams' messages do not depend on it
                 outbox.hand_over([], error)
@@ -220,6 +220,7 @@ class Outbox:
         self._is_noted = False
         self._idle: asyncio.Future[None] | None = None  # while the writer waits for something to send
         self._room: asyncio.Future[None] | None = None  # while the reader waits for room
+        self._is_open = True  # whether what waits may go out
         self._closing = False
 
     def push(self, frame: pb.ServerFrame) -> None:
@@ -279,13 +280,19 @@ class Outbox:
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
-    async def write_all(self, write: Callable[[bytes], Awaitable[object]]) -> None:
+    async def write_all(
+        self,
+        write: Callable[[bytes], Awaitable[object]],
+        on_gone: Callable[[], None] | None = None,
+        gone: type[Exception] | tuple[()] = (),
+    ) -> None:
         """Send until closed and empty. write: sends a serialized `GenerateResponse`.
 
-        Raises: OSError if the journal cannot be written (nothing of that message was sent), and whatever `write` raises.
+        on_gone: called when `write` raises `gone`, by which it tells that the client has gone. Raises: OSError if the journal
+        cannot be written (nothing of that message was sent), and whatever else `write` raises.
         """
         while True:
-            if not self._message and self._failure is None and self._may_send():
+            if self._line and self._is_open and not self._message and self._failure is None:
                 if not self._is_noted:
                     self._is_noted = True
                     self._deliveries.note(self)
@@ -294,12 +301,17 @@ class Outbox:
                 raise self._failure
             if self._message:
                 message, self._message = self._message, []
-                await write(b"".join(message))
+                try:
+                    await write(b"".join(message))
+                except gone:
+                    if on_gone is not None:
+                        on_gone()
+                    return
                 self.message_count += 1
                 taken, self._in_flight = self._in_flight, []
                 for receiver in taken:
                     receiver.was_taken()
-            elif not self._may_send():
+            elif not (self._line and self._is_open):
                 if self._closing:
                     return
                 self._idle = asyncio.get_running_loop().create_future()
@@ -307,10 +319,6 @@ class Outbox:
                     await self._idle
                 finally:
                     self._idle = None
-
-    def _may_send(self) -> bool:
-        """Whether something waits that may go out."""
-        return bool(self._line)
 
     def collect(self) -> Collected:
         """Take what goes into the next message, each request in its turn."""
@@ -325,7 +333,7 @@ class Outbox:
             one.take(collected, DELTAS_PER_TURN_MAX)
             if one.in_flight_count:
                 self._in_flight.append(one)
-            if one.supply is not None and one.supply.has_more():
+            if one.supply is not None and one.supply.has_more:
                 more.append(one)
             else:
                 one.is_waiting = False
@@ -336,7 +344,8 @@ class Outbox:
         """What was collected may be sent; or not, for this reason."""
         self._is_noted = False
         self._message, self._failure = parts, failure
-        self._make_room()
+        if self._room is not None:
+            self._make_room()
 
     def _make_room(self) -> None:
         if self._room is not None and not self._room.done():
@@ -358,6 +367,9 @@ class WholeOutbox(Outbox):
 
     def ended(self, receiver: Receiver, frame: pb.ServerFrame) -> None:
         """See `Outbox.ended`."""
+        if receiver.is_waiting:  # ends go out in their order, since the first failure is the answer's
+            self._line.remove(receiver)
+            self._line.append(receiver)
         if frame.HasField("failed"):
             self._on_failure(receiver.given_id)
         self.complete(receiver)
@@ -373,9 +385,6 @@ class WholeOutbox(Outbox):
         """See `Outbox.close`."""
         self._is_open = True
         super().close()
-
-    def _may_send(self) -> bool:
-        return self._is_open and bool(self._line)
 
     def _note(self) -> None:
         if self._is_open:
@@ -419,22 +428,30 @@ def frame_head(request_id: str) -> bytes:
 
 def framed(frame: bytes) -> bytes:
     """A serialized `ServerFrame` as a part of a `GenerateResponse`."""
-    return b"\x0a%b%b" % (varint(len(frame)), frame)
+    length = len(frame)
+    return b"\x0a%b%b" % (ONE_BYTE[length] if length < 128 else varint(length), frame)
 
 
 def delta_frame(head: bytes, delta: bytes) -> bytes:
     """A serialized `DeltaFrame` as a part of a `GenerateResponse`. head: see `frame_head`."""
-    length = varint(len(delta))
-    return b"\x0a%b%b\x22%b%b" % (varint(len(head) + 1 + len(length) + len(delta)), head, length, delta)
+    size = len(delta)
+    length = ONE_BYTE[size] if size < 128 else varint(size)
+    size += len(head) + 1 + len(length)
+    return b"\x0a%b%b\x22%b%b" % (ONE_BYTE[size] if size < 128 else varint(size), head, length, delta)
 
 
 def delta_bytes(seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes = b"") -> bytes:
     """A serialized `DeltaFrame`. rest: its other fields, serialized."""
-    ids = varint(token_ids[0]) if len(token_ids) == 1 else b"".join(map(varint, token_ids))
+    number = ONE_BYTE[seq] if seq < 128 else varint(seq)
+    size = len(text)
+    if size < 128 and not choice_index and len(token_ids) == 1:  # as most are
+        ids = varint(token_ids[0])
+        return b"\x08%b\x12%b%b\x1a%b%b%b" % (number, ONE_BYTE[size], text, ONE_BYTE[len(ids)], ids, rest)
+    ids = b"".join(map(varint, token_ids))
     return b"".join(
         (
-            b"\x08" + varint(seq),
-            b"\x12" + varint(len(text)) + text if text else b"",
+            b"\x08" + number,
+            b"\x12" + varint(size) + text if text else b"",
             b"\x1a" + varint(len(ids)) + ids if ids else b"",
             b"\x28" + varint(choice_index) if choice_index else b"",
             rest,

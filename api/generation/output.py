@@ -119,6 +119,7 @@ class Output(ABC):
         self._has_failed = False
         self._unattended: asyncio.TimerHandle | None = None
         self._moved: asyncio.Future[None] | None = None
+        self.has_more = False  # see `Supply`
         receiver.source = receiver.supply = self
 
     # What the request does.
@@ -303,10 +304,6 @@ class Output(ABC):
     def take(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
         """See `Supply`."""
 
-    @abstractmethod
-    def has_more(self) -> bool:
-        """See `Supply`."""
-
     def entry(self, token_count: int) -> Delivered:
         """See `Supply`."""
         assert self.hold_id is not None, "tokens flow only under a hold"
@@ -388,7 +385,6 @@ class LiveOutput(Output):
         super().__init__(receiver, model, flow, life, update)
         self._steps: list[Step] = []  # what waits, behind what is packed
         self._packed: dict[int, PackedOutput] = {}  # by choice
-        self._is_cut_short = False  # more may be sent than was taken
 
     def say(
         self,
@@ -425,7 +421,7 @@ class LiveOutput(Output):
 
     def take(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
         """See `Supply.take`."""
-        self._is_cut_short = False
+        self.has_more = False
         if not (self._steps or self._packed):
             return
         if not self.fence():
@@ -447,17 +443,13 @@ class LiveOutput(Output):
                 return
         self._take_packed(receiver, into, delta_max)
 
-    def has_more(self) -> bool:
-        """See `Supply.has_more`."""
-        return self._is_cut_short
-
     def _take_packed(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
         self._pack()
         flow, room, taken_count, delta_count = self.flow, into.token_room, 0, 0
         for choice_index, output in list(self._packed.items()):
-            while not (output.empty or self._is_cut_short):
+            while not (output.empty or self.has_more):
                 if delta_count >= delta_max or taken_count >= room:
-                    self._is_cut_short = True
+                    self.has_more = True
                     break
                 most = TOKENS_PER_DELTA_MAX if flow.credit is None else min(TOKENS_PER_DELTA_MAX, flow.credit)
                 if self.usage_telling is not None:
@@ -528,7 +520,6 @@ class ReplayOutput(Output):
         self.buffer = buffer
         self._next_seq = 1  # the first that the receiver has not been given
         self._unread = 0  # tokens from there on
-        self._is_cut_short = False
 
     def say(
         self,
@@ -571,10 +562,10 @@ class ReplayOutput(Output):
     def take(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
         """See `Supply.take`."""
         flow, count = self.flow, 0
-        self._is_cut_short = False
+        self.has_more = False
         while self._next_seq <= self._last_seq:
             if count >= delta_max or into.token_room <= 0:
-                self._is_cut_short = True
+                self.has_more = True
                 break
             delta, token_count = self.buffer.get(self._next_seq)
             if flow.credit is not None:
@@ -589,10 +580,6 @@ class ReplayOutput(Output):
             self._tell_usage(into, receiver, token_count)
         if self._life is None and not self._waits():
             self._say_end()
-
-    def has_more(self) -> bool:
-        """See `Supply.has_more`."""
-        return self._is_cut_short
 
     def forget(self) -> None:
         """What is kept goes: who is still reading is told so."""

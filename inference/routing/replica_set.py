@@ -417,7 +417,7 @@ class FleetStream:
         self._fleet = fleet
         self._request = request
         self._attempt: Attempt | None = None
-        self._take: Callable[[TokensGenerated], bool] | None = None
+        self._take: Callable[[SequenceEvent], bool] | None = None
         self._loss: EngineError | None = None  # that an event showed
         self._cancelled = False
         self._cancel_asked = asyncio.Event()
@@ -484,16 +484,22 @@ class FleetStream:
         if self._attempt is not None:
             self._attempt.stream.cancel()
 
-    def deliver_to(self, take: Callable[[TokensGenerated], bool]) -> None:
+    def deliver_to(self, take: Callable[[SequenceEvent], bool]) -> None:
         """See `SequenceStream.deliver_to`."""
         self._take = take
         if self._attempt is not None:
             self._attempt.stream.deliver_to(self._deliver)
 
-    def _deliver(self, event: TokensGenerated) -> bool:
-        """Let new tokens of the engine that has it now take the short way."""
+    def _deliver(self, event: SequenceEvent) -> bool:
+        """Let events of the engine that has it now take the short way."""
+        if type(event) is Scheduled and self._cached_token_count is not None:
+            self._tell(event)  # it is told once, whatever engine begins
+            return True
         if self._take is None or not self._take(event):
             return False
+        if type(event) is not TokensGenerated:
+            self._tell(event)
+            return True
         attempt, count = self._attempt, len(event.token_ids)
         if self._is_told and attempt is not None and attempt.goes_on(count):
             self._token_count += count

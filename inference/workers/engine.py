@@ -45,7 +45,7 @@ class BufferedStream:
         self._cancel_sent = False
         self._events: deque[SequenceEvent] = deque()
         self._failure: EngineError | None = None
-        self._take: Callable[[TokensGenerated], bool] | None = None
+        self._take: Callable[[SequenceEvent], bool] | None = None
         self._reader: asyncio.Future[None] | None = None  # while it waits; an `asyncio.Event` costs three times as much per token
 
     def __aiter__(self) -> AsyncIterator[SequenceEvent]:
@@ -70,7 +70,7 @@ class BufferedStream:
             self._cancel_sent = True
             self._cancel(self)
 
-    def deliver_to(self, take: Callable[[TokensGenerated], bool]) -> None:
+    def deliver_to(self, take: Callable[[SequenceEvent], bool]) -> None:
         """See `SequenceStream.deliver_to`."""
         self._take = take
 
@@ -79,19 +79,19 @@ class BufferedStream:
         if type(event) is TokensGenerated:
             self.has_output = True
             self.outputs[event.choice_index] += event.token_ids
-            reader = self._reader
-            # Past the reader only where it has read everything and was not woken.
-            if self._take is not None and reader is not None and not self._events and not reader.done():
-                try:
-                    if self._take(event):
-                        return
-                except Exception as error:
-                    reader.set_exception(error)
-                    return
-        elif isinstance(event, Scheduled):
+        elif type(event) is Scheduled:
             self.scheduled = True
-        elif isinstance(event, SequenceFinished):
+        elif type(event) is SequenceFinished:
             self.ended = True
+        reader = self._reader
+        # Past the reader only where it has read everything and was not woken.
+        if self._take is not None and reader is not None and not (self.ended or self._events or reader.done()):
+            try:
+                if self._take(event):
+                    return
+            except Exception as error:
+                reader.set_exception(error)
+                return
         self._events.append(event)
         self._wake()
 

@@ -19,7 +19,6 @@ from inference.engine import (
     SequenceEvent,
     SequenceFinished,
     SequenceStream,
-    TokensGenerated,
 )
 from inference.errors import CheckpointInvalid, EngineStartFailed, EngineUnavailable
 from inference.routing.memory import MemoryBudget
@@ -73,7 +72,7 @@ class FakeStream:
     def cancel(self) -> None:
         self.ended.set()
 
-    def deliver_to(self, take: Callable[[TokensGenerated], bool]) -> None:
+    def deliver_to(self, take: Callable[[SequenceEvent], bool]) -> None:
         """It tells no tokens."""
 
     async def __aiter__(self) -> AsyncIterator[SequenceEvent]:
