@@ -67,6 +67,9 @@ _USED: Mapping[RequestField, Callable[[GenerationRequest], bool]] = {
 }
 
 
+_FORMATS = frozenset({RequestField.JSON_SCHEMA, RequestField.REGEX, RequestField.LARK})
+
+
 def used_fields(request: GenerationRequest) -> frozenset[RequestField]:
     """Return the fields that change the request's answer."""
     return frozenset(field for field, is_used in _USED.items() if is_used(request))
@@ -95,7 +98,7 @@ class Capabilities:
         """Raise `RequestImpossible` with the field if the engine would ignore one. engine: its name, for the message."""
         sampling = request.sampling
         for field in _in_order(self.unsupported):
-            if _USED[field](request):
+            if (request.response_format is not None or field not in _FORMATS) and _USED[field](request):
                 raise self._refusal(request, field, engine)
         if sampling.top_logprobs is not None:
             most = self.top_logprobs_max

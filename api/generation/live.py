@@ -359,14 +359,12 @@ class LiveRequest:
         """Wait for the engine, and for the turn with it."""
         if not engine.healthy():
             await self._load(engine)
-        self._watch.lap("cold_start")
         self.life.become(State.QUEUED)
         await place.turn()
         self._watch.lap("queue")
         if not engine.healthy():  # it may have gone meanwhile
             await self._load(engine)
-        self._watch.lap("cold_start")
-        self.life.become(State.QUEUED)
+            self.life.become(State.QUEUED)
         # This process may have slept while the request waited: then the engine is to spend nothing on it.
         if (lapse := lease.lapse()) is not None:
             raise lapse
@@ -375,6 +373,7 @@ class LiveRequest:
         self.life.become(State.LOADING)
         self.tell_progress(None)
         await wait_until_ready(engine, self.start.model, self._process.admission.settings.cold_start_wait_s)
+        self._watch.lap("cold_start")
 
     @staticmethod
     def _error_before_hold(end: End) -> Exception:

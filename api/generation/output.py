@@ -172,11 +172,11 @@ class Output(ABC):
 
     async def all_taken(self, within_s: float | None = None) -> bool:
         """Wait until nothing waits for the client any more, for ever or for so long; whether it came to that."""
-        if self.is_taken:
-            return True
-        loop = asyncio.get_running_loop()
-        ends_at = None if within_s is None else loop.time() + within_s
+        ends_at = None
         while not self.is_taken:
+            loop = asyncio.get_running_loop()
+            if within_s is not None and ends_at is None:
+                ends_at = loop.time() + within_s
             self._moved = loop.create_future()
             timer = None if ends_at is None else loop.call_at(ends_at, self.moved)
             try:
@@ -186,8 +186,8 @@ class Output(ABC):
                 if timer is not None:
                     timer.cancel()
             if ends_at is not None and loop.time() >= ends_at:
-                break
-        return self.is_taken
+                return self.is_taken
+        return True
 
     @abstractmethod
     def discard(self, *, kept_too: bool = False) -> None:

@@ -81,7 +81,7 @@ class Process:
         request = LiveRequest(caller, start, self, receiver)
         self._live[request] = None
         self._by_key.setdefault((caller.payer.project_id.int, start.request_id.int), request)
-        self._tasks.create_task(request.run(), name=f"request {start.request_id}")
+        self._tasks.create_task(request.run(), name=f"request {start.given_id}")
 
     async def turn_to_read(self, owner: Owner, byte_count: int) -> None:
         """Wait until a message of this API key may be read, whose bytes count as being prepared meanwhile.

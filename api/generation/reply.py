@@ -142,8 +142,6 @@ class Reply:
             self.output.complete()
             await self.output.all_taken()
             return
-        if self.output.is_taken:
-            return
         before = None
         while before != (progress := self.output.progress):
             before = progress

@@ -247,6 +247,9 @@ class OnDemandSlot(Generic[Served]):
 
     async def started(self) -> Served:
         """The engine, once it takes requests; nothing is awaited between that and the return. Raises as `start`."""
+        engine = self._engine
+        if engine is not None and not self._is_stopping and engine.healthy():  # as it mostly is
+            return engine
         while True:
             if self._closed:
                 raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
@@ -281,7 +284,8 @@ class OnDemandSlot(Generic[Served]):
     def begin_use(self) -> None:
         """From now on somebody uses it, until `end_use`."""
         self._user_count += 1
-        self._forget_timer()
+        if self._idle_timer is not None:
+            self._forget_timer()
 
     def end_use(self) -> None:
         """One of those who use it does not any more."""

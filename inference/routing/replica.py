@@ -48,6 +48,7 @@ class CircuitBreaker:
         self._failure_count = 0
         self._failed_at_s: float | None = None
         self._open_until_s: float | None = None  # None: closed
+        self.is_closed = True  # lets everybody through
         self._pauses = Backoff(limits.pause_s_min, limits.pause_s_max)
         self._probing = False
 
@@ -56,11 +57,6 @@ class CircuitBreaker:
         if self._open_until_s is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it lets everybody through."""
-        return self._open_until_s is None
 
     def admits(self, now_s: float) -> bool:
         """Whether a sequence may be begun now."""
@@ -73,7 +69,7 @@ class CircuitBreaker:
 
     def begun(self, now_s: float) -> bool:
         """A sequence begins; whether it is the probe."""
-        if self._open_until_s is None:
+        if self.is_closed:
             return False
         assert self.admits(now_s), "whoever begins has asked"
         self._probing = self.state(now_s) is BreakerState.HALF_OPEN
@@ -83,7 +79,7 @@ class CircuitBreaker:
         """A sequence that began after the last failure has had a token."""
         self._failure_count = 0
         self._pauses.reset()
-        self._open_until_s = None
+        self._open_until_s, self.is_closed = None, True
         self._probing = False
 
     def failed(self, began_at_s: float, now_s: float) -> None:
@@ -93,7 +89,7 @@ class CircuitBreaker:
         self._failed_at_s = now_s
         self._failure_count += 1
         if self._probing or self._failure_count >= self._limits.failure_count_max:
-            self._open_until_s = now_s + self._pauses.next_s()
+            self._open_until_s, self.is_closed = now_s + self._pauses.next_s(), False
         self._probing = False
 
     def told_nothing(self) -> None:
@@ -125,6 +121,9 @@ class Found(NamedTuple):
     def token_count(self) -> int:
         """In tokens."""
         return self.block_count * KV_BLOCK_TOKENS
+
+
+NOTHING_FOUND = Found(0, ())
 
 
 class SentPrefixes:
@@ -274,10 +273,6 @@ class Replica:
                 state, reason = ReplicaState.TRIPPED, "sequences were lost one after the other"
         counts = self.live_sequence_count, self.outstanding_token_count
         return ReplicaReport(self.name, self.region, state, *counts, reason, self.engine.statistics(), self.is_drained)
-
-    def entered(self) -> None:
-        """A sequence more."""
-        self.live_sequence_count += 1
 
     def left(self) -> None:
         """A sequence less."""

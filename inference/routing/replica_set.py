@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -39,7 +39,7 @@ from inference.engine import (
 )
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
 from inference.routing.placement import PlacementPolicy, PrefixAware, Work
-from inference.routing.replica import Replica, ReplicaReport, SetStatistics, all_drained, nobody_takes, standing
+from inference.routing.replica import NOTHING_FOUND, Replica, ReplicaReport, SetStatistics, all_drained, nobody_takes, standing
 
 RECOVERY_WAIT_S = 10.0  # seconds: a small model's process is back by then, and a client would rather wait than ask anew
 OUTPUT_TOKENS_FIRST = 128  # tokens: what an answer is taken to have before any has ended
@@ -67,7 +67,7 @@ class ReplicaSet:
         """model: as it is called outside, whatever its replicas call it. warm_count: all of them if it is None."""
         assert replicas, "a set has replicas"
         assert len({replica.name for replica in replicas}) == len(replicas), "replicas have names of their own"
-        self._model = model
+        self.model = model
         self._replicas = tuple(replicas)
         self._policy: PlacementPolicy = policy or PrefixAware()
         self._warm_count = len(replicas) if warm_count is None else warm_count
@@ -81,11 +81,6 @@ class ReplicaSet:
         self._output_token_count = float(OUTPUT_TOKENS_FIRST)
         self._migration_count = self._replacement_count = 0
         self._statistics = SetStatistics(len(replicas))
-
-    @property
-    def model(self) -> ModelInfo:
-        """See `Engine.model`."""
-        return self._model
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -191,10 +186,16 @@ class ReplicaSet:
         refusals: list[EngineError] = []
         impossible: RequestImpossible | None = None
         for tier in self._tiers(request, avoided):
-            left = list(tier)
-            while left := [replica for replica in left if replica.takes(self.clock())]:
+            asked: list[Replica] = []
+            while True:
+                left, now_s = [], self.clock()
+                for replica in tier:
+                    if replica not in asked and replica.takes(now_s):
+                        left.append(replica)
+                if not left:
+                    break
                 replica = left[0] if len(left) == 1 else self._choose(left, request, work)
-                left.remove(replica)
+                asked.append(replica)
                 try:
                     return await self._enter(replica, request, work)
                 except (EngineOverloaded, EngineUnavailable, EngineStartFailed) as refusal:
@@ -250,8 +251,13 @@ class ReplicaSet:
         await attempt.enter()
         return attempt
 
-    def _tiers(self, request: GenerationRequest, avoided: Sequence[Replica]) -> Iterator[list[Replica]]:
+    def _tiers(self, request: GenerationRequest, avoided: Sequence[Replica]) -> Iterable[Sequence[Replica]]:
         """Those that may be asked, in groups: by region in the order of preference, and all avoided ones after all others."""
+        if not (avoided or request.regions or request.output_token_ids):
+            return (self._replicas,)
+        return self._chosen_tiers(request, avoided)
+
+    def _chosen_tiers(self, request: GenerationRequest, avoided: Sequence[Replica]) -> Iterator[list[Replica]]:
         begun = bool(request.output_token_ids)
         allowed = [replica for replica in self._replicas if not begun or replica.engine.model.can_continue(request)]
         for is_avoided in (False, True):
@@ -335,14 +341,16 @@ class Attempt:
         self._work = work
         self._began_at_s = now_s
         self._has_entered = False
-        self._found = replica.prefixes.find(work.keys)
-        replica.prefixes.sent(work.keys)
+        self._found = NOTHING_FOUND
+        if work.keys:
+            self._found = replica.prefixes.find(work.keys)
+            replica.prefixes.sent(work.keys)
         self._is_probe = replica.breaker.begun(now_s)
         self._has_told = False  # whether it has shown if the replica works
         self._has_left = False
         self._output_left = output_token_count
         self._charged = 0
-        replica.entered()
+        replica.live_sequence_count += 1
         self._charge(work.prompt_token_count - self._found.token_count + output_token_count)
 
     async def enter(self) -> None:
@@ -357,14 +365,16 @@ class Attempt:
 
     def scheduled(self, cached_token_count: int) -> None:
         """The engine has begun with it, and says what it had cached."""
-        self.replica.prefixes.found_missing(self._found, cached_token_count)
+        if self._work.keys:
+            self.replica.prefixes.found_missing(self._found, cached_token_count)
         self._charge(self._work.prompt_token_count - cached_token_count + self._output_left)
 
     def generated(self, token_count: int) -> None:
         """Tokens have come."""
         if not self._has_told:
             self._has_told = True
-            self.replica.prefixes.computed(self._work.keys)
+            if self._work.keys:
+                self.replica.prefixes.computed(self._work.keys)
             if self.replica.breaker.is_news(self._began_at_s):
                 self.replica.breaker.succeeded()
         self._output_left = max(self._output_left - token_count, 1)

@@ -254,7 +254,10 @@ class HostedEngine(EngineLife):
         self._worker.kill()
 
     def _submit(self, stream: BufferedStream) -> None:
-        if all(other.ended for other in self._streams.values() if other is not stream):
+        for other in self._streams.values():
+            if not (other.ended or other is stream):
+                break
+        else:
             self._worker.heard()  # an idle host had no reason to report, whoever has yet to read what it has told
         self._worker.send(StartSequence(stream.number, stream.request))
 
