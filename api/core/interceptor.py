@@ -34,6 +34,8 @@ LARGE_MESSAGES = frozenset(
 
 METHOD: ContextVar[str] = ContextVar("method")  # the path of the call that this task answers; gRPC's context does not tell
 
+SERIALIZED = frozenset({"/weir.v1.InferenceService/Generate"})  # whose answers are written in the wire format
+
 # Health checks are answered whoever else calls from their address.
 PROBE = "/grpc.health.v1.Health/Check"
 
@@ -112,9 +114,8 @@ class Guard:
             handle = self._guarded(writing(handler.unary_stream), method)
             return grpc.unary_stream_rpc_method_handler(handle, read, write)
         if handler.stream_stream is not None:
-            # Messages of a stream are written in the wire format, which some of them are put together in.
-            handle = self._guarded(writing(handler.stream_stream, write), method, read)
-            return grpc.stream_stream_rpc_method_handler(handle, None, None)
+            handle = self._guarded(writing(handler.stream_stream), method, read)
+            return grpc.stream_stream_rpc_method_handler(handle, None, None if method in SERIALIZED else write)
         return handler
 
     def _guarded(self, handle: Callable[..., Any], method: str, parse: Parse | None = None) -> Callable[[Any, Any], Awaitable[Any]]:
@@ -138,17 +139,14 @@ def visiting(guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FrameP
     return visit
 
 
-def writing(handle: Callable[..., Any], serialize: Callable[[Any], bytes] | None = None) -> Callable[[Any, Any], Awaitable[Any]]:
-    """A handler that writes its answers, made of one that may yield them: only such a one can be guarded.
-
-    serialize: of what it yields; None if the transport does it.
-    """
+def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """A handler that writes its answers, made of one that may yield them: only such a one can be guarded."""
     if not inspect.isasyncgenfunction(handle):
         return handle
 
     async def write_all(request: Any, context: Context) -> None:
         async for response in handle(request, context):
-            await context.write(response if serialize is None else serialize(response))
+            await context.write(response)
 
     return write_all
 
