@@ -13,12 +13,15 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from weir.v1 import inference_service_pb2 as pb
 
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered, UsageJournal
+
+if TYPE_CHECKING:
+    from api.generation.output import Output
 
 FRAMES_WAITING_MAX = 50_000  # some 10 MB: beyond it nothing more is read from a client that does not read itself
 FRAMES_PER_MESSAGE_MAX = 1000  # some 60 kB of deltas: below any receive limit a client may have
@@ -64,35 +67,13 @@ class Source(Protocol):
         ...
 
 
-class Supply(Protocol):
-    """Output of one request, from which its stream takes."""
-
-    def take(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
-        """Put what may be sent now into a message, so many deltas at most."""
-        ...
-
-    has_more: bool  # whether something that may be sent now is left after `take`
-
-    def moved(self) -> None:
-        """The transport has taken what it was given, or the client is gone."""
-        ...
-
-    def entry(self, token_count: int) -> Delivered:
-        """What the journal has to know once so many more tokens are delivered."""
-        ...
-
-    def was_delivered(self, token_count: int) -> None:
-        """So many more tokens are."""
-        ...
-
-
 @dataclass(slots=True)
 class Collected:
     """Frames of a message that is being made. entries: tokens that it delivers and that no one has counted, by output."""
 
     parts: list[bytes]
     token_room: int
-    entries: list[tuple[Supply, int]]
+    entries: list[tuple[Output, int]]
 
 
 class Receiver:
@@ -105,7 +86,7 @@ class Receiver:
         self.source: Source
         self.payload_hash: bytes | None = None  # of the `start` that asked for it, if one did
         self.is_refused = False  # it has ended without anything of a request
-        self.supply: Supply | None = None  # of output; None: all its frames are pushed
+        self.supply: Output | None = None  # of output; None: all its frames are pushed
         self.head = frame_head(given_id)
         self.is_waiting = False  # in the outbox's line
         self.in_flight_count = 0  # frames of the message that is being written

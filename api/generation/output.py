@@ -119,7 +119,7 @@ class Output(ABC):
         self._has_failed = False
         self._unattended: asyncio.TimerHandle | None = None
         self._moved: asyncio.Future[None] | None = None
-        self.has_more = False  # see `Supply`
+        self.has_more = False  # whether something that may be sent now is left after `take`
         receiver.source = receiver.supply = self
 
     # What the request does.
@@ -302,10 +302,10 @@ class Output(ABC):
 
     @abstractmethod
     def take(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
-        """See `Supply`."""
+        """Put what may be sent now into a message, so many deltas at most; `has_more` tells whether some is left then."""
 
     def entry(self, token_count: int) -> Delivered:
-        """See `Supply`."""
+        """What the journal has to know once so many more tokens are delivered."""
         assert self.hold_id is not None, "tokens flow only under a hold"
         usage = self.usage
         total = usage.delivered_token_count + token_count
@@ -313,11 +313,11 @@ class Output(ABC):
         return Delivered(self.hold_id, usage.input_token_count, usage.cached_input_token_count, generated, total)
 
     def was_delivered(self, token_count: int) -> None:
-        """See `Supply`."""
+        """So many more tokens are."""
         self.usage.delivered_token_count += token_count
 
     def moved(self) -> None:
-        """See `Supply`."""
+        """The transport has taken what it was given, or the client is gone."""
         if self._moved is not None and not self._moved.done():
             self._moved.set_result(None)
 
@@ -420,7 +420,7 @@ class LiveOutput(Output):
             self.discard()
 
     def take(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
-        """See `Supply.take`."""
+        """See `Output.take`."""
         self.has_more = False
         if not (self._steps or self._packed):
             return
@@ -560,7 +560,7 @@ class ReplayOutput(Output):
         self.moved()
 
     def take(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
-        """See `Supply.take`."""
+        """See `Output.take`."""
         flow, count = self.flow, 0
         self.has_more = False
         while self._next_seq <= self._last_seq:
