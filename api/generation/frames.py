@@ -54,28 +54,6 @@ def loading(engine: EngineCondition) -> pb.ServerFrame:
     return pb.ServerFrame(progress=frame)
 
 
-def delta(
-    seq: int,
-    choice_index: int,
-    text: str,
-    token_ids: Sequence[int],
-    logprobs: Sequence[pb.TokenLogprobs],
-    calls: Sequence[pb.ToolCallDelta] = (),
-) -> pb.ServerFrame:
-    """New output."""
-    frame = pb.ServerFrame()
-    said = frame.delta
-    said.seq = seq
-    said.choice_index = choice_index
-    said.text = text
-    said.token_ids.extend(token_ids)
-    if logprobs:
-        said.logprobs.extend(logprobs)
-    if calls:
-        said.tool_calls.extend(calls)
-    return frame
-
-
 def tool_calls(pieces: Sequence[CallPiece]) -> list[pb.ToolCallDelta]:
     """New of tool calls."""
     return [pb.ToolCallDelta(index=each.index, id=each.id, name=each.name, arguments_json=each.arguments) for each in pieces]

@@ -198,7 +198,7 @@ async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one
             assert proxy.attempt_count - attempts < 60, "a few per second, whoever comes"
             proxy.refusing = False
             async with asyncio.timeout(PATIENCE_S):  # health may never have told of so short an outage
-                while not (await stream.end(await stream.begin(max_output_tokens=1))).HasField("finished"):
+                while not (await stream.end(await stream.begin(max_output_tokens=1))).HasField("finished"):  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
             back = [await stream.begin(max_output_tokens=1) for _ in range(CLIENTS // 2)]
             peak = 0
