@@ -365,7 +365,8 @@ class StandingKey:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """principal: as found just now. look_up: finds it again. interval_s: how old an answer may be."""
-        self._principal = principal
+        self.principal = principal  # whose key it is, and what it was good for when it was last good
+        self.payer = payer(principal)
         self._look_up = look_up
         self._interval_s = interval_s
         self._clock = clock
@@ -374,11 +375,6 @@ class StandingKey:
         self._refusal: Exception | None = None
         self.on_shut_out: Callable[[Exception], None] = tell_nobody  # called if it may not be used from there any more
 
-    @property
-    def principal(self) -> Principal:
-        """Whose key it is, and what it was good for when it was last good."""
-        return self._principal
-
     async def look_again(self) -> None:
         """Ask whether the key is still good, and for what, if the last answer is too old. Never raises what is found."""
         now = self._clock()
@@ -386,7 +382,8 @@ class StandingKey:
             return
         self._is_stale = False  # before: what changes meanwhile is looked at again
         try:
-            self._principal, self._refusal = await self._look_up(), None
+            self.principal, self._refusal = await self._look_up(), None
+            self.payer = payer(self.principal)
         except (KeyInvalid, PermissionDenied) as refusal:
             self._refusal = refusal
         except (StoreAway, AuthenticationThrottled):
@@ -400,7 +397,7 @@ class StandingKey:
         ended_secrets: hashes of secrets with which nothing goes on.
         """
         self._is_stale = True
-        principal = self._principal
+        principal = self.principal
         if principal.secret_hash in ended_secrets:
             self._refusal = KeyRevokedMidway(SECRET_REPLACED)
             self.on_shut_out(self._refusal)
@@ -412,7 +409,7 @@ class StandingKey:
         """Whether a request may begin. Raises: Unauthenticated, KeyInvalid, PermissionDenied."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
-        lifetime_s = self._principal.secret_lifetime_s
+        lifetime_s = self.principal.secret_lifetime_s
         if lifetime_s is not None and self._clock() >= self._looked_at + lifetime_s:
             raise Unauthenticated("the API key of this stream has expired or was rotated: open a stream with the new secret")
 

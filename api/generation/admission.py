@@ -10,6 +10,7 @@ import math
 import time
 import uuid
 from collections import OrderedDict
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -91,6 +92,8 @@ class Lease:
 
     def __init__(self, admission: Admission, max_output_token_count: int, admitted: Admitted, usage: UsageSoFar) -> None:
         self.admitted = admitted
+        # Why no more tokens may leave under this hold, whatever is leased; None while they may. Each token asks.
+        self.lapse = partial(admission.holds.lapse, admitted.hold_id)
         self.usage = usage
         self.outcome: Outcome | None = None
         self.timings: dict[str, float] | None = None
@@ -101,10 +104,6 @@ class Lease:
         self.leased_token_count = admitted.leased_token_count
         self._lock: asyncio.Lock | None = None  # made by the first extension
         self._anticipating = False
-
-    def lapse(self) -> MeteringError | None:
-        """Why no more tokens may leave under this hold, whatever is leased; None while they may."""
-        return self._admission.holds.lapse(self.admitted.hold_id)
 
     def allow(self, max_output_token_count: int) -> None:
         """The request may have so many output tokens in all, if it could not have more before."""

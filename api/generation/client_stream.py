@@ -16,7 +16,7 @@ from functools import partial
 import grpc
 from weir.v1 import inference_service_pb2 as pb
 
-from api.access.auth import StandingKey, check_model, payer
+from api.access.auth import StandingKey, check_model
 from api.core.errors import (
     FieldViolation,
     InvalidRequest,
@@ -218,7 +218,7 @@ class ClientStream:
                     trace = told if told.traceparent else self._trace
                     principal = self._key.principal
                     caller = Caller(
-                        payer(principal),
+                        self._key.payer,
                         auth_ms,
                         received_at,
                         self._deadline,

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -292,7 +293,7 @@ class LiveRequest:
         limits.check_input(len(request.prompt_token_ids))
         self._limits, self._request = limits, request
         self._reply.open(lease, limits, self._process.admission.settings, self._process.safety)
-        self.output.fence = lambda: self._may_send(lease)
+        self.output.fence = partial(self._may_send, lease)
         self._lease = lease
         predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
         bounded = is_bounded(self.caller.bounds, self.start.stop.max_output_tokens, request)
@@ -339,10 +340,11 @@ class LiveRequest:
 
     def _may_send(self, lease: Lease) -> bool:
         """Whether tokens may leave. Where one hold has lapsed, most have: this process was asleep."""
-        lapsed = lease.lapse() is not None
-        if lapsed and self.life.end is None:
+        if lease.lapse() is None:
+            return True
+        if self.life.end is None:
             self._process.end_lapsed()
-        return not lapsed
+        return False
 
     def _start_timer(self) -> asyncio.TimerHandle | None:
         """End the request as `DEADLINE` if the engine has not begun with it in time, wherever it waits then."""

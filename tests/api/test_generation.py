@@ -118,9 +118,9 @@ async def test_a_client_that_sends_and_never_reads_is_not_read_either(monkeypatc
             yield pb.GenerateRequest(frames=unknown)
             await asyncio.sleep(0)  # as a message from a socket would
 
-    key = StandingKey(
-        cast(Any, SimpleNamespace(api_key_id=uuid.uuid4(), organization_id=uuid.uuid4())), cast(Any, None), 60.0
-    )  # which it has no time to look at
+    ids = {name: uuid.uuid4() for name in ("api_key_id", "project_id", "organization_id")}
+    principal = cast(Any, SimpleNamespace(**ids, currency_code="USD"))
+    key = StandingKey(principal, cast(Any, None), 60.0)  # which it has no time to look at
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(ClientStream(process, key, 0.0).serve(messages(), cast(Any, context)))
         for _ in range(1000):
