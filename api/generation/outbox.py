@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from weir.v1 import inference_service_pb2 as pb
 
 from metering.core.models import Outcome
-from metering.holds.journal import Delivered, UsageJournal
+from metering.holds.journal import UsageJournal
 
 if TYPE_CHECKING:
     from api.generation.output import Output
@@ -147,58 +147,18 @@ class Receiver:
             self.on_taken()
 
 
-class Deliveries:
-    """Streams of this process with something to send: their messages are made together, with one write to the journal."""
-
-    def __init__(self, journal: UsageJournal) -> None:
-        self._journal = journal
-        self._ready: list[Outbox] = []
-
-    def note(self, outbox: Outbox) -> None:
-        """The writer of this stream can send, and has something to."""
-        self._ready.append(outbox)
-
-    def make_messages(self) -> None:
-        """Make the messages of all streams that are ready. A journal that cannot be written fails those with tokens."""
-        ready, self._ready = self._ready, []
-        collected: list[tuple[Outbox, Collected]] = []
-        entries: list[Delivered] = []
-        for outbox in ready:
-            try:
-                message = outbox.collect()
-                for supply, token_count in message.entries:
-                    entries.append(supply.entry(token_count))
-                collected.append((outbox, message))
-            except Exception as error:  # other streams' messages do not depend on it
-                outbox.hand_over([], error)
-        try:
-            if entries:
-                self._journal.record(entries)
-        except OSError as error:
-            for outbox, message in collected:
-                outbox.hand_over(message.parts, error if message.entries else None)
-            return
-        for outbox, message in collected:
-            for supply, token_count in message.entries:
-                supply.was_delivered(token_count)
-            outbox.hand_over(message.parts)
-
-
 class Outbox:
     """What one stream has to send. One writer, any number of requests."""
 
     takes_whole = False  # whether the client wants each answer in one piece; see `WholeOutbox`
 
-    def __init__(self, deliveries: Deliveries) -> None:
+    def __init__(self, journal: UsageJournal) -> None:
         self.is_abandoned = False
         self.frame_count = 0  # frames that wait here; output waits elsewhere
         self.message_count = 0  # messages that the client has taken: it stalls only while this stands still
-        self._deliveries = deliveries
+        self._journal = journal
         self._line: deque[Receiver | bytes] = deque()  # who has something to send, and frames of nobody
         self._in_flight: list[Receiver] = []
-        self._message: list[bytes] = []
-        self._failure: Exception | None = None
-        self._is_noted = False
         self._idle: asyncio.Future[None] | None = None  # while the writer waits for something to send
         self._room: asyncio.Future[None] | None = None  # while the reader waits for room
         self._is_open = True  # whether what waits may go out
@@ -225,12 +185,9 @@ class Outbox:
         """A request has ended with this frame."""
 
     def _note(self) -> None:
-        """Let the writer make a message, if it is not about to, and not at another one."""
-        if self._idle is not None and not (self._is_noted or self._message):
-            self._is_noted = True
-            self._deliveries.note(self)
-            if not self._idle.done():
-                self._idle.set_result(None)
+        """Wake the writer if it waits: something may go out."""
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
 
     async def room(self) -> None:
         """Wait while so many frames wait that to read more from the client would only add to them."""
@@ -246,20 +203,20 @@ class Outbox:
         self.is_abandoned = True
         gone = dict.fromkeys([*self._in_flight, *(each for each in self._line if isinstance(each, Receiver))])
         self._line.clear()
-        self._in_flight, self._message = [], []
+        self._in_flight = []
         for receiver in gone:
             receiver.is_waiting = False
             receiver.drop()
             receiver.was_taken()
         self.frame_count = 0
-        self._make_room()
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
         self.close()
 
     def close(self) -> None:
         """No more frames come; the writer ends when what waits is sent."""
         self._closing = True
-        if self._idle is not None and not self._idle.done():
-            self._idle.set_result(None)
+        self._note()
 
     async def write_all(
         self,
@@ -273,33 +230,41 @@ class Outbox:
         cannot be written (nothing of that message was sent), and whatever else `write` raises.
         """
         while True:
-            if self._line and self._is_open and not self._message and self._failure is None:
-                if not self._is_noted:
-                    self._is_noted = True
-                    self._deliveries.note(self)
-                self._deliveries.make_messages()  # only now, since a process may be stopped anywhere before, for any time
-            if self._failure is not None:
-                raise self._failure
-            if self._message:
-                message, self._message = self._message, []
-                try:
-                    await write(b"".join(message))
-                except gone:
-                    if on_gone is not None:
-                        on_gone()
-                    return
-                self.message_count += 1
-                taken, self._in_flight = self._in_flight, []
-                for receiver in taken:
-                    receiver.was_taken()
-            elif not (self._line and self._is_open):
-                if self._closing:
-                    return
+            if self._line and self._is_open:
+                # Made only now, since a process may be stopped anywhere before, for any time.
+                if message := self._message():
+                    try:
+                        await write(message)
+                    except gone:
+                        if on_gone is not None:
+                            on_gone()
+                        return
+                    self.message_count += 1
+                    taken, self._in_flight = self._in_flight, []
+                    for receiver in taken:
+                        receiver.was_taken()
+            elif self._closing:
+                return
+            else:
                 self._idle = asyncio.get_running_loop().create_future()
                 try:
                     await self._idle
                 finally:
                     self._idle = None
+
+    def _message(self) -> bytes:
+        """What may be sent now, journalled. Raises: OSError if it cannot be; nothing of it is delivered then."""
+        collected = self.collect()
+        if collected.entries:
+            entries = []
+            for output, token_count in collected.entries:
+                entries.append(output.entry(token_count))
+            self._journal.record(entries)
+            for output, token_count in collected.entries:
+                output.was_delivered(token_count)
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+        return b"".join(collected.parts)
 
     def collect(self) -> Collected:
         """Take what goes into the next message, each request in its turn."""
@@ -321,26 +286,15 @@ class Outbox:
         line += more
         return collected
 
-    def hand_over(self, parts: list[bytes], failure: Exception | None = None) -> None:
-        """What was collected may be sent; or not, for this reason."""
-        self._is_noted = False
-        self._message, self._failure = parts, failure
-        if self._room is not None:
-            self._make_room()
-
-    def _make_room(self) -> None:
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
-
 
 class WholeOutbox(Outbox):
     """Holds all frames back until each of its requests has generated everything, or has ended; then they go out as one message."""
 
     takes_whole = True
 
-    def __init__(self, deliveries: Deliveries, request_count: int, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, journal: UsageJournal, request_count: int, on_failure: Callable[[str], None]) -> None:
         """request_count: so many requests make up the answer. on_failure: called with the id of each that has failed."""
-        super().__init__(deliveries)
+        super().__init__(journal)
         self._request_count = request_count
         self._on_failure = on_failure
         self._complete: set[Receiver] = set()  # those that add no more output

@@ -13,7 +13,7 @@ from api.generation.embedding import EmbedCaller, LiveEmbedding
 from api.generation.embedding_wire import ValidEmbed
 from api.generation.life import WAITING
 from api.generation.live import Caller, LiveRequest
-from api.generation.outbox import Deliveries, Receiver
+from api.generation.outbox import Receiver
 from api.generation.output import ReplayOutput
 from api.generation.relay import Relays
 from api.generation.replay import Key, ReplayBuffers
@@ -58,7 +58,6 @@ class Process:
         self.router = router
         self.tokenizers = tokenizers
         self.queues = queues_of(router, settings)
-        self.deliveries = Deliveries(admission.journal)
         self.replays = ReplayBuffers(
             admission.journal, bytes_max=settings.kept_bytes_max, bytes_per_request_max=settings.kept_bytes_per_request_max
         )

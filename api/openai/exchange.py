@@ -77,9 +77,9 @@ class Exchange:
         self._arrival = arrival
         self._asked = asked
         self._answer = answer
-        deliveries = process.deliveries
-        whole = None if asked.streams else WholeOutbox(deliveries, len(asked.starts), self._stop_others)
-        self._outbox: Outbox = whole or Outbox(deliveries)
+        journal = process.admission.journal
+        whole = None if asked.streams else WholeOutbox(journal, len(asked.starts), self._stop_others)
+        self._outbox: Outbox = whole or Outbox(journal)
         self._live: list[LiveRequest] = []
         self._receivers: dict[str, Receiver] = {}  # of requests that have not ended, by the id in their frames
         self._places: dict[str, int] = {}  # of requests, by the same id

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from api.generation.life import Life
-from api.generation.outbox import Deliveries, Outbox, Receiver
+from api.generation.outbox import Outbox, Receiver
 from api.generation.output import Flow, LiveOutput, Output, ReplayOutput
 from api.generation.replay import ReplayBuffers
 from metering.core.errors import RequestInFlight
@@ -45,7 +45,7 @@ class World:
 
     def receiver(self) -> Receiver:
         """Of one more stream."""
-        return Receiver(Outbox(Deliveries(self.journal)), "r", self.ended.append)
+        return Receiver(Outbox(self.journal), "r", self.ended.append)
 
 
 async def test_without_keep_the_request_ends_with_the_stream_that_receives_it(journal: UsageJournal) -> None:

@@ -18,7 +18,7 @@ from api.core.settings import Settings
 from api.generation.client_stream import ClientStream, outcome_of_leaving
 from api.generation.life import State
 from api.generation.live import Caller, LiveRequest
-from api.generation.outbox import Deliveries, Outbox, Receiver
+from api.generation.outbox import Outbox, Receiver
 from api.generation.start_frame import parse_start
 from inference.routing.router import ModelUnknown, Router
 from metering.core.models import Outcome
@@ -50,7 +50,7 @@ def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(state: State
     payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
     caller = Caller(payer, 0.0, 0.0)
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="gpt", text="x"))
-    request = LiveRequest(caller, start, process, Receiver(Outbox(Deliveries(cast(Any, None))), start.given_id, lambda _: None))
+    request = LiveRequest(caller, start, process, Receiver(Outbox(cast(Any, None)), start.given_id, lambda _: None))
     request.life.state = state
 
     request.tell_progress(None)
@@ -105,8 +105,7 @@ class DeafContext:
 async def test_a_client_that_sends_and_never_reads_is_not_read_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the answers that it does not take would fill the memory of the server."""
     monkeypatch.setattr("api.generation.outbox.FRAMES_WAITING_MAX", 50)
-    deliveries, admission = Deliveries(cast(Any, None)), SimpleNamespace(settings=Settings())
-    process = cast(Any, SimpleNamespace(admission=admission, pace=FramePace(1.0), deliveries=deliveries))
+    process = cast(Any, SimpleNamespace(admission=SimpleNamespace(journal=None, settings=Settings()), pace=FramePace(1.0)))
     context = DeafContext()
     taken = 0
 

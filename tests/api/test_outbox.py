@@ -15,7 +15,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.generation import outbox as outbox_module
 from api.generation.life import Life
-from api.generation.outbox import Deliveries, Outbox, Receiver
+from api.generation.outbox import Outbox, Receiver
 from api.generation.output import Flow, LiveOutput
 from metering.holds.journal import Delivered, UsageJournal, decode
 
@@ -69,7 +69,7 @@ async def turns(count: int = 10) -> None:
 
 
 async def test_all_that_waits_goes_out_in_one_message_and_in_order(journal: UsageJournal) -> None:
-    outbox, transport = Outbox(Deliveries(journal)), Transport(flowing=False)
+    outbox, transport = Outbox(journal), Transport(flowing=False)
     first, second = output_on(outbox), output_on(outbox)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.write_all(transport.write))
@@ -87,7 +87,7 @@ async def test_all_that_waits_goes_out_in_one_message_and_in_order(journal: Usag
 
 async def test_a_burst_is_split_at_the_bound_of_a_message(journal: UsageJournal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "FRAMES_PER_MESSAGE_MAX", 2)
-    outbox, transport = Outbox(Deliveries(journal)), Transport()
+    outbox, transport = Outbox(journal), Transport()
     outputs = [output_on(outbox) for _ in range(5)]
     for number, output in enumerate(outputs):
         say(output, number)
@@ -103,7 +103,7 @@ async def test_a_request_with_much_to_say_lets_the_others_of_its_stream_have_the
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox_module, "TOKENS_PER_MESSAGE_MAX", 100)
-    outbox, transport = Outbox(Deliveries(journal)), Transport()
+    outbox, transport = Outbox(journal), Transport()
     much, little = output_on(outbox), output_on(outbox)
     for _ in range(300):
         say(much, 1)
@@ -117,7 +117,7 @@ async def test_a_request_with_much_to_say_lets_the_others_of_its_stream_have_the
 
 
 async def test_the_journal_has_a_token_before_the_transport_gets_it(journal: UsageJournal) -> None:
-    outbox = Outbox(Deliveries(journal))
+    outbox = Outbox(journal)
     one, seen = output_on(outbox), list[int]()
 
     async def write(data: bytes) -> None:
@@ -130,32 +130,10 @@ async def test_the_journal_has_a_token_before_the_transport_gets_it(journal: Usa
     assert seen == [3]
 
 
-async def test_streams_that_are_ready_at_once_share_one_write_to_the_journal(
-    journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writes: list[int] = []
-    monkeypatch.setattr(journal, "record", lambda entries: writes.append(len(entries)))
-    deliveries, transport = Deliveries(journal), Transport()
-    outboxes = [Outbox(deliveries) for _ in range(5)]
-    outputs = [output_on(outbox) for outbox in outboxes]
-    async with asyncio.TaskGroup() as tasks:
-        for outbox in outboxes:
-            tasks.create_task(outbox.write_all(transport.write))
-        await turns()
-        for output in outputs:
-            say(output, 1)
-        await turns()
-        for outbox in outboxes:
-            outbox.close()
-
-    assert writes == [5]
-    assert transport.messages == [[1]] * 5
-
-
 async def test_a_journal_that_cannot_be_written_stops_delivery_and_frees_whoever_waits(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox, transport = Outbox(Deliveries(journal)), Transport()
+    outbox, transport = Outbox(journal), Transport()
     one = output_on(outbox)
 
     def full(entries: object) -> None:
@@ -174,8 +152,7 @@ async def test_a_journal_that_cannot_be_written_stops_delivery_and_frees_whoever
 
 
 async def test_an_output_that_breaks_breaks_its_own_stream_and_no_other(journal: UsageJournal) -> None:
-    deliveries, transport = Deliveries(journal), Transport()
-    broken, whole = Outbox(deliveries), Outbox(deliveries)
+    transport, broken, whole = Transport(), Outbox(journal), Outbox(journal)
     bad, good = output_on(broken), output_on(whole)
     bad.hold_id = None  # tokens without a hold
     async with asyncio.TaskGroup() as tasks:
@@ -194,7 +171,7 @@ async def test_an_output_that_breaks_breaks_its_own_stream_and_no_other(journal:
 
 
 async def test_frames_without_tokens_do_not_touch_the_journal(journal: UsageJournal, monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox, transport = Outbox(Deliveries(journal)), Transport()
+    outbox, transport = Outbox(journal), Transport()
     monkeypatch.setattr(journal, "record", None)
     output_on(outbox).push(pb.ServerFrame(progress=pb.ProgressFrame()))
     outbox.push(pb.ServerFrame(request_id="unknown", failed=pb.FailedFrame()))
@@ -207,7 +184,7 @@ async def test_frames_without_tokens_do_not_touch_the_journal(journal: UsageJour
 
 async def test_what_is_discarded_was_not_delivered_but_what_is_on_its_way_was(journal: UsageJournal) -> None:
     """A cancel at token k is settled as exactly the tokens that were handed to the transport."""
-    outbox, transport = Outbox(Deliveries(journal)), Transport(flowing=False)
+    outbox, transport = Outbox(journal), Transport(flowing=False)
     one, other = output_on(outbox), output_on(outbox)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.write_all(transport.write))
@@ -231,7 +208,7 @@ async def test_what_is_discarded_was_not_delivered_but_what_is_on_its_way_was(jo
 
 
 async def test_abandoning_frees_everybody_and_drops_what_comes_later(journal: UsageJournal) -> None:
-    outbox, transport = Outbox(Deliveries(journal)), Transport(flowing=False)
+    outbox, transport = Outbox(journal), Transport(flowing=False)
     sending, waiting = output_on(outbox), output_on(outbox)
     async with asyncio.TaskGroup() as tasks:
         writer = tasks.create_task(outbox.write_all(transport.write))
@@ -271,7 +248,7 @@ def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter
                     assert entry.delivered_token_count > records.get(entry.hold_id, 0), "totals only grow"
                     records[entry.hold_id] = entry.delivered_token_count
 
-        outbox, transport = Outbox(Deliveries(cast(UsageJournal, Journal()))), Transport(flowing=False)
+        outbox, transport = Outbox(cast(UsageJournal, Journal())), Transport(flowing=False)
         outputs = [output_on(outbox) for _ in range(3)]
         said = [0, 0, 0]
         gone = False
@@ -316,7 +293,7 @@ def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter
 
 async def test_a_discarded_request_keeps_its_admission_before_its_end(journal: UsageJournal) -> None:
     """A cancel may come before the admission was written; the client would hear of the end of something that never began."""
-    outbox = Outbox(Deliveries(journal))
+    outbox = Outbox(journal)
     request, kinds = output_on(outbox), list[str]()
     receiver = request.receiver
     assert receiver is not None

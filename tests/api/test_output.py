@@ -15,7 +15,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import OutputGone
 from api.generation.life import Life
-from api.generation.outbox import Deliveries, Outbox, Receiver, delta_bytes, delta_frame, frame_head
+from api.generation.outbox import Outbox, Receiver, delta_bytes, delta_frame, frame_head
 from api.generation.output import TOKENS_PER_DELTA_MAX, Flow, LiveOutput, Output, PackedOutput, ReplayOutput, rest_of
 from api.generation.replay import ReplayBuffers
 from metering.core.models import Outcome
@@ -55,7 +55,7 @@ class End:
     def __init__(self, journal: Journal, after_seq: int, credit: int | None) -> None:
         self.after_seq = after_seq
         self.credit = credit
-        self.outbox = Outbox(Deliveries(cast(UsageJournal, journal)))
+        self.outbox = Outbox(cast(UsageJournal, journal))
         self.receiver = Receiver(self.outbox, "r", lambda _: None)
         self.frames: list[pb.ServerFrame] = []
         self.may_write = asyncio.Event()
@@ -261,7 +261,7 @@ def test_an_output_does_what_its_model_says(kept: bool, credit: int | None, acts
 @pytest.mark.parametrize("kept", [False, True])
 async def test_who_grants_nothing_while_output_waits_is_given_up_in_time(kept: bool) -> None:
     journal, stalled = Journal(), asyncio.Event()
-    receiver = Receiver(Outbox(Deliveries(cast(UsageJournal, journal))), "r", lambda _: None)
+    receiver = Receiver(Outbox(cast(UsageJournal, journal)), "r", lambda _: None)
     flow = Flow(1, 0.01, stalled.set)
     output = output_of(receiver, journal, kept=kept, flow=flow)
 
@@ -281,7 +281,7 @@ async def test_who_grants_nothing_while_output_waits_is_given_up_in_time(kept: b
 async def test_who_needs_no_credit_or_is_away_is_not_waited_for() -> None:
     for credit in (None, 0):
         journal, flow = Journal(), Flow(credit, 60.0, lambda: None)
-        receiver = Receiver(Outbox(Deliveries(cast(UsageJournal, journal))), "r", lambda _: None)
+        receiver = Receiver(Outbox(cast(UsageJournal, journal)), "r", lambda _: None)
         output = output_of(receiver, journal, kept=True, flow=flow)
         if credit is not None:
             output.detach()

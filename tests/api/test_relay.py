@@ -12,7 +12,7 @@ import grpc
 from sqlalchemy.exc import OperationalError
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.outbox import Deliveries, Outbox, Receiver
+from api.generation.outbox import Outbox, Receiver
 from api.generation.peers import make_certificate
 from api.generation.relay import FRAMES_UNWRITTEN_MAX, Relays
 from metering.holds.journal import UsageJournal
@@ -49,7 +49,7 @@ async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         certificate = make_certificate()[1].decode()
         books = BooksThatGoAway(SimpleNamespace(owner_id=uuid.uuid4(), state="held", address=address, certificate=certificate))
-        outbox, ended = Outbox(Deliveries(cast(UsageJournal, None))), asyncio.Event()
+        outbox, ended = Outbox(cast(UsageJournal, None)), asyncio.Event()
         told: list[pb.ServerFrame] = []
         receiver = Receiver(outbox, "id", lambda _: ended.set())
         cast(Any, receiver).push = told.append
@@ -66,7 +66,7 @@ async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_
 async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -> None:
     """Else what it says would wait here without bound."""
     owner = SimpleNamespace(owner_id=uuid.uuid4(), state="held", address="", certificate="")
-    outbox, ended = Outbox(Deliveries(cast(UsageJournal, None))), asyncio.Event()
+    outbox, ended = Outbox(cast(UsageJournal, None)), asyncio.Event()
     told: list[pb.ServerFrame] = []
     receiver = Receiver(outbox, "id", lambda _: ended.set())
     cast(Any, receiver).push = told.append
@@ -85,7 +85,7 @@ async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -
 async def test_who_reads_through_a_process_that_ends_is_told_so() -> None:
     owner = SimpleNamespace(owner_id=uuid.uuid4(), state="held", address="", certificate="")
     told: list[pb.ServerFrame] = []
-    receiver = Receiver(Outbox(Deliveries(cast(UsageJournal, None))), "id", lambda _: None)
+    receiver = Receiver(Outbox(cast(UsageJournal, None)), "id", lambda _: None)
     cast(Any, receiver).push = told.append
     async with asyncio.TaskGroup() as process_tasks:
         relays = Relays(cast(Sessions, BooksThatGoAway(owner)), uuid.uuid4(), process_tasks)

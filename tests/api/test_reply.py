@@ -17,7 +17,7 @@ from api.core.settings import Settings
 from api.generation import outbox as outbox_module
 from api.generation.admission import Lease
 from api.generation.life import Life
-from api.generation.outbox import Deliveries, Outbox, Receiver
+from api.generation.outbox import Outbox, Receiver
 from api.generation.output import Flow, LiveOutput
 from api.generation.output_limits import OutputLimits
 from api.generation.reply import Reply
@@ -70,7 +70,7 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
         await asyncio.sleep(0)
         sent += sum(len(frame.delta.token_ids) for frame in pb.GenerateResponse.FromString(data).frames)
 
-    outbox = Outbox(Deliveries(journal))
+    outbox = Outbox(journal)
     reply = reply_of(outbox, start, stopped)
     settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=60.0))
     reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, None)
@@ -100,7 +100,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     patience_s = 0.2
     monkeypatch.setattr(outbox_module, "FRAMES_PER_MESSAGE_MAX", 1)
     stopped: list[Outcome] = []
-    outbox = Outbox(Deliveries(journal))
+    outbox = Outbox(journal)
     settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=patience_s))
     replies = []
     for _ in range(2):
@@ -141,7 +141,7 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
     rules = RuleChecker([Rule("topic", regex.compile(r".*forbidden\s+topic"), in_prompt=False, in_output=True)])
     settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=1000, client_stall_max_s=60.0))
     ends: list[Outcome] = []
-    outbox = Outbox(Deliveries(journal))
+    outbox = Outbox(journal)
     reply = reply_of(outbox, start, ends)
     if start.tool_use.tools:
         reply.call_reading = CallReading(CallFormat.HERMES, ("book",), ends_with_call=False)

@@ -12,7 +12,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.life import Life
-from api.generation.outbox import Deliveries, Outbox, Receiver
+from api.generation.outbox import Outbox, Receiver
 from api.generation.output import Flow, LiveOutput, Output, ReplayOutput
 from api.generation.replay import ReplayBuffers
 from metering.holds.journal import UsageJournal
@@ -47,7 +47,7 @@ def live(outbox: Outbox, credit: int | None, given_id: str = "r") -> LiveOutput:
 
 def begun(journal: UsageJournal, replays: ReplayBuffers, organization_id: uuid.UUID) -> ReplayOutput:
     """Output that is kept, of a request that nobody receives."""
-    receiver = Receiver(Outbox(Deliveries(journal)), "r", lambda _: None)
+    receiver = Receiver(Outbox(journal), "r", lambda _: None)
     flow, buffer = Flow(None, 60.0, lambda: None), replays.open(organization_id)
     output = ReplayOutput(receiver, "m", flow, Life(), lambda _: None, 60.0, buffer)
     output.hold_id = uuid.uuid4()
@@ -66,7 +66,7 @@ def say(outputs: Sequence[Output], token_count: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells memory by Linux's /proc")
 @pytest.mark.parametrize("credit", [None, 0], ids=["nobody reads the stream", "nobody grants credit"])
 async def test_a_thousand_stalled_requests_take_some_bytes_a_token(journal: UsageJournal, credit: int | None) -> None:
-    outbox = Outbox(Deliveries(journal))
+    outbox = Outbox(journal)
     outputs = [live(outbox, credit, str(uuid.uuid4())) for _ in range(REQUEST_COUNT)]
 
     say(outputs, TOKENS_AT_FIRST)
@@ -85,7 +85,7 @@ async def test_log_probabilities_that_wait_take_little_more_than_their_message(j
     """Twenty alternatives for each token, as objects, were three kilobytes."""
     alternatives = [pb.TokenLogprob(token_id=100 + place, logprob=-float(place)) for place in range(20)]
     told = pb.TokenLogprobs(chosen=alternatives[0], top=alternatives)
-    output = live(Outbox(Deliveries(journal)), 0)
+    output = live(Outbox(journal), 0)
     before = resident_bytes()
 
     for index in range(20_000):

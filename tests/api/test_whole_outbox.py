@@ -11,7 +11,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.life import Life
-from api.generation.outbox import FRAMES_PER_MESSAGE_MAX, Deliveries, Receiver, WholeOutbox
+from api.generation.outbox import FRAMES_PER_MESSAGE_MAX, Receiver, WholeOutbox
 from api.generation.output import Flow, LiveOutput
 from metering.holds.journal import UsageJournal
 
@@ -25,7 +25,7 @@ class Half:
         self.failed: list[str] = []
         self.messages: list[list[str]] = []
         self.token_counts: list[int] = []
-        self.outbox = WholeOutbox(Deliveries(journal), 2, self.failed.append)
+        self.outbox = WholeOutbox(journal, 2, self.failed.append)
         self.one, self.other = self._output("one"), self._output("other")
 
     def _output(self, given_id: str) -> LiveOutput:
