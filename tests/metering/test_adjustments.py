@@ -174,10 +174,12 @@ async def test_a_close_and_an_approval_at_once_leave_it_on_one_invoice(world: Cl
 
     closing = asyncio.gather(world.close("2025-11"), *(decided(world, each, "bob") for each in adjustments))
     await closing
-    await world.close("2025-12")
+    world.clock.now = datetime(2026, 2, 2, tzinfo=UTC)
+    for month in ("2025-12", "2026-01"):  # what was approved after the close is of the month of its approval: December has nothing
+        await world.close(month)
 
     assert await world.ask("SELECT count(*), count(DISTINCT source_id) FROM invoice_lines WHERE kind = 'adjustment'") == (4, 4)
-    for month in ("2025-11", "2025-12"):
+    for month in ("2025-11", "2025-12", "2026-01"):
         assert (await world.verify(month)).differences == ()
 
 
