@@ -115,18 +115,19 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
     loop, socket = asyncio.get_running_loop(), pgconn.socket
     answered: asyncio.Future[None] = loop.create_future()
     results: list[pq.abc.PGresult] = []
-    loop.add_reader(socket, _read, pgconn, prepared, iter(new.items()), results, answered)
+    watch = _Watch(loop, socket)
+    loop.add_reader(socket, _read, watch, pgconn, prepared, iter(new.items()), results, answered)
     try:
         if pgconn.flush():
-            loop.add_writer(socket, _write, loop, pgconn, answered)
+            loop.add_writer(socket, _write, watch, pgconn, answered)
         await answered
     except asyncio.CancelledError:
+        watch.stop()
         with contextlib.suppress(psycopg.Error):
             await connection.cancel_safe(timeout=CANCEL_TIMEOUT_S)
         raise
     finally:
-        loop.remove_reader(socket)
-        loop.remove_writer(socket)
+        watch.stop()
     rows: list[list[Row]] = []
     for result in results:
         row_count = result.ntuples
@@ -136,7 +137,34 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
     return rows
 
 
+class _Watch:
+    """The event loop's watch over a socket.
+
+    It stops in the callback that finds the answer, or the end of the connection: libpq closes the socket then, and what is opened
+    next has its number, and is not to lose its own watch.
+    """
+
+    __slots__ = ("_loop", "_socket")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, socket: int) -> None:
+        self._loop = loop
+        self._socket: int | None = socket
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket = None
+
+    def stop_writing(self) -> None:
+        """Everything is sent."""
+        if self._socket is not None:
+            self._loop.remove_writer(self._socket)
+
+
 def _read(
+    watch: _Watch,
     pgconn: pq.abc.PGconn,
     prepared: dict[bytes, bytes],
     new: Iterator[tuple[bytes, bytes]],
@@ -162,6 +190,7 @@ def _read(
                 for each in results:
                     if each.status == pq.ExecStatus.FATAL_ERROR:
                         raise error_from_result(each)
+                watch.stop()
                 answered.set_result(None)
             elif status == pq.ExecStatus.COMMAND_OK and not result.command_status:  # the answer to a preparation
                 query, name = next(new)
@@ -169,16 +198,18 @@ def _read(
             elif status != pq.ExecStatus.PIPELINE_ABORTED:  # which tells what comes after an error that it was left out
                 results.append(result)
     except psycopg.Error as error:
+        watch.stop()
         if not answered.done():
             answered.set_exception(error)
 
 
-def _write(loop: asyncio.AbstractEventLoop, pgconn: pq.abc.PGconn, answered: asyncio.Future[None]) -> None:
+def _write(watch: _Watch, pgconn: pq.abc.PGconn, answered: asyncio.Future[None]) -> None:
     """Send on what the socket did not take at once."""
     try:
         if not pgconn.flush():
-            loop.remove_writer(pgconn.socket)
+            watch.stop_writing()
     except psycopg.Error as error:
+        watch.stop()
         if not answered.done():
             answered.set_exception(error)
 
