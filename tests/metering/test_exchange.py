@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from typing import Any
 
 import psycopg
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from metering.store import exchange as exchange_module
 from metering.store.db import psycopg_conninfo
 from metering.store.exchange import Connection, array, bytes_array, exchange, id_array, text_array
 
@@ -80,6 +83,25 @@ async def test_a_connection_that_goes_away_is_told(postgres_server: str) -> None
     async with await psycopg.AsyncConnection.connect(psycopg_conninfo(postgres_server), autocommit=True) as opened:
         with pytest.raises(psycopg.OperationalError):
             await exchange(opened, [("SELECT pg_terminate_backend(pg_backend_pid())", ()), ("SELECT 1", ())])
+
+
+async def test_a_connection_that_goes_away_is_watched_no_more(postgres_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket is closed by then: what is opened next has its number, and would lose its own watch to a later clean-up."""
+    loop, read = asyncio.get_running_loop(), exchange_module._read
+    still_watched: list[bool] = []
+    async with await psycopg.AsyncConnection.connect(psycopg_conninfo(postgres_server), autocommit=True) as lost:
+        socket = lost.pgconn.socket
+
+        def read_and_look(watch: Any, *rest: Any) -> None:
+            read(watch, *rest)
+            if lost.pgconn.status == psycopg.pq.ConnStatus.BAD:
+                still_watched.append(loop.remove_reader(socket))
+
+        monkeypatch.setattr(exchange_module, "_read", read_and_look)
+        with pytest.raises(psycopg.OperationalError):
+            await exchange(lost, [("SELECT pg_terminate_backend(pg_backend_pid())", ())])
+
+    assert still_watched == [False]
 
 
 async def test_statements_that_fail_again_and_again_leave_nothing_behind_on_the_server(connection: Connection) -> None:
