@@ -1,9 +1,8 @@
-"""What one stream still has to send: the only place from which tokens reach a client.
+"""Writes the frames of one stream to its client. Tokens reach clients in no other way.
 
-A stream's writer takes what waits at the moment at which it can send: frames of all requests go out in one message, because a
-message costs some hundred times what a frame in it costs. Output waits with its request until then (`output.py`).
-Tokens are written to the usage journal before the message that carries them is handed to the transport; from then on they count as
-delivered.
+When the writer can send, it collects the frames of all requests of the stream into one message, since a message costs about a
+hundred times as much as a frame. Until then output stays in its request's `Output` (`output.py`). Tokens are written to the usage
+journal before the message that carries them is given to the transport. From then on they count as delivered.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ class UsageSoFar:
 
 
 class Source(Protocol):
-    """What a stream may do to a request that it receives, whether that runs here, elsewhere, or has ended. Nothing blocks."""
+    """Request as seen by a stream that receives it. It runs in this process or another one, or has ended. No method blocks."""
 
     def stop(self, outcome: Outcome) -> None:
         """End the request."""
         ...
 
     def grant(self, token_count: int) -> None:
-        """Let it send so many more tokens."""
+        """Allow this many more tokens to be sent."""
         ...
 
     def update(self, message: pb.UpdateFrame) -> None:
@@ -55,21 +54,21 @@ class Source(Protocol):
         ...
 
     def shut_out(self, receiver: Receiver, error: Exception) -> None:
-        """The stream may not receive it any more: what it is told, and no more."""
+        """End the reception with an error: the stream lost its right to receive."""
         ...
 
     def leave(self, receiver: Receiver, outcome: Outcome) -> None:
-        """The stream is gone, in this way. Nothing happens if another one receives the request by now."""
+        """Handle that the stream closed with this outcome. Ignored if another stream receives the request now."""
         ...
 
     def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
-        """From now on this one receives it. Raises: OutputGone, RequestInFlight; nothing has changed then."""
+        """Send the output to this receiver from now on. Raises: OutputGone, RequestInFlight; nothing has changed then."""
         ...
 
 
 @dataclass(slots=True)
 class Collected:
-    """Frames of a message that is being made. entries: tokens that it delivers and that no one has counted, by output."""
+    """Message under construction. entries: tokens in it that do not count as delivered yet, by output."""
 
     parts: list[bytes]
     token_room: int
@@ -77,7 +76,7 @@ class Collected:
 
 
 class Receiver:
-    """One stream that receives one request, bound to whatever has the output for it. After `end` nothing more is pushed."""
+    """Connection of one stream to one request. Nothing is pushed after `end`."""
 
     def __init__(self, outbox: Outbox, given_id: str, on_end: Callable[[Receiver], None]) -> None:
         """given_id: the request id as this client spells it. on_end: called once, when the last frame has been pushed."""
@@ -108,7 +107,7 @@ class Receiver:
             self.outbox.add(self)
 
     def end(self, frame: pb.ServerFrame | None) -> None:
-        """Push the last frame; None: there is none, since this process ends."""
+        """Push the last frame; None if the process shuts down without one."""
         self.supply = None
         if frame is not None:
             self.is_refused = frame.HasField("failed") and not frame.failed.HasField("usage")
@@ -117,12 +116,12 @@ class Receiver:
         self._on_end(self)
 
     def drop(self) -> None:
-        """Forget what was pushed and not taken."""
+        """Discard pushed frames that were not written."""
         self.outbox.frame_count -= len(self._frames)
         self._frames.clear()
 
     def take(self, into: Collected, delta_max: int) -> None:
-        """Put what waits into a message."""
+        """Move waiting frames into the message."""
         parts = into.parts
         count = len(parts)
         if self._frames:
@@ -139,7 +138,7 @@ class Receiver:
         self._frames = []
 
     def was_taken(self) -> None:
-        """The transport has the message, or the client is gone."""
+        """Handle that the message was written, or that the client is gone."""
         self.in_flight_count = 0
         if self.supply is not None:
             self.supply.moved()
@@ -148,7 +147,7 @@ class Receiver:
 
 
 class Outbox:
-    """What one stream has to send. One writer, any number of requests."""
+    """Send queue of one stream, with one writer and any number of requests."""
 
     takes_whole = False  # whether the client wants each answer in one piece; see `WholeOutbox`
 
@@ -157,7 +156,7 @@ class Outbox:
         self.frame_count = 0  # frames that wait here; output waits elsewhere
         self.message_count = 0  # messages that the client has taken: it stalls only while this stands still
         self._journal = journal
-        self._line: deque[Receiver | bytes] = deque()  # who has something to send, and frames of nobody
+        self._line: deque[Receiver | bytes] = deque()  # receivers with something to send, and frames of unknown requests
         self._in_flight: list[Receiver] = []
         self._idle: asyncio.Future[None] | None = None  # while the writer waits for something to send
         self._room: asyncio.Future[None] | None = None  # while the reader waits for room
@@ -172,25 +171,25 @@ class Outbox:
             self._note()
 
     def add(self, receiver: Receiver) -> None:
-        """There is something to send to this one."""
+        """Queue a receiver that has something to send."""
         if not (receiver.is_waiting or self.is_abandoned):
             receiver.is_waiting = True
             self._line.append(receiver)
             self._note()
 
     def complete(self, receiver: Receiver) -> None:
-        """A request adds no more output."""
+        """Note that a request has all its output."""
 
     def ended(self, receiver: Receiver, frame: pb.ServerFrame) -> None:
-        """A request has ended with this frame."""
+        """Note that a request has ended with this frame."""
 
     def _note(self) -> None:
-        """Wake the writer if it waits: something may go out."""
+        """Wake the writer if it waits."""
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
     async def room(self) -> None:
-        """Wait while so many frames wait that to read more from the client would only add to them."""
+        """Wait while more than `FRAMES_WAITING_MAX` frames wait, so that no more is read from the client."""
         while self.frame_count > FRAMES_WAITING_MAX and not self.is_abandoned:
             self._room = asyncio.get_running_loop().create_future()
             try:
@@ -199,7 +198,7 @@ class Outbox:
                 self._room = None
 
     def abandon(self) -> None:
-        """The client is gone: nothing more is delivered."""
+        """Discard everything, since the client is gone."""
         self.is_abandoned = True
         gone = dict.fromkeys([*self._in_flight, *(each for each in self._line if isinstance(each, Receiver))])
         self._line.clear()
@@ -209,12 +208,11 @@ class Outbox:
             receiver.drop()
             receiver.was_taken()
         self.frame_count = 0
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
+        self._make_room()
         self.close()
 
     def close(self) -> None:
-        """No more frames come; the writer ends when what waits is sent."""
+        """Let the writer end once everything is sent."""
         self._closing = True
         self._note()
 
@@ -253,7 +251,7 @@ class Outbox:
                     self._idle = None
 
     def _message(self) -> bytes:
-        """What may be sent now, journalled. Raises: OSError if it cannot be; nothing of it is delivered then."""
+        """Collect a message and journal its tokens. Raises: OSError if the journal cannot be written; nothing is delivered then."""
         collected = self.collect()
         if collected.entries:
             entries = []
@@ -262,12 +260,17 @@ class Outbox:
             self._journal.record(entries)
             for output, token_count in collected.entries:
                 output.was_delivered(token_count)
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
+        if self._room is not None:
+            self._make_room()
         return b"".join(collected.parts)
 
+    def _make_room(self) -> None:
+        """Wake whoever waits in `room`."""
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
     def collect(self) -> Collected:
-        """Take what goes into the next message, each request in its turn."""
+        """Collect the next message, with at most `DELTAS_PER_TURN_MAX` deltas of each request."""
         collected = Collected([], TOKENS_PER_MESSAGE_MAX, [])
         line, parts, more = self._line, collected.parts, []
         while line and len(parts) < FRAMES_PER_MESSAGE_MAX and collected.token_room > 0:
@@ -288,7 +291,7 @@ class Outbox:
 
 
 class WholeOutbox(Outbox):
-    """Holds all frames back until each of its requests has generated everything, or has ended; then they go out as one message."""
+    """Sends one message with all frames once every request has all its output or has ended."""
 
     takes_whole = True
 

@@ -1,7 +1,7 @@
-"""The output of one request, in order, for whoever receives it: one stream at a time, or nobody for a while.
+"""Output buffers: the output of one request, for one receiving stream at a time or for none.
 
-What a request says waits here until its stream can send it, as far as the client has given credit: `LiveOutput`. Where a client may
-come back, output is kept in a replay buffer, from which it is sent, and sent again: `ReplayOutput`.
+`LiveOutput` holds output until the stream can send it and the client has granted credit for it. `ReplayOutput` keeps output in a
+replay buffer, so that a client that reconnects can receive it again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ STEPS_UNPACKED_MAX = 4  # a client that reads leaves one or two; beyond it what 
 
 
 def may_always_send() -> bool:
-    """Tokens may leave."""
+    """Default fence: tokens may be sent."""
     return True
 
 
 class Flow:
-    """What a client takes: the credit that it has granted, and the time in which it must grant more."""
+    """Flow control of one request: granted credit, and a timer for clients that grant none."""
 
     def __init__(self, credit: int | None, stall_max_s: float, on_stall: Callable[[], None]) -> None:
         """credit: tokens that may be sent at first; None: none is needed. on_stall: called when the client grants too little."""
@@ -55,7 +55,7 @@ class Flow:
             self._stop_timer()
 
     def watch(self, waiting_token_count: int) -> None:
-        """Give a client that grants nothing so long, and no longer, while more tokens wait than it has granted."""
+        """Run the stall timer while more tokens wait than the client has granted."""
         is_blocked = self.credit is not None and waiting_token_count > self.credit and self._on_stall is not None
         if not is_blocked:
             self._stop_timer()
@@ -63,12 +63,12 @@ class Flow:
             self._timer = asyncio.get_running_loop().call_later(self._stall_max_s, self.stalled)
 
     def stalled(self) -> None:
-        """The client takes too little."""
+        """Report that the client does not keep up."""
         if self._on_stall is not None:
             self._on_stall()
 
     def close(self) -> None:
-        """Nobody is waited for any more."""
+        """Stop the timer for good."""
         self._on_stall = None
         self._stop_timer()
 
@@ -80,7 +80,7 @@ class Flow:
 
 @dataclass(slots=True)
 class UsageTelling:
-    """Running counts every so many tokens."""
+    """Usage frames at an interval in tokens."""
 
     interval_tokens: int
     prices: TokenPrices
@@ -93,7 +93,7 @@ class UsageTelling:
 
 
 class Output(ABC):
-    """The output of one request, and the `Source` of it for its streams, while it runs and after it has ended.
+    """Output buffer of one request, and its `Source` while it runs and after it has ended.
 
     said_token_count: delivered, or waiting for the client. fence: whether tokens may leave; where not, it ends the request.
     """
@@ -136,7 +136,7 @@ class Output(ABC):
         """New output. Raises: OSError if it has to be journalled and cannot be."""
 
     def push(self, frame: pb.ServerFrame) -> None:
-        """A frame without output, for whoever receives now."""
+        """Send a frame without output to the current receiver."""
         if frame.HasField("admitted"):
             self._admitted = frame.admitted
         if self.receiver is not None:
@@ -149,7 +149,7 @@ class Output(ABC):
 
     @property
     def takes_whole(self) -> bool:
-        """Whether the client wants the answer in one piece: all of it is waited for."""
+        """Whether the client wants the whole answer in one message."""
         return self.receiver is not None and self.receiver.outbox.takes_whole
 
     @property
@@ -171,7 +171,7 @@ class Output(ABC):
         return not (self._waits() or receiver.unsent_frame_count)
 
     async def all_taken(self, within_s: float | None = None) -> bool:
-        """Wait until nothing waits for the client any more, for ever or for so long; whether it came to that."""
+        """Wait until the client has taken everything, at most `within_s` seconds; returns whether it has."""
         ends_at = None
         while not self.is_taken:
             loop = asyncio.get_running_loop()
@@ -267,7 +267,7 @@ class Output(ABC):
         self._note()
 
     def detach(self) -> Receiver | None:
-        """Nobody receives it any more; who did. What is kept waits on, the rest goes with the stream."""
+        """Remove and return the receiver. A replay buffer keeps its output."""
         old, self.receiver = self.receiver, None
         if old is not None:
             old.supply = None
@@ -277,7 +277,7 @@ class Output(ABC):
         return old
 
     def shut_out(self, receiver: Receiver, error: Exception) -> None:
-        """Who may not receive the request may not have it run, either; of one that has ended the stream gets no more."""
+        """Stop the request, since the receiver lost its right to it. After its end, only the reception ends."""
         if self.receiver is not receiver:
             return
         if self._life is not None:
@@ -287,7 +287,7 @@ class Output(ABC):
             receiver.end(frames.failed(status_of(error), None))
 
     def leave(self, receiver: Receiver, outcome: Outcome) -> None:
-        """The stream that received it is gone, in this way: it ends, or goes on unattended for as long as the client wants."""
+        """Handle that the receiving stream closed: stop the request, or let it run for `keep_s` without a receiver."""
         if self.receiver is not receiver:
             return
         if self._life is None:
@@ -305,7 +305,7 @@ class Output(ABC):
         """Put what may be sent now into a message, so many deltas at most; `has_more` tells whether some is left then."""
 
     def entry(self, token_count: int) -> Delivered:
-        """What the journal has to know once so many more tokens are delivered."""
+        """Return the journal entry for the delivery of this many more tokens."""
         assert self.hold_id is not None, "tokens flow only under a hold"
         usage = self.usage
         total = usage.delivered_token_count + token_count
@@ -313,7 +313,7 @@ class Output(ABC):
         return Delivered(self.hold_id, usage.input_token_count, usage.cached_input_token_count, generated, total)
 
     def was_delivered(self, token_count: int) -> None:
-        """So many more tokens are."""
+        """Count tokens as delivered."""
         self.usage.delivered_token_count += token_count
 
     def moved(self) -> None:
@@ -371,7 +371,7 @@ class Output(ABC):
 
 
 def _ended(message: pb.UpdateFrame) -> None:
-    """What there was to change has ended."""
+    """Ignore a change of limits after the end."""
 
 
 # Of a step: choice, text, token ids, log-probabilities, pieces of tool calls.
@@ -493,7 +493,7 @@ class LiveOutput(Output):
         return self._last_seq + 1
 
     def _begin_after(self, after_seq: int) -> None:
-        """Nobody has seen what waits."""
+        """Nothing to do: waiting output has no sequence number yet."""
 
 
 class ReplayOutput(Output):
@@ -582,7 +582,7 @@ class ReplayOutput(Output):
             self._say_end()
 
     def forget(self) -> None:
-        """What is kept goes: who is still reading is told so."""
+        """Give up the replay buffer, and tell the current receiver."""
         if self.receiver is not None:
             receiver, self.receiver = self.receiver, None
             gone = OutputGone(self._next_seq - 1, self._last_seq + 1, self._last_seq)
