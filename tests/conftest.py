@@ -71,16 +71,23 @@ def new_home() -> Path:
         try:
             os.kill(int(left.name.split("-")[2]), 0)
         except (ProcessLookupError, ValueError):
-            remove_home(left)
+            with contextlib.suppress(OSError):  # another user's, or another worker of this run was faster
+                stop_server(left)
+                remove = left.rename(left.with_name(f"weir-test-{os.getpid()}-{uuid.uuid4().hex}"))  # one worker succeeds
+                shutil.rmtree(remove, ignore_errors=True)
         except PermissionError:
             pass  # another user's run
     return Path(tempfile.mkdtemp(prefix=f"weir-test-{os.getpid()}-", dir=parent))
 
 
+def stop_server(home: Path) -> None:
+    """Stop the server in a directory, if one runs."""
+    embedded_postgres.EmbeddedPostgres(home / "postgres", home / "postgres").stop()
+
+
 def remove_home(home: Path) -> None:
     """Stop the server in a directory, then delete both."""
-    if (home / "postgres" / "postmaster.pid").exists():
-        embedded_postgres.start(home / "postgres").stop()
+    stop_server(home)
     shutil.rmtree(home)
 
 
