@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,8 @@ def test_what_pip_refuses_is_shown(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)
+    shutil.copy(Path(sys.prefix) / "pyvenv.cfg", venv)  # Debian's pip refuses everything outside of one
+    (venv / "lib").symlink_to(Path(sys.prefix) / "lib")
 
     with pytest.raises(SystemExit, match="Invalid requirement"):
         install(venv, "--dry-run", "not a requirement")
