@@ -8,9 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
-from itertools import starmap
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -19,7 +17,7 @@ import grpc
 import structlog
 
 from api.core.settings import SettingInvalid, Settings, bundled_models
-from api.fleet.fleet_file import Fleet, FleetModel, FleetVersion, read_fleet
+from api.fleet.fleet_file import EngineKind, Fleet, FleetModel, FleetTarget, FleetVersion, read_fleet
 from inference.adapters.remote_settings import RemoteSettings, Target, TlsFiles, parse_target
 from inference.adapters.tensorrt_engine import TensorRtEngine
 from inference.adapters.tensorrt_settings import TensorRtOptions, TensorRtSettings
@@ -45,17 +43,6 @@ log = structlog.get_logger(__name__)
 FETCH_TIMEOUT_S = 30.0  # for a tokenizer of some ten MB; a server that loads its model does not answer yet
 
 
-def build_engines(settings: Settings, opener: HostOpener = open_host, budget: MemoryBudget | None = None) -> dict[str, Engine]:
-    """One engine per model. opener: where the torch engines' hosts come from. budget: whose they are.
-
-    Raises: CheckpointInvalid naming the file, SettingInvalid.
-    """
-    if settings.engine_backend == "remote":
-        return build_remote_engines(settings)
-    budget = budget or MemoryBudget()
-    return {name: build_slot(settings, budget, name, directory, opener) for name, directory in settings.models.items()}
-
-
 def check_budget(budget: MemoryBudget, slots: Iterable[Resident], setting: str) -> None:
     """Whether what is kept warm fits, and each slot beside it. setting: what to change. Raises: SettingInvalid."""
     try:
@@ -65,44 +52,12 @@ def check_budget(budget: MemoryBudget, slots: Iterable[Resident], setting: str) 
         raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
 
 
-def build_slot(
-    settings: Settings,
-    budget: MemoryBudget,
-    name: str,
-    directory: Path,
-    opener: HostOpener = open_host,
-) -> OnDemandEngine:
-    """A model's place for an engine, which runs while it is wanted. Raises: CheckpointInvalid, SettingInvalid."""
-    assert settings.engine_backend != "remote", "nothing of those runs here"
-    build, memory_bytes = engine_plan(settings, settings.engine_backend, name, directory, opener)
-    terms = SlotTerms(settings.model_idle_timeout_s, keep_warm=settings.min_replicas > 0, memory_bytes=memory_bytes)
-    return OnDemandEngine(build, terms, budget)
-
-
 def check_encoder_names(settings: Settings) -> None:
     """Raises: SettingInvalid for a name that a model which generates has."""
     generating = settings.models.keys() | settings.remote_targets.keys()
     for variable, encoders in (("WEIR_ENCODERS", settings.encoders), ("WEIR_REMOTE_ENCODERS", settings.remote_encoders)):
         if taken := sorted(encoders.keys() & generating):
             raise SettingInvalid(f"{variable}: {', '.join(taken)} is a model that generates: give the encoder another name")
-
-
-def build_encoders(settings: Settings, budget: MemoryBudget) -> dict[str, OnDemandEncoder]:
-    """One encoder per model that embeds on this machine. Raises: CheckpointInvalid naming the file."""
-    here = {name: directory for name, directory in settings.encoders.items() if name not in settings.remote_encoders}
-    return {name: build_encoder(settings, budget, name, directory) for name, directory in here.items()}
-
-
-def build_remote_encoders(settings: Settings) -> dict[str, Encoder]:
-    """One encoder per model of WEIR_REMOTE_ENCODERS. Raises: CheckpointInvalid, SettingInvalid."""
-    return {name: build_remote_encoder(settings, name, target) for name, target in settings.remote_encoders.items()}
-
-
-def build_encoder(settings: Settings, budget: MemoryBudget, name: str, directory: Path) -> OnDemandEncoder:
-    """The place for a model that embeds, which runs while it is wanted. Raises: CheckpointInvalid naming the file."""
-    build, memory_bytes = encoder_plan(settings, name, directory)
-    terms = SlotTerms(settings.model_idle_timeout_s, keep_warm=settings.min_replicas > 0, memory_bytes=memory_bytes)
-    return OnDemandEncoder(build, terms, budget)
 
 
 def encoder_plan(settings: Settings, name: str, directory: Path) -> tuple[Callable[[], Encoder], int]:
@@ -190,31 +145,6 @@ def packed_place(settings: Settings) -> PackedPlace | None:
     return PackedPlace(str(settings.home / "packed"), settings.packed_weights_bytes)
 
 
-def build_remote_engines(settings: Settings) -> dict[str, Engine]:
-    """One engine per model of WEIR_REMOTE_TARGETS. Raises: CheckpointInvalid, SettingInvalid."""
-    if not settings.remote_targets:
-        raise SettingInvalid("WEIR_ENGINE=remote needs WEIR_REMOTE_TARGETS, as in model=vllm://host:port")
-    if settings.models != bundled_models() and (untargeted := sorted(set(settings.models) - set(settings.remote_targets))):
-        raise SettingInvalid(f"WEIR_MODELS names {', '.join(untargeted)}, and WEIR_REMOTE_TARGETS does not say where that runs")
-    return {name: build_remote_engine(settings, name, target) for name, target in settings.remote_targets.items()}
-
-
-def build_remote_engine(settings: Settings, name: str, target: str, directory: Path | None = None) -> Engine:
-    """One engine for one server. Raises: CheckpointInvalid, SettingInvalid."""
-    wanted = remote_settings(settings, name, target, directory)
-    from inference.adapters.remote_engine import RemoteEngine
-
-    return RemoteEngine(wanted)
-
-
-def build_remote_encoder(settings: Settings, name: str, target: str, directory: Path | None = None) -> Encoder:
-    """One server that embeds. Raises: CheckpointInvalid, SettingInvalid."""
-    wanted = remote_settings(settings, name, target, directory or settings.encoders.get(name))
-    from inference.adapters.remote_encoder import RemoteEncoder
-
-    return RemoteEncoder(wanted)
-
-
 def remote_settings(settings: Settings, name: str, target_text: str, directory: Path | None = None) -> RemoteSettings:
     """How to use a server. directory: of the model's small files; None where WEIR_MODELS or the server itself has them.
 
@@ -289,31 +219,36 @@ class Serving:
 
 
 def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving:
-    """Everything that is served. opener: where hosts come from. Raises: CheckpointInvalid naming the file, SettingInvalid."""
+    """One set of replicas per version of a model. opener: where the torch engines' hosts come from.
+
+    Raises: CheckpointInvalid naming the file, SettingInvalid.
+    """
     if settings.lora_adapters:
         remedy = "merge each adapter into its checkpoint and serve that as a model of WEIR_MODELS"
         raise SettingInvalid(f"WEIR_LORA_ADAPTERS={settings.lora_adapters!r}: no engine applies LoRA adapters: {remedy}")
-    if not settings.fleet_file:
-        if settings.region:
-            raise SettingInvalid("WEIR_REGION needs WEIR_FLEET: only that file says which regions there are")
-        if settings.max_replicas < max(settings.min_replicas, 1):
-            raise SettingInvalid(f"WEIR_MAX_REPLICAS={settings.max_replicas}: must be at least WEIR_MIN_REPLICAS")
-        check_encoder_names(settings)
-        if settings.max_replicas > 1 and settings.engine_backend != "remote":
-            models = starmap(partial(several, settings), settings.models.items())
-            here = {name: place for name, place in settings.encoders.items() if name not in settings.remote_encoders}
-            encoders = starmap(partial(embedding_model, settings), here.items())
-            serving = build_fleet(settings, Fleet((*models, *encoders)), opener)
-            far = far_encoders(settings)
-            shares = {**serving.encoder_catalog.shares, **Catalog.plain(tuple(far)).shares}
-            return replace(serving, encoders=serving.encoders | far, encoder_catalog=Catalog(shares))
-        budget = MemoryBudget(settings.engine_memory_bytes or None)
-        found, slots = build_engines(settings, opener, budget), build_encoders(settings, budget)
-        residents: list[Resident] = [engine for engine in found.values() if isinstance(engine, OnDemandEngine)]
-        check_budget(budget, [*residents, *slots.values()], f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}")
-        engines = {name: lone_engine(settings, name, engine) for name, engine in found.items()}
-        all_encoders = {name: lone_encoder(settings, name, slot) for name, slot in slots.items()} | far_encoders(settings)
-        return Serving(engines, all_encoders, Catalog.plain(tuple(engines)), Catalog.plain(tuple(all_encoders)))
+    fleet = fleet_of_file(settings) if settings.fleet_file else fleet_of_models(settings)
+    yard = Yard(settings, MemoryBudget(fleet.memory_bytes or settings.engine_memory_bytes or None), opener)
+    engines: dict[str, Engine] = {}
+    encoders: dict[str, Encoder] = {}
+    shares: dict[str, list[Share]] = {}
+    encoder_shares: dict[str, list[Share]] = {}
+    for model in fleet.models:
+        for version in model.versions:
+            served = f"{model.name}{VERSION_MARK}{version.version}" if version.version else model.name
+            if model.embeds:
+                encoders[served] = yard.build_encoders(version, served)
+            else:
+                engines[served] = yard.build_set(model, version, served)
+            share = Share(version.version, served, version.weight)
+            (encoder_shares if model.embeds else shares).setdefault(model.name, []).append(share)
+    in_file, alone = "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES", settings.engine_memory_bytes
+    check_budget(yard.budget, yard.slots, in_file if settings.fleet_file else f"WEIR_ENGINE_MEMORY_BYTES={alone}")
+    catalog = Catalog(shares, aliases_within(fleet.aliases, shares), fleet.regions, settings.region)
+    return Serving(engines, encoders, catalog, Catalog(encoder_shares, aliases_within(fleet.aliases, encoder_shares)))
+
+
+def fleet_of_file(settings: Settings) -> Fleet:
+    """Raises: SettingInvalid."""
     named = settings.encoders or settings.remote_targets or settings.remote_encoders
     if dict(settings.models) != bundled_models() or named:
         others = "WEIR_MODELS, WEIR_ENCODERS, WEIR_REMOTE_TARGETS and WEIR_REMOTE_ENCODERS"
@@ -322,77 +257,41 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
     if settings.region and settings.region not in fleet.regions:
         known = ", ".join(fleet.regions) or "none"
         raise SettingInvalid(f"WEIR_REGION={settings.region!r}: must be a region of WEIR_FLEET; there are: {known}")
-    return build_fleet(settings, fleet, opener)
+    return fleet
 
 
-def lone_engine(settings: Settings, name: str, engine: Engine) -> Engine:
-    """The one engine of a model, as a set of one: it is drained like one of several.
-
-    There is nowhere else to go: a loss is told at once, and an engine that loses sequences one after the other is not left alone.
-    """
-    target = settings.remote_targets.get(name)
-    warm_count = int(target is not None or settings.min_replicas > 0)
-    replica = Replica(target or first_name(name), engine, breaker=BreakerLimits(failure_count_max=sys.maxsize))
-    return ReplicaSet(engine.model, [replica], LeastLoaded(), warm_count=warm_count, recovery_wait_s=0.0)
-
-
-def lone_encoder(settings: Settings, name: str, encoder: Encoder) -> Encoder:
-    """The same of a model that embeds."""
-    target = settings.remote_encoders.get(name)
-    warm_count = int(target is not None or settings.min_replicas > 0)
-    return EncoderSet(encoder.model, [EncoderReplica(target or first_name(name), encoder)], warm_count=warm_count)
-
-
-def far_encoders(settings: Settings) -> dict[str, Encoder]:
-    """Those of WEIR_REMOTE_ENCODERS, each a set of one. Raises: CheckpointInvalid, SettingInvalid."""
-    return {name: lone_encoder(settings, name, encoder) for name, encoder in build_remote_encoders(settings).items()}
-
-
-def first_name(served: str) -> str:
-    """Of the replica that a model has in any case: the same whether it is the only one or not."""
-    return f"{served}#0"
+def fleet_of_models(settings: Settings) -> Fleet:
+    """Models without versions, from the settings that name them. Raises: SettingInvalid."""
+    if settings.region:
+        raise SettingInvalid("WEIR_REGION needs WEIR_FLEET: only that file says which regions there are")
+    if settings.max_replicas < max(settings.min_replicas, 1):
+        raise SettingInvalid(f"WEIR_MAX_REPLICAS={settings.max_replicas}: must be at least WEIR_MIN_REPLICAS")
+    check_encoder_names(settings)
+    far, here = settings.remote_encoders, settings.encoders
+    encoders = [
+        *(model_here(settings, name, "encoder", directory) for name, directory in here.items() if name not in far),
+        *(model_there(name, "remote-encoder", target, here.get(name)) for name, target in far.items()),
+    ]
+    if settings.engine_backend != "remote":
+        models = [model_here(settings, name, settings.engine_backend, directory) for name, directory in settings.models.items()]
+        return Fleet((*models, *encoders))
+    if not settings.remote_targets:
+        raise SettingInvalid("WEIR_ENGINE=remote needs WEIR_REMOTE_TARGETS, as in model=vllm://host:port")
+    if settings.models != bundled_models() and (untargeted := sorted(set(settings.models) - set(settings.remote_targets))):
+        raise SettingInvalid(f"WEIR_MODELS names {', '.join(untargeted)}, and WEIR_REMOTE_TARGETS does not say where that runs")
+    models = [model_there(name, "remote", target, settings.models.get(name)) for name, target in settings.remote_targets.items()]
+    return Fleet((*models, *encoders))
 
 
-def several(settings: Settings, name: str, directory: Path) -> FleetModel:
-    """A model of WEIR_MODELS with as many replicas as the settings say."""
-    assert settings.engine_backend != "remote", "those have their targets"
-    version = FleetVersion(
-        "",
-        settings.engine_backend,
-        directory,
-        replica_count_min=settings.min_replicas,
-        replica_count_max=settings.max_replicas,
-    )
-    return FleetModel(name, (version,))
-
-
-def embedding_model(settings: Settings, name: str, directory: Path) -> FleetModel:
-    """A model of WEIR_ENCODERS with as many replicas as the settings say."""
+def model_here(settings: Settings, name: str, engine: EngineKind, directory: Path) -> FleetModel:
+    """A model with as many replicas on this machine as the settings say."""
     least, most = settings.min_replicas, settings.max_replicas
-    return FleetModel(name, (FleetVersion("", "encoder", directory, replica_count_min=least, replica_count_max=most),))
+    return FleetModel(name, (FleetVersion("", engine, directory, replica_count_min=least, replica_count_max=most),))
 
 
-def build_fleet(settings: Settings, fleet: Fleet, opener: HostOpener) -> Serving:
-    """One set of replicas per version of a model. Raises: CheckpointInvalid, SettingInvalid."""
-    yard = Yard(settings, MemoryBudget(fleet.memory_bytes or settings.engine_memory_bytes or None), opener)
-    engines: dict[str, Engine] = {}
-    encoders: dict[str, Encoder] = {}
-    shares: dict[str, list[Share]] = {}
-    encoder_shares: dict[str, list[Share]] = {}
-    for model in fleet.models:
-        if model.embeds:
-            for version in model.versions:
-                served = f"{model.name}{VERSION_MARK}{version.version}" if version.version else model.name
-                encoders[served] = yard.build_encoders(version, served)
-                encoder_shares.setdefault(model.name, []).append(Share(version.version, served, version.weight))
-            continue
-        for version in model.versions:
-            served = f"{model.name}{VERSION_MARK}{version.version}" if version.version else model.name
-            engines[served] = yard.build_set(model, version, served)
-            shares.setdefault(model.name, []).append(Share(version.version, served, version.weight))
-    check_budget(yard.budget, yard.slots, "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES")
-    catalog = Catalog(shares, aliases_within(fleet.aliases, shares), fleet.regions, settings.region)
-    return Serving(engines, encoders, catalog, Catalog(encoder_shares, aliases_within(fleet.aliases, encoder_shares)))
+def model_there(name: str, engine: EngineKind, target: str, directory: Path | None) -> FleetModel:
+    """A model on one server."""
+    return FleetModel(name, (FleetVersion("", engine, directory, targets=(FleetTarget(target),)),))
 
 
 def aliases_within(aliases: Mapping[str, str], shares: Mapping[str, Sequence[Share]]) -> dict[str, str]:
@@ -411,25 +310,33 @@ class Yard:
 
     def build_set(self, model: FleetModel, version: FleetVersion, served: str) -> ReplicaSet:
         """The replicas of one version. Raises: CheckpointInvalid, SettingInvalid."""
-        build = self._remote_replicas if version.engine == "remote" else self._local_replicas
-        replicas = build(version, served)
+        replicas = self._remote_replicas(version, served) if version.engine == "remote" else self._local_replicas(version, served)
         capabilities = combined(replica.engine.model.capabilities for replica in replicas)
         info = replace(replicas[0].engine.model, name=served, capabilities=capabilities)
-        wait_s = model.recovery_wait_s
+        least, wait_s = version.replica_count_min, 0.0 if self._is_lone(version) else model.recovery_wait_s
         policy = POLICIES[model.policy]() if len(replicas) > 1 else LeastLoaded()  # which looks at nothing that one alone has
-        least = version.replica_count_min
-        if least >= version.replica_count_max:
+        if len(replicas) == 1 or least >= version.replica_count_max:
             return ReplicaSet(info, replicas, policy, warm_count=least, recovery_wait_s=wait_s)
         return ScaledReplicaSet(info, replicas, policy, scaler=Scaler(least, self._idle_timeout_s(version)), recovery_wait_s=wait_s)
+
+    def _is_lone(self, version: FleetVersion) -> bool:
+        """Whether there is nowhere else to go: a loss is told at once, and an engine that loses sequences is not left alone."""
+        return not self._settings.fleet_file and max(len(version.targets), version.replica_count_max) == 1
+
+    def _breaker(self, version: FleetVersion) -> BreakerLimits | None:
+        return BreakerLimits(failure_count_max=sys.maxsize) if self._is_lone(version) else None
 
     def build_encoders(self, version: FleetVersion, served: str) -> EncoderSet:
         """The replicas of one version of a model that embeds. Raises: CheckpointInvalid, SettingInvalid."""
         found: list[EncoderReplica] = []
         for target in version.targets:
-            far = build_remote_encoder(self._settings, served, target.address, version.directory)
-            found.append(EncoderReplica(target.address, far))
+            wanted = remote_settings(self._settings, served, target.address, version.directory)
+            from inference.adapters.remote_encoder import RemoteEncoder
+
+            found.append(EncoderReplica(target.address, RemoteEncoder(wanted)))
         for index in range(0 if version.targets else version.replica_count_max):
             is_warm = index < version.replica_count_min
+            assert version.directory is not None, "only those of remote engines may be left out"
             build, memory_bytes = encoder_plan(self._settings, served, version.directory)
             terms = SlotTerms(self._idle_timeout_s(version), keep_warm=is_warm, memory_bytes=version.memory_bytes or memory_bytes)
             slot = OnDemandEncoder(build, terms, self.budget)
@@ -446,12 +353,16 @@ class Yard:
         settings = self._settings
         found = []
         for target in version.targets:
-            engine = build_remote_engine(settings, served, target.address, version.directory)
-            found.append(Replica(target.address, engine, target.region or settings.region))
+            wanted = remote_settings(settings, served, target.address, version.directory)
+            from inference.adapters.remote_engine import RemoteEngine  # after it was found that what this needs is installed
+
+            engine = RemoteEngine(wanted)
+            found.append(Replica(target.address, engine, target.region or settings.region, self._breaker(version)))
         return found
 
     def _local_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
         """Those that run on this machine: the first ones kept warm, the others started when they are wanted."""
+        assert version.directory is not None, "only those of remote engines may be left out"
         settings, rest = self._settings, (served, version.directory, self._opener)
         match version.engine:
             case "torch":
@@ -469,5 +380,5 @@ class Yard:
             terms = SlotTerms(idle_timeout_s, keep_warm=is_warm, memory_bytes=version.memory_bytes or memory_bytes)
             slot = OnDemandEngine(build, terms, self.budget)
             self.slots.append(slot)
-            found.append(Replica(f"{served}#{index}", slot, version.region or settings.region))
+            found.append(Replica(f"{served}#{index}", slot, version.region or settings.region, self._breaker(version)))
         return found

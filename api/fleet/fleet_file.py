@@ -103,15 +103,15 @@ class FleetTarget:
 class FleetVersion:
     """One version of a model. version: empty where the model has just one.
 
-    directory: of the checkpoint; of a remote engine that of its tokenizer. region: of replicas on this machine. replica_count_min:
-    kept warm; the others are started under load. targets: of a remote engine, one replica each. idle_timeout_s: after which
-    replicas beyond the least are stopped, 0 for never; None for WEIR_MODEL_IDLE_TIMEOUT_S. memory_bytes: what one replica takes of
-    the budget; 0 for what its checkpoint tells.
+    directory: of the checkpoint; of a remote engine that of its tokenizer, or None for what the server gives. region: of replicas on
+    this machine. replica_count_min: kept warm; the others are started under load. targets: of a remote engine, one replica each.
+    idle_timeout_s: after which replicas beyond the least are stopped, 0 for never; None for WEIR_MODEL_IDLE_TIMEOUT_S.
+    memory_bytes: what one replica takes of the budget; 0 for what its checkpoint tells.
     """
 
     version: str
     engine: EngineKind
-    directory: Path
+    directory: Path | None
     weight: float = 1.0
     region: str = ""
     replica_count_min: int = 1

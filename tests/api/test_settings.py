@@ -11,8 +11,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from api.core.settings import SettingInvalid, Settings
-from api.fleet.fleet import build_engines, build_serving
+from api.fleet.fleet import build_serving, engine_plan
 from inference.text.tools import CallFormat
+from inference.workers.process import open_host
 from metering.invoicing.invoice_document import Issuer
 
 SPECS = {spec.metadata["variable"]: spec for spec in fields(Settings)}
@@ -53,12 +54,17 @@ MAY_BE_ZERO = {"WEIR_MODEL_IDLE_TIMEOUT_S"}  # which then means never
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines are their settings, without a slot around them."""
-    monkeypatch.setattr("api.fleet.fleet.OnDemandEngine", lambda build, terms, budget: build())
-    monkeypatch.setattr("api.fleet.fleet.check_budget", lambda *_: None)
+    """Engines are their settings."""
     monkeypatch.setattr("api.fleet.fleet.torch_memory_bytes", lambda *_: 0)
     monkeypatch.setattr("api.fleet.fleet.TorchEngine", lambda settings, opener: settings)
     monkeypatch.setattr("api.fleet.fleet.TensorRtEngine", lambda settings: settings)
+
+
+def built(settings: Settings) -> Any:
+    """The engine of the model that `WEIR_MODELS` calls `a`."""
+    assert settings.engine_backend != "remote"
+    build, _ = engine_plan(settings, settings.engine_backend, "a", settings.models["a"], open_host)
+    return build()
 
 
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name.endswith("_S") and name not in MAY_BE_ZERO])
@@ -98,7 +104,7 @@ def test_a_word_that_is_no_choice_is_refused_with_those_that_are(name: str) -> N
 def test_type_and_device_reach_the_engines() -> None:
     settings = Settings.from_environment({"WEIR_ENGINE_DTYPE": "int8", "WEIR_ENGINE_DEVICE": "cuda", "WEIR_MODELS": "a=/x"})
 
-    engine: Any = build_engines(settings)["a"]
+    engine = built(settings)
 
     assert (engine.compute_dtype, engine.device) == ("int8", "cuda")
 
@@ -107,9 +113,9 @@ def test_type_and_device_reach_the_engines() -> None:
 def test_a_simulated_engine_is_asked_for_by_name_and_announced() -> None:
     settings = {"WEIR_MODELS": "a=/x", "WEIR_SIMULATED_TIME_SCALE": "0"}
 
-    plain: Any = build_engines(Settings.from_environment(settings))["a"]
+    plain = built(Settings.from_environment(settings))
     with capture_logs() as logs:
-        simulated: Any = build_engines(Settings.from_environment(settings | {"WEIR_ENGINE_DEVICE": "simulated"}))["a"]
+        simulated = built(Settings.from_environment(settings | {"WEIR_ENGINE_DEVICE": "simulated"}))
 
     assert plain.simulation is None
     assert simulated.simulation.time_scale == 0
@@ -127,9 +133,8 @@ def test_tensorrt_gets_its_sizes() -> None:
     }
 
     settings = Settings.from_environment(environment)
-    engines: Any = build_engines(settings)
+    options = built(settings).options
 
-    options = engines["a"].options
     assert (options.tensor_parallel_size, options.expert_parallel_size, options.abort_running) == (8, 4, False)
 
 

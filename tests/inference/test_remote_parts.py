@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from api.cli.processes import doctor as commands
 from api.core.settings import SettingInvalid, Settings
-from api.fleet.fleet import build_engines
+from api.fleet.fleet import build_serving
 from inference.adapters import remote_doctor as doctor
 from inference.adapters.findings import Verdict
 from inference.adapters.remote_connection import Bundle, check_tokenizer, read_remote_model
@@ -30,8 +30,9 @@ from inference.adapters.remote_settings import (
     parse_target,
 )
 from inference.capabilities import Capabilities
-from inference.engine import EngineStatistics
+from inference.engine import Engine, EngineStatistics
 from inference.errors import CheckpointInvalid
+from inference.routing.replica_set import ReplicaSet
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import prompt, run
 from tests.inference.remote_hosted import remote_engine, remote_settings
@@ -227,6 +228,13 @@ def test_load_records_between_events_are_no_events(upkeep: Upkeep) -> None:
     assert (told.kv_block_count_total, told.kv_block_count_held, told.kv_block_count_free) == (100, 25, 75)
 
 
+def only_engine(settings: Settings) -> Engine:
+    [served] = build_serving(settings).engines.values()
+    assert isinstance(served, ReplicaSet)
+    [replica] = served.replicas
+    return replica.engine
+
+
 async def test_a_model_without_a_directory_gets_its_files_from_its_server(
     tiny: TinyCheckpoint, remote_server: ServerProcess, tmp_path: Path
 ) -> None:
@@ -239,12 +247,12 @@ async def test_a_model_without_a_directory_gets_its_files_from_its_server(
         remote_share_prefixes=True,
         remote_context_tokens=512,
     )
-    engine = build_engines(settings)["a/b"]
+    engine = only_engine(settings)
     assert isinstance(engine, RemoteEngine)
     async with remote_engine(engine.settings) as served:
         outcome = await run(served, make_request(prompt(1), 5))
     remote_server.go_wrong("no_tokenizer")
-    again = build_engines(settings)["a/b"]
+    again = only_engine(settings)
 
     assert len(outcome.token_ids) == 5
     assert (engine.model.name, engine.model.context_window_tokens) == ("a/b", 512)
@@ -265,7 +273,7 @@ async def test_a_model_without_a_directory_gets_its_files_from_its_server(
 )
 def test_settings_that_lead_nowhere_are_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(SettingInvalid, match=named):
-        build_engines(Settings(home=tmp_path, engine_backend="remote", **changes))
+        build_serving(Settings(home=tmp_path, engine_backend="remote", **changes))
 
 
 def test_the_settings_cross_to_child_processes() -> None:
