@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from api.core.addresses import is_local
-from api.core.settings import DoorSettings, SettingInvalid
+from api.core.settings import SettingInvalid, Settings
 
 log = structlog.get_logger(__name__)
 
@@ -128,7 +128,7 @@ class Tls:
         return Material(self._key.read_bytes(), self._certificate.read_bytes(), client_ca, context)
 
 
-def open_tls(settings: DoorSettings) -> Tls | None:
+def open_tls(settings: Settings) -> Tls | None:
     """The TLS of these settings; None for plaintext. Raises: SettingInvalid, also for plaintext where others could listen."""
     files = settings.tls_files()
     if files is not None:

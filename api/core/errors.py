@@ -24,10 +24,24 @@ class Cause(StrEnum):
     SERVICE = "service"
 
 
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One field that is wrong, and what would be right."""
+
+    field: str
+    description: str
+
+
 class ApiError(Exception):
-    """Base of the errors that the wire itself raises."""
+    """Base of the errors that the wire itself raises. violations: fields that are wrong."""
 
     reason = "INTERNAL"
+    violations: Sequence[FieldViolation] = ()
+
+    def __init__(self, message: str, **facts: object) -> None:
+        """facts: what else a client is told, by name."""
+        super().__init__(message)
+        self.facts = {name: str(value) for name, value in facts.items()}
 
 
 class Unauthenticated(ApiError):
@@ -71,10 +85,11 @@ class AddressNotAllowed(PermissionDenied):
     reason = "ADDRESS_NOT_ALLOWED"
 
     def __init__(self, address: Address | None) -> None:
-        self.address = "an unknown address" if address is None else str(address)
+        told = "an unknown address" if address is None else str(address)
         super().__init__(
-            f"this API key may not be used from {self.address}, which this call comes from: use it from one of its networks, "
-            "or let an administrator allow this one"
+            f"this API key may not be used from {told}, which this call comes from: use it from one of its networks, "
+            "or let an administrator allow this one",
+            address=told,
         )
 
 
@@ -84,16 +99,8 @@ class ModelNotAllowed(ApiError):
     reason = "MODEL_NOT_ALLOWED"
 
     def __init__(self, key_prefix: str, model: str) -> None:
-        super().__init__(f"key {key_prefix} may not use the model {model[:64]!r}: ListModels tells those that it may use")
-        self.model = model
-
-
-@dataclass(frozen=True, slots=True)
-class FieldViolation:
-    """One field that is wrong, and what would be right."""
-
-    field: str
-    description: str
+        told = f"key {key_prefix} may not use the model {model[:64]!r}: ListModels tells those that it may use"
+        super().__init__(told, model=model)
 
 
 class InvalidRequest(ApiError):
@@ -101,8 +108,8 @@ class InvalidRequest(ApiError):
 
     reason = "FIELD_INVALID"
 
-    def __init__(self, violations: Sequence[FieldViolation]) -> None:
-        super().__init__("; ".join(f"{v.field}: {v.description}" for v in violations))
+    def __init__(self, violations: Sequence[FieldViolation], **facts: object) -> None:
+        super().__init__("; ".join(f"{v.field}: {v.description}" for v in violations), **facts)
         self.violations = tuple(violations)
 
 
@@ -110,8 +117,8 @@ class KeepTooLong(InvalidRequest):
     """A request wants to go on without its client for longer than this server lets it."""
 
     def __init__(self, keep_s: float, keep_max_s: float) -> None:
-        super().__init__([FieldViolation("keep_on_disconnect", f"must be at most {keep_max_s:g} s here, not {keep_s:g} s")])
-        self.keep_max_s = keep_max_s
+        wrong = f"must be at most {keep_max_s:g} s here, not {keep_s:g} s"
+        super().__init__([FieldViolation("keep_on_disconnect", wrong)], keep_max_s=keep_max_s)
 
 
 class KeyBoundExceeded(InvalidRequest):
@@ -120,9 +127,8 @@ class KeyBoundExceeded(InvalidRequest):
     reason = "KEY_LIMIT_EXCEEDED"
 
     def __init__(self, field: str, wrong: str, token_count: int, token_count_max: int) -> None:
-        super().__init__([FieldViolation(field, wrong)])
-        self.token_count = token_count
-        self.token_count_max = token_count_max
+        excess = token_count - token_count_max
+        super().__init__([FieldViolation(field, wrong)], limit=token_count_max, requested=token_count, excess_token_count=excess)
 
 
 class PromptTooLong(ApiError):
@@ -135,14 +141,16 @@ class PromptTooLong(ApiError):
     ) -> None:
         """is_least: the prompt was not tokenized, since it has so many tokens at least."""
         wanted = 1 if max_output_tokens is None else max_output_tokens
-        self.excess_token_count = input_token_count + wanted - context_window_tokens
-        self.input_token_count = input_token_count
-        self.context_window_tokens = context_window_tokens
+        excess = input_token_count + wanted - context_window_tokens
         output = "at least 1 output token" if max_output_tokens is None else f"max_output_tokens of {max_output_tokens}"
         super().__init__(
             f"the prompt has {'at least ' if is_least else ''}{input_token_count} tokens; with {output} it exceeds the context "
-            f"window of {context_window_tokens} by {self.excess_token_count} tokens"
+            f"window of {context_window_tokens} by {excess} tokens",
+            input_token_count=input_token_count,
+            context_window_tokens=context_window_tokens,
+            excess_token_count=excess,
         )
+        self.violations = (FieldViolation("prompt", str(self)),)
 
 
 class PromptTooLarge(ApiError):
@@ -153,12 +161,12 @@ class PromptTooLarge(ApiError):
     def __init__(self, field: str, char_count: int, char_count_max: int, context_window_tokens: int) -> None:
         super().__init__(
             f"{field} has {char_count} characters; with a context window of {context_window_tokens} tokens the model takes at most "
-            f"{char_count_max}: send less"
+            f"{char_count_max}: send less",
+            char_count=char_count,
+            char_count_max=char_count_max,
+            context_window_tokens=context_window_tokens,
         )
-        self.field = field
-        self.char_count = char_count
-        self.char_count_max = char_count_max
-        self.context_window_tokens = context_window_tokens
+        self.violations = (FieldViolation(field, str(self)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +184,21 @@ class InputsTooLong(ApiError):
     reason = "CONTEXT_EXCEEDED"
 
     def __init__(self, inputs: Sequence[LongInput], context_window_tokens: int) -> None:
-        self.inputs = tuple(inputs)
-        self.context_window_tokens = context_window_tokens
-        first, others = self.inputs[0], len(self.inputs) - 1
+        first, others = inputs[0], len(inputs) - 1
         also, least = f", and {others} more are too long" if others else "", "at least " if first.is_least else ""
         super().__init__(
             f"inputs[{first.index}] has {least}{first.token_count} tokens{also}: "
             f"the model takes {context_window_tokens} in one text. "
-            "Split it, or set truncation to leave its end out"
+            "Split it, or set truncation to leave its end out",
+            input_index=first.index,
+            input_token_count=first.token_count,
+            context_window_tokens=context_window_tokens,
+            excess_token_count=first.token_count - context_window_tokens,
         )
+        self.violations = [
+            FieldViolation(f"inputs[{each.index}]", f"{each.token_count} tokens, at most {context_window_tokens}")
+            for each in inputs[:LONG_INPUTS_SHOWN_MAX]
+        ]
 
 
 class PromptFiltered(ApiError):
@@ -193,9 +207,8 @@ class PromptFiltered(ApiError):
     reason = "PROMPT_FILTERED"
 
     def __init__(self, rule: str, field: str) -> None:
-        super().__init__(f"the prompt is not allowed here: it matches the rule {rule!r}")
-        self.rule = rule
-        self.field = field
+        super().__init__(f"the prompt is not allowed here: it matches the rule {rule!r}", rule=rule)
+        self.violations = (FieldViolation(field, str(self)),)
 
 
 class MessageUnreadable(ApiError):
@@ -261,10 +274,10 @@ class OutputGone(ApiError):
         )
         super().__init__(
             f"what follows delta {after_seq} cannot be sent: {there}; attach with an after_seq of {oldest_seq - 1} to {last_seq} "
-            "to receive the rest"
+            "to receive the rest",
+            oldest_seq=oldest_seq,
+            last_seq=last_seq,
         )
-        self.oldest_seq = oldest_seq
-        self.last_seq = last_seq
 
 
 class RequestOver(ApiError):
@@ -274,8 +287,8 @@ class RequestOver(ApiError):
 
     def __init__(self, outcome: str) -> None:
         how = "its server went away before it was done" if outcome == "FAILED" else f"it ended as {outcome or 'VOIDED'}"
-        super().__init__(f"{how}, and its output is not kept here: its usage stands beside this; a new request_id runs it again")
-        self.outcome = outcome
+        told = f"{how}, and its output is not kept here: its usage stands beside this; a new request_id runs it again"
+        super().__init__(told, outcome=outcome.lower())
 
 
 class OwnerAway(ApiError):
@@ -348,7 +361,8 @@ class StartsTooLate(ApiError):
     reason = "STARTS_TOO_LATE"
 
     def __init__(self, wait_s: float, left_s: float, retry_after_s: float) -> None:
-        super().__init__(f"the wait is about {wait_s:.2f} s, and the deadline is in {max(left_s, 0.0):.2f} s")
+        told = f"the wait is about {wait_s:.2f} s, and the deadline is in {max(left_s, 0.0):.2f} s"
+        super().__init__(told, estimated_wait_s=f"{wait_s:.3f}")
         self.wait_s = wait_s
         self.retry_after_s = retry_after_s
 
@@ -359,7 +373,8 @@ class EngineLost(ApiError):
     reason = "ENGINE_FAILED"
 
     def __init__(self, retry_after_s: float) -> None:
-        super().__init__("the engine broke before the first token: nothing is billed, send the same request again")
+        told = "the engine broke before the first token: nothing is billed, send the same request again"
+        super().__init__(told, retry_with="same_request_id")
         self.retry_after_s = retry_after_s
 
 
@@ -371,9 +386,10 @@ class EngineLostMidway(ApiError):
     def __init__(self, delivered_token_count: int) -> None:
         super().__init__(
             f"the engine broke after {delivered_token_count} tokens, which are delivered and billed: ask for the rest, or for all "
-            "of it, under a new request_id; this one answers with its usage from now on"
+            "of it, under a new request_id; this one answers with its usage from now on",
+            delivered_token_count=delivered_token_count,
+            retry_with="new_request_id",
         )
-        self.delivered_token_count = delivered_token_count
 
 
 class NotAdmittedYet(ApiError):
@@ -417,6 +433,7 @@ class DeadlineBeforeStart(ApiError):
 
 
 VIOLATION_COUNT_MAX = 100  # told at once
+LONG_INPUTS_SHOWN_MAX = 20  # more would not fit the metadata that a status travels in
 TEXT_CHARS_MAX = 256  # of a name, an id, a label or a filter: the longest that the database takes has 200
 # Fields that may be longer. Some of them have a smaller bound of their own, which their handler checks.
 CHARS_MAX: Mapping[str, int] = {"reason": 1000, "raise_reason": 1000, "url": 2000, "page_token": 2000}

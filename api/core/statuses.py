@@ -6,7 +6,7 @@ Domain errors know nothing of gRPC; this module knows nothing of how they come a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -24,97 +24,90 @@ from metering.holds.operations import RequestSettled
 from metering.quotas.quotas import InsufficientCredit, QuotaExceeded
 
 ERROR_DOMAIN = "weir.dev"
-LONG_INPUTS_SHOWN_MAX = 20  # more would not fit the metadata that a status travels in
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 
-# The upper row wins. What is not in it is a bug of ours and goes out as INTERNAL without its text.
-CODES: tuple[tuple[type[Exception], int], ...] = (
-    (errors.Unauthenticated, code_pb2.UNAUTHENTICATED),
-    (metering_errors.KeyInvalid, code_pb2.UNAUTHENTICATED),
-    (errors.KeyRevokedMidway, code_pb2.UNAUTHENTICATED),
-    (errors.AddressNotAllowed, code_pb2.PERMISSION_DENIED),
-    (errors.PermissionDenied, code_pb2.PERMISSION_DENIED),
-    (errors.ModelNotAllowed, code_pb2.PERMISSION_DENIED),
-    (errors.KeepTooLong, code_pb2.INVALID_ARGUMENT),
-    (errors.KeyBoundExceeded, code_pb2.INVALID_ARGUMENT),
-    (errors.InvalidRequest, code_pb2.INVALID_ARGUMENT),
-    (errors.PromptTooLong, code_pb2.INVALID_ARGUMENT),
-    (errors.PromptTooLarge, code_pb2.INVALID_ARGUMENT),
-    (errors.InputsTooLong, code_pb2.INVALID_ARGUMENT),
-    (errors.PromptFiltered, code_pb2.INVALID_ARGUMENT),
-    (errors.MessageUnreadable, code_pb2.INVALID_ARGUMENT),
-    (errors.MessageMissing, code_pb2.INVALID_ARGUMENT),
-    (errors.MessageTooLarge, code_pb2.INVALID_ARGUMENT),
-    (metering_errors.InvalidValue, code_pb2.INVALID_ARGUMENT),
-    (engine_errors.ChatTemplateFailed, code_pb2.INVALID_ARGUMENT),
-    (engine_errors.RequestImpossible, code_pb2.INVALID_ARGUMENT),
-    (ModelUnknown, code_pb2.NOT_FOUND),
-    (ModelMismatch, code_pb2.INVALID_ARGUMENT),
-    (errors.UnknownRequest, code_pb2.NOT_FOUND),
-    (metering_errors.NotFound, code_pb2.NOT_FOUND),
-    (errors.Draining, code_pb2.UNAVAILABLE),
-    (errors.Overloaded, code_pb2.UNAVAILABLE),
-    (errors.PreparationLimit, code_pb2.RESOURCE_EXHAUSTED),
-    (errors.QueueFull, code_pb2.UNAVAILABLE),
-    (errors.StartsTooLate, code_pb2.UNAVAILABLE),
-    (errors.OwnerAway, code_pb2.UNAVAILABLE),
-    (metering_errors.StoreAway, code_pb2.UNAVAILABLE),
-    (metering_errors.ChangesUnderWay, code_pb2.UNAVAILABLE),
-    (metering_errors.BillingDetailsMissing, code_pb2.FAILED_PRECONDITION),
-    (metering_errors.StripeFailed, code_pb2.UNAVAILABLE),
-    (errors.EngineLost, code_pb2.UNAVAILABLE),
-    (engine_errors.EngineOverloaded, code_pb2.UNAVAILABLE),
-    (engine_errors.EngineUnavailable, code_pb2.UNAVAILABLE),
-    (engine_errors.EngineStartFailed, code_pb2.UNAVAILABLE),
-    (engine_errors.SafetyUnavailable, code_pb2.UNAVAILABLE),
-    (engine_errors.CheckpointInvalid, code_pb2.UNAVAILABLE),
-    (errors.EngineLostMidway, code_pb2.ABORTED),
-    (metering_errors.RequestInFlight, code_pb2.ABORTED),
-    (errors.AttachedElsewhere, code_pb2.ABORTED),
-    (errors.OutputGone, code_pb2.OUT_OF_RANGE),
-    (metering_errors.HoldEnded, code_pb2.ABORTED),
-    (errors.RequestUnderWay, code_pb2.ALREADY_EXISTS),
-    (errors.RequestOver, code_pb2.ALREADY_EXISTS),
-    (metering_errors.RequestIdReused, code_pb2.ALREADY_EXISTS),
-    (RequestSettled, code_pb2.ALREADY_EXISTS),
-    (metering_errors.AlreadyExists, code_pb2.ALREADY_EXISTS),
-    (errors.NotAdmittedYet, code_pb2.FAILED_PRECONDITION),
-    (metering_errors.PriceMissing, code_pb2.FAILED_PRECONDITION),
-    (metering_errors.KeyRevoked, code_pb2.FAILED_PRECONDITION),
-    (metering_errors.MonthClosed, code_pb2.FAILED_PRECONDITION),
-    (metering_errors.MonthNotClosable, code_pb2.FAILED_PRECONDITION),
-    (metering_errors.MonthOpen, code_pb2.FAILED_PRECONDITION),
-    (metering_errors.ApprovalRefused, code_pb2.FAILED_PRECONDITION),
-    (InsufficientCredit, code_pb2.FAILED_PRECONDITION),
-    (QuotaExceeded, code_pb2.RESOURCE_EXHAUSTED),
-    (errors.AuthenticationThrottled, code_pb2.RESOURCE_EXHAUSTED),
-    (errors.TooManyReports, code_pb2.RESOURCE_EXHAUSTED),
-    (errors.TooManyCalls, code_pb2.RESOURCE_EXHAUSTED),
-    (errors.TooManyStreams, code_pb2.RESOURCE_EXHAUSTED),
-    (errors.CallMissing, code_pb2.UNIMPLEMENTED),
-    (errors.CancelledEarly, code_pb2.CANCELLED),
-    (errors.SiblingEnded, code_pb2.CANCELLED),
-    (errors.CancelledByAdmin, code_pb2.CANCELLED),
-    (errors.DeadlineBeforeStart, code_pb2.DEADLINE_EXCEEDED),
-    (engine_errors.EngineFailed, code_pb2.INTERNAL),
-    (engine_errors.InvariantViolated, code_pb2.INTERNAL),
-    (metering_errors.InvariantViolated, code_pb2.INTERNAL),
-)
+# What is not in it is a bug of ours and goes out as INTERNAL without its text.
+KINDS: Mapping[int, tuple[type[Exception], ...]] = {
+    code_pb2.UNAUTHENTICATED: (errors.Unauthenticated, errors.KeyRevokedMidway, metering_errors.KeyInvalid),
+    code_pb2.PERMISSION_DENIED: (errors.AddressNotAllowed, errors.PermissionDenied, errors.ModelNotAllowed),
+    code_pb2.INVALID_ARGUMENT: (
+        errors.KeepTooLong,
+        errors.KeyBoundExceeded,
+        errors.InvalidRequest,
+        errors.PromptTooLong,
+        errors.PromptTooLarge,
+        errors.InputsTooLong,
+        errors.PromptFiltered,
+        errors.MessageUnreadable,
+        errors.MessageMissing,
+        errors.MessageTooLarge,
+        engine_errors.ChatTemplateFailed,
+        engine_errors.RequestImpossible,
+        metering_errors.InvalidValue,
+        ModelMismatch,
+    ),
+    code_pb2.NOT_FOUND: (errors.UnknownRequest, ModelUnknown, metering_errors.NotFound),
+    code_pb2.UNAVAILABLE: (
+        errors.Draining,
+        errors.Overloaded,
+        errors.QueueFull,
+        errors.StartsTooLate,
+        errors.OwnerAway,
+        errors.EngineLost,
+        engine_errors.EngineOverloaded,
+        engine_errors.EngineUnavailable,
+        engine_errors.EngineStartFailed,
+        engine_errors.SafetyUnavailable,
+        engine_errors.CheckpointInvalid,
+        metering_errors.StoreAway,
+        metering_errors.ChangesUnderWay,
+        metering_errors.StripeFailed,
+    ),
+    code_pb2.RESOURCE_EXHAUSTED: (
+        errors.PreparationLimit,
+        errors.AuthenticationThrottled,
+        errors.TooManyReports,
+        errors.TooManyCalls,
+        errors.TooManyStreams,
+        QuotaExceeded,
+    ),
+    code_pb2.FAILED_PRECONDITION: (
+        errors.NotAdmittedYet,
+        metering_errors.BillingDetailsMissing,
+        metering_errors.PriceMissing,
+        metering_errors.KeyRevoked,
+        metering_errors.MonthClosed,
+        metering_errors.MonthNotClosable,
+        metering_errors.MonthOpen,
+        metering_errors.ApprovalRefused,
+        InsufficientCredit,
+    ),
+    code_pb2.ABORTED: (
+        errors.EngineLostMidway,
+        errors.AttachedElsewhere,
+        metering_errors.RequestInFlight,
+        metering_errors.HoldEnded,
+    ),
+    code_pb2.OUT_OF_RANGE: (errors.OutputGone,),
+    code_pb2.ALREADY_EXISTS: (
+        errors.RequestUnderWay,
+        errors.RequestOver,
+        metering_errors.RequestIdReused,
+        RequestSettled,
+        metering_errors.AlreadyExists,
+    ),
+    code_pb2.UNIMPLEMENTED: (errors.CallMissing,),
+    code_pb2.CANCELLED: (errors.CancelledEarly, errors.SiblingEnded, errors.CancelledByAdmin),
+    code_pb2.DEADLINE_EXCEEDED: (errors.DeadlineBeforeStart,),
+    code_pb2.INTERNAL: (engine_errors.EngineFailed, engine_errors.InvariantViolated, metering_errors.InvariantViolated),
+}
+CODES: Mapping[type, int] = {kind: code for code, kinds in KINDS.items() for kind in kinds}
 
 
 def code_of(error: BaseException) -> int:
-    kind = type(error)
-    if (code := _CODES_BY_KIND.get(kind)) is None:
-        code = _CODES_BY_KIND[kind] = code_of_kind(kind)
-    return code
-
-
-_CODES_BY_KIND: dict[type[BaseException], int] = {}  # of the errors that were told so far
-
-
-def code_of_kind(raised: type[BaseException]) -> int:
-    return next((code for kind, code in CODES if issubclass(raised, kind)), code_pb2.INTERNAL)
+    """The code of its class, or else of the nearest of its bases."""
+    return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), code_pb2.INTERNAL)
 
 
 def reason_of(error: BaseException) -> str:
@@ -151,40 +144,11 @@ def pack(code: int, message: str, details: Sequence[Message]) -> status_pb2.Stat
 
 def metadata_of(error: BaseException) -> dict[str, str]:
     match error:
+        case errors.ApiError():
+            return error.facts
         case QuotaExceeded():
             return quota_metadata(error)
-        case errors.AddressNotAllowed():
-            return {"address": error.address}
-        case errors.KeepTooLong():
-            return {"keep_max_s": str(error.keep_max_s)}
-        case errors.KeyBoundExceeded():
-            excess = error.token_count - error.token_count_max
-            return {"limit": str(error.token_count_max), "requested": str(error.token_count), "excess_token_count": str(excess)}
-        case errors.PromptTooLong():
-            return facts(error, "input_token_count", "context_window_tokens", "excess_token_count")
-        case errors.PromptTooLarge():
-            return facts(error, "char_count", "char_count_max", "context_window_tokens")
-        case errors.InputsTooLong():
-            first = error.inputs[0]
-            return {
-                "input_index": str(first.index),
-                "input_token_count": str(first.token_count),
-                "context_window_tokens": str(error.context_window_tokens),
-                "excess_token_count": str(first.token_count - error.context_window_tokens),
-            }
-        case errors.PromptFiltered():
-            return {"rule": error.rule}
-        case errors.EngineLostMidway():
-            return facts(error, "delivered_token_count") | {"retry_with": "new_request_id"}
-        case errors.OutputGone():
-            return facts(error, "oldest_seq", "last_seq")
-        case errors.RequestOver():
-            return {"outcome": error.outcome.lower()}
-        case errors.EngineLost():
-            return {"retry_with": "same_request_id"}
-        case errors.StartsTooLate():
-            return {"estimated_wait_s": f"{error.wait_s:.3f}"}
-        case ModelUnknown() | ModelMismatch() | errors.ModelNotAllowed() | metering_errors.PriceMissing():
+        case ModelUnknown() | ModelMismatch() | metering_errors.PriceMissing():
             return {"model": error.model}
         case metering_errors.MonthClosed():
             return {"organization_id": str(error.organization_id), "month": f"{error.month:%Y-%m}"}
@@ -248,22 +212,12 @@ def details_of(error: BaseException) -> list[Message]:
 
 def violations_of(error: BaseException) -> Sequence[FieldViolation]:
     match error:
-        case errors.InvalidRequest():
+        case errors.ApiError():
             return error.violations
         case metering_errors.InvalidValue():
             return (FieldViolation(error.field, error.remedy),)
-        case errors.PromptTooLong():
-            return (FieldViolation("prompt", str(error)),)
-        case errors.InputsTooLong():
-            limit = error.context_window_tokens
-            shown = error.inputs[:LONG_INPUTS_SHOWN_MAX]
-            return [FieldViolation(f"inputs[{each.index}]", f"{each.token_count} tokens, at most {limit}") for each in shown]
-        case errors.PromptTooLarge():
-            return (FieldViolation(error.field, str(error)),)
         case ModelMismatch():
             return (FieldViolation("model", str(error)),)
-        case errors.PromptFiltered():
-            return (FieldViolation(error.field, str(error)),)
         case engine_errors.RequestImpossible(field=str(field)):
             return (FieldViolation(field, str(error)),)
         case engine_errors.ChatTemplateFailed():

@@ -7,7 +7,6 @@ it here; what is unknown is a mistake. `docs/fleet.md` explains the keys.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Literal, cast, get_args
 
 import yaml
 
-from api.core.settings import SettingInvalid, Settings
+from api.core.settings import SettingInvalid, Settings, number, one_of, whole
 from common.strict_yaml import Keys, NotYaml, StrictReader, Value, compose
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B|)")
@@ -41,37 +40,6 @@ def text(value: str) -> str:
     if not value:
         raise ValueError("must not be empty")
     return value
-
-
-def word(*choices: str) -> Callable[[str], str]:
-    def parse(value: str) -> str:
-        if value not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
-        return value
-
-    return parse
-
-
-def whole(least: int, most: int) -> Callable[[str], int]:
-    def parse(value: str) -> int:
-        if not re.fullmatch(r"-?\d+", value) or not least <= int(value) <= most:
-            raise ValueError(f"must be a whole number from {least} to {most}")
-        return int(value)
-
-    return parse
-
-
-def number(least: float, most: float) -> Callable[[str], float]:
-    def parse(value: str) -> float:
-        try:
-            found = float(value)
-        except ValueError:
-            found = math.nan
-        if not least <= found <= most:
-            raise ValueError(f"must be a number from {least:g} to {most:g}")
-        return found
-
-    return parse
 
 
 def size(value: str) -> int:
@@ -103,8 +71,8 @@ class FleetTarget:
 class FleetVersion:
     """One version of a model. version: empty where the model has just one.
 
-    directory: of the checkpoint; of a remote engine that of its tokenizer, or None for what the server gives. region: of replicas on
-    this machine. replica_count_min: kept warm; the others are started under load. targets: of a remote engine, one replica each.
+    directory: of the checkpoint; of a remote engine that of its tokenizer, or None for what the server gives. region: of replicas
+    on this machine. replica_count_min: kept warm; the others are started under load. targets: of a remote engine, one replica each.
     idle_timeout_s: after which replicas beyond the least are stopped, 0 for never; None for WEIR_MODEL_IDLE_TIMEOUT_S.
     memory_bytes: what one replica takes of the budget; 0 for what its checkpoint tells.
     """
@@ -255,7 +223,7 @@ class FleetReader(StrictReader):
         return FleetModel(
             name=name,
             versions=versions,
-            policy=cast(Policy, self.value(keys.get("policy"), f"{place}.policy", word(*get_args(Policy)), "prefix_aware")),
+            policy=cast(Policy, self.value(keys.get("policy"), f"{place}.policy", one_of(*get_args(Policy)), "prefix_aware")),
             recovery_wait_s=self.value(keys.get("recovery_wait_s"), f"{place}.recovery_wait_s", wait, RECOVERY_WAIT_S),
         )
 
@@ -264,7 +232,7 @@ class FleetReader(StrictReader):
 
     def version(self, version: str, keys: Keys, node: yaml.Node, place: str) -> FleetVersion:
         get = keys.get
-        engine = cast(EngineKind, self.value(get("engine"), f"{place}.engine", word(*get_args(EngineKind)), "torch"))
+        engine = cast(EngineKind, self.value(get("engine"), f"{place}.engine", one_of(*get_args(EngineKind)), "torch"))
         if "directory" not in keys:
             self.wrong(node, f"{place}.directory", "is missing: name that of the checkpoint, or of a remote model's tokenizer")
         least, most = self.replicas(get("replicas"), f"{place}.replicas")

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from api.core.addresses import is_local
-from api.core.settings import DoorSettings
+from api.core.settings import Settings
 from metering.tenants.networks import Address, parse_address
 
 NAME = "weir-peer"  # in every such certificate; which process it is, the certificate itself says
@@ -139,7 +139,7 @@ def _statement(said: str, secret: str) -> bytes:
     return f"weir voucher {said} ".encode() + hashlib.sha256(secret.encode(errors="replace")).digest()
 
 
-def peer_listen_address(settings: DoorSettings) -> str:
+def peer_listen_address(settings: Settings) -> str:
     """Where the others are let in: unless it is said, any free port of where clients are."""
     if settings.peer_listen_address:
         return settings.peer_listen_address

@@ -16,7 +16,7 @@ from weir.v1 import types_pb2
 from api.core.endpoint import base_url
 from api.core.errors import Draining, FieldViolation, InvalidRequest, PromptTooLong, StartsTooLate, Unauthenticated
 from api.core.settings import SettingInvalid, Settings
-from api.core.statuses import CODES, status_of
+from api.core.statuses import KINDS, status_of
 from api.generation.conversation import MESSAGE_COUNT_MAX
 from api.openai import answers
 from api.openai.parameters import CHAT_NAMES as NAMES
@@ -29,7 +29,7 @@ from inference.errors import RequestImpossible
 
 
 def test_every_code_of_the_table_has_a_status() -> None:
-    assert {code for _, code in CODES} <= HTTP_STATUSES.keys()
+    assert KINDS.keys() <= HTTP_STATUSES.keys()
     assert code_pb2.INTERNAL in HTTP_STATUSES
 
 
