@@ -7,27 +7,16 @@ does.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
-import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference.errors import CheckpointInvalid
-from inference.safety.classifier_protocol import (
-    BatchScored,
-    ClassifiersFailed,
-    ClassifiersReady,
-    ClassifyBatch,
-    FromClassifiers,
-    LoadClassifiers,
-    decode_to_classifiers,
-    encode,
-)
-from inference.workers.protocol import receive
+from inference.workers.child import EXIT_LOAD_FAILED, Inbox, serve_parent
+from inference.workers.protocol import LoadFailed, Message, Ready, decoder_to_worker, encode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +25,34 @@ NICENESS = 10  # a tenth of the weight of an engine's threads where both want a 
 ROW_TOKENS_MAX = 512  # tokens per row: what BERT-like models take; a longer text is scored in overlapping rows
 OVERLAP_PARTS = 4  # a quarter of a row is in the next one again, so that nothing is cut in two everywhere
 FORWARD_TOKENS_MAX = 2048  # tokens, padding included, per forward pass: beyond that a batch gains nothing on one core
-EXIT_LOAD_FAILED = 4
 _log = logging.getLogger("weir.inference.safety")
+
+
+class LoadClassifiers(Message, tag="load_classifiers", frozen=True):
+    """The first message: checkpoint directories; later messages name them by index."""
+
+    directories: list[str]
+
+
+class ClassifyBatch(Message, tag="classify", frozen=True):
+    """Texts to score, each with the index of its classifier. number: of the batch; its answer bears the same.
+
+    The parent sends the next one when the last one's scores have come: so what nobody waits for any more is never computed.
+    """
+
+    number: int
+    texts: list[tuple[int, str]]
+
+
+class BatchScored(Message, tag="scored", frozen=True):
+    """Scores from 0 to 1 for every text, in the order of the classifier's labels. The highest over all parts of a long text.
+
+    fault: why there are none; then `scores` is empty.
+    """
+
+    number: int
+    scores: list[list[float]]
+    fault: str | None = None
 
 
 class Classifier:
@@ -123,24 +138,24 @@ class Classifier:
 
 def serve(connection: socket.socket) -> int:
     """Load, then score batch after batch until the parent is gone; the exit status."""
-    stream = connection.makefile("rb")
-    body = receive(stream)
-    if body is None:
-        return 0
-    load = decode_to_classifiers(body)
+    os.nice(NICENESS)
+    inbox: Inbox[Message] = Inbox(connection, decoder_to_worker(LoadClassifiers, ClassifyBatch))
+    _, load = inbox.wait()
     assert isinstance(load, LoadClassifiers), "the first message says what to load"
+    import torch
+
+    torch.set_num_threads(1)
     try:
         classifiers = [Classifier(Path(directory)) for directory in load.directories]
     except CheckpointInvalid as error:
         _log.error("loading failed: %s", error)
-        _send(connection, ClassifiersFailed(str(error)))
+        connection.sendall(encode(LoadFailed(str(error))))
         return EXIT_LOAD_FAILED
-    _send(connection, ClassifiersReady())
-    while (body := receive(stream)) is not None:
-        batch = decode_to_classifiers(body)
+    connection.sendall(encode(Ready(kv_block_count=0)))
+    while True:
+        _, batch = inbox.wait()
         assert isinstance(batch, ClassifyBatch), "what is loaded stays"
-        _send(connection, score_batch(classifiers, batch))
-    return 0
+        connection.sendall(encode(score_batch(classifiers, batch)))
 
 
 def score_batch(classifiers: Sequence[Classifier], batch: ClassifyBatch) -> BatchScored:
@@ -158,29 +173,5 @@ def score_batch(classifiers: Sequence[Classifier], batch: ClassifyBatch) -> Batc
     return BatchScored(batch.number, scores)
 
 
-def _send(connection: socket.socket, message: FromClassifiers) -> None:
-    connection.sendall(encode(message))
-
-
-def main() -> int:
-    """Entry point of the child."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="the socket to the parent")
-    options = parser.parse_args()
-    # Ctrl-C and a stop of the whole group go to every process of it; the parent drains, and its death ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(NICENESS)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    import torch
-
-    torch.set_num_threads(1)
-    connection = socket.socket(fileno=options.fd)
-    try:
-        return serve(connection)
-    except OSError:
-        return 0  # the parent is gone
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(serve_parent("inference.safety.classifier_host", serve))

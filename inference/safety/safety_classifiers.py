@@ -21,22 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.backoff import Backoff
 from inference.errors import SafetyUnavailable
-from inference.safety.classifier_protocol import (
-    BatchScored,
-    ClassifiersFailed,
-    ClassifiersReady,
-    ClassifyBatch,
-    FromClassifiers,
-    LoadClassifiers,
-    ToClassifiers,
-    decode_from_classifiers,
-    encode,
-)
+from inference.safety.classifier_host import BatchScored, ClassifyBatch, LoadClassifiers
 from inference.safety.safety import OutputCheck, Verdict
 from inference.workers.batches import BatchQueue
-from inference.workers.process import ChildProcess, Watchdog, open_child
-from inference.workers.protocol import ProtocolBroken
+from inference.workers.process import HostProcess, Watchdog, open_host
+from inference.workers.protocol import LoadFailed, Message, ProtocolBroken, Ready, decoder_to_parent
 
 WAITING_COUNT_MAX = 256  # texts: more than that cannot be scored within any sane timeout on one core
 BATCH_CHARS_MAX = 4000  # some 1,000 tokens: a larger batch makes everybody wait longer and computes no faster on one core
@@ -44,7 +35,6 @@ LOAD_TIMEOUT_S = 120.0
 HANG_TIMEOUTS = 4  # a batch that takes so many times what a caller waits is not slow, it hangs
 
 RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX = 0.2, 30.0
-
 STABLE_AFTER_S = 60.0
 CHILD_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -55,6 +45,7 @@ CHILD_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
+MESSAGES = decoder_to_parent(BatchScored)
 _log = logging.getLogger("weir.inference.safety")
 
 
@@ -69,15 +60,6 @@ class ClassifierStatistics:
     restart_count: int
 
 
-class _Child(ChildProcess):
-    def send(self, message: ToClassifiers) -> None:
-        self.write(encode(message))
-
-    async def receive(self) -> FromClassifiers | None:
-        body = await self.read()
-        return None if body is None else decode_from_classifiers(body)
-
-
 class ClassifierProcess:
     """All classifiers of this API process, in one child. Belongs to one event loop."""
 
@@ -85,11 +67,12 @@ class ClassifierProcess:
         """Starts nothing. timeout_s: what a caller waits for scores."""
         self._directories = tuple(directories)
         self._timeout_s = timeout_s
-        self._child: _Child | None = None
+        self._child: HostProcess | None = None
         self._queue: BatchQueue[tuple[int, str], list[float]] = BatchQueue(BATCH_CHARS_MAX)
         self._restart_count = 0
         self._reason = "they are being loaded"
-        self._first_load: asyncio.Future[str | None] | None = None
+        self._tried = asyncio.Event()  # the first attempt to load is over
+        self._first_failure: str | None = None
         self._watchdog = Watchdog(HANG_TIMEOUTS * timeout_s, self._kill_hanging)
 
     @property
@@ -122,66 +105,62 @@ class ClassifierProcess:
 
     async def loaded(self) -> str | None:
         """Wait until the first attempt to load is over, which `serve` makes; why it failed, None if it did not."""
-        if self._first_load is None:
-            self._first_load = asyncio.get_running_loop().create_future()
-        return await asyncio.shield(self._first_load)
+        await self._tried.wait()
+        return self._first_failure
 
     async def serve(self) -> None:
         """Keep a child alive until cancelled."""
-        if self._first_load is None:
-            self._first_load = asyncio.get_running_loop().create_future()
-        delay_s, clock = RESTART_DELAY_S_MIN, asyncio.get_running_loop().time
+        backoff, clock = Backoff(RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX), asyncio.get_running_loop().time
         while True:
             started_at_s = clock()
             await self._run_child()
-            if not self._first_load.done():
-                self._first_load.set_result(self._reason)
+            if not self._tried.is_set():
+                self._first_failure = self._reason
+                self._tried.set()
             _log.error("classifiers: %s", self._reason)
             self._restart_count += 1
-            delay_s = RESTART_DELAY_S_MIN if clock() - started_at_s > STABLE_AFTER_S else min(2 * delay_s, RESTART_DELAY_S_MAX)
-            await asyncio.sleep(delay_s)
+            if clock() - started_at_s > STABLE_AFTER_S:
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
 
     async def _run_child(self) -> None:
         """One life of a child. Leaves the reason of its end."""
-        reason = "their process could not be started"
         try:
-            async with open_child(_Child, "inference.safety.classifier_host", CHILD_ENVIRONMENT) as child:
+            async with open_host("inference.safety.classifier_host", CHILD_ENVIRONMENT) as child:
                 try:
                     if await self._load(child):
-                        while (message := await child.receive()) is not None:
+                        while (message := await child.receive(MESSAGES)) is not None:
                             self._take(message)
                         await child.wait_gone(self._timeout_s)
                         self._reason = f"their process ended with status {child.exit_status}"
                 finally:
                     self._lose(child)
         except (ProtocolBroken, OSError) as error:
-            self._reason = f"{reason}: {error}"
+            self._reason = f"their process could not be started: {error}"
 
-    async def _load(self, child: _Child) -> bool:
+    async def _load(self, child: HostProcess) -> bool:
         """Whether the child has loaded everything; else `_reason` tells."""
         child.send(LoadClassifiers([str(directory) for directory in self._directories]))
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                message = await child.receive()
+                message = await child.receive(MESSAGES)
         except TimeoutError:
             self._reason = f"loading took more than {LOAD_TIMEOUT_S:.0f} s"
             return False
         match message:
-            case ClassifiersReady():
+            case Ready():
                 self._child = child
-                assert self._first_load is not None
-                if not self._first_load.done():
-                    self._first_load.set_result(None)
+                self._tried.set()
                 self._watchdog.arm()
                 self._send_next()
                 return True
-            case ClassifiersFailed(message=why):
+            case LoadFailed(message=why):
                 self._reason = why
             case _:
                 self._reason = "their process ended while it was loading"
         return False
 
-    def _take(self, message: FromClassifiers) -> None:
+    def _take(self, message: Message) -> None:
         if not isinstance(message, BatchScored) or message.number != self._queue.batch_count:
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
         if message.fault is None and len(message.scores) != self._queue.under_way_count:
@@ -200,7 +179,7 @@ class ClassifierProcess:
             self._watchdog.heard()
             self._child.send(ClassifyBatch(self._queue.batch_count, batch))
 
-    def _lose(self, child: _Child) -> None:
+    def _lose(self, child: HostProcess) -> None:
         """The child is gone: what it had fails, since it may be the cause; what waits goes on waiting for the next one."""
         if self._child is child:
             self._child = None

@@ -16,8 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import inference.safety.safety_classifiers as classifier_process
 from inference.errors import CheckpointInvalid, SafetyUnavailable
-from inference.safety.classifier_host import Classifier, score_batch
-from inference.safety.classifier_protocol import ClassifyBatch
+from inference.safety.classifier_host import Classifier, ClassifyBatch, score_batch
 from inference.safety.safety import SafetyRulesInvalid, Verdict
 from inference.safety.safety_classifiers import (
     HOLD_S_MAX,
