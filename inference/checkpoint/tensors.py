@@ -9,9 +9,10 @@ import itertools
 import json
 import mmap
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -128,6 +129,24 @@ class LinearWeights:
     weight: Tensor
     bias: Tensor | None
     scales: Tensor | None = None
+
+
+Held = TypeVar("Held")
+
+
+def on_device(held: Held, device: torch.device) -> Held:
+    """A dataclass, tuple or mapping with every tensor in it on a device; those that are there already stay where they lie."""
+    value: Any = held
+    kind: Any = type(held)
+    if isinstance(value, Tensor):
+        value = value.to(device)
+    elif isinstance(value, tuple):
+        value = tuple(on_device(each, device) for each in value)
+    elif isinstance(value, Mapping):
+        value = {key: on_device(each, device) for key, each in value.items()}
+    elif is_dataclass(value):
+        value = kind(*(on_device(getattr(value, each.name), device) for each in fields(value)))
+    return value  # type: ignore[no-any-return]
 
 
 def project(rows: Tensor, weights: LinearWeights) -> Tensor:

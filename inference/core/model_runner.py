@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from inference.checkpoint.checkpoint import DecoderConfig
+from inference.checkpoint.tensors import on_device
 from inference.core.sequence import Sequence
 from inference.core.step_plan import Chunk, StepPlan
 from inference.decoder.model import (
@@ -27,10 +28,9 @@ from inference.decoder.model import (
     Logits,
     PrefillSpan,
     Spans,
-    move_batch,
     row_indices,
 )
-from inference.decoder.weights import DecoderWeights, load_weights, move_weights
+from inference.decoder.weights import DecoderWeights, load_weights
 from inference.errors import EngineStartFailed, InvariantViolated
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.native.decoder import NativeDecoder, open_decoder, path_for, supports
@@ -84,7 +84,7 @@ class ModelRunner:
         else:
             weights = load()
             if self._device.type != "cpu":
-                weights = move_weights(weights, self._device)
+                weights = on_device(weights, self._device)
             self._decoder = Decoder(config, weights, context_window_tokens)
             self._pools = _allocate_pools(config, dtype, block_count, self._device)
 
@@ -130,7 +130,7 @@ class ModelRunner:
             return self._native.forward(chunks)
         batch = self._batch(chunks)
         if self._device.type != "cpu":
-            batch = move_batch(batch, self._device)
+            batch = on_device(batch, self._device)
         return Logits.of(self._decoder.forward(batch, self._pools).cpu())
 
     def _batch(self, chunks: list[Chunk]) -> Batch:

@@ -166,25 +166,6 @@ class Batch:
     logit_rows: Tensor
 
 
-def move_batch(batch: Batch, device: torch.device) -> Batch:
-    def moved(spans: Spans) -> Spans:
-        return Spans(
-            tuple(replace(span, tables=span.tables.to(device), mask=span.mask.to(device)) for span in spans.decodes),
-            tuple(
-                replace(span, table=span.table.to(device), mask=None if span.mask is None else span.mask.to(device))
-                for span in spans.prefills
-            ),
-        )
-
-    return Batch(
-        token_ids=batch.token_ids.to(device),
-        rotary_rows=batch.rotary_rows.to(device),
-        pool_rows=batch.pool_rows.to(device),
-        spans={window: moved(spans) for window, spans in batch.spans.items()},
-        logit_rows=batch.logit_rows.to(device),
-    )
-
-
 class Decoder:
     """Weights with their configuration. Holds no state between calls; the pool belongs to the runner."""
 

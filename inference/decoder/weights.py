@@ -49,30 +49,6 @@ class DecoderWeights:
     lm_head: LinearWeights
 
 
-def move_weights(weights: DecoderWeights, device: torch.device) -> DecoderWeights:
-    """The same on another device. Tensors that lie in a file are copied straight from there."""
-
-    def moved(linear: LinearWeights) -> LinearWeights:
-        bias = None if linear.bias is None else linear.bias.to(device)
-        scales = None if linear.scales is None else linear.scales.to(device)
-        return LinearWeights(linear.weight.to(device), bias, scales)
-
-    layers = tuple(
-        LayerWeights(
-            attention_norm=layer.attention_norm.to(device),
-            qkv=moved(layer.qkv),
-            query_norm=None if layer.query_norm is None else layer.query_norm.to(device),
-            key_norm=None if layer.key_norm is None else layer.key_norm.to(device),
-            attention_out=moved(layer.attention_out),
-            mlp_norm=layer.mlp_norm.to(device),
-            gate_up=moved(layer.gate_up),
-            down=moved(layer.down),
-        )
-        for layer in weights.layers
-    )
-    return DecoderWeights(weights.embedding.to(device), layers, weights.final_norm.to(device), moved(weights.lm_head))
-
-
 def load_weights(
     directory: Path,
     config: DecoderConfig,

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, normalize, relu, scaled_dot_product_attention
 
-from inference.checkpoint.tensors import LinearWeights, TensorReader, project
+from inference.checkpoint.tensors import LinearWeights, TensorReader, on_device, project
 from inference.encoder.config import RELATIVE_BUCKETS, EncoderConfig, Pooling
 
 
@@ -60,54 +60,36 @@ class EncoderWeights:
     distance_biases: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """How a family calls its tensors; those of a layer without its prefix."""
-
-    layer: str
-    query: str
-    key: str
-    value: str
-    attention_out: str
-    attention_norm: str
-    up: str
-    down: str
-    output_norm: str
-
-
-_BERT_NAMES = _Names(
-    layer="encoder.layer",
-    query="attention.self.query",
-    key="attention.self.key",
-    value="attention.self.value",
-    attention_out="attention.output.dense",
-    attention_norm="attention.output.LayerNorm",
-    up="intermediate.dense",
-    down="output.dense",
-    output_norm="output.LayerNorm",
-)
-
-_DISTIL_NAMES = _Names(
-    layer="transformer.layer",
-    query="attention.q_lin",
-    key="attention.k_lin",
-    value="attention.v_lin",
-    attention_out="attention.out_lin",
-    attention_norm="sa_layer_norm",
-    up="ffn.lin1",
-    down="ffn.lin2",
-    output_norm="output_layer_norm",
-)
-
-_MPNET_NAMES = replace(
-    _BERT_NAMES,
-    query="attention.attn.q",
-    key="attention.attn.k",
-    value="attention.attn.v",
-    attention_out="attention.attn.o",
-    attention_norm="attention.LayerNorm",
-)
-
+# How a family calls its layers, and in one the tensors of each field of `EncoderLayerWeights`.
+_BERT_NAMES = {
+    "layer": "encoder.layer",
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "attention_out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+_DISTIL_NAMES = {
+    "layer": "transformer.layer",
+    "query": "attention.q_lin",
+    "key": "attention.k_lin",
+    "value": "attention.v_lin",
+    "attention_out": "attention.out_lin",
+    "attention_norm": "sa_layer_norm",
+    "up": "ffn.lin1",
+    "down": "ffn.lin2",
+    "output_norm": "output_layer_norm",
+}
+_MPNET_NAMES = _BERT_NAMES | {
+    "query": "attention.attn.q",
+    "key": "attention.attn.k",
+    "value": "attention.attn.v",
+    "attention_out": "attention.attn.o",
+    "attention_norm": "attention.LayerNorm",
+}
 _NAMES = {"distilbert": _DISTIL_NAMES, "mpnet": _MPNET_NAMES}
 
 # Heads of other tasks, and what follows from the configuration: no vector depends on them.
@@ -141,27 +123,27 @@ def load_encoder_weights(
     names = _NAMES.get(config.model_type, _BERT_NAMES)
     layers = []
     for index in range(config.layer_count):
-        layers.append(_read_layer(reader, config, names, f"{prefix}{names.layer}.{index}"))
+        layers.append(_read_layer(reader, config, names, f"{prefix}{names['layer']}.{index}"))
         on_progress((index + 1) / config.layer_count)
     reader.refuse_unread(config.architecture, _IGNORED_NAMES)
     return EncoderWeights(words, positions, token_type, embedding_norm, tuple(layers), distance_biases)
 
 
-def _read_layer(reader: TensorReader, config: EncoderConfig, names: _Names, prefix: str) -> EncoderLayerWeights:
+def _read_layer(reader: TensorReader, config: EncoderConfig, names: Mapping[str, str], prefix: str) -> EncoderLayerWeights:
     hidden, inner = config.hidden_size, config.intermediate_size
 
-    def linear(name: str, rows: int, columns: int) -> LinearWeights:
-        return reader.read_stacked({f"{prefix}.{name}": rows}, columns, biased=True)
+    def linear(part: str, rows: int, columns: int) -> LinearWeights:
+        return reader.read_stacked({f"{prefix}.{names[part]}": rows}, columns, biased=True)
 
     return EncoderLayerWeights(
-        query=linear(names.query, hidden, hidden),
-        key=linear(names.key, hidden, hidden),
-        value=linear(names.value, hidden, hidden),
-        attention_out=linear(names.attention_out, hidden, hidden),
-        attention_norm=_read_norm(reader, f"{prefix}.{names.attention_norm}", hidden),
-        up=linear(names.up, inner, hidden),
-        down=linear(names.down, hidden, inner),
-        output_norm=_read_norm(reader, f"{prefix}.{names.output_norm}", hidden),
+        query=linear("query", hidden, hidden),
+        key=linear("key", hidden, hidden),
+        value=linear("value", hidden, hidden),
+        attention_out=linear("attention_out", hidden, hidden),
+        attention_norm=_read_norm(reader, f"{prefix}.{names['attention_norm']}", hidden),
+        up=linear("up", inner, hidden),
+        down=linear("down", hidden, inner),
+        output_norm=_read_norm(reader, f"{prefix}.{names['output_norm']}", hidden),
     )
 
 
@@ -194,7 +176,7 @@ class EncoderNetwork:
     def __init__(self, config: EncoderConfig, weights: EncoderWeights, device: torch.device) -> None:
         self._config = config
         self._device = device
-        self._weights = _moved(weights, device)
+        self._weights = on_device(weights, device)
         self._activation = _ACTIVATIONS[config.activation]
 
     @torch.inference_mode()
@@ -284,32 +266,3 @@ def _groups(lengths: list[int]) -> list[_Group]:
         groups.append(_Group(begin, begin + text_count * length, text_count, length))
         begin += text_count * length
     return groups
-
-
-def _moved(weights: EncoderWeights, device: torch.device) -> EncoderWeights:
-    """The same on another device; tensors that are there already stay where they lie."""
-
-    def linear(each: LinearWeights) -> LinearWeights:
-        scales = None if each.scales is None else each.scales.to(device)
-        return LinearWeights(each.weight.to(device), None if each.bias is None else each.bias.to(device), scales)
-
-    def norm(each: NormWeights) -> NormWeights:
-        return NormWeights(each.weight.to(device), each.bias.to(device))
-
-    layers = tuple(
-        EncoderLayerWeights(
-            query=linear(layer.query),
-            key=linear(layer.key),
-            value=linear(layer.value),
-            attention_out=linear(layer.attention_out),
-            attention_norm=norm(layer.attention_norm),
-            up=linear(layer.up),
-            down=linear(layer.down),
-            output_norm=norm(layer.output_norm),
-        )
-        for layer in weights.layers
-    )
-    token_type = None if weights.token_type is None else weights.token_type.to(device)
-    biases = None if weights.distance_biases is None else weights.distance_biases.to(device)
-    embedding_norm = norm(weights.embedding_norm)
-    return EncoderWeights(weights.words.to(device), weights.positions.to(device), token_type, embedding_norm, layers, biases)

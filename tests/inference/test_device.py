@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from inference.checkpoint.checkpoint import read_config
+from inference.checkpoint.tensors import on_device
 from inference.core.engine_core import EngineCore, EngineOptions
-from inference.decoder.model import Batch, Decoder, DecodeSpan, LayerPool, PrefillSpan, Spans, move_batch, row_indices
-from inference.decoder.weights import load_weights, move_weights
+from inference.decoder.model import Batch, Decoder, DecodeSpan, LayerPool, PrefillSpan, Spans, row_indices
+from inference.decoder.weights import load_weights
 from inference.errors import EngineStartFailed
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
@@ -53,15 +54,15 @@ def test_a_forward_pass_mixes_no_devices(tmp_path: Path, quantize: bool) -> None
     batch = Batch(rows, rows, row_indices(rows, rows, config.kv_head_count), {None: spans}, rows[:3])
     pool_shape = (5, config.kv_head_count, KV_BLOCK_TOKENS, config.head_dim)
 
-    weights = move_weights(load_weights(tmp_path, config, torch.bfloat16, quantize=quantize), meta)
+    weights = on_device(load_weights(tmp_path, config, torch.bfloat16, quantize=quantize), meta)
     decoder = Decoder(config, weights, 64)
     pools = [LayerPool(*torch.zeros(2, *pool_shape, dtype=torch.bfloat16, device=meta)) for _ in config.layer_windows]
 
     with torch.inference_mode():
-        logits = decoder.forward(move_batch(batch, meta), pools)
+        logits = decoder.forward(on_device(batch, meta), pools)
 
         assert (logits.device.type, tuple(logits.shape)) == ("meta", (3, config.vocabulary_size))
         faults: list[dict[str, Any]] = [{"pool_rows": batch.pool_rows}, {"spans": batch.spans}]
         for planted in faults:
             with pytest.raises((RuntimeError, NotImplementedError)):
-                decoder.forward(replace(move_batch(batch, meta), **planted), pools)
+                decoder.forward(replace(on_device(batch, meta), **planted), pools)
