@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Awaitable, Callable
 
 import psycopg
 
@@ -36,7 +35,15 @@ EXPORT_CONNECTIONS = 3  # one holds the locks; the others take turns, for a mill
 def rate_pending() -> None:
     """Post to the ledger what has been used since the last time."""
     rating_hurry.begun()
-    run(_rate_pending())
+    run(_rate_pending)
+
+
+async def _rate_pending(sessions: Sessions) -> None:
+    try:
+        await rate_all_pending(sessions)
+    except InvariantViolated as misstated:  # the same events each second, until a person corrects them
+        if misstated_retries.is_due(str(misstated)):
+            misstated_retries.failed(misstated, str(misstated))
 
 
 @task("weir.sweep_expired_holds")
@@ -47,96 +54,68 @@ def sweep() -> None:
     except InvalidValue as error:
         log.error("receipts of swept holds are not signed: %s", error)
         signer = None
-    run(sweep_expired_holds(database_url(), signer=signer))
+    run(lambda _: sweep_expired_holds(database_url(), signer=signer))
 
 
 @task("weir.delete_past_counters")
 def delete_past_counters() -> None:
     """Keep the counters of quotas from growing for ever."""
-    run(_delete_past_counters())
-
-
-async def _delete_past_counters() -> None:
-    async with open_sessions() as sessions:
-        await quota_admin.delete_all_past_counters(sessions)
+    run(quota_admin.delete_all_past_counters)
 
 
 @task("weir.keep_partitions")
 def keep_partitions() -> None:
     """Make the partitions of coming months, before anything is used in them."""
-    run(_keep_partitions())
+    run(_keep_partitions)
 
 
-async def _keep_partitions() -> None:
-    async with open_sessions() as sessions, sessions.begin() as session:
+async def _keep_partitions(sessions: Sessions) -> None:
+    async with sessions.begin() as session:
         await rating.keep_ahead(session)
 
 
 @task("weir.refresh_prepaid")
 def refresh_prepaid() -> None:
     """After a month's begin: let prepaid organizations use the credit that begins with it."""
-    run(_refresh_prepaid())
-
-
-async def _refresh_prepaid() -> None:
-    async with open_sessions() as sessions:
-        await refresh_for_the_month(sessions)
+    run(refresh_for_the_month)
 
 
 @task("weir.fire_alerts")
 def fire_alerts() -> None:
     """Find the limits of which so much is used that somebody wants to know, and tell those who do."""
     try:
-        run(_fire_alerts(private=allows_private(os.environ)))
+        private = allows_private(os.environ)
     except InvalidValue as error:
         log.error("nobody is told of alerts: %s", error)
+        return
 
-
-async def _fire_alerts(*, private: bool) -> None:
-    async with open_sessions(ALERT_CONNECTIONS) as sessions:
+    async def look_and_deliver(sessions: Sessions) -> None:
         with alerts.survive("look"):
             await look_for_alerts(sessions)
         await deliver_alerts(sessions, private=private)
+
+    run(look_and_deliver, ALERT_CONNECTIONS)
 
 
 @task("weir.export_usage")
 def export() -> None:
     """Hand rated usage over to whoever bills it, if anybody does."""
     try:
-        run(_export_usage())
+        run(lambda sessions: export_usage(sessions, os.environ), EXPORT_CONNECTIONS)
     except InvalidValue as error:
         log.error("nothing is exported: %s", error)
 
 
-async def _export_usage() -> None:
-    async with open_sessions(EXPORT_CONNECTIONS) as sessions:
-        await export_usage(sessions, os.environ)
-
-
-async def _rate_pending() -> None:
-    async with open_sessions() as sessions:
-        try:
-            await rate_all_pending(sessions)
-        except InvariantViolated as misstated:  # the same events each second, until a person corrects them
-            if misstated_retries.is_due(str(misstated)):
-                misstated_retries.failed(misstated, str(misstated))
-
-
-@contextlib.asynccontextmanager
-async def open_sessions(connection_count: int = 1) -> AsyncIterator[Sessions]:
-    engine = create_engine(database_url(), pool_size=connection_count)
-    try:
-        yield create_sessions(engine)
-    finally:
-        await engine.dispose()
-
-
-def run(work: Coroutine[object, object, object]) -> None:
+def run(work: Callable[[Sessions], Awaitable[object]], connection_count: int = 1) -> None:
     """Run it to its end, on a loop of its own: nothing outlives a task that a fork or a broken connection could spoil."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(TIME_LIMIT_S):
-            await work
+        engine = create_engine(database_url(), pool_size=connection_count)
+        try:
+            async with asyncio.timeout(TIME_LIMIT_S):
+                await work(create_sessions(engine))
+        finally:
+            await engine.dispose()
 
     try:
         asyncio.run(bounded())
