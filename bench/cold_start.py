@@ -28,8 +28,9 @@ from api.cli.stack import run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
 from bench.processes import children_of
 from bench.shapes import SHAPES, Precision, write_checkpoint
+from inference import streams
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria, TokensGenerated
+from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
 
 IDLE_TIMEOUT_S = 0.3  # seconds: after each round there is to be nothing
 PROGRESS_INTERVAL_S = 0.02
@@ -64,12 +65,12 @@ async def bare_host_ms(settings: Settings) -> float:
             torch_thread_count=settings.engine_thread_count,
         )
     )
-    request = GenerationRequest(SequenceId("bare"), PROMPT, SamplingParams(), StopCriteria(max_output_tokens=4, ignore_eos=True))
+    request = GenerationRequest(PROMPT, SamplingParams(), StopCriteria(max_output_tokens=4, ignore_eos=True))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         began_at = time.perf_counter()
         await engine.start()
-        async with engine.generate(request) as stream:
+        async with streams.stream(engine, request) as stream:
             async for event in stream:
                 if isinstance(event, TokensGenerated):
                     break

@@ -32,13 +32,13 @@ from typing import Any, Literal
 
 from bench.peers import measure_llama_cpp, measure_vllm
 from bench.shapes import SHAPES, VOCABULARY_SIZE, Precision, Shape, write_checkpoint
+from inference import streams
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import (
     GenerationRequest,
     SamplingParams,
     Scheduled,
     SequenceFinished,
-    SequenceId,
     StopCriteria,
     TokensGenerated,
 )
@@ -104,9 +104,9 @@ def peer_work(seed: int, request_count: int) -> dict[str, Any]:
 async def follow(engine: TorchEngine, prompt: list[int], output_token_count: int) -> Timeline:
     """Run one sequence to its end and note when its tokens came."""
     stop = StopCriteria(output_token_count, ignore_eos=True)
-    request = GenerationRequest(SequenceId("bench"), tuple(prompt), SamplingParams(), stop)
+    request = GenerationRequest(tuple(prompt), SamplingParams(), stop)
     timeline, begin_s = Timeline(), time.perf_counter()
-    async with engine.generate(request) as stream:
+    async with streams.stream(engine, request) as stream:
         async for event in stream:
             match event:
                 case Scheduled():

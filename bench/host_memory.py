@@ -18,16 +18,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.shapes import SHAPES, Precision, write_checkpoint
+from inference import streams
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria
+from inference.engine import GenerationRequest, SamplingParams, StopCriteria
 from inference.native.loader import SWITCH
 from inference.native.packed_file import PackedPlace
 
 HOSTS = 2
 KV_CACHE_BYTES = 64 << 20
-REQUEST = GenerationRequest(
-    SequenceId("warm"), tuple(range(20, 84)), SamplingParams(), StopCriteria(max_output_tokens=8, ignore_eos=True)
-)
+REQUEST = GenerationRequest(tuple(range(20, 84)), SamplingParams(), StopCriteria(max_output_tokens=8, ignore_eos=True))
 FIELDS = ("Rss", "Pss", "Private_Dirty", "Private_Clean")
 
 
@@ -45,7 +44,7 @@ async def two_hosts(settings: TorchEngineSettings) -> list[dict[str, float]]:
             tasks.create_task(engine.serve())
             await engine.start()
             async with AsyncExitStack() as stack:
-                async for _ in await stack.enter_async_context(engine.generate(REQUEST)):
+                async for _ in await stack.enter_async_context(streams.stream(engine, REQUEST)):
                     pass
         found = [memory_mib(engine.host_pid) for engine in engines if engine.host_pid is not None]
         for engine in engines:

@@ -27,8 +27,9 @@ from pathlib import Path
 from api.cli.demo import percentile
 from api.core.settings import DEMO_MODEL_NAME, bundled_models
 from bench.virtual_time import VirtualEngine, VirtualTimeLoop
+from inference import streams
 from inference.core.cost_model import CostModel
-from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria, TokensGenerated
+from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
 from inference.limits import EngineLimits
 from inference.routing.placement import POLICIES
 from inference.routing.replica import Replica
@@ -98,11 +99,9 @@ async def converse(replicas: ReplicaSet, dialogue: Dialogue, number: int, seen: 
         if index:
             await asyncio.sleep(turn.pause_s)
         so_far += turn.token_ids
-        request = GenerationRequest(
-            SequenceId(f"{number}.{index}"), so_far, SamplingParams(), StopCriteria(turn.answer_token_count, ignore_eos=True)
-        )
+        request = GenerationRequest(so_far, SamplingParams(), StopCriteria(turn.answer_token_count, ignore_eos=True))
         asked_at_s, answer = clock(), list[int]()
-        async with replicas.generate(request) as stream:
+        async with streams.stream(replicas, request) as stream:
             async for event in stream:
                 if isinstance(event, TokensGenerated):
                     if not answer:

@@ -27,8 +27,9 @@ from api.cli.stack import run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
 from bench.engine import KV_CACHE_BYTES, Prompts
 from bench.shapes import SHAPES, write_checkpoint
+from inference import streams
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.engine import GenerationRequest, SamplingParams, SequenceFinished, SequenceId, StopCriteria, TokensGenerated
+from inference.engine import GenerationRequest, SamplingParams, SequenceFinished, StopCriteria, TokensGenerated
 from inference.text.tokenizer import ChatMessage, Tokenizer
 
 Prompt = tuple[int, ...]
@@ -42,18 +43,17 @@ class Run:
     ttfts_ms: list[float]
 
 
-async def run_bare(engine: TorchEngine, prompts: Sequence[Prompt], label: str) -> Run:
+async def run_bare(engine: TorchEngine, prompts: Sequence[Prompt]) -> Run:
     """All prompts at once through the engine alone."""
 
     async def one(index: int, prompt: Prompt) -> tuple[int, float]:
         request = GenerationRequest(
-            sequence_id=SequenceId(f"{label}-{index}"),
             prompt_token_ids=prompt,
             sampling=SamplingParams(),
             stop=StopCriteria(max_output_tokens=OUTPUT_TOKENS, ignore_eos=True),
         )
         sent_at, ttft_ms, token_count = time.perf_counter(), 0.0, 0
-        async with engine.generate(request) as stream:
+        async with streams.stream(engine, request) as stream:
             async for event in stream:
                 if isinstance(event, TokensGenerated):
                     ttft_ms = ttft_ms or (time.perf_counter() - sent_at) * 1000
@@ -134,7 +134,7 @@ async def measure(arguments: argparse.Namespace) -> None:
             async with AsyncClient(address=connection.address, api_key=connection.api_key) as client:
                 for index in range(arguments.rounds):
                     first = prompts[2 * index * arguments.agents :][: 2 * arguments.agents]
-                    bare.append(await run_bare(engine, first[: arguments.agents], f"round-{index}"))
+                    bare.append(await run_bare(engine, first[: arguments.agents]))
                     service.append(await run_service(client, first[arguments.agents :]))
             await engine.close()
     for name, runs in (("bare engine", bare), ("whole service", service)):

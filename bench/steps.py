@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine host: torch
 import torch
 
 from inference.core.engine_core import EngineCore, EngineOptions
-from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria
+from inference.engine import GenerationRequest, SamplingParams, StopCriteria
 from inference.limits import EngineLimits
 from inference.workers.protocol import StepReport, encode, statistics_list
 
@@ -58,7 +58,7 @@ def open_core(arguments: argparse.Namespace, checkpoint: Path) -> EngineCore:
     for number in range(arguments.sequences):
         prompt = tuple((number * 31 + position * 7) % (VOCABULARY_SIZE - 16) + 16 for position in range(arguments.context))
         stop = StopCriteria(arguments.steps + 2 * WARM_UP_STEPS + arguments.sequences, ignore_eos=True)
-        core.add(number, GenerationRequest(SequenceId(str(number)), prompt, SamplingParams(), stop))
+        core.add(number, GenerationRequest(prompt, SamplingParams(), stop))
     while core.scheduler.waiting or any(sequence.uncomputed_token_count > 1 for sequence in core.scheduler.running):
         core.step()
     return core

@@ -7,8 +7,6 @@ cost model are the product's; only the processes around them are missing. Nothin
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +20,13 @@ from inference.engine import (
     GenerationRequest,
     SequenceFinished,
     SequenceRefused,
-    SequenceStream,
+    Tell,
     TokensGenerated,
 )
 from inference.errors import RequestImpossible
 from inference.kv_blocks import KV_BLOCK_TOKENS, PrefixHint
 from inference.limits import EngineLimits
-from inference.workers.engine import BufferedStream
+from inference.workers.engine import EngineSequence
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -59,7 +57,7 @@ class VirtualEngine:
         options = EngineOptions(directory, limits, simulation=cost)
         self._core = EngineCore(options, clock=self._clock, sleep=self._note_step)
         self._step_s = 0.0
-        self._streams: dict[int, BufferedStream] = {}
+        self._sequences: dict[int, EngineSequence] = {}  # that have not ended
         self._next_number = 0
         self._hint = PrefixHint(cost.kv_block_count, KV_BLOCK_TOKENS)
         self._wake = asyncio.Event()
@@ -79,33 +77,40 @@ class VirtualEngine:
             await asyncio.sleep(self._step_s)  # what it computed is there when the step is over
             for number, event in events:
                 assert not isinstance(event, SequenceRefused), "no request here has a response format"
-                if (stream := self._streams.get(number)) is None:
+                if (sequence := self._sequences.get(number)) is None:
                     continue
-                if isinstance(event, TokensGenerated) and not stream.has_output:
-                    self._hint.note(stream.request.prompt_token_ids, stream.request.cache_salt)
-                stream.put(event)
+                request = sequence.request
+                if isinstance(event, TokensGenerated):
+                    if not sequence.outputs[0]:
+                        self._hint.note(request.prompt_token_ids, request.cache_salt)
+                    sequence.outputs[0] += event.token_ids
                 if isinstance(event, SequenceFinished):
-                    computed = (*stream.request.prompt_token_ids, *stream.outputs[0][:-1])
-                    self._hint.note(computed, stream.request.cache_salt)
+                    del self._sequences[number]
+                    self._hint.note((*request.prompt_token_ids, *sequence.outputs[0][:-1]), request.cache_salt)
+                sequence.tell(event)
 
     async def start(self) -> None:
         """It is there already."""
 
-    @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
-        """See `Engine.generate`."""
+    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+        """See `Engine.submit`."""
         if (fault := self._core.request_fault(request)) is not None:
             raise RequestImpossible(fault)
         number = self._next_number
         self._next_number += 1
-        stream = self._streams[number] = BufferedStream(number, request, lambda each: self._core.cancel(each.number))
         assert self._core.add(number, request), "the queue takes all of a benchmark"
+        sequence = self._sequences[number] = EngineSequence(self, number, request, tell)
         self._wake.set()
-        try:
-            yield stream
-        finally:
-            stream.cancel()
-            del self._streams[number]
+        return sequence
+
+    def cancel(self, sequence: EngineSequence) -> None:
+        """See `Sequence.cancel`."""
+        self._core.cancel(sequence.number)
+
+    def forget(self, sequence: EngineSequence) -> None:
+        """See `Sequence.close`."""
+        if self._sequences.pop(sequence.number, None) is not None:
+            self._core.cancel(sequence.number)
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """See `Engine.predict_cached_token_count`."""

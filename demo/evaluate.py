@@ -22,13 +22,13 @@ from demo.corpus import (
 )
 from demo.scoring import Score, score
 from demo.tokenization import token_ids_of
+from inference import streams
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
     SamplingParams,
     SequenceFinished,
-    SequenceId,
     StopCriteria,
     TokensGenerated,
 )
@@ -60,16 +60,16 @@ async def answer_all(model: Path, tokenizer: Tokenizer, cases: Sequence[Case], t
         await engine.start()
         prompts = [token_ids_of(tokenizer, case.messages(len(case.turns)), generation_prompt=True) for case in cases]
         places = asyncio.Semaphore(CASES_AT_ONCE)
-        answers = await asyncio.gather(*(answer(engine, places, str(number), prompt) for number, prompt in enumerate(prompts)))
+        answers = await asyncio.gather(*(answer(engine, places, prompt) for prompt in prompts))
         await engine.close()
     return answers
 
 
-async def answer(engine: TorchEngine, places: asyncio.Semaphore, name: str, prompt: Sequence[int]) -> tuple[str, bool]:
+async def answer(engine: TorchEngine, places: asyncio.Semaphore, prompt: Sequence[int]) -> tuple[str, bool]:
     """One greedy answer, and whether it ended by itself."""
-    request = GenerationRequest(SequenceId(name), tuple(prompt), SamplingParams(), StopCriteria(ANSWER_TOKENS_MAX))
+    request = GenerationRequest(tuple(prompt), SamplingParams(), StopCriteria(ANSWER_TOKENS_MAX))
     text, ended = "", False
-    async with places, engine.generate(request) as stream:
+    async with places, streams.stream(engine, request) as stream:
         async for event in stream:
             match event:
                 case TokensGenerated():

@@ -10,21 +10,22 @@ background has a parent. The first `start` loads the model, `close` ends it, and
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         await engine.start()
-        async with engine.generate(request) as stream:
-            async for event in stream: ...
+        sequence = engine.submit(request, print)
+        ...
+        sequence.close()
         await engine.close()
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
 from inference.capabilities import Capabilities
+from inference.errors import EngineError
 from inference.sequences import (
     BeamSearchParams,
     ChoiceFinished,
@@ -38,7 +39,6 @@ from inference.sequences import (
     Scheduled,
     SequenceEvent,
     SequenceFinished,
-    SequenceId,
     SequenceRefused,
     StopCriteria,
     TokenLogprob,
@@ -66,27 +66,36 @@ __all__ = [
     "ResponseFormat",
     "SamplingParams",
     "Scheduled",
+    "Sequence",
     "SequenceEvent",
     "SequenceFinished",
-    "SequenceId",
     "SequenceRefused",
-    "SequenceStream",
     "StopCriteria",
+    "Tell",
     "TokenLogprob",
     "TokenLogprobs",
     "TokensGenerated",
     "Vector",
+    "tell_nobody",
 ]
 
 
-class SequenceStream(Protocol):
-    """A running sequence as its caller sees it."""
+# Told of a sequence: its events in order, `Scheduled`, any number of `TokensGenerated` and `ChoiceFinished`, then as the last one
+# `SequenceFinished`, or an error if the engine failed or went away. Called on the event loop, never by `submit` itself. Must not
+# block; what it raises becomes an incident, and the sequence goes on.
+Tell = Callable[[SequenceEvent | EngineError], None]
 
-    def __aiter__(self) -> AsyncIterator[SequenceEvent]:
-        """Events in order: `Scheduled`, any number of `TokensGenerated` and `ChoiceFinished`, then `SequenceFinished`.
 
-        Ends after `SequenceFinished`. Raises an `EngineError` instead if the engine failed or went away.
-        """
+def tell_nobody(event: SequenceEvent | EngineError) -> None:
+    """A `Tell` for a sequence that nobody follows."""
+
+
+class Sequence(Protocol):
+    """A running sequence as its caller sees it. The caller closes it in the end, whatever it was told."""
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """Token ids of each choice so far, those of the request's `output_token_ids` included; known after the end too."""
         ...
 
     def cancel(self) -> None:
@@ -97,11 +106,8 @@ class SequenceStream(Protocol):
         """
         ...
 
-    def deliver_to(self, take: Callable[[SequenceEvent], bool]) -> None:
-        """Pass events to this function while the reader waits for them, instead of waking its task. The last one is read.
-
-        take: returns whether it took the event, which is not read then; what it raises is raised to the reader. Must not block.
-        """
+    def close(self) -> None:
+        """Forget it, and cancel what still runs: nothing is told from now on. Idempotent, never blocks."""
         ...
 
 
@@ -206,7 +212,7 @@ class Backend(Protocol):
         """Be the engine for its life: wait for the first `start`, run, restart after a crash, return after `close`.
 
         A task of the caller's `TaskGroup`, run once. An engine that cannot load does not raise here, so that it takes no other
-        engine down: `start`, `generate` and `condition` tell. Cancelled, it stops the engine at once.
+        engine down: `start`, `submit` and `condition` tell. Cancelled, it stops the engine at once.
         """
         ...
 
@@ -233,7 +239,7 @@ class Backend(Protocol):
     async def close(self) -> None:
         """Cancel everything and give all memory back; idempotent.
 
-        What runs ends as `generate` and `embed` say. A closed engine is not started again: build a new one.
+        What runs ends as `submit` and `embed` say. A closed engine is not started again: build a new one.
         """
         ...
 
@@ -241,12 +247,12 @@ class Backend(Protocol):
 class Engine(Backend, Protocol):
     """One model that generates, on one backend."""
 
-    def generate(self, request: GenerationRequest) -> AbstractAsyncContextManager[SequenceStream]:
-        """Run one sequence. Leaving the block cancels what still runs and forgets it; nothing leaks on any exit.
+    def submit(self, request: GenerationRequest, tell: Tell) -> Sequence:
+        """Begin one sequence. tell: called with its events, later.
 
-        Raises on entering: `RequestImpossible` if it could never run here, `EngineOverloaded` if the engine's queue is full,
-        `EngineUnavailable` while it is down (cold, loading, restarting), `EngineStartFailed` if it needs a person. Running streams
-        of an engine that is closed end with `SequenceFinished(CANCELLED)`.
+        Raises `RequestImpossible` if it could never run here, `EngineOverloaded` if the engine's queue is full,
+        `EngineUnavailable` while it is down (cold, loading, restarting), `EngineStartFailed` if it needs a person. Running
+        sequences of an engine that is closed end with `SequenceFinished(CANCELLED)`.
         """
         ...
 

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
 
 import msgspec
-
-SequenceId = NewType("SequenceId", str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +131,11 @@ class BeamSearchParams:
 class GenerationRequest:
     """One sequence to run.
 
-    sequence_id is unique among running sequences. cache_salt separates prefix caches: blocks are shared between equal
-    salts only. response_format needs `StopCriteria.leaves_end_open`. choice_count: so many outputs of the one prompt, each with
-    all of `stop` for itself; the first is what a single one would be, the others draw from seeds that follow from the request's.
-    beam_search: the choices are the best that it finds, the best first. Needs a temperature of 0; excludes stop sequences and a
-    response format. Tokens come when all outputs share them that can still be the best, the others with the end.
+    cache_salt separates prefix caches: blocks are shared between equal salts only. response_format needs
+    `StopCriteria.leaves_end_open`. choice_count: so many outputs of the one prompt, each with all of `stop` for itself; the
+    first is what a single one would be, the others draw from seeds that follow from the request's. beam_search: the choices
+    are the best that it finds, the best first. Needs a temperature of 0; excludes stop sequences and a response format.
+    Tokens come when all outputs share them that can still be the best, the others with the end.
     rank: who is next, the lowest first, and of equal ones the first to arrive. In tokens: one that waits takes the place of a
     running one if its rank is lower by more than its prompt's tokens. Nobody is overtaken without end, whatever the ranks.
     output_token_ids: output that was generated elsewhere; the sequence goes on after it as if it had generated it here. It counts
@@ -147,7 +144,6 @@ class GenerationRequest:
     regions: where it may run, the first preferred; empty for anywhere. For sets of replicas; an engine is where it is.
     """
 
-    sequence_id: SequenceId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     stop: StopCriteria

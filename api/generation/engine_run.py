@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import replace
 
 import structlog
@@ -23,12 +24,12 @@ from inference.engine import (
     GenerationRequest,
     ModelInfo,
     Scheduled,
+    Sequence,
     SequenceEvent,
     SequenceFinished,
-    SequenceStream,
     TokensGenerated,
 )
-from inference.errors import EngineFailed, EngineStartFailed
+from inference.errors import EngineError, EngineStartFailed
 from metering.core.models import Outcome
 
 TOKENS_PER_CHARGE = 8  # tenants take turns by what was generated; a few tokens more or less change no order
@@ -59,11 +60,11 @@ class EngineRun:
         self._reply = reply
         self._watch = watch
         self._usage = usage
-        self._sequence: SequenceStream | None = None
+        self._sequence: Sequence | None = None
+        self._events: deque[SequenceEvent | EngineError] = deque()  # that the task has not read
+        self._reader: asyncio.Future[None] | None = None  # while the task waits for one
         self._left_over: TokensGenerated | None = None  # counted, and not handed on
         self._life = life
-        self._may_be_continued = request.may_be_continued
-        self._output: list[int] = []  # of a request that may be continued
         self._uncharged_token_count = 0  # that the queue has not been told of
         self._first_timings: EngineTimings | None = None  # of one that was continued
 
@@ -76,27 +77,46 @@ class EngineRun:
         """Hand on what the engine generates; the outcome as the engine saw it. Raises what breaks it."""
         request = replace(self._request, rank=self._place.rank)
         while True:
-            async with engine.generate(request) as sequence:
-                self._sequence = sequence
-                sequence.deliver_to(self._take)
-                if self._life.end is not None:  # while the engine was taking it
-                    sequence.cancel()
-                try:
-                    outcome = await self._stream(sequence)
-                finally:
-                    self._sequence = None  # which refers to this run
-                    self._charge()
+            sequence = self._sequence = engine.submit(request, self._told)
+            if self._life.end is not None:  # before its engine had it
+                sequence.cancel()
+            try:
+                outcome = await self._stream()
+            finally:
+                self._sequence = None  # which refers to this run
+                sequence.close()
+                self._charge()
             if outcome is not None:
                 return outcome
             limits = self._limits
             limits.engine_token_count_max = limits.asked_token_count_max
             stop = replace(request.stop, max_output_tokens=limits.engine_token_count_max)
-            request = replace(request, stop=stop, output_token_ids=tuple(self._output))
+            request = replace(request, stop=stop, output_token_ids=tuple(sequence.outputs[0]))
 
-    async def _stream(self, sequence: SequenceStream) -> Outcome | None:
+    def _told(self, event: SequenceEvent | EngineError) -> None:
+        """The engine's next event: past the task only where that has read everything and was not woken."""
+        reader = self._reader
+        if reader is not None and not (self._events or reader.done() or isinstance(event, SequenceFinished | EngineError)):
+            try:
+                if self._take(event):
+                    return
+            except Exception as error:
+                reader.set_exception(error)
+                return
+        self._events.append(event)
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+    async def _stream(self) -> Outcome | None:
         """The outcome, or None if it is to go on from where it has ended."""
-        async for event in sequence:
-            match event:
+        while True:
+            while not self._events:
+                self._reader = asyncio.get_running_loop().create_future()
+                try:
+                    await self._reader
+                finally:
+                    self._reader = None
+            match event := self._events.popleft():
                 case Scheduled():
                     self._begin(event)
                 case TokensGenerated():
@@ -108,7 +128,8 @@ class EngineRun:
                     self._reply.end_choice(event.choice_index, OUTCOMES[event.reason])
                 case SequenceFinished():
                     return await self._finish(event)
-        raise EngineFailed("the engine's events ended without a last one")
+                case _:
+                    raise event
 
     def _begin(self, event: Scheduled) -> None:
         """The engine has begun with the request."""
@@ -134,8 +155,6 @@ class EngineRun:
         self._uncharged_token_count += token_count
         if self._uncharged_token_count >= TOKENS_PER_CHARGE or usage.generated_token_count == token_count:
             self._charge()
-        if self._may_be_continued:
-            self._output += event.token_ids
         if self._reply.hand_on_now(event):
             return True
         self._left_over = event

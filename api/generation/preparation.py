@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,7 @@ from api.generation.text_work import TextWork
 from api.generation.tokenizing import TextJob, check_prompt, tokenize
 from api.generation.tools import call_reading, format_of_calls
 from api.queue.fair_queue import Arrival
-from inference.engine import GenerationRequest, SequenceId
+from inference.engine import GenerationRequest
 from inference.routing.router import Route, Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer, TokenLimitExceeded
@@ -77,7 +76,6 @@ async def prepare(
     if (size := model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
         raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
     request = GenerationRequest(
-        sequence_id=SequenceId(os.urandom(16).hex()),
         prompt_token_ids=prompt_token_ids,
         sampling=start.sampling.over(model.default_sampling),
         stop=start.stop.within(most),

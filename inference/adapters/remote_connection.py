@@ -34,7 +34,7 @@ from inference.adapters.remote_dialects import (
 from inference.adapters.remote_settings import RemoteSettings, Service, Target, TlsFiles
 from inference.capabilities import Capabilities
 from inference.checkpoint.checkpoint import read_default_sampling, read_end_token_ids, read_json, read_json_list
-from inference.engine import GenerationRequest, ModelInfo, SamplingParams, SequenceId, StopCriteria
+from inference.engine import GenerationRequest, ModelInfo, SamplingParams, StopCriteria
 from inference.errors import CheckpointInvalid, EngineError
 from inference.text.detokenizer import Detokenizer, TextDecoder
 
@@ -397,7 +397,7 @@ class Examination(Introduction):
 
     async def cached_tokens(self, prompt: tuple[int, ...], salt: str) -> int:
         """Let the server generate one token. Returns how many of the prompt's it had cached. Raises also if it gives none."""
-        wanted = GenerationRequest(SequenceId("probe"), prompt, SamplingParams(), StopCriteria(1, ignore_eos=True), salt)
+        wanted = GenerationRequest(prompt, SamplingParams(), StopCriteria(1, ignore_eos=True), salt)
         try:
             output, cached_token_count = await one_output(self.dialect, self._model.vocabulary_size, self._decoder, wanted)
         except EngineError as error:

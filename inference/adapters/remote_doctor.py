@@ -31,7 +31,7 @@ from inference.adapters.remote_connection import (
 )
 from inference.adapters.remote_dialects import Dialect, ServerUnfit, WireOutput
 from inference.adapters.remote_settings import RemoteSettings
-from inference.engine import GenerationRequest, GrammarKind, ModelInfo, ResponseFormat, SamplingParams, SequenceId, StopCriteria
+from inference.engine import GenerationRequest, GrammarKind, ModelInfo, ResponseFormat, SamplingParams, StopCriteria
 from inference.text.detokenizer import Detokenizer, TextDecoder
 from inference.text.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ class Patient:
     def request(self, output_token_count: int, *, salt: str = "", prompt: tuple[int, ...] = ()) -> GenerationRequest:
         """Greedy, from a prompt that nobody has ever sent."""
         stop = StopCriteria(output_token_count, ignore_eos=True)
-        return GenerationRequest(SequenceId("doctor"), prompt or self.examination.probe_prompt(), SamplingParams(), stop, salt)
+        return GenerationRequest(prompt or self.examination.probe_prompt(), SamplingParams(), stop, salt)
 
     async def run(self, request: GenerationRequest, ends: frozenset[int] = frozenset()) -> tuple[WireOutput, int]:
         """Its output, and how many of its prompt tokens were cached."""

@@ -46,7 +46,7 @@ from inference.kv_blocks import PrefixHint
 from inference.limits import EngineLimits, outside_continuation_fault
 from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
-from inference.workers.engine import BufferedStream, EngineLife
+from inference.workers.engine import EngineLife, EngineSequence
 
 HINT_TOKENS_MAX = 4 << 20  # tokens that are remembered as sent, where the server does not tell how many it caches
 UNKNOWN_BLOCK_COUNT = 1 << 40  # a server's own limit on what fits its cache is its context window
@@ -160,24 +160,25 @@ class RemoteEngine(EngineLife):
             self._connection = None
 
     def _tell(self, number: int, event: SequenceEvent | EngineError) -> None:
-        stream = self._streams.get(number)
-        if stream is None:
-            return  # its caller has left
-        if isinstance(event, EngineError):
-            stream.fail(event)
-        else:
-            self._take(stream, event)
+        self._deliver(((number, event),))
 
     def _reachable(self) -> bool:
         return self._connection is not None
 
-    def _submit(self, stream: BufferedStream) -> None:
-        assert self._connection is not None, "the engine is ready"
-        self._connection.core.add(stream.number, stream.request, time.monotonic())
+    # Both later: the core may tell of a sequence while it adds or cancels it, and its caller is not to be called meanwhile.
+    def _send_start(self, sequence: EngineSequence) -> None:
+        asyncio.get_running_loop().call_soon(self._add, sequence, time.monotonic())
 
-    def _send_cancel(self, stream: BufferedStream) -> None:
+    def _send_cancel(self, sequence: EngineSequence) -> None:
+        asyncio.get_running_loop().call_soon(self._cancel, sequence)
+
+    def _add(self, sequence: EngineSequence, arrived_at_s: float) -> None:
+        if self._connection is not None and sequence.number in self._sequences:
+            self._connection.core.add(sequence.number, sequence.request, arrived_at_s)
+
+    def _cancel(self, sequence: EngineSequence) -> None:
         if self._connection is not None:
-            self._connection.core.cancel(stream.number)
+            self._connection.core.cancel(sequence.number)
 
     def _say_farewell(self) -> None:
         if self._connection is not None:

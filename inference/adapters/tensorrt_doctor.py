@@ -26,7 +26,7 @@ from inference.adapters.findings import (
 )
 from inference.adapters.tensorrt_library import TensorRtLibrary, descendants
 from inference.adapters.tensorrt_settings import TensorRtOptions
-from inference.engine import GenerationRequest, GrammarKind, ResponseFormat, SamplingParams, SequenceId, StopCriteria
+from inference.engine import GenerationRequest, GrammarKind, ResponseFormat, SamplingParams, StopCriteria
 from inference.limits import EngineLimits
 
 ANSWER_WAIT_S = 60.0  # for what should come at once: a GPU that is busy compiling takes its time
@@ -63,7 +63,7 @@ class Patient:
     ) -> Any:
         """Submit greedily; the raw result."""
         stop = StopCriteria(output_token_count, ignore_eos=not changes.get("response_format"))
-        wanted = GenerationRequest(SequenceId("doctor"), prompt, changes.pop("sampling", SamplingParams()), stop, salt, **changes)
+        wanted = GenerationRequest(prompt, changes.pop("sampling", SamplingParams()), stop, salt, **changes)
         return self.library.submit(self.llm, wanted, self.library.sampling(wanted, ends, self.vocabulary_size))
 
     async def finish(self, result: Any) -> Any:

@@ -15,9 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Generic, TypeVar
 
 from common.incidents import Retries
@@ -32,7 +30,8 @@ from inference.engine import (
     EngineStatistics,
     GenerationRequest,
     ModelInfo,
-    SequenceStream,
+    Sequence,
+    Tell,
 )
 from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
 from inference.routing.memory import MemoryBudget
@@ -363,20 +362,21 @@ class OnDemandSlot(Generic[Served]):
 
 
 class OnDemandEngine(OnDemandSlot[Engine]):
-    """A slot for one engine at a time. See `Engine` for the contract.
-
-    Unlike others it takes requests in `generate` while it is cold, and starts for them: what was ready a moment ago may have been
-    closed since.
-    """
+    """A slot for one engine at a time. See `Engine` for the contract."""
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """See `Engine.predict_cached_token_count`."""
         engine = self._running()
         return 0 if engine is None else engine.predict_cached_token_count(prompt_token_ids, cache_salt)
 
-    def generate(self, request: GenerationRequest) -> SlotSequence:
-        """See `Engine.generate`; waits for the start if it is cold. Raises as `start` does, too."""
-        return SlotSequence(self, request)
+    def submit(self, request: GenerationRequest, tell: Tell) -> SlotSequence:
+        """See `Engine.submit`. A slot that is cold is not started by that, but by `start`."""
+        if (engine := self._running()) is None:
+            condition = self.condition()
+            raise EngineUnavailable(f"the engine is {condition.state.value}: {condition.reason}", condition.retry_after_s)
+        sequence = SlotSequence(self, engine.submit(request, tell))
+        self.begin_use()
+        return sequence
 
 
 class OnDemandEncoder(OnDemandSlot[Encoder]):
@@ -390,26 +390,24 @@ class OnDemandEncoder(OnDemandSlot[Encoder]):
 
 
 class SlotSequence:
-    """One sequence in a slot, as a context manager: from entering it to leaving it the slot is in use."""
+    """Implements `Sequence`: one in a slot, which is in use until it is closed."""
 
-    def __init__(self, slot: OnDemandEngine, request: GenerationRequest) -> None:
-        self._slot = slot
-        self._request = request
-        self._running: AbstractAsyncContextManager[SequenceStream]
+    def __init__(self, slot: OnDemandEngine, sequence: Sequence) -> None:
+        self._slot: OnDemandEngine | None = slot  # until it is closed
+        self._sequence = sequence
 
-    async def __aenter__(self) -> SequenceStream:
-        self._slot.begin_use()
-        try:
-            self._running = (await self._slot.started()).generate(self._request)
-            return await self._running.__aenter__()
-        except BaseException:
-            self._slot.end_use()
-            raise
+    @property
+    def outputs(self) -> list[list[int]]:
+        """See `Sequence.outputs`."""
+        return self._sequence.outputs
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        try:
-            return await self._running.__aexit__(kind, error, trace)
-        finally:
-            self._slot.end_use()
+    def cancel(self) -> None:
+        """See `Sequence.cancel`."""
+        self._sequence.cancel()
+
+    def close(self) -> None:
+        """See `Sequence.close`."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._sequence.close()
+            slot.end_use()

@@ -1,8 +1,8 @@
 """One served model as several replicas, each an engine of its own: placing, losing, draining. Implements `Engine`.
 
-`ReplicaSet` decides only where a sequence runs; how replicas are started, restarted and stopped is theirs. `Attempt` is one try
-on one replica, and keeps that replica's account. `FleetStream` is the sequence as its caller sees it: when its engine is lost, it
-goes on elsewhere. Before the first token it begins anew; after that it is continued from its prompt and the tokens that were told.
+`ReplicaSet` decides only where a sequence runs; how replicas are started, restarted and stopped is theirs. `RoutedSequence` is the
+sequence as its caller sees it, and keeps the account of the replica that has it. When its engine is lost, it goes on elsewhere:
+before the first token it begins anew; after that it is continued from its prompt and the tokens that were told.
 The events are those of one sequence either way: `Scheduled` once, every token once, counts and times of the whole. Half of a
 character or of a stop sequence that the lost engine held back is held back by the next one, which reads the same tokens.
 
@@ -15,13 +15,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from common.backoff import Backoff
-from common.incidents import IncidentTaskGroup
+from common.incidents import IncidentTaskGroup, Retries
 from inference.engine import (
     ChoiceFinished,
     EngineCondition,
@@ -34,9 +34,11 @@ from inference.engine import (
     Scheduled,
     SequenceEvent,
     SequenceFinished,
-    SequenceStream,
+    Tell,
     TokensGenerated,
+    tell_nobody,
 )
+from inference.engine import Sequence as RunningSequence
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
 from inference.routing.placement import PlacementPolicy, PrefixAware, Work
 from inference.routing.replica import NOTHING_FOUND, Replica, ReplicaReport, SetStatistics, all_drained, nobody_takes, standing
@@ -75,8 +77,9 @@ class ReplicaSet:
         self.clock = clock
         self.is_closing = False
         self._start_requested = asyncio.Event()
-        self.moving: set[FleetStream] = set()  # told to leave their replica for another, and not there yet
-        self.streams: set[FleetStream] = set()
+        self.moving: set[RoutedSequence] = set()  # told to leave their replica for another, and not there yet
+        self.sequences: set[RoutedSequence] = set()  # that have not ended
+        self.recoveries = Retries("replica_set")
         self._placement_count = 0
         self._output_token_count = float(OUTPUT_TOKENS_FIRST)
         self._migration_count = self._replacement_count = 0
@@ -109,9 +112,12 @@ class ReplicaSet:
                 waits = [replica.breaker.wait_s(self.clock()) for replica in self._replicas if replica.engine.healthy()]
                 await asyncio.sleep(max(min(waits, default=0.0), START_PAUSE_S))
 
-    def generate(self, request: GenerationRequest) -> FleetStream:
-        """See `Engine.generate`."""
-        return FleetStream(self, request)
+    def submit(self, request: GenerationRequest, tell: Tell) -> RoutedSequence:
+        """See `Engine.submit`."""
+        sequence = RoutedSequence(self, request, tell)
+        self.place(sequence, request)
+        self.sequences.add(sequence)
+        return sequence
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """See `Engine.predict_cached_token_count`: by the replica that a request would be given to now."""
@@ -164,7 +170,7 @@ class ReplicaSet:
 
         To be called again for those that had no place. An unknown name has nothing to move.
         """
-        return sum(stream.move_from(name) for stream in tuple(self.streams))
+        return sum(sequence.move_from(name) for sequence in tuple(self.sequences))
 
     def has_place(self, request: GenerationRequest) -> bool:
         """Whether some replica has a place in its batch for it, beside those that are moving already."""
@@ -177,10 +183,10 @@ class ReplicaSet:
         """Whether some replica, were it there, could go on with it in mid-output."""
         return any(replica.engine.model.can_continue(request) for replica in self._replicas)
 
-    async def enter(self, request: GenerationRequest, avoided: Sequence[Replica] = ()) -> Attempt:
-        """Place a sequence. avoided: replicas to be asked last.
+    def place(self, sequence: RoutedSequence, request: GenerationRequest, avoided: Sequence[Replica] = ()) -> None:
+        """Enter a sequence into some replica. avoided: replicas to be asked last.
 
-        Raises as `Engine.generate`; a replica that refuses is passed over as long as there is another.
+        Raises as `Engine.submit`; a replica that refuses is passed over as long as there is another.
         """
         work = self._work_of(request)
         refusals: list[EngineError] = []
@@ -197,7 +203,7 @@ class ReplicaSet:
                 replica = left[0] if len(left) == 1 else self._choose(left, request, work)
                 asked.append(replica)
                 try:
-                    return await self._enter(replica, request, work)
+                    return self._enter(sequence, replica, request, work)
                 except (EngineOverloaded, EngineUnavailable, EngineStartFailed) as refusal:
                     refusals.append(refusal)
                 except RequestImpossible as fault:  # servers of different kinds can stand behind one model
@@ -206,11 +212,11 @@ class ReplicaSet:
             raise impossible
         raise self._refusal(request, refusals)
 
-    async def enter_at(self, replica: Replica, request: GenerationRequest) -> Attempt:
-        """Place a sequence in this replica, be it drained. Raises as `Engine.generate`."""
+    def place_at(self, sequence: RoutedSequence, replica: Replica, request: GenerationRequest) -> None:
+        """Enter a sequence into this replica, be it drained. Raises as `Engine.submit`."""
         if not (replica.engine.healthy() and replica.breaker.admits(self.clock())):
             raise EngineUnavailable(f"replica {replica.name} does not work", retry_after_s=0.0)
-        return await self._enter(replica, request, self._work_of(request))
+        self._enter(sequence, replica, request, self._work_of(request))
 
     def note_output(self, token_count: int) -> None:
         """A sequence has ended with so many tokens."""
@@ -240,16 +246,13 @@ class ReplicaSet:
             if not chosen.prefixes.found_missing(found, told):
                 return chosen
 
-    async def _enter(self, replica: Replica, request: GenerationRequest, work: Work) -> Attempt:
+    def _enter(self, sequence: RoutedSequence, replica: Replica, request: GenerationRequest, work: Work) -> None:
         self._placement_count += 1
         replica.placed_at = self._placement_count
-        replica.refresh()
         left = request.stop.max_output_tokens - len(request.output_token_ids)
         output = min(max(round(self._output_token_count), 1), max(left, 1))
         output *= request.choice_count if request.beam_search is None else request.beam_search.width
-        attempt = Attempt(replica, request, work, output, self.clock())
-        await attempt.enter()
-        return attempt
+        sequence.enter(replica, request, work, output)
 
     def _tiers(self, request: GenerationRequest, avoided: Sequence[Replica]) -> Iterable[Sequence[Replica]]:
         """Those that may be asked, in groups: by region in the order of preference, and all avoided ones after all others."""
@@ -329,90 +332,6 @@ class ReplicaSet:
             raise errors[0]
 
 
-class Attempt:
-    """One try. Counts from the moment it is made, so that whoever is placed next knows of it; `leave` takes all of it back."""
-
-    def __init__(self, replica: Replica, request: GenerationRequest, work: Work, output_token_count: int, now_s: float) -> None:
-        """output_token_count: what its output is expected to be. now_s: of the set's clock."""
-        self.replica = replica
-        self._sequence = replica.engine.generate(request)
-        self.stream: SequenceStream  # from when it was entered
-        self.events: AsyncIterator[SequenceEvent]
-        self._work = work
-        self._began_at_s = now_s
-        self._has_entered = False
-        self._found = NOTHING_FOUND
-        if work.keys:
-            self._found = replica.prefixes.find(work.keys)
-            replica.prefixes.sent(work.keys)
-        self._is_probe = replica.breaker.begun(now_s)
-        self._has_told = False  # whether it has shown if the replica works
-        self._has_left = False
-        self._output_left = output_token_count
-        self._charged = 0
-        replica.live_sequence_count += 1
-        self._charge(work.prompt_token_count - self._found.token_count + output_token_count)
-
-    async def enter(self) -> None:
-        """Begin it there. Raises as `Engine.generate` does, and has left then."""
-        try:
-            self.stream = await self._sequence.__aenter__()
-        except BaseException:
-            await self.leave()
-            raise
-        self._has_entered = True
-        self.events = aiter(self.stream)
-
-    def scheduled(self, cached_token_count: int) -> None:
-        """The engine has begun with it, and says what it had cached."""
-        if self._work.keys:
-            self.replica.prefixes.found_missing(self._found, cached_token_count)
-        self._charge(self._work.prompt_token_count - cached_token_count + self._output_left)
-
-    def generated(self, token_count: int) -> None:
-        """Tokens have come."""
-        if not self._has_told:
-            self._has_told = True
-            if self._work.keys:
-                self.replica.prefixes.computed(self._work.keys)
-            if self.replica.breaker.is_news(self._began_at_s):
-                self.replica.breaker.succeeded()
-        self._output_left = max(self._output_left - token_count, 1)
-        self._charge(self._output_left)
-
-    def goes_on(self, token_count: int) -> bool:
-        """`generated` for most tokens; False, and nothing was done, for the others."""
-        if not self._has_told or self._output_left <= token_count:
-            return False
-        self._output_left -= token_count
-        self._charged -= token_count
-        self.replica.outstanding_token_count -= token_count
-        return True
-
-    def failed(self, now_s: float) -> None:
-        """The engine has broken under it."""
-        self._has_told = True
-        self.replica.breaker.failed(self._began_at_s, now_s)
-
-    async def leave(self) -> None:
-        """It runs here no more; idempotent."""
-        if not self._has_left:
-            self._has_left = True
-            self._charge(0)
-            self.replica.left()
-            if self._is_probe and not self._has_told:
-                self.replica.breaker.told_nothing()
-        if self._has_entered:
-            self._has_entered = False
-            await self._sequence.__aexit__(None, None, None)
-            del self._sequence, self.stream, self.events  # they may refer to whoever is told of tokens, and so to this attempt
-
-    def _charge(self, token_count: int) -> None:
-        """Set what of the replica's outstanding tokens is this one's."""
-        self.replica.outstanding_token_count += token_count - self._charged
-        self._charged = token_count
-
-
 LOSS_COUNT_MAX = 2  # engines that may break under one sequence: it may be what breaks them, and is not to break all of them
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5  # seconds between looks for a place while there is none
@@ -420,117 +339,85 @@ PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5  # seconds between looks for a place while 
 _log = logging.getLogger("weir.inference.routing")
 
 
-class FleetStream:
-    """Implements `SequenceStream` over one replica after the other. One reader."""
+class RoutedSequence:
+    """Implements `Sequence` over one replica after the other."""
 
-    def __init__(self, fleet: ReplicaSet, request: GenerationRequest) -> None:
+    def __init__(self, fleet: ReplicaSet, request: GenerationRequest, tell: Tell) -> None:
         self._fleet = fleet
         self._request = request
-        self._attempt: Attempt | None = None
-        self._take: Callable[[SequenceEvent], bool] | None = None
-        self._loss: EngineError | None = None  # that an event showed
-        self._cancelled = False
-        self._cancel_asked = asyncio.Event()
-        self._ended = False
+        self._tell = tell
+        # Of the sequence as a whole.
+        self._is_cancelled = False
+        self._is_told = False  # whether output was told, so that it cannot begin anew
+        self._cached_token_count: int | None = None
+        self._opened_at_s = fleet.clock()
+        self._scheduled_at_s: float | None = None
+        self._first_token_at_s: float | None = None
+        # Of the replica that has it, or had it last.
+        self._replica: Replica
+        self._sequence: RunningSequence  # in its engine
+        self._is_placed = False
+        self._work: Work
+        self._found = NOTHING_FOUND
+        self._began_at_s: float
+        self._is_probe = False
+        self._shows_health = False  # whether it has shown if the replica works
+        self._output_left = 0  # tokens, as expected
+        self._charged = 0  # of the replica's outstanding tokens
+        # Of its losses.
         self._lost_on: list[Replica] = []
         self._refused_by: set[Replica] = set()  # full, as they said after they had taken it
         self._failure_count = 0
         self._migration_count = 0
         self._moved = False
-        self._cached_token_count: int | None = None
-        self._output: list[int] = []
-        self._token_count = 0
-        self._is_told = False  # whether output was told, so that it cannot begin anew
-        self._opened_at_s = fleet.clock()
-        self._scheduled_at_s: float | None = None
-        self._first_token_at_s: float | None = None
+        self._recovery: Recovery | None = None  # while it looks for another place
 
-    async def __aenter__(self) -> FleetStream:
-        """Find the first place. Raises as `Engine.generate` does."""
-        self._fleet.streams.add(self)
-        try:
-            self._entered(await self._fleet.enter(self._request))
-        except BaseException:
-            await self.__aexit__()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Cancel what still runs and forget it."""
-        self._ended = True
-        self._fleet.streams.discard(self)
-        self._fleet.moving.discard(self)
-        attempt, self._attempt = self._attempt, None
-        if attempt is not None:
-            await attempt.leave()
-
-    def __aiter__(self) -> AsyncIterator[SequenceEvent]:
-        return self
-
-    async def __anext__(self) -> SequenceEvent:
-        while not self._ended:
-            assert self._attempt is not None, "only what is open is read"
-            loss: EngineError
-            try:
-                event = await anext(self._attempt.events)
-            except StopAsyncIteration:
-                loss = EngineFailed("the engine's events ended without a last one")
-            except EngineError as error:
-                loss = error
-            else:
-                if (told := self._tell(event)) is not None:
-                    return told
-                if self._loss is None:
-                    continue
-                loss = self._loss
-            if (end := await self._go_on(loss)) is not None:
-                return end
-        raise StopAsyncIteration
+    @property
+    def outputs(self) -> list[list[int]]:
+        """See `Sequence.outputs`."""
+        return self._sequence.outputs
 
     def cancel(self) -> None:
-        """See `SequenceStream.cancel`."""
-        self._cancelled = True
-        self._cancel_asked.set()
-        if self._attempt is not None:
-            self._attempt.stream.cancel()
+        """See `Sequence.cancel`."""
+        self._is_cancelled = True
+        if self._is_placed:
+            self._sequence.cancel()
+        elif self._recovery is not None:
+            self._recovery.hurry()
 
-    def deliver_to(self, take: Callable[[SequenceEvent], bool]) -> None:
-        """See `SequenceStream.deliver_to`."""
-        self._take = take
-        if self._attempt is not None:
-            self._attempt.stream.deliver_to(self._deliver)
+    def close(self) -> None:
+        """See `Sequence.close`."""
+        self._tell = tell_nobody
+        self._fleet.sequences.discard(self)
+        self._stop_looking()
+        self._leave()
 
-    def _deliver(self, event: SequenceEvent) -> bool:
-        """Let events of the engine that has it now take the short way."""
-        if type(event) is Scheduled and self._cached_token_count is not None:
-            self._tell(event)  # it is told once, whatever engine begins
-            return True
-        if self._take is None or not self._take(event):
-            return False
-        if type(event) is not TokensGenerated:
-            self._tell(event)
-            return True
-        attempt, count = self._attempt, len(event.token_ids)
-        if self._is_told and attempt is not None and attempt.goes_on(count):
-            self._token_count += count
-            if self._request.may_be_continued:
-                self._output += event.token_ids
-        else:
-            self._tell(event)
-        return True
+    def enter(self, replica: Replica, request: GenerationRequest, work: Work, output_token_count: int) -> None:
+        """Begin in a replica, and count there. output_token_count: what its output is expected to be. Raises as `Engine.submit`."""
+        self._sequence = replica.engine.submit(request, self._take)
+        self._replica, self._work, self._is_placed = replica, work, True
+        self._began_at_s = self._fleet.clock()
+        self._is_probe = replica.breaker.begun(self._began_at_s)
+        self._shows_health = False
+        if work.keys:
+            replica.refresh()
+            self._found = replica.prefixes.find(work.keys)
+            replica.prefixes.sent(work.keys)
+        self._output_left = output_token_count
+        replica.live_sequence_count += 1
+        self._charge(work.prompt_token_count - self._found.token_count + output_token_count)
 
     def move_from(self, name: str) -> bool:
         """Leave the replica of this name for another, if it runs there, can go on elsewhere, and there is a place.
 
         The engine is told to end it; that end is then not told, and it goes on from there as after a loss.
         """
-        attempt = self._attempt
-        if attempt is None or attempt.replica.name != name or self in self._fleet.moving:
+        if not self._is_placed or self._replica.name != name or self in self._fleet.moving:
             return False
-        if self._ended or self._cancelled or not self._may_go_on or not self._fleet.has_place(self._continued()):
+        if self._is_cancelled or not self._may_go_on or not self._fleet.has_place(self._continued()):
             return False
         self._fleet.moving.add(self)
-        attempt.stream.cancel()
+        self._sequence.cancel()
         return True
 
     @property
@@ -540,143 +427,178 @@ class FleetStream:
 
     def _continued(self) -> GenerationRequest:
         """What another engine would be asked now."""
-        if not self._output:
+        if not (self._is_told and self._request.may_be_continued):
             return self._request
-        return replace(self._request, output_token_ids=(*self._request.output_token_ids, *self._output))
+        return replace(self._request, output_token_ids=tuple(self.outputs[0]))
 
-    def _is_closed_under_it(self, event: SequenceFinished) -> bool:
-        """Whether its engine was closed while the set goes on: nobody has cancelled the sequence."""
-        return event.reason is EngineFinishReason.CANCELLED and not self._cancelled and not self._fleet.is_closing
-
-    def _tell(self, event: SequenceEvent) -> SequenceEvent | None:
-        """An event as one of the whole sequence; None for one that was told before, and for one that shows a loss."""
-        attempt = self._attempt
-        assert attempt is not None, "only what is open is read"
+    def _take(self, event: SequenceEvent | EngineError) -> None:
+        """Told by the engine that has it: keep the replica's account, and tell events as those of the whole sequence."""
         match event:
-            case Scheduled():
-                attempt.scheduled(event.cached_token_count)
-                if self._cached_token_count is not None:
-                    return None
-                self._cached_token_count, self._scheduled_at_s = event.cached_token_count, self._fleet.clock()
             case TokensGenerated():
-                attempt.generated(len(event.token_ids))
-                if not self._is_told:
-                    self._is_told, self._first_token_at_s = True, self._fleet.clock()
-                self._token_count += len(event.token_ids)
-                if self._request.may_be_continued:
-                    self._output += event.token_ids
+                count = len(event.token_ids)
+                if self._shows_health and self._output_left > count:
+                    self._output_left -= count
+                    self._charged -= count
+                    self._replica.outstanding_token_count -= count
+                else:
+                    self._generated(count)
+                self._tell(event)
+            case Scheduled():
+                if self._begun(event.cached_token_count):
+                    self._tell(event)
             case ChoiceFinished():
                 self._is_told = True
+                self._tell(event)
             case SequenceFinished():
-                if self._is_closed_under_it(event):
-                    self._loss = EngineUnavailable("the replica was closed, or drained", retry_after_s=0.0)
-                    return None
-                self._ended = True
-                self._fleet.note_output(event.generated_token_count)
-                if self._moved:
-                    return msgspec.structs.replace(
-                        event,
-                        cached_token_count=self._cached_token_count or 0,
-                        timings=self._timings(),
-                        migration_count=self._migration_count,
-                    )
-        return event
+                self._finished(event)
+            case EngineError():
+                self._lost(event)
 
-    async def _go_on(self, loss: EngineError) -> SequenceFinished | None:
-        """Find another place after a loss; the last event if it was cancelled meanwhile. Raises the loss if there is no place."""
+    def _begun(self, cached_token_count: int) -> bool:
+        """An engine has begun with it; whether that is to be told, which is done once."""
+        if self._work.keys:
+            self._replica.prefixes.found_missing(self._found, cached_token_count)
+        self._charge(self._work.prompt_token_count - cached_token_count + self._output_left)
+        if self._cached_token_count is not None:
+            return False
+        self._cached_token_count, self._scheduled_at_s = cached_token_count, self._fleet.clock()
+        return True
+
+    def _generated(self, token_count: int) -> None:
+        """The first tokens, and those that were not expected."""
+        if not self._shows_health:
+            self._shows_health = True
+            if self._work.keys:
+                self._replica.prefixes.computed(self._work.keys)
+            if self._replica.breaker.is_news(self._began_at_s):
+                self._replica.breaker.succeeded()
+        if not self._is_told:
+            self._is_told, self._first_token_at_s = True, self._fleet.clock()
+        self._output_left = max(self._output_left - token_count, 1)
+        self._charge(self._output_left)
+
+    def _finished(self, event: SequenceFinished) -> None:
+        if event.reason is EngineFinishReason.CANCELLED and not self._is_cancelled and not self._fleet.is_closing:
+            self._lost(EngineUnavailable("the replica was closed, or drained", retry_after_s=0.0))
+            return
+        self._fleet.note_output(event.generated_token_count)
+        if self._moved:
+            event = msgspec.structs.replace(
+                event,
+                cached_token_count=self._cached_token_count or 0,
+                timings=self._timings(),
+                migration_count=self._migration_count,
+            )
+        self._end(event)
+
+    def _end(self, last: SequenceFinished | EngineError) -> None:
+        tell = self._tell
+        self.close()
+        tell(last)
+
+    def _lost(self, loss: EngineError) -> None:
+        """Look for another place after a loss, from the next turn of the event loop on; or end with it."""
         if isinstance(loss, RequestImpossible):
-            self._ended = True
-            if not self._migration_count:
-                raise loss
-            # It was possible where it began: that nobody else can go on with it is not its client's mistake.
-            raise EngineFailed(f"no other engine can go on with it: {loss}") from loss
-        attempt, self._attempt, self._loss = self._attempt, None, None
-        assert attempt is not None
+            if self._migration_count:
+                # It was possible where it began: that nobody else can go on with it is not its client's mistake.
+                loss = EngineFailed(f"no other engine can go on with it: {loss}")
+            self._end(loss)
+            return
+        replica, now_s = self._replica, self._fleet.clock()
         has_failed = isinstance(loss, EngineFailed)
         if has_failed:
             # An engine that lives on says little by failing what has failed elsewhere: three such requests would trip them all.
-            if not (self._failure_count and attempt.replica.engine.healthy()):
-                attempt.failed(self._fleet.clock())
+            if not (self._failure_count and replica.engine.healthy()):
+                self._shows_health = True
+                replica.breaker.failed(self._began_at_s, now_s)
             self._failure_count += 1
-        await attempt.leave()
+        self._leave()
         # Remote servers take a sequence and refuse it then. All have been asked once one of them refuses again.
-        all_refused = isinstance(loss, EngineOverloaded) and attempt.replica in self._refused_by
-        if isinstance(loss, EngineOverloaded):
-            self._refused_by.add(attempt.replica)
-        self._lost_on.append(attempt.replica)
-        if self._cancelled:
-            return self._cancelled_end()
-        if not self._may_go_on or all_refused or self._fleet.is_closing or self._failure_count > LOSS_COUNT_MAX:
-            self._ended = True
-            raise loss
-        # A queue that is full is told at once; whoever has lost a place gets some time to find another.
-        wait_s = 0.0 if isinstance(loss, EngineOverloaded) and not self._is_told else self._fleet.recovery_wait_s
-        home = attempt.replica if self in self._fleet.moving and not has_failed else None
+        is_full = isinstance(loss, EngineOverloaded)
+        all_refused = is_full and replica in self._refused_by
+        if is_full:
+            self._refused_by.add(replica)
+        self._lost_on.append(replica)
+        if self._is_cancelled:
+            self._end(self._cancelled_end())
+        elif not self._may_go_on or all_refused or self._fleet.is_closing or self._failure_count > LOSS_COUNT_MAX:
+            self._end(loss)
+        else:
+            # A queue that is full is told at once; whoever has lost a place gets some time to find another.
+            wait_s = 0.0 if is_full and not self._is_told else self._fleet.recovery_wait_s
+            home = replica if self in self._fleet.moving and not has_failed else None
+            self._recovery = Recovery(self._look, loss, home, now_s + wait_s)
+
+    def _look(self, recovery: Recovery) -> None:
+        """Enter another replica, or the same one when it is back."""
         try:
-            await self._find_place(loss, wait_s, home)
-        except EngineError:
-            self._ended = True
-            raise
-        finally:
-            self._fleet.moving.discard(self)
-        if self._cancelled and self._attempt is None:
-            return self._cancelled_end()
-        self._note_moved(attempt.replica)
-        return None
+            if self._is_cancelled:
+                self._end(self._cancelled_end())
+            elif self._found_place(recovery.home):
+                self._stop_looking()
+                self._note_moved()
+            elif self._fleet.is_closing or self._fleet.clock() >= recovery.give_up_at_s:
+                self._end(recovery.loss)
+            else:
+                recovery.look_later()
+        except RequestImpossible:
+            self._end(recovery.loss)
+        except Exception as error:
+            self._fleet.recoveries.failed(error)
+            self._end(EngineFailed("an unexpected error"))
 
-    async def _find_place(self, loss: EngineError, wait_s: float, home: Replica | None) -> None:
-        """Enter another replica, or the same one when it is back; returns without a place once it is cancelled.
-
-        home: where it could have stayed. If nobody else takes it after all, it goes on there, drained or not.
-        """
-        request, give_up_at_s = self._continued(), self._fleet.clock() + wait_s
-        pauses = Backoff(PAUSE_S_MIN, PAUSE_S_MAX)
-        while not self._cancelled:
+    def _found_place(self, home: Replica | None) -> bool:
+        """home: where it could have stayed. If nobody else takes it after all, it goes on there, drained or not."""
+        request = self._continued()
+        try:
+            self._fleet.place(self, request, self._lost_on)
+        except (EngineUnavailable, EngineOverloaded, EngineStartFailed):
+            if home is None:
+                return False
             try:
-                self._entered(await self._fleet.enter(request, self._lost_on))
-                return
-            except RequestImpossible:
-                raise loss from None
-            except (EngineUnavailable, EngineOverloaded, EngineStartFailed):
-                if home is not None and await self._returned_to(home, request):
-                    return
-                if self._fleet.is_closing or self._fleet.clock() >= give_up_at_s:
-                    raise loss from None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pauses.next_s()):
-                    await self._cancel_asked.wait()
-
-    async def _returned_to(self, home: Replica, request: GenerationRequest) -> bool:
-        try:
-            self._entered(await self._fleet.enter_at(home, request))
-        except EngineError:
-            return False
+                self._fleet.place_at(self, home, request)
+            except EngineError:
+                return False
         return True
 
-    def _entered(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-        if self._take is not None:
-            attempt.stream.deliver_to(self._deliver)
-        if self._cancelled:  # while the engine was taking it
-            attempt.stream.cancel()
+    def _stop_looking(self) -> None:
+        self._fleet.moving.discard(self)
+        if self._recovery is not None:
+            self._recovery.end()
+            self._recovery = None
 
-    def _note_moved(self, lost: Replica) -> None:
-        assert self._attempt is not None
+    def _note_moved(self) -> None:
         self._moved = True
         if self._is_told:
             self._migration_count += 1
         self._fleet.note_moved(migrated=self._is_told)
-        _log.info("a sequence of %d tokens went from %s to %s", self._token_count, lost.name, self._attempt.replica.name)
+        token_count, lost = sum(map(len, self.outputs)), self._lost_on[-1]
+        _log.info("a sequence of %d tokens went from %s to %s", token_count, lost.name, self._replica.name)
+
+    def _leave(self) -> None:
+        """It runs in its replica no more; idempotent."""
+        if not self._is_placed:
+            return
+        self._is_placed = False
+        self._charge(0)
+        self._replica.left()
+        if self._is_probe and not self._shows_health:
+            self._replica.breaker.told_nothing()
+        self._sequence.close()
+
+    def _charge(self, token_count: int) -> None:
+        """Set what of the replica's outstanding tokens is this one's."""
+        self._replica.outstanding_token_count += token_count - self._charged
+        self._charged = token_count
 
     def _cancelled_end(self) -> SequenceFinished:
         """Of a sequence that was cancelled, and whose engine cannot tell any more."""
-        self._ended = True
         return SequenceFinished(
             reason=EngineFinishReason.CANCELLED,
             text="",
             prompt_token_count=len(self._request.prompt_token_ids),
             cached_token_count=self._cached_token_count or 0,
-            generated_token_count=len(self._request.output_token_ids) + self._token_count,
+            generated_token_count=sum(map(len, self.outputs)),
             timings=self._timings(),
             migration_count=self._migration_count,
         )
@@ -691,3 +613,29 @@ class FleetStream:
             prefill_ms=(first_token_s - scheduled_s) * 1e3,
             decode_ms=(now_s - first_token_s) * 1e3,
         )
+
+
+class Recovery:
+    """The search for another place, in calls of the event loop, with longer and longer pauses."""
+
+    def __init__(self, look: Callable[[Recovery], None], loss: EngineError, home: Replica | None, give_up_at_s: float) -> None:
+        """Looks in the next turn of the loop. home: where the sequence could have stayed. give_up_at_s: of the set's clock."""
+        self.loss = loss
+        self.home = home
+        self.give_up_at_s = give_up_at_s
+        self._look = look
+        self._pauses = Backoff(PAUSE_S_MIN, PAUSE_S_MAX)
+        self._handle = asyncio.get_running_loop().call_soon(look, self)
+
+    def look_later(self) -> None:
+        """There is no place yet."""
+        self._handle = asyncio.get_running_loop().call_later(self._pauses.next_s(), self._look, self)
+
+    def hurry(self) -> None:
+        """Look in the next turn of the loop."""
+        self._handle.cancel()
+        self._handle = asyncio.get_running_loop().call_soon(self._look, self)
+
+    def end(self) -> None:
+        """Look no more."""
+        self._handle.cancel()

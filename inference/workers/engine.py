@@ -1,17 +1,16 @@
-"""Sequences on an engine that may come and go: the caller's streams, and the engine in a child process that serves them.
+"""Sequences on an engine that may come and go, and the engine in a child process that runs them.
 
 Holds no model and imports no torch.
 """
 
 from __future__ import annotations
 
-import asyncio
 from abc import abstractmethod
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Iterable
 from dataclasses import replace
-from types import TracebackType
+from typing import Protocol
 
+from common.incidents import Retries
 from inference.engine import (
     EngineStatistics,
     GenerationRequest,
@@ -20,8 +19,9 @@ from inference.engine import (
     SequenceEvent,
     SequenceFinished,
     SequenceRefused,
-    SequenceStream,
+    Tell,
     TokensGenerated,
+    tell_nobody,
 )
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
 from inference.kv_blocks import PrefixHint
@@ -30,81 +30,38 @@ from inference.workers.life import BackendLife, HostKind, HostWaits, LifeWaits, 
 from inference.workers.protocol import CancelSequence, Message, ProtocolBroken, Ready, Shutdown, StartSequence, StepReport
 
 
-class BufferedStream:
-    """Implements `SequenceStream`. One reader; the engine puts events from the same event loop."""
+class EngineSequence:
+    """Implements `Sequence`: one in one engine."""
 
-    def __init__(self, number: int, request: GenerationRequest, cancel: Callable[[BufferedStream], None]) -> None:
+    __slots__ = ("_engine", "has_output", "is_cancelled", "is_scheduled", "number", "outputs", "request", "tell")
+
+    def __init__(self, engine: SequenceOwner, number: int, request: GenerationRequest, tell: Tell) -> None:
         self.number = number
         self.request = request
-        self.scheduled = False
-        self.ended = False
-        self.has_output = False
-        # Token ids by choice, those from before a continuation included.
+        self.tell = tell
         self.outputs: list[list[int]] = [list(request.output_token_ids) for _ in range(request.choice_count)]
-        self._cancel = cancel
-        self._cancel_sent = False
-        self._events: deque[SequenceEvent] = deque()
-        self._failure: EngineError | None = None
-        self._take: Callable[[SequenceEvent], bool] | None = None
-        self._reader: asyncio.Future[None] | None = None  # while it waits; an `asyncio.Event` costs three times as much per token
-
-    def __aiter__(self) -> AsyncIterator[SequenceEvent]:
-        return self
-
-    async def __anext__(self) -> SequenceEvent:
-        while not self._events:
-            if self._failure is not None:
-                raise self._failure
-            if self.ended:
-                raise StopAsyncIteration
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-        return self._events.popleft()
+        self.is_scheduled = False
+        self.has_output = False  # of this engine
+        self.is_cancelled = False
+        self._engine = engine
 
     def cancel(self) -> None:
-        """See `SequenceStream.cancel`."""
-        if not self.ended and not self._cancel_sent:
-            self._cancel_sent = True
-            self._cancel(self)
+        """See `Sequence.cancel`."""
+        self._engine.cancel(self)
 
-    def deliver_to(self, take: Callable[[SequenceEvent], bool]) -> None:
-        """See `SequenceStream.deliver_to`."""
-        self._take = take
+    def close(self) -> None:
+        """See `Sequence.close`."""
+        self._engine.forget(self)
 
-    def put(self, event: SequenceEvent) -> None:
-        """Called by the engine: the sequence's next event."""
-        if type(event) is TokensGenerated:
-            self.has_output = True
-            self.outputs[event.choice_index] += event.token_ids
-        elif type(event) is Scheduled:
-            self.scheduled = True
-        elif type(event) is SequenceFinished:
-            self.ended = True
-        reader = self._reader
-        # Past the reader only where it has read everything and was not woken.
-        if self._take is not None and reader is not None and not (self.ended or self._events or reader.done()):
-            try:
-                if self._take(event):
-                    return
-            except Exception as error:
-                reader.set_exception(error)
-                return
-        self._events.append(event)
-        self._wake()
 
-    def fail(self, error: EngineError) -> None:
-        """Called by the engine: no more events will come. What came before is still read first."""
-        if not self.ended:
-            self.ended = True
-            self._failure = error
-            self._wake()
+class SequenceOwner(Protocol):
+    """An engine as its sequences see it."""
 
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    def cancel(self, sequence: EngineSequence) -> None:
+        """See `Sequence.cancel`."""
+
+    def forget(self, sequence: EngineSequence) -> None:
+        """See `Sequence.close`."""
 
 
 class EngineLife(BackendLife):
@@ -114,28 +71,25 @@ class EngineLife(BackendLife):
         """Starts nothing. block_tokens: how many tokens the engine caches as one."""
         super().__init__(model, waits)
         self._limits = limits
-        self._streams: dict[int, BufferedStream] = {}
+        self._sequences: dict[int, EngineSequence] = {}  # that have not ended
         self._waiting_count = 0  # sequences among them that the engine has not let enter
         self._next_number = 0
         self._block_tokens = block_tokens
         self._block_count = 0  # of `KV_BLOCK_TOKENS` each
         self._hint = PrefixHint(0, block_tokens)
         self._last_queue_ms = 0.0
+        self._told = Retries("engine")  # failures of those who are told of sequences
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """See `Engine.predict_cached_token_count`."""
         return self._hint.predict(prompt_token_ids, self._cache_group(cache_salt))
 
-    def generate(self, request: GenerationRequest) -> EngineSequence:
-        """See `Engine.generate`."""
-        return EngineSequence(self, request)
-
     @abstractmethod
-    def _submit(self, stream: BufferedStream) -> None:
+    def _send_start(self, sequence: EngineSequence) -> None:
         """Hand a sequence to the engine, which is READY."""
 
     @abstractmethod
-    def _send_cancel(self, stream: BufferedStream) -> None:
+    def _send_cancel(self, sequence: EngineSequence) -> None:
         """Ask the engine to end a sequence; never blocks."""
 
     def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
@@ -150,10 +104,9 @@ class EngineLife(BackendLife):
         """The engine is gone, and its cache with it, as far as anybody knows."""
         self._hint.clear()
 
-    def enter(self, stream: BufferedStream) -> None:
-        """Hand a sequence to the engine, for `leave` to follow. Raises as `generate` on entering."""
+    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+        """See `Engine.submit`."""
         self._check_ready()
-        request = stream.request
         fault = request_fault(request, self._limits, self._model.vocabulary_size, self._block_count)
         if fault is not None:
             raise RequestImpossible(fault)
@@ -162,43 +115,81 @@ class EngineLife(BackendLife):
             raise unserved
         if self._waiting_count >= self._limits.waiting_sequence_count_max:
             raise EngineOverloaded("the engine's queue is full", self._overload_wait_s())
-        stream.number = self._next_number
+        sequence = self._sequences[self._next_number] = EngineSequence(self, self._next_number, request, tell)
         self._next_number += 1
-        self._streams[stream.number] = stream
-        self._submit(stream)
         self._waiting_count += request.choice_count
+        self._send_start(sequence)
+        return sequence
 
-    def leave(self, stream: BufferedStream) -> None:
-        """Its caller has left: it is cancelled if it still runs, and forgotten."""
-        stream.cancel()
-        if self._streams.pop(stream.number, None) is not None and not stream.scheduled:
-            self._waiting_count -= stream.request.choice_count
+    def cancel(self, sequence: EngineSequence) -> None:
+        """See `Sequence.cancel`."""
+        if sequence.number in self._sequences and not sequence.is_cancelled:
+            sequence.is_cancelled = True
+            self._send_cancel(sequence)
 
-    def cancel(self, stream: BufferedStream) -> None:
-        """Ask the engine to end a sequence that has not ended."""
-        if stream.number in self._streams:
-            self._send_cancel(stream)
+    def forget(self, sequence: EngineSequence) -> None:
+        """See `Sequence.close`."""
+        if sequence.number in self._sequences:
+            self.cancel(sequence)
+            self._remove(sequence)
+
+    def _remove(self, sequence: EngineSequence) -> None:
+        """It has ended, or nobody follows it: tell no more of it."""
+        del self._sequences[sequence.number]
+        sequence.tell = tell_nobody  # it may refer to whoever has the sequence
+        if not sequence.is_scheduled:
+            self._waiting_count -= sequence.request.choice_count
 
     def _overload_wait_s(self) -> float:
         """What the last sequence waited is the best guess of what the next would; never so short that callers spin."""
         return max(self._last_queue_ms / 1e3, 0.5)
 
-    def _take(self, stream: BufferedStream, event: SequenceEvent) -> None:
-        """The engine tells of a sequence."""
-        request = stream.request
-        if isinstance(event, TokensGenerated):
-            if not stream.has_output:
-                self._hint.note(request.prompt_token_ids, self._cache_group(request.cache_salt))
-        elif isinstance(event, Scheduled) and not stream.scheduled:
-            self._waiting_count -= request.choice_count
-        elif isinstance(event, SequenceFinished):
-            self._last_queue_ms = event.timings.queue_ms
-            prompt = request.prompt_token_ids
-            for output in stream.outputs:
-                computed_count = len(prompt) + len(output) - 1  # the last token's KV is never computed, since nothing followed it
-                if computed_count // self._block_tokens > len(prompt) // self._block_tokens:  # else the prompt's blocks are all
-                    self._hint.note((*prompt, *output[:-1]), self._cache_group(request.cache_salt))
-        stream.put(event)
+    def _deliver(self, events: Iterable[tuple[int, SequenceEvent | SequenceRefused | EngineError]]) -> None:
+        """Note what the engine tells of its sequences, by their numbers, and pass it on."""
+        sequences = self._sequences
+        for number, event in events:
+            sequence = sequences.get(number)
+            if sequence is None:
+                continue  # nobody follows it any more
+            tell, request = sequence.tell, sequence.request
+            match event:
+                case TokensGenerated():
+                    if not sequence.has_output:
+                        sequence.has_output = True
+                        self._hint.note(request.prompt_token_ids, self._cache_group(request.cache_salt))
+                    sequence.outputs[event.choice_index] += event.token_ids
+                case Scheduled():
+                    if not sequence.is_scheduled:
+                        sequence.is_scheduled = True
+                        self._waiting_count -= request.choice_count
+                case SequenceFinished():
+                    self._remove(sequence)
+                    self._note_end(sequence, event)
+                case SequenceRefused():
+                    self._remove(sequence)
+                    event = self._refusal(event)
+                case EngineError():
+                    self._remove(sequence)
+            try:
+                tell(event)
+            except Exception as error:
+                self._told.failed(error)
+
+    def _note_end(self, sequence: EngineSequence, event: SequenceFinished) -> None:
+        """Remember how long it has waited, and what it leaves in the cache."""
+        self._last_queue_ms = event.timings.queue_ms
+        prompt = sequence.request.prompt_token_ids
+        for output in sequence.outputs:
+            computed_count = len(prompt) + len(output) - 1  # the last token's KV is never computed, since nothing followed it
+            if computed_count // self._block_tokens > len(prompt) // self._block_tokens:  # else the prompt's blocks are all
+                self._hint.note((*prompt, *output[:-1]), self._cache_group(sequence.request.cache_salt))
+
+    def _refusal(self, refused: SequenceRefused) -> EngineError:
+        if refused.failed:
+            return EngineFailed(refused.message)
+        if refused.overloaded:
+            return EngineOverloaded(refused.message, self._overload_wait_s())
+        return RequestImpossible(refused.message, refused.field)
 
     def _ready(self, block_count: int, loading_time_s: float) -> None:
         """The engine takes requests. block_count: of `KV_BLOCK_TOKENS` each."""
@@ -207,23 +198,7 @@ class EngineLife(BackendLife):
 
     def _fail_waiting(self, reason: str) -> None:
         self._forget_cache()
-        for stream in self._streams.values():
-            stream.fail(self._loss(reason))
-
-
-class EngineSequence(BufferedStream):
-    """One sequence on an engine, as a context manager: leaving it ends the sequence."""
-
-    def __init__(self, engine: EngineLife, request: GenerationRequest) -> None:
-        super().__init__(-1, request, engine.cancel)
-        self._engine = engine
-
-    async def __aenter__(self) -> SequenceStream:
-        self._engine.enter(self)
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._engine.leave(self)
+        self._deliver([(number, self._loss(reason)) for number in self._sequences])
 
 
 class HostedEngine(EngineLife):
@@ -253,16 +228,13 @@ class HostedEngine(EngineLife):
     def _end_at_once(self) -> None:
         self._worker.kill()
 
-    def _submit(self, stream: BufferedStream) -> None:
-        for other in self._streams.values():
-            if not (other.ended or other is stream):
-                break
-        else:
-            self._worker.heard()  # an idle host had no reason to report, whoever has yet to read what it has told
-        self._worker.send(StartSequence(stream.number, stream.request))
+    def _send_start(self, sequence: EngineSequence) -> None:
+        if len(self._sequences) == 1:
+            self._worker.heard()  # an idle host had no reason to report
+        self._worker.send(StartSequence(sequence.number, sequence.request))
 
-    def _send_cancel(self, stream: BufferedStream) -> None:
-        self._worker.send(CancelSequence(stream.number))
+    def _send_cancel(self, sequence: EngineSequence) -> None:
+        self._worker.send(CancelSequence(sequence.number))
 
     def _worker_ready(self, message: Ready, loading_time_s: float) -> None:
         self._hint = PrefixHint(message.kv_block_count, self._block_tokens)
@@ -274,24 +246,7 @@ class HostedEngine(EngineLife):
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
         self._worker.heard()
         self._statistics = EngineStatistics(*message.statistics)
-        streams = self._streams
-        for number, event in message.events:
-            stream = streams.get(number)
-            if stream is None:
-                continue  # its caller has left
-            if type(event) is TokensGenerated and stream.has_output:
-                stream.put(event)
-            elif isinstance(event, SequenceRefused):
-                stream.fail(self._refusal(event))
-            else:
-                self._take(stream, event)
+        self._deliver(message.events)
 
     def _owes_answers(self) -> bool:
-        return any(not stream.ended for stream in self._streams.values())
-
-    def _refusal(self, refused: SequenceRefused) -> EngineError:
-        if refused.failed:
-            return EngineFailed(refused.message)
-        if refused.overloaded:
-            return EngineOverloaded(refused.message, self._overload_wait_s())
-        return RequestImpossible(refused.message, refused.field)
+        return bool(self._sequences)

@@ -213,7 +213,7 @@ class SmallProcess:
             "texts that wait": self.process.text_work.waiting_count,
             "places": sum(queue.waiting_count + queue.engine_pending_count for queue in queues),
             "live holds": self.holds.statistics().live_hold_count,
-            "sequences": statistics.running_sequence_count + statistics.waiting_sequence_count + len(self.engine._streams),
+            "sequences": statistics.running_sequence_count + statistics.waiting_sequence_count + len(self.engine._sequences),
             "KV blocks": statistics.kv_block_count_held,
             "texts": self.encoder.running_count,
             "requests": len(self.process.running()) + len(self.process._by_key),

@@ -18,7 +18,6 @@ from inference.engine import (
     GrammarKind,
     ResponseFormat,
     SamplingParams,
-    SequenceId,
     StopCriteria,
 )
 
@@ -162,7 +161,7 @@ def test_what_does_not_fit_the_model_is_refused_by_its_field(sampling: dict[str,
 
     def request(room_tokens: int, choice_count: int = 1) -> GenerationRequest:
         sampling = start.sampling.over(SamplingParams(temperature=1.0))
-        return GenerationRequest(SequenceId("x"), (1,), sampling, start.stop.within(room_tokens), choice_count=choice_count)
+        return GenerationRequest((1,), sampling, start.stop.within(room_tokens), choice_count=choice_count)
 
     with pytest.raises(InvalidRequest) as caught:
         check_against_model(request(50, start.choice_count), vocabulary_size=400)

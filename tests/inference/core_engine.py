@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from inference.checkpoint.checkpoint import read_model_info
 from inference.core.engine_core import EngineCore
@@ -15,13 +14,15 @@ from inference.engine import (
     EngineStatistics,
     GenerationRequest,
     ModelInfo,
+    SequenceEvent,
+    SequenceFinished,
     SequenceRefused,
-    SequenceStream,
+    Tell,
     TokensGenerated,
 )
-from inference.errors import EngineFailed, EngineOverloaded, EngineUnavailable, RequestImpossible
+from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable, RequestImpossible
 from inference.kv_blocks import PrefixHint
-from inference.workers.engine import BufferedStream
+from inference.workers.engine import EngineSequence
 from tests.inference.checkpoints import TinyCheckpoint
 
 NUMBERS = itertools.count(1)  # of all engines, since several may share a core
@@ -45,8 +46,8 @@ class CoreEngine:
         self.requests: list[GenerationRequest] = []
         self.state = EngineState.COLD
         self.queue_is_full = False
-        self._streams: dict[int, BufferedStream] = {}
-        self._cancel_count = 0  # since the outermost call of `_cancel` began
+        self._sequences: dict[int, EngineSequence] = {}  # that have not ended
+        self._is_cancelling = False  # the next turn of the event loop does
         self._hint = PrefixHint(1000, 16)
         self._wake = asyncio.Event()
 
@@ -73,16 +74,23 @@ class CoreEngine:
         if self._is_due():
             return
         for number, event in self.core.step():
-            stream = self._streams.get(number)
-            if stream is None:
-                continue
             assert not isinstance(event, SequenceRefused)
-            stream.put(event)
+            sequence = self._sequences.get(number)
+            if sequence is None:
+                continue
+            self._tell(sequence, event)
             if isinstance(event, TokensGenerated):
                 self.token_count += len(event.token_ids)
-                self._hint.note(stream.request.prompt_token_ids, stream.request.cache_salt)
+                self._hint.note(sequence.request.prompt_token_ids, sequence.request.cache_salt)
                 if self._is_due():
                     return
+
+    def _tell(self, sequence: EngineSequence, event: SequenceEvent | EngineError) -> None:
+        if isinstance(event, TokensGenerated):
+            sequence.outputs[event.choice_index] += event.token_ids
+        elif isinstance(event, SequenceFinished | EngineError):
+            del self._sequences[sequence.number]
+        sequence.tell(event)
 
     def _is_due(self) -> bool:
         if self.lose_at is not None and self.token_count >= self.lose_at:
@@ -92,16 +100,15 @@ class CoreEngine:
     def lose(self) -> None:
         """Die as a process does: nothing more comes of what runs."""
         assert self.core is not None
-        for number in self._streams:
+        for number in self._sequences:
             self.core.cancel(number)
         self.core, self.state = None, EngineState.RESTARTING
         self._hint.clear()
-        for stream in self._streams.values():
-            stream.fail(EngineFailed("killed"))
+        for sequence in tuple(self._sequences.values()):
+            self._tell(sequence, EngineFailed("killed"))
 
-    @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
-        """See `Engine.generate`."""
+    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+        """See `Engine.submit`."""
         if self.core is None:
             raise EngineUnavailable(f"it is {self.state}", 0.05)
         if self.queue_is_full:
@@ -109,33 +116,29 @@ class CoreEngine:
         if (fault := self.core.request_fault(request)) is not None:
             raise RequestImpossible(fault)
         number = next(NUMBERS)
-        stream = self._streams[number] = BufferedStream(number, request, self._cancel)
         self.requests.append(request)
         assert self.core.add(number, request)
+        sequence = self._sequences[number] = EngineSequence(self, number, request, tell)
         self._wake.set()
-        try:
-            yield stream
-        finally:
-            stream.cancel()
-            del self._streams[number]
+        return sequence
 
-    def _cancel(self, stream: BufferedStream) -> None:
-        if self.core is None:
-            return
-        self.core.cancel(stream.number)
-        self._cancel_count += 1
-        if self._cancel_count > 1:  # a stream that was just given an event has cancelled: the loop below steps once more
-            return
-        stepped_count = 0
-        try:
-            while stepped_count < self._cancel_count:
-                stepped_count = self._cancel_count
-                for number, event in self.core.step() if not self._is_due() else ():
-                    if (other := self._streams.get(number)) is not None:
-                        assert not isinstance(event, SequenceRefused)
-                        other.put(event)
-        finally:
-            self._cancel_count = 0
+    def cancel(self, sequence: EngineSequence) -> None:
+        """See `Sequence.cancel`. It is told in the next turn of the event loop, whatever else waits."""
+        if self.core is not None and sequence.number in self._sequences:
+            self.core.cancel(sequence.number)
+            if not self._is_cancelling:
+                self._is_cancelling = True
+                asyncio.get_running_loop().call_soon(self._tell_cancelled)
+
+    def forget(self, sequence: EngineSequence) -> None:
+        """See `Sequence.close`."""
+        self.cancel(sequence)
+        self._sequences.pop(sequence.number, None)
+
+    def _tell_cancelled(self) -> None:
+        self._is_cancelling = False
+        if self.core is not None:
+            self.step()
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """See `Engine`."""
@@ -157,9 +160,7 @@ class CoreEngine:
         """See `Engine`."""
         if self.core is not None:
             self.core.cancel_all()
-            for number, event in self.core.step():
-                if (stream := self._streams.get(number)) is not None:
-                    assert not isinstance(event, SequenceRefused)
-                    stream.put(event)
+            self.lose_at = None
+            self.step()
         self.core, self.state = None, EngineState.CLOSED
         self._wake.set()

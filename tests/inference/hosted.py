@@ -8,10 +8,12 @@ import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from inference import streams
 from inference.adapters.tensorrt_engine import TensorRtEngine
 from inference.adapters.tensorrt_settings import TensorRtSettings
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.engine import Engine, GenerationRequest, Scheduled, SequenceFinished, SequenceStream, TokensGenerated
+from inference.engine import Engine, GenerationRequest, Scheduled, SequenceFinished, TokensGenerated
+from inference.streams import SequenceStream
 from inference.workers.engine import HostedEngine
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, random_prompt
@@ -60,7 +62,7 @@ async def read_all(stream: SequenceStream) -> Outcome:
 
 async def run(engine: Engine, request: GenerationRequest) -> Outcome:
     """Run one request to its end."""
-    async with engine.generate(request) as stream:
+    async with streams.stream(engine, request) as stream:
         return await read_all(stream)
 
 

@@ -15,7 +15,6 @@ from inference.engine import (
     SamplingParams,
     Scheduled,
     SequenceFinished,
-    SequenceId,
     SequenceRefused,
     StopCriteria,
     TokenLogprobs,
@@ -62,7 +61,6 @@ def make_request(
 ) -> GenerationRequest:
     """A greedy request unless told otherwise."""
     return GenerationRequest(
-        sequence_id=SequenceId("test"),
         prompt_token_ids=tuple(prompt),
         sampling=sampling or SamplingParams(),
         stop=StopCriteria(max_output_tokens, stop_sequences, stop_token_ids, ignore_eos, min_output_tokens),

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from inference import streams
 from inference.engine import (
     EngineCondition,
     EngineFinishReason,
@@ -16,13 +17,15 @@ from inference.engine import (
     EngineTimings,
     GenerationRequest,
     ModelInfo,
-    SequenceEvent,
     SequenceFinished,
-    SequenceStream,
+    Tell,
+    tell_nobody,
 )
 from inference.errors import CheckpointInvalid, EngineStartFailed, EngineUnavailable
 from inference.routing.memory import MemoryBudget
 from inference.routing.on_demand import OnDemandEngine, SlotTerms
+from inference.streams import SequenceStream
+from tests.inference.running import make_request
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -63,21 +66,23 @@ class AtOnce(ThreadPoolExecutor):
         return future
 
 
-class FakeStream:
-    """A sequence that ends when it is cancelled, or when its engine says so."""
+class FakeSequence:
+    """A sequence that ends when it is cancelled."""
 
-    def __init__(self) -> None:
-        self.ended = asyncio.Event()
+    def __init__(self, engine: FakeEngine, tell: Tell) -> None:
+        self.outputs: list[list[int]] = [[]]
+        self._engine = engine
+        self._tell = tell
 
     def cancel(self) -> None:
-        self.ended.set()
+        """See `Sequence.cancel`."""
+        ended = SequenceFinished(EngineFinishReason.STOP, "", 1, 0, 0, EngineTimings(0, 0, 0))
+        asyncio.get_running_loop().call_soon(self._tell, ended)
 
-    def deliver_to(self, take: Callable[[SequenceEvent], bool]) -> None:
-        """It tells no tokens."""
-
-    async def __aiter__(self) -> AsyncIterator[SequenceEvent]:
-        await self.ended.wait()
-        yield SequenceFinished(EngineFinishReason.STOP, "", 1, 0, 0, EngineTimings(0, 0, 0))
+    def close(self) -> None:
+        """See `Sequence.close`."""
+        self._tell = tell_nobody
+        self._engine.sequences.discard(self)
 
 
 class FakeEngine:
@@ -89,7 +94,7 @@ class FakeEngine:
         self.state = EngineState.COLD
         self.reason = ""
         self.failure_count = 0
-        self.streams: set[FakeStream] = set()
+        self.sequences: set[FakeSequence] = set()
         self.start_requested = False
         self._changed = asyncio.Event()
         self._closing = asyncio.Event()
@@ -137,22 +142,18 @@ class FakeEngine:
                 raise EngineStartFailed(self.reason)
             await self._changed.wait()
 
-    @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
+    def submit(self, request: GenerationRequest, tell: Tell) -> FakeSequence:
         if self.state is not EngineState.READY:
             raise EngineUnavailable(f"the engine is {self.state}", 0.0)
-        stream = FakeStream()
-        self.streams.add(stream)
-        try:
-            yield stream
-        finally:
-            self.streams.discard(stream)
+        sequence = FakeSequence(self, tell)
+        self.sequences.add(sequence)
+        return sequence
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         return 7
 
     def statistics(self) -> EngineStatistics:
-        return EngineStatistics(running_sequence_count=len(self.streams))
+        return EngineStatistics(running_sequence_count=len(self.sequences))
 
     def healthy(self) -> bool:
         return self.state is EngineState.READY
@@ -161,9 +162,17 @@ class FakeEngine:
         return EngineCondition(self.state, 0.5, "weights", 3.0, self.reason)
 
     async def close(self) -> None:
-        assert not self.streams or self._world.closing, "an engine with running sequences is not closed"
+        assert not self.sequences or self._world.closing, "an engine with running sequences is not closed"
         self.tell(EngineState.CLOSED)
         self._closing.set()
+
+
+@contextlib.asynccontextmanager
+async def asked(slot: OnDemandEngine) -> AsyncIterator[SequenceStream]:
+    """A sequence in a slot that is started for it, as requests of the service do."""
+    await slot.start()
+    async with streams.stream(slot, make_request([1])) as stream:
+        yield stream
 
 
 class World:

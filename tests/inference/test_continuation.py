@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from inference import streams
 from inference.core.cost_model import CostModel
 from inference.core.engine_core import EngineCore, EngineOptions
 from inference.engine import (
@@ -81,7 +82,7 @@ async def run_losing(
     for engine, tokens in zip(engines, lose_at, strict=True):
         engine.lose_at = tokens
     async with fleet(engines, **options) as replica_set:
-        async with replica_set.generate(request) as stream:
+        async with streams.stream(replica_set, request) as stream:
             outcome = await read_all(stream)
         assert [report.outstanding_token_count for report in replica_set.reports()] == [0] * len(engines)
     return outcome, replica_set, engines
@@ -126,7 +127,7 @@ async def test_a_drained_replica_lets_go_what_another_can_go_on_with(
     moves = continues_exactly or kind in ("greedy", "log-probabilities")
     [undisturbed] = run_all(make_core(tiny.directory), [request])
     engines = [CoreEngine(tiny, lambda: make_core(tiny.directory), continues_exactly=continues_exactly) for _ in range(2)]
-    async with fleet(engines) as replica_set, replica_set.generate(request) as stream:
+    async with fleet(engines) as replica_set, streams.stream(replica_set, request) as stream:
         replica_set.drain(["r0", "r1"])
         assert replica_set.move_out("r0") == 0, "there is no place"
         replica_set.drain(["r0"])
@@ -157,8 +158,8 @@ async def test_a_drain_moves_no_more_than_there_is_room_for_and_fails_nothing(ti
     undisturbed = run_all(make_core(tiny.directory), requests)
     async with fleet(engines, recovery_wait_s=0.0) as replica_set, contextlib.AsyncExitStack() as stack:
         replica_set.drain(["r1"])
-        streams = [await stack.enter_async_context(replica_set.generate(request)) for request in requests]
-        outcomes = [asyncio.create_task(read_all(stream)) for stream in streams]
+        running = [await stack.enter_async_context(streams.stream(replica_set, request)) for request in requests]
+        outcomes = [asyncio.create_task(read_all(stream)) for stream in running]
         await until(lambda: engines[0].token_count >= 10)
         replica_set.drain(["r0"])
 
@@ -205,7 +206,7 @@ async def test_a_sequence_survives_one_loss_after_the_other_up_to_a_bound(tiny: 
         for engine in engines:
             engine.lose_at = 1
         with pytest.raises(EngineFailed):
-            async with replica_set.generate(request) as stream:
+            async with streams.stream(replica_set, request) as stream:
                 await read_all(stream)
     assert [len(engine.requests) for engine in engines] == [1, 1, 1, 0]
 
@@ -227,7 +228,7 @@ async def test_what_cannot_be_continued_fails_after_its_first_token_and_is_repla
 
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
     engines[0].lose_at = 0
-    async with fleet(engines) as replica_set, replica_set.generate(request_) as stream:
+    async with fleet(engines) as replica_set, streams.stream(replica_set, request_) as stream:
         events = [event async for event in stream]
     assert len([event for event in events if isinstance(event, Scheduled)]) == 1
     assert isinstance(events[-1], SequenceFinished)
@@ -237,7 +238,7 @@ async def test_what_cannot_be_continued_fails_after_its_first_token_and_is_repla
 async def test_a_cancelled_sequence_whose_engine_is_lost_is_cancelled(tiny: TinyCheckpoint) -> None:
     core = make_core(tiny.directory)
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
-    async with fleet(engines) as replica_set, replica_set.generate(make_request(prompt(1), LONG)) as stream:
+    async with fleet(engines) as replica_set, streams.stream(replica_set, make_request(prompt(1), LONG)) as stream:
         await first_tokens(stream, 3)
         engines[0].lose()
         stream.cancel()
@@ -252,7 +253,7 @@ async def test_a_cancelled_sequence_whose_engine_is_lost_is_cancelled(tiny: Tiny
 async def test_a_sequence_is_continued_when_its_replica_is_closed_and_ends_with_the_set(tiny: TinyCheckpoint) -> None:
     core = make_core(tiny.directory)
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
-    async with fleet(engines) as replica_set, replica_set.generate(make_request(prompt(1), LONG)) as stream:
+    async with fleet(engines) as replica_set, streams.stream(replica_set, make_request(prompt(1), LONG)) as stream:
         await first_tokens(stream, 3)
         await engines[0].close()
         await first_tokens(stream, 3)
@@ -277,7 +278,7 @@ async def test_a_sequence_waits_for_its_own_replica_to_come_back(tiny: TinyCheck
     engine.lose_at = 5
     async with fleet([engine]) as replica_set, asyncio.TaskGroup() as tasks:
         tasks.create_task(restart())
-        async with replica_set.generate(request) as stream:
+        async with streams.stream(replica_set, request) as stream:
             outcome = await read_all(stream)
     same(outcome, undisturbed)
 
@@ -289,11 +290,11 @@ async def test_a_full_queue_is_passed_over_and_told_when_all_are_full(tiny: Tiny
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
     async with fleet(engines) as replica_set:
         engines[0].queue_is_full = True
-        async with replica_set.generate(make_request(prompt(1), 3)) as stream:
+        async with streams.stream(replica_set, make_request(prompt(1), 3)) as stream:
             await read_all(stream)
         engines[1].queue_is_full = True
         with pytest.raises(EngineOverloaded):
-            async with replica_set.generate(make_request(prompt(1), 3)):
+            async with streams.stream(replica_set, make_request(prompt(1), 3)):
                 pass
 
     assert [len(engine.requests) for engine in engines] == [0, 1]

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from common.incidents import INCIDENT_COUNTS
+from inference import streams
 from inference.adapters.remote_settings import Service
 from inference.adapters.tensorrt_settings import TensorRtSettings
 from inference.adapters.torch_engine import TorchEngineSettings
@@ -27,11 +29,12 @@ from inference.engine import (
     EngineFinishReason,
     SamplingParams,
     Scheduled,
+    SequenceEvent,
     SequenceFinished,
-    SequenceStream,
     TokensGenerated,
 )
-from inference.errors import EngineOverloaded, RequestImpossible
+from inference.errors import EngineError, EngineOverloaded, RequestImpossible
+from inference.streams import SequenceStream
 from tests.inference import hosted
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, settings_for, until
@@ -82,9 +85,9 @@ def backend(request: pytest.FixtureRequest, tiny: TinyCheckpoint, monkeypatch: p
 async def test_a_cancel_is_answered_in_every_phase_and_frees_the_blocks(backend: Backend) -> None:
     settings = backend(running_sequence_count_max=1, step_token_count_max=16)
     async with serving(settings) as engine:
-        async with engine.generate(make_request(prompt(1), LONG)) as decoding:
+        async with streams.stream(engine, make_request(prompt(1), LONG)) as decoding:
             await first_tokens(decoding, 3)
-            async with engine.generate(make_request(prompt(2), LONG)) as waiting:
+            async with streams.stream(engine, make_request(prompt(2), LONG)) as waiting:
                 waiting.cancel()
                 waited = await read_all(waiting)
             decoding.cancel()
@@ -92,7 +95,7 @@ async def test_a_cancel_is_answered_in_every_phase_and_frees_the_blocks(backend:
             decoded = await read_all(decoding)
         # Engines of others take the prompt at once, and would be done with a short answer before they hear of the cancel.
         filler = make_request(prompt(3, 500), LONG) if is_outside(settings) else make_request(prompt(3, 1900), 100)
-        async with engine.generate(filler) as filling:
+        async with streams.stream(engine, filler) as filling:
             async for _ in filling:  # scheduled: here its prompt needs over a hundred steps
                 break
             filling.cancel()
@@ -113,7 +116,7 @@ async def test_a_cancel_is_answered_in_every_phase_and_frees_the_blocks(backend:
 async def test_leaving_early_forgets_the_sequence_and_frees_its_blocks(backend: Backend) -> None:
     async with serving(backend()) as engine:
         with contextlib.suppress(ZeroDivisionError):
-            async with engine.generate(make_request(prompt(1), LONG)) as stream:
+            async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
                 await first_tokens(stream, 2)
                 raise ZeroDivisionError
         await run(engine, make_request(prompt(2), 3))  # the cancel was sent before it
@@ -122,17 +125,43 @@ async def test_leaving_early_forgets_the_sequence_and_frees_its_blocks(backend: 
         assert engine.statistics().output_token_count < LONG
 
 
+async def test_nothing_is_told_within_a_call_and_one_who_raises_when_told_harms_no_other(backend: Backend) -> None:
+    before = INCIDENT_COUNTS["engine"]
+    told: list[SequenceEvent | EngineError] = []
+
+    def fail(event: SequenceEvent | EngineError) -> None:
+        raise ZeroDivisionError
+
+    async with serving(backend()) as engine:
+        whole = await run(engine, make_request(prompt(1), 3))
+        failing = engine.submit(make_request(prompt(2), 3), fail)
+        # Its end alone is still to be told: some engines could do so at once.
+        ending = engine.submit(replace(make_request(prompt(1), 3), output_token_ids=tuple(whole.token_ids)), told.append)
+        closed = engine.submit(make_request(prompt(3), 3), told.append)
+        ending.cancel()
+        closed.close()
+        assert not told
+        other = await run(engine, make_request(prompt(1), 3))
+        await until(lambda: any(isinstance(event, SequenceFinished) for event in told))
+        await until(lambda: INCIDENT_COUNTS["engine"] >= before + 5)
+        failing.close()
+
+    assert other.token_ids == whole.token_ids
+    assert sum(isinstance(event, SequenceFinished) for event in told) == 1
+    assert len(failing.outputs[0]) == 3
+
+
 async def test_a_full_queue_and_an_impossible_request_are_refused_on_entering(backend: Backend) -> None:
     settings = backend(running_sequence_count_max=1, waiting_sequence_count_max=1)
     async with serving(settings) as engine, contextlib.AsyncExitStack() as stack:
-        running = await stack.enter_async_context(engine.generate(make_request(prompt(1), LONG)))
+        running = await stack.enter_async_context(streams.stream(engine, make_request(prompt(1), LONG)))
         await first_tokens(running, 1)
-        await stack.enter_async_context(engine.generate(make_request(prompt(2), LONG)))
+        await stack.enter_async_context(streams.stream(engine, make_request(prompt(2), LONG)))
 
         with pytest.raises(EngineOverloaded) as overloaded:
-            await stack.enter_async_context(engine.generate(make_request(prompt(3), 5)))
+            await stack.enter_async_context(streams.stream(engine, make_request(prompt(3), 5)))
         with pytest.raises(RequestImpossible, match="context window"):
-            await stack.enter_async_context(engine.generate(make_request(prompt(4), 5000)))
+            await stack.enter_async_context(streams.stream(engine, make_request(prompt(4), 5000)))
 
     assert overloaded.value.retry_after_s > 0
 
@@ -177,14 +206,14 @@ async def test_a_lower_rank_enters_first(backend: Backend) -> None:
                 entered.append(index)
 
     async with serving(backend(running_sequence_count_max=1)) as engine, contextlib.AsyncExitStack() as stack:
-        first = await stack.enter_async_context(engine.generate(make_request(prompt(9), LONG, rank=0.0)))
+        first = await stack.enter_async_context(streams.stream(engine, make_request(prompt(9), LONG, rank=0.0)))
         await first_tokens(first, 1)
-        streams = [
-            await stack.enter_async_context(engine.generate(make_request(prompt(index), 3, rank=rank)))
+        others = [
+            await stack.enter_async_context(streams.stream(engine, make_request(prompt(index), 3, rank=rank)))
             for index, rank in enumerate([500.0, 900.0, 500.0, 100.0])
         ]
         async with asyncio.TaskGroup() as tasks:
-            for index, stream in enumerate(streams):
+            for index, stream in enumerate(others):
                 tasks.create_task(follow(index, stream))
             first.cancel()
 
@@ -196,7 +225,9 @@ async def test_who_is_far_ahead_takes_a_place_and_the_displaced_one_goes_on_as_i
     settings = backend(running_sequence_count_max=1)
     async with serving(settings) as engine:
         alone = await run(engine, make_request(prompt(1, 40), 300, cache_salt=uuid.uuid4().hex))
-        async with engine.generate(make_request(prompt(1, 40), 300, rank=10_000.0, cache_salt=uuid.uuid4().hex)) as displaced:
+        async with streams.stream(
+            engine, make_request(prompt(1, 40), 300, rank=10_000.0, cache_salt=uuid.uuid4().hex)
+        ) as displaced:
             await first_tokens(displaced, 20)
             quick = await run(engine, make_request(prompt(2, 40), 5, rank=0.0))
             rest = await read_all(displaced)
@@ -220,7 +251,7 @@ async def test_several_choices_end_one_by_one_and_are_counted_together(backend: 
     request = make_request(prompt(1), 10, choice_count=3, sampling=SamplingParams(temperature=1.0))
     ends: list[int] = []
     tokens = {0: 0, 1: 0, 2: 0}
-    async with serving(backend()) as engine, engine.generate(request) as stream:
+    async with serving(backend()) as engine, streams.stream(engine, request) as stream:
         async for event in stream:
             match event:
                 case TokensGenerated():

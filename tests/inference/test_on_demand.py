@@ -11,15 +11,14 @@ from inference.engine import EngineState
 from inference.errors import EngineStartFailed, EngineUnavailable
 from inference.routing.memory import HANDOVER_S, BudgetTooSmall, MemoryBudget
 from inference.routing.on_demand import FAULT_STANDS_S, OnDemandEngine, SlotTerms
-from tests.inference.running import make_request
-from tests.inference.slot_world import FakeEngine, World, slot_world
+from tests.inference.slot_world import FakeEngine, World, asked, slot_world
 
 IDLE_S = 10.0
 
 
 async def ask(slot: OnDemandEngine, until: asyncio.Event | None = None) -> str:
     """One request, that holds its sequence until told."""
-    async with slot.generate(make_request([1])) as stream:
+    async with asked(slot) as stream:
         if until is not None:
             await until.wait()
         stream.cancel()

@@ -17,8 +17,7 @@ from inference.engine import EngineState
 from inference.errors import EngineStartFailed
 from inference.routing.memory import HANDOVER_S
 from inference.routing.on_demand import FAULT_STANDS_S, OnDemandEngine, SlotTerms
-from tests.inference.running import make_request
-from tests.inference.slot_world import VirtualLoop, World
+from tests.inference.slot_world import VirtualLoop, World, asked
 
 EXAMPLES = int(os.environ.get("WEIR_SLOT_EXAMPLES", "40"))
 TERMS = {
@@ -42,7 +41,7 @@ class Asked:
 
     async def _ask(self) -> str:
         try:
-            async with self.slot.generate(make_request([1])):
+            async with asked(self.slot):
                 self.runs = True
                 await self.done.wait()
             return "served"
@@ -96,7 +95,7 @@ class Slots(RuleBasedStateMachine):
     @rule(name=NAMES, for_good=st.booleans())
     def broken(self, name: str, for_good: bool) -> None:
         engine = self.world.alive.get(name)
-        if engine is not None and not engine.streams and engine.state in (EngineState.LOADING, EngineState.READY):
+        if engine is not None and not engine.sequences and engine.state in (EngineState.LOADING, EngineState.READY):
             engine.break_for_good("no weights") if for_good else engine.fail("killed")
             self.loop.settle()
 
@@ -117,7 +116,7 @@ class Slots(RuleBasedStateMachine):
         for each in self.asked:
             if each.runs:
                 engine = self.world.alive[each.slot.name]
-                assert engine.streams
+                assert engine.sequences
                 assert engine.state is not EngineState.CLOSED
 
     @invariant()

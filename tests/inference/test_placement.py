@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from inference import streams
 from inference.engine import (
     EngineCondition,
     EngineFinishReason,
@@ -24,7 +24,7 @@ from inference.engine import (
     Scheduled,
     SequenceEvent,
     SequenceFinished,
-    SequenceStream,
+    Tell,
     TokensGenerated,
 )
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable, RequestImpossible
@@ -45,7 +45,7 @@ from inference.routing.replica import (
     prefix_keys,
 )
 from inference.routing.replica_set import ReplicaSet
-from inference.workers.engine import BufferedStream
+from inference.workers.engine import EngineSequence
 from tests.inference.running import make_request
 
 MODEL = ModelInfo("m", "", "", 4096, 1000, "", continues_output=True)
@@ -63,7 +63,7 @@ class Puppet:
         self.is_unable = False
         self.cached_token_count: int | None = None
         self.kv_block_count = 0
-        self.streams: dict[int, BufferedStream] = {}
+        self.sequences: dict[int, EngineSequence] = {}
         self.requests: list[GenerationRequest] = []
         self.started = asyncio.Event()
 
@@ -75,9 +75,8 @@ class Puppet:
         await self.started.wait()
         self.state = EngineState.READY
 
-    @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
-        """See `Engine.generate`."""
+    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+        """See `Engine.submit`."""
         if self.state is not EngineState.READY:
             raise EngineUnavailable("away", 1.0)
         if self.is_full:
@@ -86,17 +85,31 @@ class Puppet:
             raise RequestImpossible("not here", "sampling")
         number = len(self.requests)
         self.requests.append(request)
-        stream = self.streams[number] = BufferedStream(number, request, lambda each: None)
-        try:
-            yield stream
-        finally:
-            del self.streams[number]
+        sequence = self.sequences[number] = EngineSequence(self, number, request, tell)
+        return sequence
+
+    def cancel(self, sequence: EngineSequence) -> None:
+        """Nobody here waits for that."""
+
+    def forget(self, sequence: EngineSequence) -> None:
+        """See `Sequence.close`."""
+        self.sequences.pop(sequence.number, None)
+
+    def tell(self, sequence: EngineSequence, event: SequenceEvent | EngineError) -> None:
+        """Tell what comes of it."""
+        if isinstance(event, TokensGenerated):
+            sequence.outputs[0] += event.token_ids
+        if isinstance(event, Scheduled):
+            sequence.is_scheduled = True
+        if isinstance(event, SequenceFinished | EngineError):
+            del self.sequences[sequence.number]
+        sequence.tell(event)
 
     def lose(self) -> None:
         """Die."""
         self.state = EngineState.RESTARTING
-        for stream in self.streams.values():
-            stream.fail(EngineFailed("killed"))
+        for sequence in tuple(self.sequences.values()):
+            self.tell(sequence, EngineFailed("killed"))
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """What the test says; by default everything."""
@@ -142,7 +155,17 @@ def finished(token_count: int) -> SequenceFinished:
     return SequenceFinished(EngineFinishReason.STOP, "", 1, 0, token_count, EngineTimings(0, 0, 0))
 
 
-EVENT_WAIT_S = 5.0  # for an event that has been put: a stream that never gives it fails, and does not hang
+class Followed:
+    """A sequence, and all that was told of it."""
+
+    def __init__(self, replica_set: ReplicaSet, request: GenerationRequest) -> None:
+        self.told: list[SequenceEvent | EngineError] = []
+        self.sequence = replica_set.submit(request, self.told.append)
+
+    def find(self, puppets: list[Puppet]) -> tuple[Puppet, EngineSequence] | None:
+        """Where it runs."""
+        mine = vars(self.sequence)["_sequence"]
+        return next(((puppet, mine) for puppet in puppets if mine in puppet.sequences.values()), None)
 
 
 class PlacingMachine(RuleBasedStateMachine):
@@ -151,7 +174,7 @@ class PlacingMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.open: list[tuple[contextlib.AsyncExitStack, SequenceStream]] = []
+        self.open: list[Followed] = []
 
     @initialize(count=st.integers(1, 4), policy=st.sampled_from(sorted(POLICIES)), failures=st.integers(1, 2))
     def make(self, count: int, policy: str, failures: int) -> None:
@@ -159,8 +182,8 @@ class PlacingMachine(RuleBasedStateMachine):
         self.set, self.puppets, self.clock = make_set(count, policy=POLICIES[policy](), limits=limits)
 
     def teardown(self) -> None:
-        for stack, _ in self.open:
-            self.loop.run_until_complete(stack.aclose())
+        for each in self.open:
+            each.sequence.close()
         self.open.clear()
         if hasattr(self, "set"):
             assert all(report.outstanding_token_count == 0 for report in self.set.reports())
@@ -180,70 +203,52 @@ class PlacingMachine(RuleBasedStateMachine):
     def begin(self, kind: int, output: int) -> None:
         usable = [name for name in self.usable() if not self.puppets[int(name[1:])].is_full]
         before = [len(puppet.requests) for puppet in self.puppets]
-        stack = contextlib.AsyncExitStack()
         request = make_request([*SYSTEM, *range(kind * 40, kind * 40 + 40)], output)
         try:
-            stream = self.loop.run_until_complete(stack.enter_async_context(self.set.generate(request)))
+            followed = Followed(self.set, request)
         except EngineError:
             assert not usable, "it was refused although somebody could take it"
             return
         [index] = [index for index, puppet in enumerate(self.puppets) if len(puppet.requests) > before[index]]
         assert f"r{index}" in usable
-        self.open.append((stack, stream))
+        self.open.append(followed)
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 50), tokens=st.integers(1, 30), ends=st.booleans(), reads=st.booleans())
     def progress(self, which: int, tokens: int, ends: bool, reads: bool) -> None:
         """Events of one sequence; it ends, or is left."""
-        stack, stream = self.open[which % len(self.open)]
-        buffered = [each for puppet in self.puppets for each in puppet.streams.values()]
-        mine = [each for each in buffered if self.reads_from(stream, each)]
-        if mine and reads and not mine[0].ended:
-            events: list[SequenceEvent] = [] if mine[0].scheduled else [Scheduled(32)]
+        followed = self.open[which % len(self.open)]
+        found = followed.find(self.puppets)
+        if found is not None and reads:
+            puppet, mine = found
+            events: list[SequenceEvent] = [] if mine.is_scheduled else [Scheduled(32)]
             events.append(TokensGenerated(tuple(range(tokens)), "x"))
             events += [finished(tokens)] if ends else []
             for event in events:
-                mine[0].put(event)
-            while self.next_of(stream) is not type(events[-1]):  # that a second engine has begun with it is not told
-                pass
+                puppet.tell(mine, event)
+            assert type(followed.told[-1]) is type(events[-1])
+            assert sum(isinstance(event, Scheduled) for event in followed.told) == 1, "that a second engine began is not told"
         if ends or not reads:
-            self.open.pop(which % len(self.open))
-            self.loop.run_until_complete(stack.aclose())
-
-    def next_of(self, stream: SequenceStream) -> type[SequenceEvent]:
-        return type(self.loop.run_until_complete(asyncio.wait_for(anext(aiter(stream)), EVENT_WAIT_S)))
-
-    def reads_from(self, stream: SequenceStream, buffered: BufferedStream) -> bool:
-        attempt = vars(stream).get("_attempt")
-        return attempt is not None and attempt.stream is buffered
+            self.open.remove(followed)
+            followed.sequence.close()
 
     @rule(which=st.integers(0, 3), is_back=st.booleans())
     def lose(self, which: int, is_back: bool) -> None:
-        """An engine dies, and everybody who reads from it finds out. is_back: it is ready again right after that."""
+        """An engine dies, and what it ran goes on elsewhere or ends. is_back: it is ready again right after that."""
         puppet = self.puppets[which % len(self.puppets)]
-        hit = [each for each in self.open if any(self.reads_from(each[1], mine) for mine in puppet.streams.values())]
-        puppet.lose()
-        for each in hit:
-            stack, stream = each
-            buffered = vars(stream)["_attempt"].stream
-            if buffered.ended and not vars(buffered)["_failure"]:
-                continue
-            with contextlib.suppress(EngineError):
-                self.loop.run_until_complete(self.notice(stream))
-            if vars(stream)["_ended"]:
-                self.open.remove(each)
-                self.loop.run_until_complete(stack.aclose())
+        self.loop.run_until_complete(self.lost(puppet))
+        for followed in tuple(self.open):
+            if followed.find(self.puppets) is None:
+                assert isinstance(followed.told[-1], EngineError)
+                self.open.remove(followed)
         if is_back:
             puppet.state = EngineState.READY
 
-    async def notice(self, stream: SequenceStream) -> None:
-        """Read until it has moved, and then stop waiting for more."""
-        waiting = asyncio.ensure_future(anext(aiter(stream)))
+    async def lost(self, puppet: Puppet) -> None:
+        """Until all that it ran have looked for another place."""
+        puppet.lose()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        waiting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await waiting
 
     @rule(which=st.integers(0, 3), full=st.booleans())
     def fill(self, which: int, full: bool) -> None:
@@ -264,7 +269,7 @@ class PlacingMachine(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self) -> None:
         for report, puppet in zip(self.set.reports() if hasattr(self, "set") else (), getattr(self, "puppets", ()), strict=True):
-            assert report.live_sequence_count == len(puppet.streams)
+            assert report.live_sequence_count == len(puppet.sequences)
             assert (report.outstanding_token_count > 0) == (report.live_sequence_count > 0)
 
 
@@ -275,12 +280,12 @@ TestPlacing.settings = settings(max_examples=60, stateful_step_count=30, deadlin
 async def place(replica_set: ReplicaSet, stack: contextlib.AsyncExitStack, request: GenerationRequest, **said: int) -> str:
     """Where a request goes; said: what its engine tells then."""
     before = {report.name: report.live_sequence_count for report in replica_set.reports()}
-    stream = await stack.enter_async_context(replica_set.generate(request))
+    stream = await stack.enter_async_context(streams.stream(replica_set, request))
     [name] = [report.name for report in replica_set.reports() if report.live_sequence_count > before[report.name]]
     if said:
-        buffered = vars(stream)["_attempt"].stream
-        buffered.put(Scheduled(said["cached"]))
-        buffered.put(TokensGenerated((1,), "x"))
+        placed = vars(stream.sequence)
+        for said_now in (Scheduled(said["cached"]), TokensGenerated((1,), "x")):
+            placed["_replica"].engine.tell(placed["_sequence"], said_now)
         async for event in stream:
             if isinstance(event, TokensGenerated):
                 break
@@ -457,12 +462,12 @@ async def test_requests_that_fail_wherever_they_run_do_not_take_all_replicas_out
     replica_set, puppets, clock = make_set(3, policy=RoundRobin())
     async with asyncio.timeout(60):
         for _ in range(LIMITS.failure_count_max):
-            async with replica_set.generate(prompted(1)) as stream:
+            async with streams.stream(replica_set, prompted(1)) as stream:
                 reading = asyncio.ensure_future(anext(aiter(stream)))
                 while not reading.done():
                     for puppet in puppets:
-                        for running in puppet.streams.values():
-                            running.fail(EngineFailed("this one cannot be"))
+                        for running in tuple(puppet.sequences.values()):
+                            puppet.tell(running, EngineFailed("this one cannot be"))
                     clock.now_s += 0.01
                     await asyncio.sleep(0)
                 with pytest.raises(EngineFailed, match="this one"):
@@ -551,13 +556,12 @@ def test_statistics_are_sums_and_steps_the_mean_pace_of_those_that_work() -> Non
 class RefusesLater(Puppet):
     """Takes every sequence and says then that it is full, as remote servers do."""
 
-    @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
-        """See `Engine.generate`."""
+    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+        """See `Engine.submit`."""
         assert len(self.requests) < 20, "it is asked for ever"
-        async with super().generate(request) as stream:
-            self.streams[len(self.requests) - 1].fail(EngineOverloaded("full", 2.0))
-            yield stream
+        sequence = super().submit(request, tell)
+        asyncio.get_running_loop().call_soon(self.tell, sequence, EngineOverloaded("full", 2.0))
+        return sequence
 
 
 async def test_servers_that_refuse_what_they_took_are_not_asked_for_ever() -> None:
@@ -566,7 +570,7 @@ async def test_servers_that_refuse_what_they_took_are_not_asked_for_ever() -> No
     replicas = ReplicaSet(MODEL, [Replica(f"r{index}", puppet) for index, puppet in enumerate(puppets)])
     async with asyncio.timeout(60):
         with pytest.raises(EngineOverloaded):
-            async with replicas.generate(make_request([1, 2, 3], 4)) as stream:
+            async with streams.stream(replicas, make_request([1, 2, 3], 4)) as stream:
                 await anext(aiter(stream))
     assert all(puppet.requests for puppet in puppets), "each was asked"
     assert not any(replica.live_sequence_count for replica in replicas.replicas)

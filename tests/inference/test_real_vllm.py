@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from inference import streams
 from inference.adapters import remote_doctor as doctor
 from inference.adapters.findings import Verdict
 from inference.adapters.remote_settings import RemoteSettings, Service, Target
@@ -73,7 +74,7 @@ async def test_a_real_vllm_generates_what_the_torch_engine_does(checkpoint: Tiny
 
     async with remote_engine(RemoteSettings(checkpoint.directory, "tiny", target, connect_timeout_s=120.0)) as engine:
         outcomes = [await run(engine, request) for request in requests]
-        async with engine.generate(make_request(prompt(4), 500)) as stream:
+        async with streams.stream(engine, make_request(prompt(4), 500)) as stream:
             stream.cancel()
             ends = [event async for event in stream][-1]
 

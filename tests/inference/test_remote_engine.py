@@ -15,6 +15,7 @@ import pytest
 
 from api.core.settings import Settings
 from api.fleet.fleet import build_serving
+from inference import streams
 from inference.adapters.remote_connection import DIALECTS
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_settings import (
@@ -65,7 +66,7 @@ def salted(request: GenerationRequest) -> GenerationRequest:
 async def collect(engine: RemoteEngine, request: GenerationRequest) -> Outcome:
     """With log-probabilities, which `read_all` leaves out."""
     outcome = Outcome()
-    async with engine.generate(request) as stream:
+    async with streams.stream(engine, request) as stream:
         async for event in stream:
             if isinstance(event, TokensGenerated):
                 outcome.token_ids += event.token_ids
@@ -166,7 +167,7 @@ async def test_a_stop_sequence_ends_the_sequence_in_the_server_too(world: Remote
 async def test_a_sequence_that_cannot_be_as_the_server_says_fails_alone(world: RemoteWorld, fault: str) -> None:
     """Others go on, and the server is not left with what nobody reads."""
     async with connected(world) as engine:
-        async with engine.generate(make_request(prompt(2), LONG)) as other:
+        async with streams.stream(engine, make_request(prompt(2), LONG)) as other:
             await first_tokens(other, 5)  # past the faults' point
             if fault in ("drop", "preempt"):
                 other.cancel()
@@ -226,7 +227,7 @@ async def test_silence_is_not_waited_out(tiny: TinyCheckpoint, world: RemoteWorl
 
 async def test_an_abort_that_is_not_taken_is_made_by_ending_the_call(tiny: TinyCheckpoint, world: RemoteWorld) -> None:
     async with connected(changed(tiny, world, abort_drain_s=0.2)) as engine:
-        async with engine.generate(make_request(prompt(1), LONG)) as stream:
+        async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
             await first_tokens(stream, 2)
             world.server.go_wrong("mute_abort")
             stream.cancel()
@@ -239,7 +240,9 @@ async def test_an_abort_that_is_not_taken_is_made_by_ending_the_call(tiny: TinyC
 
 async def test_closing_cancels_what_runs_and_what_waits(tiny: TinyCheckpoint, world: RemoteWorld) -> None:
     async with connected(changed(tiny, world, running_sequence_count_max=1)) as engine, contextlib.AsyncExitStack() as stack:
-        running, waiting = [await stack.enter_async_context(engine.generate(make_request(prompt(seed), LONG))) for seed in (1, 2)]
+        running, waiting = [
+            await stack.enter_async_context(streams.stream(engine, make_request(prompt(seed), LONG))) for seed in (1, 2)
+        ]
         await first_tokens(running, 2)
         await engine.close()
         ends = [await read_all(stream) for stream in (running, waiting)]
@@ -248,7 +251,7 @@ async def test_closing_cancels_what_runs_and_what_waits(tiny: TinyCheckpoint, wo
 
 
 async def test_a_slow_reader_delays_nobody_and_loses_nothing(world: RemoteWorld) -> None:
-    async with connected(world) as engine, engine.generate(make_request(prompt(1), 300)) as unread:
+    async with connected(world) as engine, streams.stream(engine, make_request(prompt(1), 300)) as unread:
         quick = await run(engine, make_request(prompt(2), 20))
         await until(lambda: engine.statistics().running_sequence_count == 0)
 
@@ -257,7 +260,7 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing(world: RemoteWorld)
 
 
 async def test_a_server_that_is_ill_is_left_until_it_is_well(world: RemoteWorld) -> None:
-    async with connected(world) as engine, engine.generate(make_request(prompt(1), LONG)) as stream:
+    async with connected(world) as engine, streams.stream(engine, make_request(prompt(1), LONG)) as stream:
         await first_tokens(stream, 2)
         world.server.go_wrong("unhealthy")
         with pytest.raises(EngineFailed, match="health"):
@@ -361,7 +364,7 @@ async def test_a_fleet_goes_on_at_another_server_where_one_gives_a_sequence_up(
         await engine.start()
         await until(lambda: engine.statistics().replica_count == 2)
         undisturbed = await run(engine, make_request(prompt(1), 600))
-        async with engine.generate(make_request(prompt(1), 600)) as stream:
+        async with streams.stream(engine, make_request(prompt(1), 600)) as stream:
             await first_tokens(stream, 5)
             remote_server.go_wrong("drop")
             token_ids: list[int] = []

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference import streams
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
 from inference.adapters.tensorrt_engine import capabilities
 from inference.adapters.tensorrt_library import alive, descendants
@@ -35,7 +36,7 @@ async def test_a_dead_worker_fails_its_waiters_and_the_engine_comes_back(tiny: T
         pid = engine.host_pid
         assert pid is not None
         (worker,) = descendants(pid)
-        async with engine.generate(make_request(prompt(1), LONG)) as stream:
+        async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
             await first_tokens(stream, 2)
             os.kill(worker, signal.SIGKILL)
             with pytest.raises(EngineFailed):
@@ -58,7 +59,7 @@ async def test_what_it_holds_is_predicted_from_its_own_events_and_beams_are_refu
 
         found = await run(engine, make_request(tokens, 5))
         with pytest.raises(RequestImpossible) as refused:
-            async with engine.generate(beams()):
+            async with streams.stream(engine, beams()):
                 pass
         model, workers = engine.model, descendants(engine.host_pid or 0)
 

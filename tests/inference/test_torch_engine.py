@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from inference import streams
 from inference.adapters.torch_engine import TorchEngine
 from inference.adapters.torch_settings import LoadModel
 from inference.engine import (
@@ -66,7 +67,7 @@ async def test_streams_equal_what_the_core_generates(tiny: TinyCheckpoint) -> No
 def test_it_runs_on_uvloop_as_in_the_api_process(tiny: TinyCheckpoint) -> None:
     async def crash_and_recover() -> list[int]:
         async with serving(settings_for(tiny)) as engine:
-            async with engine.generate(make_request(prompt(1), LONG)) as stream:
+            async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
                 await first_tokens(stream, 2)
                 kill_host(engine)
                 with pytest.raises(EngineFailed):
@@ -81,7 +82,7 @@ def test_it_runs_on_uvloop_as_in_the_api_process(tiny: TinyCheckpoint) -> None:
 async def test_a_killed_host_fails_its_streams_and_comes_back(tiny: TinyCheckpoint) -> None:
     async with serving(settings_for(tiny)) as engine:
         first_pid = engine.host_pid
-        async with engine.generate(make_request(prompt(1), LONG)) as stream:
+        async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
             await first_tokens(stream, 5)
             kill_host(engine)
             with pytest.raises(EngineFailed, match="was killed"):
@@ -101,7 +102,7 @@ async def test_a_killed_host_fails_its_streams_and_comes_back(tiny: TinyCheckpoi
 
 async def test_a_hanging_host_is_killed_and_replaced(tiny: TinyCheckpoint) -> None:
     async with serving(settings_for(tiny, step_timeout_s=0.5)) as engine:
-        async with engine.generate(make_request(prompt(1), LONG)) as stream:
+        async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
             await first_tokens(stream, 1)
             assert engine.host_pid is not None
             os.kill(engine.host_pid, signal.SIGSTOP)
@@ -131,7 +132,7 @@ async def test_restarts_are_spaced_further_and_further(tiny: TinyCheckpoint) -> 
 async def test_closing_ends_streams_with_their_counts_and_the_child_with_them(tiny: TinyCheckpoint) -> None:
     async with serving(settings_for(tiny)) as engine:
         pidfd = os.pidfd_open(engine.host_pid or 0)
-        async with engine.generate(make_request(prompt(1), LONG)) as stream:
+        async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
             await first_tokens(stream, 2)
             await asyncio.gather(engine.close(), engine.close())
             outcome = await read_all(stream)
@@ -186,7 +187,7 @@ async def test_cancelling_serve_takes_the_child_along(tiny: TinyCheckpoint) -> N
         serve = tasks.create_task(engine.serve())
         await engine.start()
         pidfd = os.pidfd_open(engine.host_pid or 0)
-        async with engine.generate(make_request(prompt(1), LONG)) as stream:
+        async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
             await first_tokens(stream, 1)
             serve.cancel()
             with pytest.raises(EngineUnavailable):
@@ -277,8 +278,9 @@ def load_message(checkpoint: TinyCheckpoint) -> LoadModel:
 PARENT = """
 import asyncio, json, sys
 from pathlib import Path
+from inference import streams
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.engine import GenerationRequest, SamplingParams, SequenceId, StopCriteria, TokensGenerated
+from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
 
 async def main(directory, phase):
     engine = TorchEngine(TorchEngineSettings(Path(directory), "tiny", kv_cache_bytes=8 << 20, torch_thread_count=1))
@@ -292,9 +294,9 @@ async def main(directory, phase):
         await start
         if phase == "idle":
             print(json.dumps(engine.host_pid), flush=True)
-        request = GenerationRequest(SequenceId("a"), tuple(range(9, 99)), SamplingParams(), StopCriteria(1900, ignore_eos=True))
+        request = GenerationRequest(tuple(range(9, 99)), SamplingParams(), StopCriteria(1900, ignore_eos=True))
         while phase == "stepping":
-            async with engine.generate(request) as stream:
+            async with streams.stream(engine, request) as stream:
                 async for event in stream:
                     if isinstance(event, TokensGenerated):
                         print(json.dumps(engine.host_pid), flush=True)
@@ -337,10 +339,10 @@ async def test_a_host_that_was_idle_is_not_taken_for_hung_while_somebody_has_yet
     """A client that reads slowly keeps its ended sequence open for minutes; the next one begins as if there were none."""
     async with serving(settings_for(tiny)) as engine:
         pid = engine.host_pid
-        async with engine.generate(make_request(prompt(1), 2)) as unread:
+        async with streams.stream(engine, make_request(prompt(1), 2)) as unread:
             await until(lambda: not engine._owes_answers())
             engine._worker._watchdog._heard_at_s -= 1e6
-            async with engine.generate(make_request(prompt(2), 5)) as stream:
+            async with streams.stream(engine, make_request(prompt(2), 5)) as stream:
                 engine._worker._watchdog._look()
                 later = await read_all(stream)
             earlier = await read_all(unread)

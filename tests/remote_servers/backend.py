@@ -14,10 +14,12 @@ from pathlib import Path
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
+from inference import streams
 from inference.adapters.torch_engine import TorchEngine
 from inference.encoder.engine import TorchEncoder
-from inference.engine import EmbeddingRequest, GenerationRequest, Scheduled, SequenceFinished, SequenceStream, TokensGenerated
+from inference.engine import EmbeddingRequest, GenerationRequest, Scheduled, SequenceFinished, TokensGenerated
 from inference.errors import EngineError, RequestImpossible
+from inference.streams import SequenceStream
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -83,7 +85,7 @@ class Backend:
         message_count = 0
         assert isinstance(self.engine, TorchEngine), "it generates"
         try:
-            async with self.engine.generate(request) as stream:
+            async with streams.stream(self.engine, request) as stream:
                 self.running[request_id] = stream
                 async for event in stream:
                     if isinstance(event, TokensGenerated):

@@ -16,7 +16,6 @@ from inference.engine import (
     SamplingParams,
     Scheduled,
     SequenceFinished,
-    SequenceId,
     StopCriteria,
     TokenLogprobs,
     TokensGenerated,
@@ -126,7 +125,6 @@ class TrtllmServicer:
         stop_ids = frozenset(request.stop_token_ids) if response_format is None else frozenset()
         salt = str(request.cache_salt_id) if request.HasField("cache_salt_id") and "unsalted" not in self._backend.faults else ""
         return GenerationRequest(
-            SequenceId(request.request_id),
             tuple(request.tokenized.input_token_ids),
             sampling,
             StopCriteria(request.max_tokens, (), stop_ids, request.ignore_eos, config.min_tokens),

@@ -17,7 +17,6 @@ from inference.engine import (
     SamplingParams,
     Scheduled,
     SequenceFinished,
-    SequenceId,
     StopCriteria,
     TokenLogprobs,
     TokensGenerated,
@@ -140,7 +139,6 @@ class VllmServicer:
         # With a response format, the engine wants no stop ids beside the model's own, which are all there are then.
         stop_ids = frozenset(params.stop_token_ids) if response_format is None else frozenset()
         return GenerationRequest(
-            SequenceId(request.request_id),
             tuple(request.tokenized.input_ids),
             sampling,
             StopCriteria(params.max_tokens, (), stop_ids, params.ignore_eos, params.min_tokens),

@@ -19,7 +19,6 @@ from inference.engine import (
     ResponseFormat,
     Scheduled,
     SequenceFinished,
-    SequenceId,
     SequenceRefused,
     StopCriteria,
     TokensGenerated,
@@ -216,7 +215,6 @@ class LLM:
             response_format = next(ResponseFormat(kind, source) for kind, source in kinds if source)
         bias = () if sampling.embedding_bias is None else tuple(enumerate(map(float, sampling.embedding_bias)))
         return GenerationRequest(
-            SequenceId(str(result.request_id)),
             tuple(prompt),
             CoreSampling(
                 temperature=0.0 if sampling.is_greedy else float(sampling.temperature),
