@@ -10,7 +10,6 @@ there.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -339,7 +338,7 @@ class PairedConnections:
         self._used = used
         self._came_back = came_back
         self._answered_at: float | None = None
-        self._answering = asyncio.Event()
+        self._is_answering = False
         self._has_lost_admissions = False  # whose answers never came: whatever they have taken stands in the way of a second try
 
     async def close(self) -> None:
@@ -360,12 +359,6 @@ class PairedConnections:
     def is_quiet(self, for_s: float) -> bool:
         """Whether nothing has been heard of the database for so long."""
         return self._answered_at is None or self._leases.now() - self._answered_at >= for_s
-
-    async def wait_until_answering(self, at_most_s: float) -> None:
-        """Until the database answers, or the time is over."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(at_most_s):
-                await self._answering.wait()
 
     async def execute(self, operations: Sequence[HoldOperation | Probe]) -> Sequence[HoldAnswer | Exception]:
         """A batch of all but admissions."""
@@ -405,15 +398,12 @@ class PairedConnections:
         return [there if isinstance(op, Probe) else next(given) for op in operations]
 
     def _note_answer(self) -> None:
-        """Tell whoever waits for the database that it is there, and after an outage or a broken connection that it is again."""
+        """Note whether the database is there; tell that it is again after an outage or a broken connection."""
         if self._gate.away_s is not None:
-            self._answering.clear()
+            self._is_answering = False
             return
-        was_away, self._answered_at = self._answered_at is not None, self._leases.now()
-        if self._answering.is_set():
-            was_away = False
-        else:
-            self._answering.set()
+        was_away = self._answered_at is not None and not self._is_answering
+        self._answered_at, self._is_answering = self._leases.now(), True
         if was_away or self._has_lost_admissions:
             self._has_lost_admissions = False
             self._came_back()

@@ -13,21 +13,35 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import structlog
 from sqlalchemy import text
 
 from common.incidents import Retries
-from metering.core.errors import HoldEnded, StoreAway
+from metering.core.errors import HoldEnded, MeteringError, StoreAway
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds.connections import BATCH_SIZE_MAX, EXPIRY_S, PairedConnections, Probe
 from metering.holds.lease_clock import LeaseClock
-from metering.holds.operations import Admit, Admitted, Extend, Extended, HoldAnswer, HoldOperation, Renew, Settle, Settled, Void
+from metering.holds.operations import (
+    Admit,
+    Admitted,
+    Ended,
+    Extend,
+    Extended,
+    Fits,
+    HoldAnswer,
+    HoldOperation,
+    Renew,
+    Settle,
+    Settled,
+    Void,
+)
 from metering.holds.standing_holds import Bindings, GraceTerms, StandingHolds
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.chaining import BatchSigner
 from metering.store.db import Sessions, StoreGate
-from metering.store.group_commit import GroupCommit, GroupCommitStatistics, Patience
+from metering.store.group_commit import Entry, GroupCommit, GroupCommitStatistics, Patience, Pending, awaited
 
 RENEW_INTERVAL_S = 15.0  # a quarter of the expiry: three renewals may fail before anything is lost
 
@@ -35,7 +49,7 @@ WAITING_COUNT_MAX = 10_000  # admissions beyond this wait longer than a client w
 
 SPLIT_COUNT_MIN = 32  # operations; in smaller batches the statements themselves cost more than the wait that is saved
 
-SETTLE_RETRY_MAX_S = 5.0
+RETRY_S_MIN, RETRY_S_MAX = 0.05, 5.0  # until an operation that the database has not answered is tried again
 
 ANSWER_WAIT_S = 5.0  # a client that waits longer for its admission has lost the good of an exact answer
 
@@ -53,8 +67,8 @@ log = structlog.get_logger(__name__)
 class HoldStatistics:
     """Holds that this process answers for, those among them that no request has, and how its operations were batched.
 
-    open_operation_count: those that wait or are in the database now. owed_end_count: holds whose ends it
-    has yet to hear of.
+    open_operation_count: those that wait or are in the database now. owed_end_count: those that it did not answer, and that are
+    tried again.
     refusals: admissions that quotas have refused since the start, by the dimension and the subject of the quota in front.
     """
 
@@ -110,7 +124,7 @@ class HoldStore:
             came_back=self._came_back,
         )
         self._tending = asyncio.Lock()  # held while holds are being set aside: none may come after all were given back
-        self._owed: dict[uuid.UUID, Settle | Void] = {}
+        self._put_off: dict[Entry[HoldOperation | Probe], asyncio.TimerHandle] = {}
         self._measured = measured
         self._began_at = self._leases.now()
         self._closed = False
@@ -128,6 +142,7 @@ class HoldStore:
             batch_size_max=BATCH_SIZE_MAX,
             waiting_count_max=WAITING_COUNT_MAX,
             overflow=lambda: StoreAway("the database does not keep up with admissions"),
+            put_off=self._puts_off,
             fair_share=self._fair_share,
             measured=self._measured,
             patience=patience,
@@ -156,52 +171,60 @@ class HoldStore:
             self._closed = True
             for commits in (self._commits, self._admissions):
                 commits.close(StoreAway("this process is shutting down"))
+            self._try_again_now()
             await self._connections.close()
 
-    async def admit(self, op: Admit) -> Admitted:
+    def begin_admit(self, op: Admit, done: Callable[[Admitted | Exception], None]) -> Pending:
         """Take a hold: from the database, or while that is away from what was set aside.
 
-        Raises: QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled, StoreAway.
+        done: told of `Admitted` or of QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled,
+        StoreAway; never inside this call. Once the answer is abandoned the hold is given back.
         """
-        standing = self._standing
-        try:
-            self.gate.check()
-            admitted = await self._admissions.submit(op)
-        except QuotaExceeded:
-            if standing is None or not (released := standing.release(op.payer.organization_id)):
-                raise
-            await self._void_all(released)
-            self.gate.check()
-            admitted = await self._admissions.submit(op)
-        except StoreAway:
-            if standing is None:
-                raise
-            return standing.give(op)
+        if self._standing is not None:
+            return BackedAdmission(self, self._standing, op, done)
+        return self.ask(op, done)
+
+    def ask(self, op: Admit, done: Callable[[Admitted | Exception], None]) -> Pending:
+        """As `begin_admit`, from the database alone."""
+        if (away := self.gate.refusal()) is not None:
+            return self._admissions.refuse(op, done, away)
+        return self._admissions.begin(op, done)
+
+    def begin_settle(self, op: Settle, done: Callable[[Settled | Exception], None]) -> None:
+        """End a hold with its usage. Tries until the database has answered.
+
+        done: told of `Settled` or of InvariantViolated, HoldEnded; never inside this call. Of StoreAway only if `run` has ended:
+        the journal's recovery settles it then.
+        """
+        self._commits.begin(op, done)
+
+    def begin_void(self, hold_id: uuid.UUID, done: Callable[[Ended | Exception], None]) -> None:
+        """End a hold as if it had never been. Tries until the database has answered. done: as of `begin_settle`, with `Ended`."""
+        self._commits.begin(Void(hold_id), done)
+
+    async def admit(self, op: Admit) -> Admitted:
+        """As `begin_admit`. Raises: what that tells."""
+        admitted = await awaited(partial(self.begin_admit, op), partial(self._orphaned, op))
         assert isinstance(admitted, Admitted)
-        if standing is not None:
-            standing.admitted(op, admitted)
         return admitted
+
+    async def settle(self, op: Settle) -> Settled:
+        """As `begin_settle`, also after the caller was cancelled. Raises: what that tells."""
+        settled = await self._commits.submit(op)
+        assert isinstance(settled, Settled)
+        return settled
+
+    async def void(self, hold_id: uuid.UUID) -> None:
+        """As `begin_void`, also after the caller was cancelled. Raises: what that tells."""
+        await self._commits.submit(Void(hold_id))
 
     async def check_room(self, op: Admit) -> None:
         """Raise what the admission would be refused with now; it is not taken. Only where it is unlikely to fit this takes time.
 
         While the database is away nothing is raised where holds are set aside for that. Raises: as `admit`.
         """
-        if self._connections.seems_to_fit(op):
-            return
-        asked = replace(op, only_asks=True)
-        try:
-            self.gate.check()
-            await self._admissions.submit(asked)
-        except QuotaExceeded:
-            if self._standing is None or not (released := self._standing.release(op.payer.organization_id)):
-                raise
-            await self._void_all(released)
-            self.gate.check()
-            await self._admissions.submit(asked)
-        except StoreAway:
-            if self._standing is None:
-                raise
+        if not self._connections.seems_to_fit(op):
+            await awaited(partial(self.begin_admit, replace(op, only_asks=True)), lambda _: None)
 
     async def extend(self, op: Extend) -> Extended:
         """Lease more output tokens. While the database is away this waits for it, for a bounded time.
@@ -210,27 +233,11 @@ class HoldStore:
         """
         try:
             async with asyncio.timeout(self._answer_wait_s):
-                answer = await self._until_answered(op, None)
+                extended = await self._commits.submit(op)
         except TimeoutError:
             raise StoreAway("the quota store does not answer, and what was leased is used up") from None
-        assert isinstance(answer, Extended)
-        return answer
-
-    async def settle(self, op: Settle) -> Settled:
-        """End a hold with its usage. Tries until the database has answered, even after the caller was cancelled.
-
-        Raises: InvariantViolated, HoldEnded; StoreAway only if `run` has ended: the journal's recovery settles it then.
-        """
-        try:
-            answer = await self._commits.submit(op)
-        except StoreAway as away:
-            answer = await self._until_answered(op, away)
-        assert isinstance(answer, Settled)
-        return answer
-
-    async def void(self, hold_id: uuid.UUID) -> None:
-        """End a hold as if it had never been. Tries until the database has answered."""
-        await self._until_answered(Void(hold_id), None)
+        assert isinstance(extended, Extended)
+        return extended
 
     @property
     def has_answered(self) -> bool:
@@ -257,67 +264,78 @@ class HoldStore:
             return
         with contextlib.suppress(TimeoutError, StoreAway):
             async with asyncio.timeout(self._answer_wait_s), self._tending:
-                await self._void_all(self._standing.release_all())
+                released = asyncio.Event()
+                self.give_back(self._standing.release_all(), released.set)
+                await released.wait()
 
     def statistics(self) -> HoldStatistics:
         """Never blocks."""
         standing_count = self._standing.standing_count if self._standing else 0
         commits = self._commits.statistics().plus(self._admissions.statistics())
-        open_count = self._commits.open_count + self._admissions.open_count
-        return HoldStatistics(len(self._leases), standing_count, open_count, len(self._owed), commits, self._connections.refusals)
+        open_count, owed_count = self._commits.open_count + self._admissions.open_count, len(self._put_off)
+        return HoldStatistics(len(self._leases), standing_count, open_count, owed_count, commits, self._connections.refusals)
 
-    async def _void_all(self, hold_ids: Sequence[uuid.UUID]) -> None:
-        """As far as the database answers in time."""
-        with contextlib.suppress(TimeoutError, StoreAway):
-            async with asyncio.timeout(self._answer_wait_s):
-                await asyncio.gather(*(self._commits.submit(Void(hold_id)) for hold_id in hold_ids))
+    def give_back(self, hold_ids: Sequence[uuid.UUID], then: Callable[[], None]) -> None:
+        """Void holds, and call `then` once they have ended, as far as the database answers in time; never inside this call."""
+        left = len(hold_ids)
 
-    async def _until_answered(self, op: Settle | Void | Extend, away: StoreAway | None) -> HoldAnswer:
-        """Submit an operation until the database answers it. away: the answer to a first attempt, if there was one."""
-        delay_s = 0.05
-        while True:
-            if away is not None:
-                if self._closed:
-                    raise away
-                log.warning("hold_operation_delayed", operation=type(op).__name__, hold_id=str(op.hold_id), cause=str(away))
-                try:
-                    await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
-                    await self._connections.wait_until_answering(SETTLE_RETRY_MAX_S)
-                except asyncio.CancelledError:
-                    if not isinstance(op, Extend):
-                        self._owed[op.hold_id] = op
-                    raise
-                delay_s = min(delay_s * 2, SETTLE_RETRY_MAX_S)
-            try:
-                return await self._commits.submit(op)
-            except StoreAway as again:
-                away = again
+        def ended(_: object) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                timer.cancel()
+                then()
+
+        def give_up() -> None:
+            for void in voids:
+                void.abandon()
+            then()
+
+        voids = [self._commits.begin(Void(hold_id), ended) for hold_id in hold_ids]
+        wait_s = self._answer_wait_s if voids and self.gate.away_s is None else 0.0
+        timer = asyncio.get_running_loop().call_later(wait_s, give_up)
+
+    def _puts_off(self, entry: Entry[HoldOperation | Probe], error: Exception) -> bool:
+        """Try what a request cannot go without again, soon, and as soon as the database answers."""
+        op = entry.op
+        if not isinstance(error, StoreAway) or not isinstance(op, Settle | Void | Extend) or self._closed:
+            return False
+        if isinstance(op, Extend) and entry.done is None:
+            return False
+        log.warning("hold_operation_delayed", operation=type(op).__name__, hold_id=str(op.hold_id), cause=str(error))
+        delay_s = min(RETRY_S_MIN * 2**entry.attempt_count, RETRY_S_MAX) * random.uniform(0.5, 1.5)
+        entry.attempt_count += 1
+        self._put_off[entry] = asyncio.get_running_loop().call_later(delay_s, self._try_again, entry)
+        return True
+
+    def _try_again(self, entry: Entry[HoldOperation | Probe]) -> None:
+        self._put_off.pop(entry).cancel()
+        self._commits.again(entry)
+
+    def _try_again_now(self) -> None:
+        for entry in list(self._put_off):
+            self._try_again(entry)
 
     async def _renew_regularly(self) -> None:
         while True:
             await asyncio.sleep(self._expiry_s * RENEW_INTERVAL_S / EXPIRY_S)
-            self._renew()
-
-    def _renew(self) -> None:
-        owed, self._owed = self._owed, {}
-        for op in owed.values():
-            self._commits.post(op)
-        self._commits.post(Renew(self.owner_id, frozenset()))
+            self._commits.begin(Renew(self.owner_id, frozenset()), None)
 
     def _came_back(self) -> None:
         """Renew at once what may soon lapse after an outage; and end by that what was taken without an answer."""
-        self._admissions.post(Probe())  # a connection that the outage has broken is found before a request finds it
-        self._renew()
+        self._admissions.begin(Probe(), None)  # a connection that the outage has broken is found before a request finds it
+        self._try_again_now()
+        self._commits.begin(Renew(self.owner_id, frozenset()), None)
 
     async def _probe_regularly(self) -> None:
         """See to it that an idle process, too, knows whether the database answers, and that someone tries while nobody asks."""
         for commits in (self._commits, self._admissions):
-            commits.post(Probe())
+            commits.begin(Probe(), None)
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S if self.gate.away_s is None else self.gate.pause_s)
             if self._connections.is_quiet(PROBE_INTERVAL_S / 2) and self._commits.empty():
-                self._commits.post(Probe())
-                self._admissions.post(Probe())
+                self._commits.begin(Probe(), None)
+                self._admissions.begin(Probe(), None)
 
     async def _tend_regularly(self, standing: StandingHolds) -> None:
         """Keep enough set aside for each key in use."""
@@ -327,7 +345,7 @@ class HoldStore:
                 continue
             async with self._tending:
                 for hold_id in standing.surplus():
-                    self._commits.post(Void(hold_id))
+                    self._commits.begin(Void(hold_id), None)
                 due = standing.due()
                 answers = await asyncio.gather(*map(self._admissions.submit, due), return_exceptions=True)
                 for op, answer in zip(due, answers, strict=True):
@@ -335,15 +353,53 @@ class HoldStore:
                         standing.taken(op, answer)
 
     def _orphaned(self, op: HoldOperation | Probe, answer: HoldAnswer | Exception) -> None:
-        """Nobody takes the answer: end what an admission obtained, and do later what could not be done now."""
+        """Nobody takes the answer: end what an admission obtained, and log the end that was refused."""
         if isinstance(answer, Admitted):
             # Not ours any more: a renewal voids it too, before its request can be bound to what was given to it meanwhile.
             self._leases.end((answer.hold_id,))
-            self._commits.post(Void(answer.hold_id))
-        elif isinstance(op, Settle | Void) and isinstance(answer, StoreAway):
-            self._owed[op.hold_id] = op
+            self._commits.begin(Void(answer.hold_id), None)
         elif isinstance(op, Settle) and isinstance(answer, Exception):
             log.error("hold_end_refused", hold_id=str(op.hold_id), cause=str(answer))
+
+
+class BackedAdmission:
+    """One admission in a process that has holds set aside: given back where it does not fit, given to it in an outage."""
+
+    __slots__ = ("_asked", "_done", "_has_released", "_op", "_standing", "_store")
+
+    def __init__(self, store: HoldStore, standing: StandingHolds, op: Admit, done: Callable[[Any], None]) -> None:
+        self._store = store
+        self._standing = standing
+        self._op = op
+        self._done: Callable[[Any], None] | None = done
+        self._has_released = False
+        self._asked = store.ask(op, self._answered)
+
+    def abandon(self) -> None:
+        """As `Pending`."""
+        self._done = None
+        self._asked.abandon()
+
+    def _answered(self, answer: Any) -> None:
+        op, standing = self._op, self._standing
+        if isinstance(answer, QuotaExceeded) and not self._has_released:
+            self._has_released = True
+            if released := standing.release(op.payer.organization_id):
+                self._store.give_back(released, self._ask_again)
+                return
+        if isinstance(answer, StoreAway):
+            try:
+                answer = Fits() if op.only_asks else standing.give(op)
+            except MeteringError as refusal:
+                answer = refusal
+        elif isinstance(answer, Admitted):
+            standing.admitted(op, answer)
+        if self._done is not None:
+            self._done(answer)
+
+    def _ask_again(self) -> None:
+        if self._done is not None:
+            self._asked = self._store.ask(self._op, self._answered)
 
 
 CHANNEL = "weir_usage"

@@ -63,10 +63,16 @@ class StoreGate:
         """How long to wait before the next attempt is let through; at least a moment."""
         return max(self._next_attempt_at - self._clock(), BACKOFF_LEAST_S)
 
+    def refusal(self) -> StoreAway | None:
+        """What `check` raises."""
+        if self._away_since is not None and (self._attempting or self._clock() < self._next_attempt_at):
+            return StoreAway("the database does not answer", retry_after_s=max(self.pause_s, 1.0))
+        return None
+
     def check(self) -> None:
         """Raises: StoreAway while the database is away and no attempt is due."""
-        if self._away_since is not None and (self._attempting or self._clock() < self._next_attempt_at):
-            raise StoreAway("the database does not answer", retry_after_s=max(self.pause_s, 1.0))
+        if (refusal := self.refusal()) is not None:
+            raise refusal
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

@@ -12,14 +12,34 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 from common.incidents import Retries
 
 Op = TypeVar("Op")
 Result = TypeVar("Result")
-# An operation, the future of its caller (None if it was posted) and the time by the loop's clock at which it came.
-Waiting = tuple[Op, asyncio.Future[Result] | None, float]
+Answered = Callable[[Any], None]  # told of a result or an exception
+
+
+@dataclass(slots=True, eq=False)
+class Entry(Generic[Op]):
+    """One operation until it is answered.
+
+    done: told of the answer; None if nobody takes it. since: when it came, by the loop's clock. attempt_count: how often it was
+    put off.
+    """
+
+    op: Op
+    done: Answered | None
+    since: float
+    attempt_count: int = 0
+    is_abandoned: bool = False
+
+    def abandon(self) -> None:
+        """Take no answer any more: `done` is not called, and what the operation obtains is given back. Idempotent."""
+        self.done = None
+        self.is_abandoned = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +71,24 @@ class Patience:
     error: Callable[[], Exception]
 
 
+class Pending(Protocol):
+    """An operation whose answer is to come."""
+
+    def abandon(self) -> None:
+        """Take no answer any more: `done` is not called, and what the operation obtains is given back. Idempotent."""
+
+
 class GroupCommit(Generic[Op, Result]):
     """Collects operations and hands them to `execute` in batches, in order of arrival.
 
-    A caller waits for one future of its own, which the answer to its batch sets: nothing else belongs to an operation.
+    Answers are told by calls, those of a batch in one turn of the loop, while the next batch is in the database; never inside the
+    call that submits the operation. A callback that raises is an incident and harms no other.
 
     execute: answers each operation of a batch with a result or an exception, in order; raising fails the whole batch.
-    orphaned: told of each answer, result or error, that nobody takes: of a posted operation, or of one whose caller was cancelled
-    after its batch began, or has lost patience. So nothing that it obtained is lost, and nothing that it had to do.
-    droppable: whether an operation may be left out when its caller was cancelled before its batch began.
+    orphaned: told of each answer, result or error, that nobody takes: of a posted operation, or of one that was abandoned after its
+    batch began, or has lost patience. So nothing that it obtained is lost, and nothing that it had to do.
+    droppable: whether an operation may be left out when it is abandoned before its batch begins.
+    put_off: asked about each error whether the operation is tried again, by `again`; the error is not told then.
     patience: None: whoever waits waits until there is an answer.
     fair_share: how many operations the next batch may take, where the rest is better left for the one after; None: all that wait.
     measured: told of each batch how many operations it had, and how many seconds it took.
@@ -74,6 +103,7 @@ class GroupCommit(Generic[Op, Result]):
         batch_size_max: int,
         waiting_count_max: int,
         overflow: Callable[[], Exception],
+        put_off: Callable[[Entry[Op], Exception], bool] = lambda entry, error: False,
         fair_share: Callable[[], int] | None = None,
         measured: Callable[[int, float], None] | None = None,
         patience: Patience | None = None,
@@ -85,11 +115,12 @@ class GroupCommit(Generic[Op, Result]):
         self._batch_size_max = batch_size_max
         self._waiting_count_max = waiting_count_max
         self._overflow = overflow
+        self._put_off = put_off
         self._fair_share = fair_share
         self._patience = patience
         self._overdue_check: asyncio.TimerHandle | None = None
-        self._queue: deque[Waiting[Op, Result]] = deque()
-        self._under_way: list[Waiting[Op, Result]] = []
+        self._queue: deque[Entry[Op]] = deque()
+        self._under_way: list[Entry[Op]] = []
         self._arrived: asyncio.Future[None] | None = None  # while `run` waits for an operation
         self._closed: Exception | None = None
         self._operation_count = 0
@@ -98,40 +129,41 @@ class GroupCommit(Generic[Op, Result]):
         self._batch_size_peak = 0
         self._answers = Retries("batch_answers")
 
-    async def submit(self, op: Op) -> Result:
-        """Run one operation in the next batch.
+    def begin(self, op: Op, done: Answered | None) -> Entry[Op]:
+        """Run one operation in the next batch. done: None: its answer goes to `orphaned`.
 
-        Raises: what `execute` answered; the error of `patience`; `overflow()` if too many wait and the operation is droppable
+        Told is what `execute` answers; or the error of `patience`; `overflow()` if too many wait and the operation is droppable
         (others are always taken, since their number is bounded by what was admitted before); what `close` was given, from then on.
         """
+        entry = Entry(op, done, asyncio.get_running_loop().time())
+        self.again(entry)
+        return entry
+
+    def again(self, entry: Entry[Op]) -> None:
+        """Queue an operation, also one that was put off."""
         if self._closed is not None:
-            raise self._closed
-        if len(self._queue) >= self._waiting_count_max and self._droppable(op):
-            raise self._overflow()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
-        self._queue.append((op, future, loop.time()))
+            self._answer([entry], [self._closed])
+            return
+        if len(self._queue) >= self._waiting_count_max and self._droppable(entry.op):
+            self._answer([entry], [self._overflow()])
+            return
+        self._queue.append(entry)
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
         if self._patience is not None and self._overdue_check is None:
+            loop = asyncio.get_running_loop()
             self._overdue_check = loop.call_later(self._patience.wait_s, self._answer_overdue, self._patience)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            # Cancelled between the answer and the wake-up: the answer was given, and nobody has taken it.
-            if future.done() and not future.cancelled():
-                error = future.exception()
-                if error is None:
-                    self._orphaned(op, future.result())
-                elif isinstance(error, Exception):
-                    self._orphaned(op, error)
-            raise
 
-    def post(self, op: Op) -> None:
-        """Run one operation without waiting for its answer, which goes to `orphaned`."""
-        self._queue.append((op, None, 0.0))
-        if self._arrived is not None and not self._arrived.done():
-            self._arrived.set_result(None)
+    def refuse(self, op: Op, done: Answered, error: Exception) -> Entry[Op]:
+        """As `begin`, with an operation whose answer is known."""
+        entry = Entry(op, done, 0.0)
+        self._answer([entry], [error])
+        return entry
+
+    async def submit(self, op: Op) -> Result:
+        """Run one operation in the next batch, and wait for its answer. Raises: what `begin` would tell."""
+        result: Result = await awaited(partial(self.begin, op), partial(self._orphaned, op))
+        return result
 
     def close(self, error: Exception) -> None:
         """Answer everything that waits, and all that is submitted later, with the error: no batch will run any more."""
@@ -150,23 +182,28 @@ class GroupCommit(Generic[Op, Result]):
         self._overdue_check = None
         self._note_peak()
         latest = loop.time() - patience.wait_s
-        for _, future, since in itertools.chain(self._under_way, self._queue):  # who waits longest comes first
-            if future is None or future.done():
+        overdue: list[Entry[Op]] = []
+        for entry in itertools.chain(self._under_way, self._queue):  # who waits longest comes first
+            if entry.done is None:
                 continue
-            if since > latest:
-                self._overdue_check = loop.call_at(since + patience.wait_s, self._answer_overdue, patience)
+            if entry.since > latest:
+                self._overdue_check = loop.call_at(entry.since + patience.wait_s, self._answer_overdue, patience)
                 break
-            future.set_exception(patience.error())
+            overdue.append(entry)
+            entry.is_abandoned = True  # what it obtains later is for nobody
         self._drop_abandoned()
+        for entry in overdue:
+            if entry.done is not None:  # as what was told to others may have changed
+                self._tell([(entry, patience.error())])
 
     def _drop_abandoned(self) -> None:
         """Take out of the front of the queue what may be left out, up to the first that somebody waits for."""
         queue = self._queue
-        kept: list[Waiting[Op, Result]] = []
-        while queue and ((future := queue[0][1]) is None or future.done()):
-            waiting = queue.popleft()
-            if future is None or not self._droppable(waiting[0]):
-                kept.append(waiting)
+        kept: list[Entry[Op]] = []
+        while queue and (queue[0].done is None or queue[0].is_abandoned):
+            entry = queue.popleft()
+            if not (entry.is_abandoned and self._droppable(entry.op)):
+                kept.append(entry)
         queue.extendleft(reversed(kept))
 
     async def run(self) -> None:
@@ -184,7 +221,7 @@ class GroupCommit(Generic[Op, Result]):
             began_at = time.monotonic()
             self._under_way = batch
             try:
-                answers = await self._execute([op for op, _, _ in batch])
+                answers = await self._execute([entry.op for entry in batch])
             except Exception as error:
                 answers = [error] * len(batch)
             except BaseException:
@@ -216,31 +253,64 @@ class GroupCommit(Generic[Op, Result]):
             batch_size_peak=self._batch_size_peak,
         )
 
-    def _take(self) -> list[Waiting[Op, Result]]:
+    def _take(self) -> list[Entry[Op]]:
         """The next batch, without operations that nobody waits for any more."""
         self._note_peak()
         size_max = self._batch_size_max if self._fair_share is None else min(self._batch_size_max, self._fair_share())
         queue = self._queue
-        batch: list[Waiting[Op, Result]] = []
+        batch: list[Entry[Op]] = []
         while queue and len(batch) < size_max:
-            waiting = queue.popleft()
-            future = waiting[1]
-            if future is None or not (future.done() and self._droppable(waiting[0])):
-                batch.append(waiting)
+            entry = queue.popleft()
+            if not (entry.is_abandoned and self._droppable(entry.op)):
+                batch.append(entry)
         return batch
 
     def _note_peak(self) -> None:
         """Called wherever the queue is about to become shorter."""
         self._waiting_count_peak = max(self._waiting_count_peak, len(self._queue))
 
-    def _answer(self, batch: Sequence[Waiting[Op, Result]], answers: Sequence[Result | Exception]) -> None:
-        for (op, future, _), answer in zip(batch, answers, strict=True):
+    def _answer(self, batch: Sequence[Entry[Op]], answers: Sequence[Result | Exception]) -> None:
+        """Deal at once with what nobody takes, and with the others soon: while the next batch is in the database."""
+        pairs = list(zip(batch, answers, strict=True))
+        self._tell([pair for pair in pairs if pair[0].done is None])
+        asyncio.get_running_loop().call_soon(self._tell, [pair for pair in pairs if pair[0].done is not None])
+
+    def _tell(self, pairs: Sequence[tuple[Entry[Op], Result | Exception]]) -> None:
+        for entry, answer in pairs:
+            done = entry.done
             try:
-                if future is None or future.done():
-                    self._orphaned(op, answer)
-                elif isinstance(answer, Exception):
-                    future.set_exception(answer)
+                if isinstance(answer, Exception) and self._put_off(entry, answer):
+                    continue
+                if done is None:
+                    self._orphaned(entry.op, answer)
                 else:
-                    future.set_result(answer)
-            except Exception as error:  # the others are answered all the same
+                    entry.done = None
+                    done(answer)
+            except Exception as error:  # the others are told all the same
                 self._answers.failed(error)
+
+
+async def awaited(begin: Callable[[Answered], Pending], untaken: Callable[[Any], None]) -> Any:
+    """Begin an operation and wait for its answer. Raises: the answer, if it is an exception.
+
+    untaken: told of the answer if the caller is cancelled between it and the wake-up; cancelled before, the operation is abandoned.
+    """
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def take(result: Any) -> None:
+        if future.done():  # cancelled, and the caller has not run since
+            untaken(result)
+        else:
+            future.set_result(result)
+
+    pending = begin(take)
+    try:
+        result = await future
+    except asyncio.CancelledError:
+        pending.abandon()
+        if future.done() and not future.cancelled():
+            untaken(future.result())
+        raise
+    if isinstance(result, Exception):
+        raise result
+    return result

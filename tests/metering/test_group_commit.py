@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metering.store.group_commit import GroupCommit, Patience
+from common.incidents import INCIDENT_COUNTS
+from metering.store.group_commit import Entry, GroupCommit, Patience
 
 
 class Overflow(Exception):
@@ -70,6 +72,7 @@ async def running(
     waiting_count_max: int = 100,
     droppable: Callable[[int], bool] = lambda op: True,
     patience: Patience | None = None,
+    put_off: Callable[[Entry[int], Exception], bool] = lambda entry, error: False,
 ) -> AsyncIterator[Rig]:
     store = Store()
     orphans: list[tuple[int, int | Exception]] = []
@@ -81,6 +84,7 @@ async def running(
         waiting_count_max=waiting_count_max,
         overflow=Overflow,
         patience=patience,
+        put_off=put_off,
     )
 
     async with asyncio.TaskGroup() as tasks:
@@ -139,7 +143,7 @@ async def test_who_has_lost_patience_takes_no_place_in_the_queue() -> None:
     async with rigged as rig:
         first = rig.submit(0)
         await rig.store.begun.acquire()
-        rig.commits.post(8)
+        rig.commits.begin(8, None)
         late = [rig.submit(op) for op in (2, 12, 4)]
         assert await asyncio.gather(first, *late) == [-1] * 4
 
@@ -239,6 +243,152 @@ async def test_an_answer_is_not_lost_between_its_arrival_and_the_wake_up_of_its_
     assert rig.orphans == [(2, 2)]
 
 
+class Told:
+    """What the callbacks of operations were told, in order."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, int | Exception]] = []
+        self._more = asyncio.Event()
+
+    def of(self, op: int) -> Callable[[int | Exception], None]:
+        return partial(self._take, op)
+
+    def _take(self, op: int, answer: int | Exception) -> None:
+        self.answers.append((op, answer))
+        self._more.set()
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(5):
+            while len(self.answers) < count:
+                self._more.clear()
+                await self._more.wait()
+
+
+async def test_a_callback_is_told_once_and_never_inside_the_call_that_begins() -> None:
+    told = Told()
+    async with running(waiting_count_max=1) as rig:
+        rig.commits.begin(2, told.of(2))
+        rig.commits.begin(4, told.of(4))  # there is no room for it
+        refused = rig.commits.refuse(6, told.of(6), Late())
+        assert told.answers == []
+
+        rig.store.may_answer.release()
+        await settled_down()
+        refused.abandon()
+    rig.commits.begin(8, told.of(8))
+    assert len(told.answers) == 3
+    await settled_down()
+
+    assert [op for op, _ in told.answers] == [4, 6, 2, 8]
+    assert [type(answer) for _, answer in told.answers] == [Overflow, Late, int, Closing]
+    assert rig.orphans == []
+
+
+async def test_an_operation_abandoned_before_its_batch_is_left_out_if_it_may_be() -> None:
+    told = Told()
+    async with running(droppable=lambda op: op < 10) as rig:
+        rig.commits.begin(0, told.of(0))
+        await rig.store.begun.acquire()
+        waiting = [rig.commits.begin(op, told.of(op)) for op in (2, 12, 4)]
+        for entry in (*waiting[:2], waiting[0]):
+            entry.abandon()
+        for _ in range(2):
+            rig.store.may_answer.release()
+        await settled_down()
+
+    assert rig.store.batches == [[0], [12, 4]]
+    assert told.answers == [(0, 0), (4, 4)]
+    assert rig.orphans == [(12, 12)]
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_an_operation_abandoned_during_its_batch_or_after_it_is_told_or_orphaned(turns: int) -> None:
+    """After any number of turns of the loop from the answer on: never both, never neither."""
+    told = Told()
+    async with running() as rig:
+        entry = rig.commits.begin(2, told.of(2))
+        await rig.store.begun.acquire()
+        rig.store.may_answer.release()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        was_told = bool(told.answers)
+        entry.abandon()
+        await settled_down()
+
+    assert (told.answers, rig.orphans) == (([(2, 2)], []) if was_told else ([], [(2, 2)]))
+    if turns in (0, 5):
+        assert was_told == (turns == 5)
+
+
+async def test_a_callback_that_raises_harms_no_other_of_its_batch() -> None:
+    told = Told()
+    before = INCIDENT_COUNTS["batch_answers"]
+
+    def break_down(_: object) -> None:
+        raise RuntimeError("broken")
+
+    async with running(patience=Patience(0.02, Late)) as rig:
+        for op, done in ((0, told.of(0)), (2, break_down), (4, told.of(4))):
+            rig.commits.begin(op, done)
+        rig.store.may_answer.release()
+        await settled_down()
+        assert told.answers == [(0, 0), (4, 4)]
+
+        for op, done in ((6, break_down), (8, told.of(8))):
+            rig.commits.begin(op, done)
+        await told.until(3)
+
+    assert isinstance(told.answers[2][1], Late)
+    assert INCIDENT_COUNTS["batch_answers"] == before + 2
+
+
+async def test_a_callback_may_abandon_another_of_its_batch_and_begin_a_new_one() -> None:
+    told = Told()
+    async with running(patience=Patience(0.02, Late)) as rig:
+
+        def end_the_other(_: object) -> None:
+            other.abandon()
+            rig.commits.begin(4, told.of(4))
+
+        rig.commits.begin(0, end_the_other)
+        other = rig.commits.begin(2, told.of(2))
+        for _ in range(2):
+            rig.store.may_answer.release()
+        await settled_down()
+        assert (told.answers, rig.orphans) == ([(4, 4)], [(2, 2)])
+
+        rig.commits.begin(0, end_the_other)  # and if both have waited for too long
+        other = rig.commits.begin(2, told.of(2))
+        await told.until(2)
+
+    assert [op for op, _ in told.answers] == [4, 4]
+    assert isinstance(told.answers[1][1], Late)
+
+
+async def test_what_is_put_off_is_tried_again_until_it_is_answered() -> None:
+    told = Told()
+    put_off: list[Entry[int]] = []
+
+    def puts_off(entry: Entry[int], error: Exception) -> bool:
+        put_off.append(entry)
+        return len(put_off) < 3
+
+    async with running(put_off=puts_off) as rig:
+        rig.commits.begin(3, told.of(3))
+        for attempt in range(3):
+            rig.store.may_answer.release()
+            await settled_down()
+            assert len(put_off) == attempt + 1
+            assert rig.commits.statistics().waiting_count == 0
+            if attempt < 2:
+                assert told.answers == []
+                rig.commits.again(put_off[-1])
+
+    assert rig.store.batches == [[3]] * 3
+    assert [op for op, _ in told.answers] == [3]
+    assert rig.orphans == []
+
+
 def answered(task: asyncio.Task[int]) -> bool:
     """Whether the future that the task waits for is done, though the task has not run yet."""
     waiter: asyncio.Future[int] | None = getattr(task, "_fut_waiter", None)
@@ -277,8 +427,8 @@ def test_every_answer_goes_to_its_caller_or_to_the_orphans_and_never_to_both(
 
 async def test_what_is_posted_is_done_and_its_answer_is_told() -> None:
     async with running() as rig:
-        rig.commits.post(2)
-        rig.commits.post(3)
+        rig.commits.begin(2, None)
+        rig.commits.begin(3, None)
         rig.store.may_answer.release()
         await rig.store.begun.acquire()
         await settled_down()

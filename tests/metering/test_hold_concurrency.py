@@ -14,10 +14,10 @@ from dataclasses import replace
 import psycopg
 import pytest
 
-from metering.core.errors import HoldEnded, MeteringError, RequestIdReused, RequestInFlight
+from metering.core.errors import HoldEnded, MeteringError, RequestIdReused, RequestInFlight, StoreAway
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject
 from metering.holds.holds import HoldStore
-from metering.holds.operations import Admit, Admitted, Expire, Extend, Renew, RequestSettled, Settle, Settled
+from metering.holds.operations import Admit, Admitted, Ended, Expire, Extend, Renew, RequestSettled, Settle, Settled
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import psycopg_conninfo
 from tests.metering.hold_world import INPUT_PICOS, OUTPUT_PICOS, HoldWorld, admit, hold_world, of_type, settle, until_idle
@@ -286,6 +286,61 @@ async def test_a_caller_cancelled_at_any_await_leaves_no_hold_that_nobody_owns(w
     check_invariants(world.url, all_ended=True)
 
 
+@pytest.mark.parametrize("turns", range(0, 40, 3))
+async def test_an_abandoned_admission_leaves_nothing_and_one_that_was_told_its_hold(world: HoldWorld, turns: int) -> None:
+    """Abandoned after any number of turns of the loop: before its batch, during it, between its answer and the call, after that."""
+    payer = world.tenant()
+    quota = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 10)
+    answers: list[Admitted | Exception] = []
+    async with running_stores(world.url, expiry_s=6_000) as [store]:
+        for _ in range(3):  # the first opens the connection, the second goes the long way
+            pending = store.begin_admit(admit(payer), answers.append)
+            assert answers == []
+            for _ in range(turns):
+                await asyncio.sleep(0.0001)
+            pending.abandon()
+            pending.abandon()
+            told = len(answers)
+            for admitted in of_type(Admitted, answers):
+                await store.void(admitted.hold_id)
+            await until_idle(store, payer)
+            assert len(answers) == told
+            answers.clear()
+
+        assert store.statistics().live_hold_count == 0
+    assert world.counters(quota) == [(0, 0)]
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_answers_are_told_by_calls_in_order_and_a_callback_that_raises_harms_no_other(world: HoldWorld) -> None:
+    payer = world.tenant()
+    ops = [admit(payer) for _ in range(3)]
+    told: list[object] = []
+
+    def break_down(_: object) -> None:
+        raise RuntimeError("broken")
+
+    async with running_stores(world.url) as [store]:
+        for op, done in zip(ops, (told.append, break_down, told.append), strict=True):
+            store.begin_admit(op, done)
+        assert told == []
+        await until_idle(store, payer)
+        assert [answer.hold_id for answer in of_type(Admitted, told)] == [ops[0].hold_id, ops[2].hold_id]
+
+        told.clear()
+        store.begin_settle(settle(ops[0].hold_id, 3), told.append)
+        store.begin_settle(settle(ops[1].hold_id, 3), break_down)
+        store.begin_void(ops[2].hold_id, told.append)
+        await store.void(uuid.uuid4())
+        assert [type(answer) for answer in told] == [Settled, Ended]
+
+        store.begin_admit(admit(payer, request_id=ops[0].request_id), told.append)
+        await until_idle(store, payer)
+        assert isinstance(told[2], RequestSettled)
+    assert len(world.events()) == 2
+    check_invariants(world.url, all_ended=True)
+
+
 async def test_an_end_that_the_database_refuses_leaves_its_hold_to_expiry(world: HoldWorld) -> None:
     """Neither voided by the next renewal, which would lose what was delivered, nor renewed for ever."""
     op = admit(world.tenant())
@@ -316,6 +371,12 @@ async def test_after_run_has_ended_nobody_waits_for_ever(world: HoldWorld) -> No
         await store.settle(settle(op.hold_id, 1))
     with pytest.raises(MeteringError, match="shutting down"):
         await store.void(op.hold_id)
+    told: list[object] = []
+    store.begin_admit(op, told.append)
+    store.begin_settle(settle(op.hold_id, 1), told.append)
+    assert told == []
+    await asyncio.sleep(0)
+    assert [type(error) for error in told] == [StoreAway, StoreAway]
 
 
 async def call(store: HoldStore, act: str, op: Admit) -> None:

@@ -180,6 +180,34 @@ async def test_a_settlement_whose_caller_leaves_while_the_database_is_away_is_wr
     check_invariants(world.url, all_ended=True)
 
 
+async def test_ends_by_calls_are_tried_until_the_database_answers_or_the_process_ends(world: HoldWorld) -> None:
+    ops = [admit(world.tenant(name)) for name in "abc"]
+    told: list[object] = []
+    async with CuttingProxy(world.url).listening() as proxy:
+        async with running_stores(proxy.url) as [store]:
+            for op in ops:
+                await store.admit(op)
+            proxy.refusing = True
+            proxy.cut_now()
+            store.begin_settle(settle(ops[0].hold_id, 5), told.append)
+            store.begin_void(ops[1].hold_id, told.append)
+            await until(lambda: store.statistics().owed_end_count == 2)
+            assert told == []
+            proxy.refusing = False
+            await until(lambda: len(told) == 2)
+            assert sorted(type(answer).__name__ for answer in told) == ["Ended", "Settled"]
+            assert store.statistics().owed_end_count == 0
+
+            proxy.refusing = True
+            proxy.cut_now()
+            store.begin_settle(settle(ops[2].hold_id, 5), told.append)
+            await until(lambda: store.statistics().owed_end_count == 1)
+        await until(lambda: len(told) == 3)
+        assert isinstance(told[2], StoreAway)
+    await world.run(settle(ops[2].hold_id, 5))  # as the journal's recovery would
+    check_invariants(world.url, all_ended=True)
+
+
 async def test_a_network_that_swallows_everything_is_told_from_a_slow_database(
     world: HoldWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -303,6 +303,47 @@ async def test_a_request_that_needs_what_is_set_aside_gets_it(world: HoldWorld, 
     check_invariants(world.url, all_ended=True)
 
 
+async def test_a_request_that_is_abandoned_while_room_is_made_for_it_takes_none(world: HoldWorld, tmp_path: Path) -> None:
+    payer = world.tenant()
+    tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 900)
+    answers: list[object] = []
+    async with store_with_grace(world.url, tmp_path) as store:
+        await in_use(store, payer)
+        pending = store.begin_admit(admit(payer, input_tokens=600, slice_tokens=25, least_tokens=25), answers.append)
+        await until(lambda: store.statistics().standing_hold_count == 0)
+        pending.abandon()
+        await until(lambda: world.counters(tokens) == [(15, 0)])
+        await store.void(uuid.uuid4())
+
+    assert answers == []
+    check_invariants(world.url, all_ended=True)
+
+
+async def test_a_call_is_never_inside_the_one_that_begins_though_the_database_is_away(world: HoldWorld, tmp_path: Path) -> None:
+    payer = world.tenant()
+    answers: list[object] = []
+    async with CuttingProxy(world.url).listening() as proxy, store_with_grace(proxy.url, tmp_path) as store:
+        await in_use(store, payer)
+        proxy.refusing = True
+        proxy.cut_now()
+        await until(lambda: store.gate.away_s is not None)
+
+        store.begin_admit(admit(payer), answers.append)
+        store.begin_admit(admit(payer), answers.append).abandon()
+        store.begin_admit(admit(payer), answers.append)
+        store.begin_admit(admit(payer), answers.append)
+
+        assert answers == []
+        await until(lambda: len(answers) == 3)
+        proxy.refusing = False
+        await until(lambda: store.gate.away_s is None)
+        assert [type(answer) for answer in answers] == [Admitted, Admitted, StoreAway]
+        for admitted in of_type(Admitted, answers):
+            await store.void(admitted.hold_id)
+        await store.release_standing()
+    check_invariants(world.url, all_ended=True)
+
+
 async def test_nothing_stands_for_a_key_that_has_used_half_of_a_limit(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     concurrent = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 10)
