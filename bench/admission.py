@@ -42,7 +42,7 @@ from bench.processes import children_of, cpu_s, postgres_pid
 from metering.core.models import Outcome
 from metering.holds.holds import HoldStore
 from metering.holds.operations import Admit, Admitted, Settle, Settled, new_hold_id
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import Payer, QuotaStates
 from metering.receipts.signing import ensure_key, read_key
 from metering.store import embedded_postgres

@@ -33,7 +33,7 @@ from bench.admission import Cases, create_tenants, new_admit, quantile_ms, serve
 from bench.admission_peers import INPUT_TOKENS, OUTPUT_TOKENS
 from bench.processes import children_of, cpu_s, postgres_pid
 from metering.core.models import Outcome
-from metering.export.exporters import export_usage
+from metering.export.deliveries import export_usage
 from metering.holds.holds import NOTICE_INTERVAL_S, HoldStore, UsageNotices
 from metering.holds.operations import Settle
 from metering.ledger.rating import rate_all_pending

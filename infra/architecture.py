@@ -82,7 +82,7 @@ METERING_PACKAGES = (
     "proof",
 )
 # What the API must know of models' text: it tokenizes prompts, and reads tool calls out of outputs.
-TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools", "tool_calls"))
+TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools"))
 BORDERS = (
     Border(
         ("inference",),

@@ -14,7 +14,7 @@ from metering.alerts.alerts import look_for_alerts
 from metering.alerts.delivering import allows_private, deliver_alerts
 from metering.celery_app import TIME_LIMIT_S, rating_hurry, task
 from metering.core.errors import InvalidValue, InvariantViolated, StoreAway
-from metering.export.exporters import export_usage
+from metering.export.deliveries import export_usage
 from metering.holds.recovery import sweep_expired_holds
 from metering.ledger import rating
 from metering.ledger.rating import rate_all_pending

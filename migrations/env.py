@@ -17,8 +17,8 @@ import metering.control.stop_orders
 import metering.export.export_models
 import metering.invoicing.invoice_document
 import metering.invoicing.invoices
-import metering.ledger.models  # declares its tables on the base
-import metering.plans.models
+import metering.ledger.ledger  # declares its tables on the base
+import metering.plans.prepaid
 import metering.receipts.models  # noqa: F401  # the same
 from metering.core.models import Base
 from metering.store.db import sqlalchemy_url

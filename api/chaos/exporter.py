@@ -15,7 +15,7 @@ from sqlalchemy import text
 
 from metering.core.errors import StoreAway
 from metering.export.deliveries import deliver_pending, form, form_batches
-from metering.export.exporters import FileExporter
+from metering.export.exporting import FileExporter
 from metering.store.db import Sessions, create_engine, create_sessions
 
 EVERY_S = 0.2

@@ -20,8 +20,7 @@ from api.cli.stack import run
 from metering.core.models import TokenKind
 from metering.core.money import exact_text
 from metering.export.export_settings import Destination, ExportSettings, export_settings
-from metering.export.exporters import counted
-from metering.export.exporting import Stream
+from metering.export.exporting import Stream, counted
 from metering.export.reconciliation import (
     Difference,
     MonthReconciliation,

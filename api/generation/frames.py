@@ -14,10 +14,10 @@ from api.generation.admission import Lease
 from api.generation.outbox import UsageSoFar
 from api.generation.output_limits import OutputLimits
 from inference.engine import EngineCondition, GenerationRequest, TokenLogprobs
-from inference.text.tool_calls import CallPiece
+from inference.text.tools import CallPiece
 from metering.core.models import Outcome
 from metering.holds.operations import Admitted, Settled
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import QuotaState
 
 

@@ -25,7 +25,7 @@ from api.generation.replay import ReplayBuffer
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 
 TOKENS_PER_DELTA_MAX = 64  # of steps that are told together: a frame stays some kB, whatever it carries beside the tokens
 STEPS_UNPACKED_MAX = 4  # a client that reads leaves one or two; beyond it what waits takes some bytes a token

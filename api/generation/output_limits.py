@@ -14,7 +14,7 @@ from weir.v1 import types_pb2
 from api.core.errors import FieldViolation, InvalidRequest, Violations
 from metering.core.models import Outcome
 from metering.core.money import PICOS_PER_UNIT, exact_text
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 
 UNBOUNDED = sys.maxsize
 

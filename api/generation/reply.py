@@ -17,7 +17,7 @@ from api.generation.start_frame import ValidStart
 from api.generation.tools import CallReading
 from inference.engine import GrammarKind, TokensGenerated
 from inference.safety.safety import EscapedOutputCheck, OutputCheck, SafetyChecker, Verdict
-from inference.text.tool_calls import Parsed, ToolCallParser
+from inference.text.tools import Parsed, ToolCallParser
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import QuotaState
 from metering.quotas.quotas import QuotaExceeded

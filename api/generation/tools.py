@@ -13,8 +13,7 @@ from api.generation.decoding import RESPONSE_FORMAT_BYTES_MAX
 from api.generation.json_text import LEVELS_MAX, json_object
 from inference.engine import GrammarKind, ResponseFormat
 from inference.text.tokenizer import Tokenizer
-from inference.text.tool_calls import ToolCallParser
-from inference.text.tools import CallFormat, Tool, calls_schema, strict_calls
+from inference.text.tools import CallFormat, Tool, ToolCallParser, calls_schema, strict_calls
 
 TOOL_COUNT_MAX = 128
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -76,15 +76,6 @@ class AddressRefused(Exception):
     """A webhook leads to where none may be."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """An address that was checked."""
-
-    family: int
-    host: str
-    port: int
-
-
 def allows_private(environment: Mapping[str, str]) -> bool:
     """Whether webhooks may be on private networks, and spoken to in the clear. Raises: InvalidValue."""
     text = environment.get(PRIVATE_ALLOWED, "0").lower()
@@ -135,10 +126,13 @@ def is_public(address: Address) -> bool:
     return all(is_public(each) for each in inner if each is not None)
 
 
-async def checked_places(host: str, port: int, *, private: bool) -> list[Place]:
+async def checked_places(host: str, port: int, *, private: bool) -> list[ResolveResult]:
     """What a host leads to now, but for what is not public. Raises: AddressRefused, OSError."""
-    found = [Place(family, str(at[0]), port) for family, _, _, _, at in await look_up(host, port)]
-    allowed = [each for each in found if private or ((address := literal(each.host)) is not None and is_public(address))]
+    found = [
+        ResolveResult(hostname=host, host=str(at[0]), port=port, family=family, proto=0, flags=0)
+        for family, _, _, _, at in await look_up(host, port)
+    ]
+    allowed = [each for each in found if private or ((address := literal(each["host"])) is not None and is_public(address))]
     if not allowed:
         raise AddressRefused(f"{host} leads to no public address")
     return allowed
@@ -275,14 +269,11 @@ ERROR_CHARS_MAX = 300
 class Resolved(AbstractResolver):
     """Answers with the places that were checked, whatever it is asked."""
 
-    def __init__(self, places: list[Place]) -> None:
+    def __init__(self, places: list[ResolveResult]) -> None:
         self._places = places
 
     async def resolve(self, host: str, port: int = 0, family: AddressFamily = AddressFamily.AF_UNSPEC) -> list[ResolveResult]:
-        return [
-            ResolveResult(hostname=host, host=each.host, port=each.port, family=each.family, proto=0, flags=0)
-            for each in self._places
-        ]
+        return self._places
 
     async def close(self) -> None:
         """See `AbstractResolver`."""
@@ -309,7 +300,7 @@ async def send(url: str, secret: str, body: bytes, *, private: bool, attempt_s: 
         return (str(error) or type(error).__name__)[:ERROR_CHARS_MAX]
 
 
-async def _post(url: str, headers: dict[str, str], body: bytes, places: list[Place]) -> str:
+async def _post(url: str, headers: dict[str, str], body: bytes, places: list[ResolveResult]) -> str:
     connector = aiohttp.TCPConnector(resolver=Resolved(places), use_dns_cache=False, force_close=True)
     async with (
         aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False) as session,
@@ -495,27 +486,23 @@ async def _lock(locks: AsyncSession) -> list[uuid.UUID]:
 async def _deliver_to(run: Run, organization_id: uuid.UUID) -> None:
     """Send one alert after the other, until one fails."""
     with retries.survive(organization_id):
-        await _deliver_alerts_of(run, organization_id)
-
-
-async def _deliver_alerts_of(run: Run, organization_id: uuid.UUID) -> None:
-    while run.goes_on:
-        async with run.sessions.begin() as session:
-            webhook = await session.scalar(select(AlertWebhook).where(AlertWebhook.organization_id == organization_id))
-            alert_id = await session.scalar(CLAIM, {"organization_id": organization_id})
-            if webhook is None or alert_id is None:
+        while run.goes_on:
+            async with run.sessions.begin() as session:
+                webhook = await session.scalar(select(AlertWebhook).where(AlertWebhook.organization_id == organization_id))
+                alert_id = await session.scalar(CLAIM, {"organization_id": organization_id})
+                if webhook is None or alert_id is None:
+                    return
+            try:
+                async with run.sessions() as session:
+                    body = body_of(await find_alert(session, alert_id))
+                error = await send(webhook.url, webhook.secret, body, private=run.private)
+            except StoreAway:
+                raise
+            except Exception as failure:  # the attempt counts as failed: the webhook rests, and its other alerts go first
+                error = f"incident {retries.failed(failure, alert_id)}"
+            await _record(run, webhook, alert_id, error)
+            if error:
                 return
-        try:
-            async with run.sessions() as session:
-                body = body_of(await find_alert(session, alert_id))
-            error = await send(webhook.url, webhook.secret, body, private=run.private)
-        except StoreAway:
-            raise
-        except Exception as failure:  # the attempt counts as failed: the webhook rests, and its other alerts go first
-            error = f"incident {retries.failed(failure, alert_id)}"
-        await _record(run, webhook, alert_id, error)
-        if error:
-            return
 
 
 async def _record(run: Run, webhook: AlertWebhook, alert_id: uuid.UUID, error: str) -> None:

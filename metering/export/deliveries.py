@@ -15,11 +15,13 @@ import logging
 import random
 import time
 import uuid
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from common.backoff import backoff_s
@@ -27,9 +29,10 @@ from common.incidents import Retries
 from metering.core.errors import StoreAway
 from metering.core.models import TokenKind
 from metering.export.export_models import BatchState
-from metering.export.exporting import Answer, Exporter, Quantity, Stream, Verdict, derived_id
+from metering.export.export_settings import Destination, export_settings
+from metering.export.exporting import Answer, Exporter, FileExporter, Quantity, Stream, Verdict, derived_id
 from metering.ledger.ledger import LANE_LOCK
-from metering.pricing.token_prices import TOKENS_BY_KIND
+from metering.pricing.prices import TOKENS_BY_KIND
 from metering.store.db import Sessions, lock_holder, patience, try_lock
 
 CLOSE_DELAY = timedelta(
@@ -98,14 +101,6 @@ SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND classid = {L
 """)
 
 
-@dataclass(frozen=True, slots=True)
-class _Standing:
-    closed_until: datetime
-    scanned_until: datetime
-    closable_until: datetime
-    now: datetime
-
-
 async def form_batches(sessions: Sessions) -> int:
     """Make the batches of all hours that are over, and of late usage; tells how many. Safe to run anywhere, at any time."""
     formed = 0
@@ -136,7 +131,7 @@ async def form(session: AsyncSession, begins: datetime, ends: datetime, organiza
     return int(getattr(result, "rowcount", 0))
 
 
-async def _form_late(session: AsyncSession, standing: _Standing) -> int:
+async def _form_late(session: AsyncSession, standing: Row[Any]) -> int:
     closing = await session.scalar(CLOSING)  # beforehand: what a close commits after this is looked for again, or begins later
     parameters = {"since": standing.scanned_until - SCAN_MARGIN, "closed_until": standing.closed_until}
     late = (await session.execute(LATE, parameters)).all()
@@ -148,10 +143,9 @@ async def _form_late(session: AsyncSession, standing: _Standing) -> int:
     return formed
 
 
-async def _standing(session: AsyncSession) -> _Standing | None:
+async def _standing(session: AsyncSession) -> Row[Any] | None:
     await session.execute(LONG_STATEMENTS)
-    row = (await session.execute(STANDING, {"close_delay": CLOSE_DELAY})).one_or_none()
-    return None if row is None else _Standing(*row)
+    return (await session.execute(STANDING, {"close_delay": CLOSE_DELAY})).one_or_none()
 
 
 log = logging.getLogger(__name__)
@@ -213,18 +207,6 @@ UPDATE export_progress SET failure_count = failure_count + 1, pause_reason = :re
 RESUME = text("UPDATE export_progress SET failure_count = 0, pause_reason = NULL, paused_until = NULL WHERE failure_count > 0")
 
 
-class Claimed(NamedTuple):
-    """A batch that is about to be handed over, or that was parked instead."""
-
-    id: uuid.UUID
-    hour: datetime
-    token_count: int
-    attempt_count: int
-    state: str
-    was: str
-    customer: str | None
-
-
 @dataclass(slots=True)
 class Run:
     """One run of `deliver_pending`: what it did, and what ended it early. Trouble with one batch ends it for all."""
@@ -273,28 +255,25 @@ async def _lock_streams(locks: AsyncSession, account: str) -> list[Stream]:
 
 async def _deliver_stream(run: Run, stream: Stream) -> None:
     with retries.survive(stream.lock_name):
-        await _deliver_batches(run, stream)
+        while run.goes_on and (batch := await _claim(run, stream)) is not None:
+            if batch.state == BatchState.PARKED:
+                run.parked_count += 1
+                log.warning("meter batch %s is parked: %s", batch.id, UNKNOWN_TOO_LONG)
+                continue
+            quantity = Quantity(str(batch.id), stream, batch.hour, batch.token_count, batch.attempt_count, batch.customer or "")
+            try:
+                answer = await run.exporter.deliver(quantity)
+            except StoreAway:
+                raise
+            except Exception as error:  # it says nothing of other batches, so the run goes on
+                incident = Answer(Verdict.LATER, f"incident {retries.failed(error, batch.id)}", certain=False)
+                await _record(run, batch, incident, is_trouble=False)
+            else:
+                await _record(run, batch, answer)
 
 
-async def _deliver_batches(run: Run, stream: Stream) -> None:
-    while run.goes_on and (batch := await _claim(run, stream)) is not None:
-        if batch.state == BatchState.PARKED:
-            run.parked_count += 1
-            log.warning("meter batch %s is parked: %s", batch.id, UNKNOWN_TOO_LONG)
-            continue
-        quantity = Quantity(str(batch.id), stream, batch.hour, batch.token_count, batch.attempt_count, batch.customer or "")
-        try:
-            answer = await run.exporter.deliver(quantity)
-        except StoreAway:
-            raise
-        except Exception as error:  # it says nothing of other batches, so the run goes on
-            incident = Answer(Verdict.LATER, f"incident {retries.failed(error, batch.id)}", certain=False)
-            await _record(run, batch, incident, is_trouble=False)
-        else:
-            await _record(run, batch, answer)
-
-
-async def _claim(run: Run, stream: Stream) -> Claimed | None:
+async def _claim(run: Run, stream: Stream) -> Row[Any] | None:
+    """A batch that is about to be handed over, or that was parked instead: the columns of `CLAIM`."""
     parameters = {
         "organization_id": stream.organization_id,
         "price_version": stream.price_version,
@@ -304,11 +283,10 @@ async def _claim(run: Run, stream: Stream) -> Claimed | None:
         "unknown": UNKNOWN_TOO_LONG,
     }
     async with run.sessions.begin() as session:
-        row = (await session.execute(CLAIM, parameters)).one_or_none()
-    return None if row is None else Claimed(*row)
+        return (await session.execute(CLAIM, parameters)).one_or_none()
 
 
-async def _record(run: Run, batch: Claimed, answer: Answer, *, is_trouble: bool = True) -> None:
+async def _record(run: Run, batch: Row[Any], answer: Answer, *, is_trouble: bool = True) -> None:
     state = state_after(batch.was, answer)
     delay_s = answer.retry_after_s if answer.retry_after_s is not None else rest_s(batch.attempt_count)
     parameters = {
@@ -364,3 +342,31 @@ async def _note(run: Run) -> None:
         }
         await session.execute(PAUSE, parameters)
     log.warning("the export rests: %s", run.trouble.reason)
+
+
+export_retries = Retries("usage_export", passing=(StoreAway,))  # by stage
+
+
+async def export_usage(sessions: Sessions, environment: Mapping[str, str]) -> None:
+    """Make the batches of hours that are over, hand over what waits, and handle what Stripe told. Nothing where the export is off.
+
+    A stage that fails unexpectedly rests, and the others go on. Raises: InvalidValue naming a setting.
+    """
+    settings = export_settings(environment)
+    if settings.destination is Destination.OFF:
+        return
+    stages: list[Callable[[], Awaitable[object]]] = [partial(form_batches, sessions)]
+    if settings.stripe is None:
+        stages.append(partial(deliver_pending, sessions, FileExporter(settings.file)))
+    else:
+        # Imported here: it takes a second, and only those who bill with Stripe have to wait for it.
+        from metering.export.invoice_items import invoice_late_usage, settle_months
+        from metering.export.stripe_gateway import StripeGateway
+        from metering.export.stripe_inbox import handle_events
+
+        billing = (deliver_pending, handle_events, invoice_late_usage, settle_months)
+        stages += (partial(stage, sessions, StripeGateway(settings.stripe)) for stage in billing)
+    for number, stage in enumerate(stages):
+        if export_retries.is_due(number):
+            with export_retries.survive(number):
+                await stage()

@@ -24,7 +24,7 @@ from metering.core.money import exact_text
 from metering.export.deliveries import CLOSE_DELAY
 from metering.export.stripe_gateway import PICOS_PER_TOKEN, StripeGateway, minor_unit_picos
 from metering.ledger.ledger import month_bounds
-from metering.pricing.token_prices import TOKENS_BY_KIND
+from metering.pricing.prices import TOKENS_BY_KIND
 from metering.store.db import Sessions
 
 

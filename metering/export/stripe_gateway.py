@@ -25,7 +25,7 @@ from metering.core.models import TokenKind
 from metering.core.money import MINOR_DIGITS, PICO_DIGITS
 from metering.export.export_settings import StripeSettings
 from metering.export.exporting import DELIVERED, Answer, Quantity, Verdict
-from metering.pricing.token_prices import COUNTS_OF_EVENT
+from metering.pricing.prices import COUNTS_OF_EVENT
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 10.0  # Stripe answers in tenths of a second; a lost answer costs no more than asking again

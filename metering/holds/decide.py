@@ -41,7 +41,7 @@ from metering.holds.operations import (
     Void,
     is_other_payload,
 )
-from metering.pricing.token_prices import TokenPrices, embedding_terms
+from metering.pricing.prices import TokenPrices, embedding_terms
 from metering.quotas import quotas
 from metering.quotas.quota_rules import Claim, Payer, QuotaRule, QuotaStates, Scale, money_scale
 from metering.quotas.quotas import Counters

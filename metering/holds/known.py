@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 from metering.holds.decide import AdmissionTerms, Hold, HoldTerms, TermsKey
 from metering.holds.lease_clock import boot_time_s
 from metering.holds.operations import Admit
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import CounterKey, QuotaRule
 from metering.quotas.quotas import Counter
 from metering.receipts.chaining import ChainHead

@@ -13,7 +13,7 @@ from datetime import datetime
 
 from metering.core.errors import MeteringError
 from metering.core.models import Outcome, ServiceTier
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import Payer, QuotaStates
 from metering.receipts.chaining import IssuedReceipt
 

@@ -17,7 +17,7 @@ from metering.holds.decide import NOTHING_USED, AdmissionTerms, BatchReads, Even
 from metering.holds.known import SELECT_CHANGES, known_of
 from metering.holds.operations import Admit
 from metering.holds.write import key_columns
-from metering.pricing.token_prices import PriceBook, TokenPrices
+from metering.pricing.prices import PriceBook, TokenPrices
 from metering.quotas.quota_recount import QUOTA_LOCK
 from metering.quotas.quota_rules import CounterKey, QuotaRule, Weights
 from metering.quotas.quotas import Counter, Counters

@@ -22,8 +22,18 @@ from metering.core.errors import ApprovalRefused, InvalidValue, NotFound
 from metering.core.models import record_of
 from metering.core.money import exact_text, round_to_minor_unit
 from metering.invoicing.invoices import Adjustment, AdjustmentDecision, InvoiceRow, Series, credited_picos, draw_number
-from metering.ledger.ledger import AccountKey, Leg, Posting, month_of, month_text, post, posting_month, share_lanes
-from metering.ledger.models import AccountKind, TransactionKind
+from metering.ledger.ledger import (
+    AccountKey,
+    AccountKind,
+    Leg,
+    Posting,
+    TransactionKind,
+    month_of,
+    month_text,
+    post,
+    posting_month,
+    share_lanes,
+)
 from metering.ledger.rating import misstated_usage
 from metering.plans.prepaid import refresh
 from metering.tenants.tenants import as_uuid, find_organization

@@ -34,8 +34,12 @@ from metering.invoicing.months import LONG_READ_S, prepaid_credit_of, read_month
 from metering.ledger.ledger import (
     BEFORE,
     AccountKey,
+    AccountKind,
+    BillingMonth,
     Leg,
+    MonthState,
     Posting,
+    TransactionKind,
     month_after,
     month_bounds,
     month_of,
@@ -43,7 +47,6 @@ from metering.ledger.ledger import (
     post,
     take_lane,
 )
-from metering.ledger.models import AccountKind, BillingMonth, MonthState, TransactionKind
 from metering.ledger.rating import correct, misstated_usage, rate_all_pending, rate_customer, unratable_usage, why_not
 from metering.plans.plans import CreditApplication
 from metering.plans.prepaid import expire, refresh, spend

@@ -36,12 +36,11 @@ from metering.invoicing.month_report import (
     RequestCounts,
     digests,
 )
-from metering.ledger.ledger import month_bounds, month_of, month_text
-from metering.ledger.models import AccountKind, BillingMonth, MonthState, TransactionKind
+from metering.ledger.ledger import AccountKind, BillingMonth, MonthState, TransactionKind, month_bounds, month_of, month_text
 from metering.plans.plan_admin import rules_in_force
 from metering.plans.plans import MonthUsage, apply_credit, plan_lines
 from metering.plans.prepaid import grants_of, usable_grants
-from metering.pricing.token_prices import COUNTS_OF_EVENT
+from metering.pricing.prices import COUNTS_OF_EVENT
 from metering.receipts.months import month_root
 from metering.store.db import patience
 from metering.tenants.billing_profiles import BillingProfile, billing_profile

@@ -28,9 +28,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from common.incidents import Retries
 from metering.core.errors import InvariantViolated, StoreAway
 from metering.core.money import exact_text
-from metering.ledger.ledger import LANE_OF, POSTING_MONTH, try_lanes
-from metering.ledger.models import AccountKind, TransactionKind
-from metering.pricing.token_prices import COUNTS_OF_EVENT
+from metering.ledger.ledger import LANE_OF, POSTING_MONTH, AccountKind, TransactionKind, try_lanes
+from metering.pricing.prices import COUNTS_OF_EVENT
 from metering.store.db import Sessions
 from metering.tenants.tenants import as_uuid
 

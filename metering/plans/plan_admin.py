@@ -11,19 +11,66 @@ from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import CheckConstraint, ForeignKey, Identity, Index, UniqueConstraint, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, MonthClosed, NotFound
-from metering.core.models import Organization, ServiceTier, TokenKind
+from metering.core.models import Base, Organization, ServiceTier, TokenKind
 from metering.core.money import checked_currency
-from metering.ledger.ledger import month_of, share_lanes
-from metering.ledger.models import BillingMonth, MonthState
-from metering.plans.models import PlanAssignment, PlanVersion, PrepaidOrganization
+from metering.ledger.ledger import BillingMonth, MonthState, month_of, share_lanes
 from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.tenants.tenants import checked_name, find_organization
+
+MONTH_IS_WHOLE = "extract(day FROM {}) = 1"
+
+
+class PlanVersion(Base):
+    """Rules of a plan, as `plan_admin.py` writes them. Another set of rules is another version."""
+
+    __tablename__ = "plan_versions"
+    __table_args__ = (
+        UniqueConstraint("name", "version"),
+        CheckConstraint("name ~ '^[a-z][a-z0-9-]{0,62}$'", name="name_form"),
+    )
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    name: Mapped[str]
+    version: Mapped[int]
+    currency_code: Mapped[str]
+    rules: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class PlanAssignment(Base):
+    """Which plan an organization has from a month on, until the next one; none for no plan. Of two for a month the later counts."""
+
+    __tablename__ = "plan_assignments"
+    __table_args__ = (
+        CheckConstraint(MONTH_IS_WHOLE.format("first_month"), name="whole_month"),
+        Index("ix_plan_assignments_organization_id_first_month", "organization_id", "first_month", "id"),
+    )
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    first_month: Mapped[date]
+    plan_version_id: Mapped[int | None] = mapped_column(ForeignKey("plan_versions.id"))
+    assigned_by: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class PrepaidOrganization(Base):
+    """An organization that pays in advance: which quota keeps it to its credit, and for which month that was last worked out."""
+
+    __tablename__ = "prepaid_organizations"
+    __table_args__ = (CheckConstraint(MONTH_IS_WHOLE.format("month"), name="whole_month"),)
+
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"), primary_key=True)
+    quota_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("quotas.id"), unique=True)
+    month: Mapped[date]
+
 
 Document = dict[str, Any]
 

@@ -26,27 +26,80 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import func, select, text, update
+from sqlalchemy import CheckConstraint, ForeignKey, Identity, Index, UniqueConstraint, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
 
 from common.incidents import Retries
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue, NotFound, StoreAway
-from metering.core.models import Organization, Quota, QuotaDimension, QuotaSubject
+from metering.core.models import Base, Organization, Quota, QuotaDimension, QuotaSubject
 from metering.core.money import to_decimal
-from metering.ledger.ledger import AccountKey, Leg, Posting, first_open_month, month_of, post, posting_month, share_lanes
-from metering.ledger.models import AccountKind, MonthState, TransactionKind
-from metering.plans.models import CreditApplication, CreditGrant, PrepaidOrganization
-from metering.plans.plan_admin import has_plan_from
-from metering.plans.plans import CreditApplication as Spent
-from metering.plans.plans import UsableGrant, apply_credit
+from metering.ledger.ledger import (
+    AccountKey,
+    AccountKind,
+    Leg,
+    MonthState,
+    Posting,
+    TransactionKind,
+    first_open_month,
+    month_of,
+    post,
+    posting_month,
+    share_lanes,
+)
+from metering.plans.plan_admin import MONTH_IS_WHOLE, PrepaidOrganization, has_plan_from
+from metering.plans.plans import CreditApplication, UsableGrant, apply_credit
 from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import checked_lefts, window_end
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
+
+
+class CreditGrant(Base):
+    """Credit that an organization may use for what is billed in some months, the last one included."""
+
+    __tablename__ = "credit_grants"
+    __table_args__ = (
+        CheckConstraint("amount_picos > 0", name="more_than_nothing"),
+        CheckConstraint(
+            f"{MONTH_IS_WHOLE.format('first_month')} AND {MONTH_IS_WHOLE.format('last_month')} AND first_month <= last_month",
+            name="whole_months",
+        ),
+        Index("ix_credit_grants_organization_id", "organization_id"),
+    )
+
+    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
+    currency_code: Mapped[str]
+    amount_picos: Mapped[int]
+    first_month: Mapped[date]
+    last_month: Mapped[date]
+    reason: Mapped[str]
+    granted_by: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class CreditApplicationRow(Base):
+    """What of a grant paid for a month, written when that is closed. Never more than was granted (trigger)."""
+
+    __tablename__ = "credit_applications"
+    __table_args__ = (
+        UniqueConstraint("grant_id", "billing_month"),
+        CheckConstraint("amount_picos > 0", name="more_than_nothing"),
+        CheckConstraint(MONTH_IS_WHOLE.format("billing_month"), name="whole_month"),
+    )
+
+    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
+    grant_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("credit_grants.id"))
+    billing_month: Mapped[date]
+    amount_picos: Mapped[Decimal]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
 
 AMOUNT_MAX_PICOS = 10**18  # a million units; more would be a unit mixed up, and a limit made of several must fit its column
 REASON_CHARS_MAX = 500
@@ -164,11 +217,11 @@ async def usable_grants(session: AsyncSession, organization_id: uuid.UUID, month
     return [UsableGrant(each.id, each.last_month, each.remaining_picos) for each in grants]
 
 
-async def spend(session: AsyncSession, month: date, spent: Sequence[Spent]) -> None:
+async def spend(session: AsyncSession, month: date, spent: Sequence[CreditApplication]) -> None:
     """Write what of each grant pays for a month. The database refuses more than was granted, and a second time for a month."""
     if spent:
         rows = [{"grant_id": each.grant_id, "billing_month": month, "amount_picos": each.amount_picos} for each in spent]
-        await session.execute(insert(CreditApplication).values(rows))
+        await session.execute(insert(CreditApplicationRow).values(rows))
 
 
 async def expire(session: AsyncSession, organization_id: uuid.UUID, month: date, *, at: datetime) -> list[Grant]:

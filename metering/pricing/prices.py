@@ -1,17 +1,20 @@
 """Price versions: what a model's tokens cost a customer in a tier from a moment on. None is changed; a correction is a later one.
 
-A version belongs to the list, or to one customer as its own price; `token_prices.PriceBook` decides which one a request has. A tier
+`TokenPrices` is what tokens cost by one version, here and in SQL.
+
+A version belongs to the list, or to one customer as its own price; `PriceBook` decides which one a request has. A tier
 may multiply prices, exactly or not at all. Functions take a session and never commit. Time is the database's: `now` is the
 beginning of the transaction.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from sqlalchemy import Select, and_, func, or_, select, true
@@ -20,10 +23,116 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
-from metering.core.models import Organization, PriceVersion, ServiceTier, record_of
+from metering.core.models import Organization, PriceVersion, ServiceTier, TokenKind, record_of
 from metering.core.money import checked_currency
-from metering.pricing.token_prices import PriceBook, TokenPrices
 from metering.tenants.tenants import find_organization
+
+# By kind of token, as `TokenPrices.lines` has it: how a usage event's tokens are counted, and the column of their price.
+COUNTS_OF_EVENT = {
+    TokenKind.INPUT: ("input_token_count - cached_input_token_count", "input_picos_per_token"),
+    TokenKind.CACHED_INPUT: ("cached_input_token_count", "cached_input_picos_per_token"),
+    TokenKind.OUTPUT: ("billed_token_count", "output_picos_per_token"),
+    TokenKind.EMBEDDING: ("embedding_token_count", "embedding_picos_per_token"),
+}
+# A join that makes of each usage event one row per kind of token.
+TOKENS_BY_KIND = "LATERAL (VALUES {}) AS kind (token_kind, token_count)".format(
+    ", ".join(f"('{kind}', {count})" for kind, (count, _) in COUNTS_OF_EVENT.items())
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrices:
+    """One price version of one model: picos (1e-12 of the currency unit) per token and kind."""
+
+    version: int
+    currency_code: str
+    input_picos_per_token: int
+    cached_input_picos_per_token: int
+    output_picos_per_token: int
+    embedding_picos_per_token: int = 0
+
+    def cost_picos(
+        self, input_token_count: int, cached_input_token_count: int, output_token_count: int, embedding_token_count: int = 0
+    ) -> int:
+        """Exact cost. Cached tokens are part of the input and priced apart, never twice; those embedded are no part of it."""
+        return (
+            (input_token_count - cached_input_token_count) * self.input_picos_per_token
+            + cached_input_token_count * self.cached_input_picos_per_token
+            + output_token_count * self.output_picos_per_token
+            + embedding_token_count * self.embedding_picos_per_token
+        )
+
+    def lines(
+        self, input_token_count: int, cached_input_token_count: int, output_token_count: int, embedding_token_count: int = 0
+    ) -> Iterator[PricedTokens]:
+        """The cost by kind of token, in the order of `TokenKind`; kinds without tokens are left out."""
+        counts = (
+            (TokenKind.INPUT, input_token_count - cached_input_token_count, self.input_picos_per_token),
+            (TokenKind.CACHED_INPUT, cached_input_token_count, self.cached_input_picos_per_token),
+            (TokenKind.OUTPUT, output_token_count, self.output_picos_per_token),
+            (TokenKind.EMBEDDING, embedding_token_count, self.embedding_picos_per_token),
+        )
+        return (PricedTokens(kind, count, price) for kind, count, price in counts if count)
+
+
+@functools.lru_cache(maxsize=4096)
+def embedding_terms(prices: TokenPrices) -> TokenPrices:
+    """The same version for a request whose input is embedded: that is all it has, cached or not, and costs the embedding price."""
+    each = prices.embedding_picos_per_token
+    return replace(prices, input_picos_per_token=each, cached_input_picos_per_token=each)
+
+
+@dataclass(frozen=True, slots=True)
+class PricedTokens:
+    """Tokens of one kind and their unit price."""
+
+    kind: TokenKind
+    token_count: int
+    unit_price_picos: int
+
+    @property
+    def amount_picos(self) -> int:
+        """Exact: a price is a whole number of picos per token."""
+        return self.token_count * self.unit_price_picos
+
+
+# Of a price: model, currency, the number of the organization whose own it is or None for the list, and service tier.
+PricePlace = tuple[str, str, int | None, str]
+
+
+@dataclass(slots=True)
+class PriceBook:
+    """The versions in force at one moment, and which of them a request has.
+
+    A customer's own price wins over the list's; within each, a tier without a row of its own has the interactive one. None stands
+    for an own price that was withdrawn.
+    """
+
+    in_force: dict[PricePlace, TokenPrices | None] = field(default_factory=dict)
+
+    def add(
+        self,
+        prices: TokenPrices,
+        *,
+        model: str,
+        organization_id: uuid.UUID | None,
+        tier: str,
+        withdrawn: bool,
+    ) -> None:
+        owner = None if organization_id is None else organization_id.int
+        self.in_force[model, prices.currency_code, owner, tier] = None if withdrawn else prices
+
+    def find(self, model: str, currency_code: str, organization_id: uuid.UUID, tier: str) -> TokenPrices | None:
+        """What the customer pays; None if there is no price."""
+        get = self.in_force.get
+        for owner in (organization_id.int, None):
+            for each in (tier, ServiceTier.INTERACTIVE) if tier != ServiceTier.INTERACTIVE else (tier,):
+                if (model, currency_code, owner, each) in self.in_force:
+                    if (prices := get((model, currency_code, owner, each))) is not None:
+                        return prices
+                    break  # withdrawn: as the list has it
+        return None
+
 
 FIELD = "batch_multiplier_milli"  # as the contract calls it
 MULTIPLIER_SCALE = 1000  # multipliers are thousandths
@@ -111,9 +220,9 @@ async def set_price(
     if batch_multiplier_milli is None and batch is not None and batch.price.tier is ServiceTier.BATCH:
         batch_multiplier_milli = batch.price.multiplier_milli
     rates = (input_picos_per_token, cached_input_picos_per_token, output_picos_per_token, embedding_picos_per_token)
-    for field, picos in zip(RATES, rates, strict=True):
+    for name, picos in zip(RATES, rates, strict=True):
         if not 0 <= picos <= PRICE_MAX_PICOS:
-            raise InvalidValue(field, f"give 0 to {PRICE_MAX_PICOS} picos")
+            raise InvalidValue(name, f"give 0 to {PRICE_MAX_PICOS} picos")
     place: Row = {"model": model, "currency_code": currency_code, "organization_id": owner_id, "effective_at": begins}
     rows = [place | dict(zip(RATES, rates, strict=True)) | {"tier": ServiceTier.INTERACTIVE, "multiplier_milli": MULTIPLIER_SCALE}]
     if batch_multiplier_milli is not None:
@@ -243,10 +352,6 @@ def customer_prices(
     ]
 
 
-def token_prices(version: PriceVersion) -> TokenPrices:
-    return record_of(TokenPrices, version, version=version.id)
-
-
 def checked_model(model: str) -> str:
     """A name that a model may have. Raises: InvalidValue."""
     if MODEL_FORM.fullmatch(model) is None:
@@ -305,4 +410,4 @@ async def _add(session: AsyncSession, rows: Sequence[Row], action: str, actor: s
 
 
 def _model_price(version: PriceVersion) -> ModelPrice:
-    return record_of(ModelPrice, version, prices=token_prices(version))
+    return record_of(ModelPrice, version, prices=record_of(TokenPrices, version, version=version.id))

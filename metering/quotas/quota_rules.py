@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, overload
 
 from metering.core.errors import InvalidValue
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 
 NO_WINDOW = datetime(1970, 1, 1, tzinfo=UTC)  # the one "window" of a dimension that never resets
 

@@ -13,8 +13,7 @@ from sqlalchemy import Integer, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import ServiceTier, UsageEvent
-from metering.pricing.prices import price_in_force
-from metering.pricing.token_prices import TokenPrices, embedding_terms
+from metering.pricing.prices import TokenPrices, embedding_terms, price_in_force
 from metering.quotas import quotas
 from metering.quotas.quota_rules import Claim, Payer, QuotaState
 from metering.quotas.quota_states import quotas_for

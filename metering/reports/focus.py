@@ -26,7 +26,7 @@ from metering.core.models import ServiceTier, TokenKind, record_of
 from metering.core.money import exact_text
 from metering.invoicing.month_report import Charge, ChargeKind, MonthReport
 from metering.ledger.ledger import month_bounds, month_text
-from metering.pricing.token_prices import COUNTS_OF_EVENT
+from metering.pricing.prices import COUNTS_OF_EVENT
 from metering.reports.usage_reports import KEYS, Grouping, UsageFilter, parameters_of, utc_date, where
 
 FOCUS_VERSION = "1.4"

@@ -32,10 +32,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import Hold, HoldState, PriceVersion, TokenKind, UsageEvent
 from metering.invoicing.months import CANCELLED, FAILED, LIMITED
-from metering.ledger.ledger import month_bounds
-from metering.ledger.models import MonthState, TransactionKind
-from metering.pricing.prices import checked_model
-from metering.pricing.token_prices import COUNTS_OF_EVENT
+from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
+from metering.pricing.prices import COUNTS_OF_EVENT, checked_model
 
 
 class Grouping(StrEnum):

@@ -28,7 +28,7 @@ from inference.safety.safety_file import Rule, RuleChecker
 from inference.text.tools import CallFormat
 from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 from tests.service import conversation
 
 OUTBOX_TOKENS = 50

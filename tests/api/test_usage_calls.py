@@ -31,8 +31,7 @@ from api.core.interceptor import Guard, GuardedServices
 from metering.core.models import TokenKind
 from metering.invoicing.invoice_document import Issuer
 from metering.ledger.rating import rate_all_pending
-from metering.pricing.prices import ModelPrice
-from metering.pricing.token_prices import COUNTS_OF_EVENT
+from metering.pricing.prices import COUNTS_OF_EVENT, ModelPrice
 from metering.store.db import Sessions
 from metering.tenants.tenants import create_api_key
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price

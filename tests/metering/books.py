@@ -12,8 +12,7 @@ from sqlalchemy import func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import BillingProfileRow, Hold, HoldState, UsageEvent
-from metering.ledger.ledger import AccountKey
-from metering.ledger.models import AccountKind, LedgerAccount, LedgerEntry
+from metering.ledger.ledger import AccountKey, AccountKind, LedgerAccount, LedgerEntry
 from metering.ledger.rating import BATCH_SIZE, rate_batch
 from metering.pricing.prices import ModelPrice, set_price
 from metering.tenants.billing_profiles import BillingProfile

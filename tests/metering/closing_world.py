@@ -15,11 +15,10 @@ from metering.invoicing.closing import CloseResult, close_month
 from metering.invoicing.invoices import find_invoice_row
 from metering.invoicing.month_report import MonthReport
 from metering.invoicing.months import Verification, month_report, verify_month
-from metering.ledger.ledger import AccountKey, Leg, Posting, post
-from metering.ledger.models import AccountKind, TransactionKind
-from metering.plans.models import CreditGrant
+from metering.ledger.ledger import AccountKey, AccountKind, Leg, Posting, TransactionKind, post
 from metering.plans.plan_admin import assign_plan, create_plan
 from metering.plans.plans import PlanRules
+from metering.plans.prepaid import CreditGrant
 from metering.pricing.prices import ModelPrice, get_price
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization

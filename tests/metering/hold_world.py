@@ -20,7 +20,7 @@ from metering.core.models import Outcome, QuotaDimension, QuotaSubject, ServiceT
 from metering.holds.connections import HoldConnection
 from metering.holds.holds import HoldStore
 from metering.holds.operations import Admit, HoldAnswer, HoldOperation, Settle
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import Payer
 from metering.receipts.signing import Signer
 from metering.store.db import psycopg_conninfo

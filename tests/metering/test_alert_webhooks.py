@@ -353,7 +353,7 @@ async def test_a_name_that_leads_inside_is_refused_at_each_attempt_and_what_was_
     allowed_no_more = await send(there.url, "s", b"{}", private=False)
 
     assert refused == "inside.example leads to no public address"
-    assert [place.host for place in places] == ["8.8.8.8"]
+    assert [place["host"] for place in places] == ["8.8.8.8"]
     assert (reached, asked.count("pinned.example")) == ("", 1)
     assert there.received[0].headers["host"] == f"pinned.example:{port}"
     assert "give one with https" in allowed_no_more

@@ -14,10 +14,9 @@ from sqlalchemy import text
 from common.incidents import INCIDENT_COUNTS, Retries
 from metering import celery_app, tasks
 from metering.core.errors import InvariantViolated
-from metering.export import deliveries, exporters, stripe_inbox
+from metering.export import deliveries, stripe_inbox
 from metering.export.deliveries import deliver_pending, form_batches
-from metering.export.exporters import FileExporter
-from metering.export.exporting import DELIVERED, Answer, Quantity
+from metering.export.exporting import DELIVERED, Answer, FileExporter, Quantity
 from metering.export.stripe_gateway import StripeGateway
 from metering.holds import recovery
 from metering.holds.connections import HoldConnection
@@ -130,7 +129,7 @@ async def test_a_batch_that_breaks_its_exporter_holds_up_no_other(
 async def test_a_stage_of_the_export_that_fails_holds_up_no_other(
     sessions: Sessions, customer: Customer, price: ModelPrice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = with_clock(monkeypatch, exporters.retries)
+    clock = with_clock(monkeypatch, deliveries.export_retries)
     await use_and_rate(sessions, customer, price, Consumed(9, 3, 5, settled_at=hours_ago(3)))
     await form_batches(sessions)
     attempts = 0
@@ -140,15 +139,15 @@ async def test_a_stage_of_the_export_that_fails_holds_up_no_other(
         attempts += 1
         raise ValueError("planted")
 
-    monkeypatch.setattr(exporters, "form_batches", fails)
+    monkeypatch.setattr(deliveries, "form_batches", fails)
     environment = {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(tmp_path / "out")}
     for _ in range(2):
-        await exporters.export_usage(sessions, environment)
+        await deliveries.export_usage(sessions, environment)
 
     assert await states(sessions) == {"delivered": 3}
     assert attempts == 1, "it rests"
     clock.now_s += 60.0
-    await exporters.export_usage(sessions, environment)
+    await deliveries.export_usage(sessions, environment)
     assert attempts == 2
 
 

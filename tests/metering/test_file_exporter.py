@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from metering.core.models import TokenKind
-from metering.export.exporters import FileExporter, line_of
-from metering.export.exporting import Quantity, Stream, Verdict
+from metering.export.exporting import FileExporter, Quantity, Stream, Verdict, line_of
 
 STREAM = Stream(uuid.UUID(int=1), 1, TokenKind.INPUT)
 

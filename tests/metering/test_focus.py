@@ -15,10 +15,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.models import PriceVersion, ServiceTier, TokenKind
 from metering.invoicing.month_report import Charge, ChargeKind, Closed, MonthReport, Reconciliation, RequestCounts
 from metering.invoicing.months import month_report
-from metering.ledger.models import BillingMonth, MonthState
+from metering.ledger.ledger import BillingMonth, MonthState
 from metering.ledger.rating import rate_all_pending
-from metering.pricing.prices import ModelPrice
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import ModelPrice, TokenPrices
 from metering.reports.focus import COLUMNS, FocusMonth, UsageCharge, cell, csv_text, focus_csv
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer, add_usage

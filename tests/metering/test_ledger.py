@@ -14,8 +14,17 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import AlreadyExists, InvariantViolated, MonthClosed
-from metering.ledger.ledger import AccountKey, Leg, Posting, open_accounts, post, posting_month, take_lane
-from metering.ledger.models import AccountKind, TransactionKind
+from metering.ledger.ledger import (
+    AccountKey,
+    AccountKind,
+    Leg,
+    Posting,
+    TransactionKind,
+    open_accounts,
+    post,
+    posting_month,
+    take_lane,
+)
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from tests.metering.books import NOVEMBER, Consumed, Customer, add_usage, balances, new_customer, rate_pending

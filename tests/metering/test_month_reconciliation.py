@@ -10,8 +10,7 @@ from sqlalchemy import text
 
 from metering.core.models import TokenKind
 from metering.export.deliveries import deliver_pending, form_batches
-from metering.export.exporters import FileExporter, counted
-from metering.export.exporting import Stream
+from metering.export.exporting import FileExporter, Stream, counted
 from metering.export.reconciliation import MonthReconciliation, Stage, conclude, differences_here, our_month, reconciled_here
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions

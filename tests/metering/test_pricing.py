@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 
 counts = st.integers(0, 10**9)
 picos = st.integers(0, 10**9)

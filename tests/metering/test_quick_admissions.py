@@ -20,7 +20,7 @@ from metering.holds import read as reading
 from metering.holds.connections import HoldConnection
 from metering.holds.known import known_of
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, Renew, Settled, Void
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 from metering.quotas import quotas
 from metering.quotas.quota_rules import NO_WINDOW, Claim, Payer, QuotaRule, Weights, money_scale
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded

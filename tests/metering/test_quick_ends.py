@@ -20,7 +20,7 @@ from metering.holds import read as reading
 from metering.holds.connections import HoldConnection
 from metering.holds.decide import BatchReads, Decisions, Hold, HoldTerms
 from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, Settle, Settled, Void
-from metering.pricing.token_prices import TokenPrices, embedding_terms
+from metering.pricing.prices import TokenPrices, embedding_terms
 from metering.quotas import quotas
 from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import Claim, Payer, QuotaRule, Weights

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import rule as act
 
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 from metering.quotas import quotas
 from metering.quotas.quota_rules import (
     PLAIN,

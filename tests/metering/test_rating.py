@@ -17,8 +17,7 @@ from metering.invoicing.months import month_report
 from metering.ledger import rating
 from metering.ledger.ledger import lane_of, take_lane
 from metering.ledger.rating import rate_all_pending, rate_batch
-from metering.pricing.prices import PRICE_MAX_PICOS, ModelPrice, set_price
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import PRICE_MAX_PICOS, ModelPrice, TokenPrices, set_price
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price, rate_pending
 

@@ -17,7 +17,7 @@ import pytest
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds.connections import HoldConnection
 from metering.holds.operations import Admitted, Extend
-from metering.pricing.token_prices import TokenPrices
+from metering.pricing.prices import TokenPrices
 from metering.quotas import quotas, refusals
 from metering.quotas.quota_rules import Claim, CounterKey, QuotaRule, QuotaState
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded

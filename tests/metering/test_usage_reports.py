@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.errors import InvalidValue
 from metering.core.models import TokenKind
 from metering.invoicing.months import month_report
-from metering.ledger.models import BillingMonth, MonthState
+from metering.ledger.ledger import BillingMonth, MonthState
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import ModelPrice
 from metering.reports.usage_reports import (

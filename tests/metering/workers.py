@@ -19,7 +19,7 @@ from tests.forks import Forked, Server
 # Forked from a process that has imported all that a worker does, but for the modules that read its settings.
 FORKED_WORKERS = Server(
     *("celery.bin.celery", "celery.bin.worker", "celery.beat", "celery.worker.components", "celery.concurrency.solo"),
-    *("kombu.transport.redis", "metering.worker", "metering.alerts.delivering", "metering.export.exporters"),
+    *("kombu.transport.redis", "metering.worker", "metering.alerts.delivering", "metering.export.deliveries"),
     *("metering.holds.recovery", "metering.ledger.rating", "metering.plans.prepaid", "metering.receipts.signing"),
 )
 PATIENCE_S = 60.0  # far above what anything here takes on a busy machine
