@@ -36,6 +36,7 @@ import api.__main__ as api_main
 from api.core.endpoint import forget_endpoint, read_endpoint, read_metrics_url, read_openai_url
 from api.core.settings import Settings
 from api.generation.admission import Capacity
+from api.generation.output import Output
 from api.generation.process import Process
 from api.queue.fair_queue import QueueStatistics
 from inference.text.tokenizer import Tokenizer
@@ -617,6 +618,13 @@ async def until(condition: Callable[[], object], what: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110  # what it looks at is in another process
             await asyncio.sleep(POLL_S)
+
+
+async def all_taken(output: Output) -> None:
+    """Wait until a client has taken everything of an output."""
+    taken = asyncio.Event()
+    output.when_taken(taken.set, None)
+    await taken.wait()
 
 
 async def refused(call: Awaitable[object]) -> Refusal:

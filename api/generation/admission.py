@@ -1,6 +1,6 @@
 """The one decision to serve: a permit in memory, then a hold in PostgreSQL. There is no other way to reach an engine.
 
-Entering takes both or neither; leaving ends the hold exactly once, on every exit alike, and gives the permit back.
+A request asks for both through its `Lease`, and ends both through it: on every way out alike, exactly once.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import math
 import time
 import uuid
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 import structlog
 
@@ -24,8 +23,9 @@ from metering.core.errors import MeteringError
 from metering.core.models import Outcome
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal
-from metering.holds.operations import Admit, Admitted, Extend, Settle, Settled
+from metering.holds.operations import Admit, Admitted, Ended, Extend, Settle, Settled
 from metering.quotas.quotas import QuotaExceeded
+from metering.store.group_commit import Pending
 
 REFUSED_S = 5.0  # after a refusal by a quota: so long the key's short prompts are not tokenized before the quotas are asked
 REFUSED_KEYS_MAX = 10_000
@@ -84,26 +84,72 @@ class Capacity:
 
 
 class Lease:
-    """The hold and the permit of one admitted request while it runs: a context manager, and leaving it ends both.
+    """The permit and the hold of one request, from asking for them to their end, which comes exactly once.
 
-    Set `outcome`, `timings` and `migration_count` before leaving; with no outcome, or by an exception, the exit is a failure.
-    `endings.py` says what it costs. `settled` is there afterwards, unless the hold was voided.
+    leased_token_count: output tokens that may be delivered in all. outcome: what it was ended with. settled: what that has cost,
+    unless the hold was voided; `endings.py` says what an end costs.
     """
 
-    def __init__(self, admission: Admission, max_output_token_count: int, admitted: Admitted, usage: UsageSoFar) -> None:
-        self.admitted = admitted
+    def __init__(self, admission: Admission, op: Admit, usage: UsageSoFar) -> None:
+        """op: its first slice is all the output that the request may have; a slice of that is leased at first.
+
+        usage: what the hold is ended with.
+        """
+        self.admitted: Admitted  # from when it was let in
+        self.is_held = False
         # Why no more tokens may leave under this hold, whatever is leased; None while they may. Each token asks.
-        self.lapse = partial(admission.holds.lapse, admitted.hold_id)
+        self.lapse: Callable[[], Exception | None] = no_lapse
         self.usage = usage
+        self.leased_token_count = 0
         self.outcome: Outcome | None = None
-        self.timings: dict[str, float] | None = None
-        self.migration_count = 0
         self.settled: Settled | None = None
+        self._op = op
         self._admission = admission
-        self._max_output_token_count = max_output_token_count
-        self.leased_token_count = admitted.leased_token_count
+        self._max_output_token_count = op.first_slice_token_count
+        self._pending: Pending | None = None  # while it is asked for
+        self._done: Callable[[Exception | None], None] | None = None
         self._lock: asyncio.Lock | None = None  # made by the first extension
         self._anticipating = False
+
+    def ask(self, done: Callable[[Exception | None], None]) -> None:
+        """Ask for both. done: called later, with the refusal if there is one; a refused request leaves no trace.
+
+        Raises: Draining, Overloaded. Refusals: QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight,
+        RequestSettled, StoreAway.
+        """
+        op, settings = self._op, self._admission.settings
+        op.first_slice_token_count = min(settings.lease_slice_tokens, op.first_slice_token_count)
+        op.least_slice_token_count = min(settings.lease_least_tokens, op.first_slice_token_count)
+        self._admission.capacity.take()
+        self._done = done
+        self._pending = self._admission.holds.begin_admit(op, self._answered)
+
+    def _answered(self, answer: Admitted | Exception) -> None:
+        admission, key_number = self._admission, self._op.payer.api_key_id.int
+        done, self._done, self._pending = self._done, None, None
+        assert done is not None, "who asks is answered once"
+        if isinstance(answer, Exception):
+            admission.capacity.give_back()
+            if isinstance(answer, QuotaExceeded):
+                admission.note_refusal(key_number)
+            done(answer)
+            return
+        admission.let_in(key_number)
+        self.admitted, self.is_held = answer, True
+        self.leased_token_count = answer.leased_token_count
+        self.lapse = partial(admission.holds.lapse, answer.hold_id)
+        done(None)
+
+    def abandon(self) -> None:
+        """Nobody wants it any more: what was obtained is given back, and nobody is told."""
+        if self._pending is not None:
+            self._pending.abandon()
+            self._pending = self._done = None
+        elif self.is_held:
+            self._admission.holds.begin_void(self.admitted.hold_id, lambda _: None)
+        else:
+            return
+        self._admission.capacity.give_back()
 
     def allow(self, max_output_token_count: int) -> None:
         """The request may have so many output tokens in all, if it could not have more before."""
@@ -146,33 +192,52 @@ class Lease:
             self.leased_token_count = extended.leased_token_count
             self._anticipating = False
 
-    async def __aenter__(self) -> Self:
-        return self
+    def end(
+        self,
+        outcome: Outcome | None,
+        error: BaseException | None,
+        done: Callable[[Exception | None], None],
+        timings: dict[str, float] | None = None,
+        migration_count: int = 0,
+    ) -> None:
+        """Settle or void the hold, as the table of endings says, and give the permit back.
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Settle or void the hold, as the table of endings says."""
-        admission, usage, hold_id = self._admission, self.usage, self.admitted.hold_id
-        try:
-            cause = cause_of(self.outcome, error)
-            charge = charge_of(phase_of(usage), cause)
-            if charge.action is Action.VOID:
-                await admission.holds.void(hold_id)
-            else:
-                self.settled = await admission.holds.settle(
-                    Settle(
-                        hold_id=hold_id,
-                        input_token_count=usage.input_token_count if charge.bills_input else 0,
-                        cached_input_token_count=usage.cached_input_token_count if charge.bills_input else 0,
-                        generated_token_count=max(usage.generated_token_count, usage.delivered_token_count),
-                        delivered_token_count=usage.delivered_token_count if charge.bills_output else 0,
-                        outcome=self.outcome or OUTCOMES[cause],
-                        timings=self.timings,
-                        migration_count=self.migration_count,
-                    )
-                )
-            admission.journal.forget(hold_id)
-        finally:
-            admission.capacity.give_back()
+        outcome, error: as `cause_of`. done: called later, with what went wrong if anything did.
+        """
+        usage, hold_id = self.usage, self.admitted.hold_id
+        cause = cause_of(outcome, error)
+        charge = charge_of(phase_of(usage), cause)
+        self.outcome, self._done = outcome, done
+        if charge.action is Action.VOID:
+            self._admission.holds.begin_void(hold_id, self._ended)
+            return
+        op = Settle(
+            hold_id=hold_id,
+            input_token_count=usage.input_token_count if charge.bills_input else 0,
+            cached_input_token_count=usage.cached_input_token_count if charge.bills_input else 0,
+            generated_token_count=max(usage.generated_token_count, usage.delivered_token_count),
+            delivered_token_count=usage.delivered_token_count if charge.bills_output else 0,
+            outcome=outcome or OUTCOMES[cause],
+            timings=timings,
+            migration_count=migration_count,
+        )
+        self._admission.holds.begin_settle(op, self._ended)
+
+    def _ended(self, answer: Settled | Ended | Exception) -> None:
+        self._admission.capacity.give_back()
+        done, self._done = self._done, None
+        assert done is not None, "a hold ends once"
+        if isinstance(answer, Exception):
+            done(answer)
+            return
+        if isinstance(answer, Settled):
+            self.settled = answer
+        self._admission.journal.forget(self.admitted.hold_id)
+        done(None)
+
+
+def no_lapse() -> None:
+    """Of a hold that is not there yet."""
 
 
 class Admission:
@@ -193,11 +258,17 @@ class Admission:
         """Whether the last request of a key was refused by a quota, a moment ago."""
         return time.monotonic() - self._refused_at.get(api_key_id.int, -math.inf) < REFUSED_S
 
-    def _note_refusal(self, api_key_id: uuid.UUID) -> None:
-        self._refused_at[api_key_id.int] = time.monotonic()
-        self._refused_at.move_to_end(api_key_id.int)
+    def note_refusal(self, key_number: int) -> None:
+        """A quota has refused a request of this API key."""
+        self._refused_at[key_number] = time.monotonic()
+        self._refused_at.move_to_end(key_number)
         if len(self._refused_at) > REFUSED_KEYS_MAX:
             self._refused_at.popitem(last=False)
+
+    def let_in(self, key_number: int) -> None:
+        """A request of this API key has its hold."""
+        self._refused_at.pop(key_number, None)
+        self.admitted_count += 1
 
     async def check_room(self, op: Admit) -> None:
         """Raise what a request would be refused with that is at least this large, before any work is spent on it.
@@ -210,27 +281,23 @@ class Admission:
         try:
             await self.holds.check_room(op)
         except QuotaExceeded:
-            self._note_refusal(op.payer.api_key_id)
+            self.note_refusal(op.payer.api_key_id.int)
             raise
 
     async def admit(self, op: Admit, usage: UsageSoFar) -> Lease:
-        """Hold what the request may cost. Whoever gets the lease enters it at once: leaving it ends the hold by `usage`.
-
-        op: its first slice is all the output that the request and the context window allow; a slice of that is leased at first.
-        Raises: Draining, Overloaded, QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled,
-        StoreAway. A refused request leaves no trace.
-        """
-        settings, max_output_token_count = self.settings, op.first_slice_token_count
-        op.first_slice_token_count = min(settings.lease_slice_tokens, max_output_token_count)
-        op.least_slice_token_count = min(settings.lease_least_tokens, op.first_slice_token_count)
-        self.capacity.take()
+        """See `Lease.ask`, and raises its refusals. Whoever gets the lease ends it."""
+        lease = Lease(self, op, usage)
         try:
-            admitted = await self.holds.admit(op)
-        except BaseException as error:
-            self.capacity.give_back()
-            if isinstance(error, QuotaExceeded):
-                self._note_refusal(op.payer.api_key_id)
+            await answered(lease.ask)
+        except asyncio.CancelledError:
+            lease.abandon()
             raise
-        self._refused_at.pop(op.payer.api_key_id.int, None)
-        self.admitted_count += 1
-        return Lease(self, max_output_token_count, admitted, usage)
+        return lease
+
+
+async def answered(ask: Callable[[Callable[[Exception | None], None]], None]) -> None:
+    """Wait for what is told by a call. Raises what it is told."""
+    answer: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+    ask(lambda error: None if answer.done() else answer.set_result(error))
+    if (error := await answer) is not None:
+        raise error

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import structlog
@@ -21,10 +22,10 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
 from api.core.messages import input_count_max
 from api.core.pace import REFUSAL_COST_S
-from api.generation.admission import Lease
+from api.generation.admission import Lease, answered
 from api.generation.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
-from api.generation.engine_run import RETRY_S_MIN, wait_until_ready
 from api.generation.life import End, Interruptible, Life, State, Stopwatch
+from api.generation.live import RETRY_S_MIN, wait_until_ready
 from api.generation.outbox import UsageSoFar
 from api.generation.preparation import check_input_bound
 from api.generation.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
@@ -81,6 +82,7 @@ class LiveEmbedding:
         self._answer: asyncio.Future[pb.EmbedResponse] = asyncio.get_running_loop().create_future()
         self._lease: Lease | None = None
         self._work_s = 0.0  # of a thread, for its texts
+        self._timings: dict[str, float] | None = None  # until all was embedded
         self._settled: Settled | None = None
 
     @property
@@ -173,8 +175,7 @@ class LiveEmbedding:
                 self._watch.lap("tokenize")
                 places = self._enter_queue(encoder, texts, stack)
                 lease = await self._process.admission.admit(self._admission_request(token_count_of(texts)), self.usage)
-                stack.callback(self._note_settled, lease)
-                await stack.enter_async_context(lease)
+                stack.push_async_exit(functools.partial(self._end_hold, lease))
                 self.life.become(State.ADMITTED)
                 self._watch.lap("admission")
             self._lease = lease
@@ -190,7 +191,12 @@ class LiveEmbedding:
         assert lease.settled is not None, "what was delivered is settled"
         return embed_response(texts, vectors, lease.admitted, lease.settled, self._watch.timings())
 
-    def _note_settled(self, lease: Lease) -> None:
+    async def _end_hold(
+        self, lease: Lease, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raises what goes wrong."""
+        outcome = Outcome.STOP if error is None else None
+        await answered(lambda done: lease.end(outcome, error, done, self._timings))
         self._settled = lease.settled
 
     def _enter_queue(self, encoder: Encoder, texts: list[TokenizedText], stack: contextlib.AsyncExitStack) -> dict[Place, Part]:
@@ -262,8 +268,7 @@ class LiveEmbedding:
         self._process.admission.journal.record([Delivered(lease.admitted.hold_id, token_count, 0, 0, 0)])
         self.life.become(State.SETTLING)
         self.usage.input_token_count = token_count
-        lease.outcome = Outcome.STOP
-        lease.timings = self._watch.timings()
+        self._timings = self._watch.timings()
 
 
 Part = tuple[tuple[int, ...], ...]

@@ -1,7 +1,7 @@
-"""The life of one request, from its start frame to its settlement, as one task of the process.
+"""One generate request, from its start frame to its settlement.
 
 A request does not belong to the stream it came on: the stream going away stops it, or lets it go on unattended if the client wants
-that, and it ends and is settled by itself, with nobody's cancellation able to cut that short. Other streams may take it over.
+that. It ends and is settled by itself, with nobody's cancellation able to cut that short. Other streams may take it over.
 """
 
 from __future__ import annotations
@@ -9,30 +9,41 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import ApiError, CancelledEarly, Cause, DeadlineBeforeStart, EngineLost, EngineLostMidway, NotAdmittedYet
+from api.core.errors import (
+    ApiError,
+    CancelledEarly,
+    Cause,
+    DeadlineBeforeStart,
+    Draining,
+    EngineLost,
+    EngineLostMidway,
+    FieldViolation,
+    InvalidRequest,
+    NotAdmittedYet,
+)
 from api.core.statuses import status_of
+from api.core.wire import OUTCOMES
 from api.generation import frames
 from api.generation.admission import Lease
 from api.generation.endings import cause_of
-from api.generation.engine_run import RETRY_S_MIN, EngineRun, check_output_change, wait_until_ready
 from api.generation.life import End, Interruptible, Life, State, Stopwatch
 from api.generation.outbox import Receiver, UsageSoFar
 from api.generation.output import Flow, LiveOutput, Output, ReplayOutput
 from api.generation.output_limits import LimitChange, OutputLimits, parse_update
 from api.generation.preparation import (
+    Preparation,
     admission_request,
     arrival_of,
     check_output_bound,
     is_bounded,
-    prepare,
     routed,
     smallest_admission,
 )
@@ -43,11 +54,20 @@ from api.observability.observer import Ending
 from api.observability.spans import NO_TRACE, TraceContext
 from api.queue.fair_queue import Outlook, Place
 from inference.engine import (
+    Backend,
     Engine,
+    EngineFinishReason,
     EngineState,
+    EngineTimings,
     GenerationRequest,
+    ModelInfo,
+    Scheduled,
+    Sequence,
+    SequenceEvent,
+    SequenceFinished,
+    TokensGenerated,
 )
-from inference.errors import EngineFailed
+from inference.errors import EngineError, EngineFailed, EngineStartFailed
 from inference.routing.router import Route
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
@@ -59,6 +79,9 @@ from metering.tenants.tenants import NO_BOUNDS, TokenBounds
 if TYPE_CHECKING:
     from api.generation.process import Process
 
+
+TOKENS_PER_CHARGE = 8  # tenants take turns by what was generated; a few tokens more or less change no order
+RETRY_S_MIN = 0.1  # seconds: below it a client that was told of a broken engine would be back before anybody noticed
 
 log = structlog.get_logger(__name__)
 
@@ -88,7 +111,11 @@ class Caller:
 
 
 class LiveRequest:
-    """One request."""
+    """One request: a state machine whose events come from its client, the hold store, the queue and the engine.
+
+    Each event is a call that never waits. What has to be waited for (a long prompt, an engine that loads, checks of the output)
+    is a task of its own, begun by `_run`, that ends in the next event.
+    """
 
     def __init__(self, caller: Caller, start: ValidStart, process: Process, receiver: Receiver) -> None:
         self.caller = caller
@@ -106,13 +133,19 @@ class LiveRequest:
             self.output = ReplayOutput(receiver, start.model, flow, self.life, self.update, start.keep_s, buffer)
         self._reply = Reply(self.output, start, self.life)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
-        self._engine_run: EngineRun | None = None  # once it was its turn
-        self._lease: Lease | None = None  # while the request waits or runs under it
-        self._engine_outcome: Outcome | None = None  # once the engine has ended it
-        self._limits: OutputLimits | None = None  # once it is admitted
-        self._request: GenerationRequest | None = None
         self._route: Route | None = None  # once it is known where it goes
-        self._work_s = 0.0  # of a thread, for its prompt
+        self._work_s = 0.0  # of processor time, for its prompt
+        self._request: GenerationRequest | None = None  # once it is prepared
+        self._lease: Lease | None = None  # once it asks to be admitted
+        self._limits: OutputLimits | None = None  # once it is admitted
+        self._sequence: Sequence | None = None  # while an engine has it
+        self._begin_timer: asyncio.TimerHandle | None = None  # until the engine begins with it
+        self._uncharged_token_count = 0  # that the queue has not been told of
+        self._first_timings: EngineTimings | None = None  # of one that was continued
+        self._migration_count = 0
+        self._engine_outcome: Outcome | None = None  # once the engine has ended it
+        self._is_over = False  # nothing more is generated
+        self._error: Exception | None = None  # what it was refused or broken by
         self.end_cause: Cause | None = None  # once it has ended
 
     @property
@@ -151,16 +184,20 @@ class LiveRequest:
         self._reply.stopped()
         if end.error is not None:
             self.output.fail()
-        if self._engine_run is not None:
-            self._engine_run.cancel()
-
-    @property
-    def _migration_count(self) -> int:
-        return self._engine_run.migration_count if self._engine_run is not None else 0
+        if self._is_over:
+            return
+        soon = asyncio.get_running_loop().call_soon
+        if self._sequence is not None:
+            self._sequence.cancel()
+        elif self.life.state is State.QUEUED:
+            soon(self._fail, end.error or Stopped())
+        elif self._lease is not None and not self._lease.is_held:
+            self._lease.abandon()
+            soon(self._fail, self._error_before_hold(end))
 
     def update(self, message: pb.UpdateFrame) -> None:
         """Change the limits of the request, and tell the client which ones hold. Never raises; the request goes on in any case."""
-        if self.life.end is not None or (self._engine_run is not None and self._engine_run.has_ended):
+        if self.life.end is not None or self._engine_outcome is not None:
             return
         refusal = None
         try:
@@ -184,52 +221,337 @@ class LiveRequest:
             lease.allow(change.max_output_tokens)
         limits.change(change)
 
-    async def run(self) -> None:
-        """The whole life, as a task of the process."""
-        lease: Lease | None = None
-        end: pb.ServerFrame | None = None
-        broken: Exception | None = None
-        timings: dict[str, float] = {}
+    # Received and preparing.
+
+    def begin(self) -> None:
+        """Prepare the prompt, at once if it is short, and ask to be admitted."""
+        process, caller = self._process, self.caller
         try:
-            structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
             self.life.become(State.PREPARING)
-            with Interruptible(self.life, self._error_before_hold):
-                route, request = await self._prepare()
-                place = self._enter_queue(route, request)
-                asked = admission_request(self.start, request, self.caller.payer)
-                lease = await self._process.admission.admit(asked, self.usage)
-                self.life.become(State.ADMITTED)
-            async with lease:
-                self._watch.lap("admission")
-                await self._generate(route.engine, request, lease, place)
-            self._watch.lap("settle")
-            ends = self._reply.ends_of_choices(self.life.end.outcome if self.life.end is not None else Outcome.CANCELLED)
-            reply, timings = self._reply, self._watch.timings()
-            end = frames.finished(lease, timings, reply.exhausted, ends, self._migration_count, reply.called_choices)
-        except RequestSettled as error:
-            end, broken = frames.failed(status_of(error), error.settled), error
-        except RequestInFlight as error:
-            if not self._process.receive_elsewhere(self):
-                end, broken = frames.failed(status_of(error), None), error
-        except EngineFailed:  # its own log says why
-            settled = lease.settled if lease else None
-            broken = self._engine_loss(settled)
-            end = frames.failed(status_of(broken), settled)
+            self.start, self._route = routed(self.start, process.router)
+            preparation = Preparation(
+                self.start,
+                self._route,
+                process.tokenizers[self._route.served],
+                process.safety,
+                caller.payer,
+                caller.bounds,
+                process.text_work,
+                self._check_room,
+                asks_first=process.admission.was_refused(caller.payer.api_key_id),
+            )
+            if (request := preparation.at_once()) is None:
+                self._run(self._prepare(preparation))
+            else:
+                self._ask(request, preparation.work_s)
         except Exception as error:
-            end, broken = frames.failed(status_of(error), lease.settled if lease else None), error
+            asyncio.get_running_loop().call_soon(self._fail, error)  # its stream is not to hear of it before it has begun
+
+    async def _prepare(self, preparation: Preparation) -> None:
+        with Interruptible(self.life, self._error_before_hold):
+            request = await preparation.request()
+        self._ask(request, preparation.work_s)
+
+    async def _check_room(self, least_token_count: int) -> None:
+        asked = smallest_admission(self.start, least_token_count, self.caller.payer)
+        await self._process.admission.check_room(asked)
+
+    def _ask(self, request: GenerationRequest, work_s: float) -> None:
+        """Take a place in the queue, and ask for permit and hold. In this order: what the queue refuses has touched nothing."""
+        process, caller, start, route = self._process, self.caller, self.start, self._route
+        assert route is not None, "it is routed before it is prepared"
+        self._request, self._work_s = request, work_s
+        if start.tool_use.tools:
+            self._reply.call_reading = call_reading(start.tool_use, process.tokenizers[route.served], start.model)
+        self._watch.lap("tokenize")
+        engine_wait_s = 0.0 if route.engine.healthy() else route.engine.condition().retry_after_s
+        weights = process.admission.settings.queue_weights
+        arrival = arrival_of(start, request, caller.payer, weights, caller.received_at, caller.deadline)
+        self.place = process.queues[route.served].enter(arrival, engine_wait_s)
+        lease = Lease(process.admission, admission_request(start, request, caller.payer), self.output.usage)
+        lease.ask(self._admitted)
+        self._lease = lease
+
+    # Admitted and queued.
+
+    def _admitted(self, refusal: Exception | None) -> None:
+        """The hold store has answered."""
+        if refusal is not None:
+            self._fail(refusal)
+            return
+        try:
+            self.life.become(State.ADMITTED)
+            self._watch.lap("admission")
+            self._open()
+            self._go_on()
+        except Exception as error:
+            self._fail(error)
+
+    def _open(self) -> None:
+        """Let output come, and tell the client that it is admitted. Raises: InvalidRequest for a cost that the input exceeds."""
+        process, start, request, lease, route = self._process, self.start, self._request, self._lease, self._route
+        assert request is not None, "it is prepared before it is admitted"
+        assert lease is not None
+        assert route is not None
+        settings = process.admission.settings
+        self._limits = limits = OutputLimits(lease.admitted.prices, request.stop.max_output_tokens, start.max_cost)
+        self._reply.open(lease, limits, settings, process.safety, self._run, self._wind_up)
+        limits.check_input(len(request.prompt_token_ids))
+        self.output.fence = self._may_send
+        predicted = route.engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
+        bounded = is_bounded(self.caller.bounds, start.stop.max_output_tokens, request)
+        self.caller.let_in()
+        self.output.push(frames.admitted(lease.admitted, request, predicted, bounded_by_key=bounded))
+        if start.start_timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            left_s = self.caller.received_at + start.start_timeout_s - time.monotonic()
+            self._begin_timer = loop.call_later(left_s, self._stop_unless_begun)
+
+    def _stop_unless_begun(self) -> None:
+        """End the request as `DEADLINE` if the engine has not begun with it in time, wherever it waits then."""
+        if not self.usage.input_token_count:
+            self.life.stop(Outcome.DEADLINE)
+
+    def _go_on(self) -> None:
+        """Towards the engine: when that is there, wait for the turn; when it has come, submit."""
+        place, route, request, lease = self.place, self._route, self._request, self._lease
+        if self._is_over or self.life.end is not None or place is None or route is None or request is None or lease is None:
+            return
+        try:
+            if not route.engine.healthy():
+                self.life.become(State.LOADING)
+                self.tell_progress(None)
+                self._run(self._load(route.engine))
+                return
+            if not place.has_turn:
+                self.life.become(State.QUEUED)
+                if not place.join(partial(asyncio.get_running_loop().call_soon, self._go_on)):
+                    return
+            if self._first_timings is None:
+                self._watch.lap("queue")
+            # This process may have slept while the request waited: then the engine is to spend nothing on it.
+            if (lapse := lease.lapse()) is not None:
+                raise lapse
+            self._sequence = route.engine.submit(replace(request, rank=place.rank), self.take)
+        except Exception as error:
+            self._fail(error)
+
+    async def _load(self, engine: Engine) -> None:
+        """Wait until an engine takes requests."""
+        with Interruptible(self.life, lambda end: end.error or Stopped()):
+            await wait_until_ready(engine, self.start.model, self._process.admission.settings.cold_start_wait_s)
+        self._watch.lap("cold_start")
+        self.life.become(State.QUEUED)
+        self._go_on()
+
+    # Running.
+
+    def take(self, event: SequenceEvent | EngineError) -> None:
+        """What the engine tells."""
+        if self._is_over:
+            return
+        try:
+            if isinstance(event, TokensGenerated):
+                token_count, usage = len(event.token_ids), self.output.usage
+                if not usage.generated_token_count:
+                    self._watch.first_token()
+                usage.generated_token_count += token_count
+                self._uncharged_token_count += token_count
+                if self._uncharged_token_count >= TOKENS_PER_CHARGE or usage.generated_token_count == token_count:
+                    self._charge()
+                self._reply.take(event)
+            elif isinstance(event, Scheduled):
+                self._begun(event)
+            elif isinstance(event, SequenceFinished):
+                self._generated(event)
+            else:
+                self._reply.take(event)
+        except Exception as error:
+            self._fail(error)
+
+    def _begun(self, event: Scheduled) -> None:
+        """The engine has begun with it."""
+        place, request, limits, usage = self.place, self._request, self._limits, self.output.usage
+        assert place is not None
+        assert request is not None
+        assert limits is not None
+        self.life.become(State.RUNNING)
+        if self._first_timings is not None:  # an engine goes on with it
+            return
+        place.begun()
+        usage.input_token_count = len(request.prompt_token_ids)
+        usage.cached_input_token_count = event.cached_token_count
+        limits.begun(usage.input_token_count, usage.cached_input_token_count)
+
+    def _charge(self) -> None:
+        """Tell the queue of what was generated."""
+        count, self._uncharged_token_count = self._uncharged_token_count, 0
+        if count and self.place is not None:
+            self.place.generated(count)
+
+    def _generated(self, event: SequenceFinished) -> None:
+        """The engine has ended it. It goes on where its client has raised the limit meanwhile."""
+        limits, request, sequence = self._limits, self._request, self._sequence
+        assert limits is not None
+        assert request is not None
+        assert sequence is not None
+        self.usage.generated_token_count = event.generated_token_count
+        if event.migration_count:
+            self._migration_count += event.migration_count
+            log.info("request_migrated", request_id=str(self.start.request_id), migration_count=event.migration_count)
+        timings = self._first_timings or event.timings
+        if event.reason is EngineFinishReason.LENGTH and limits.is_raised and self.life.end is None:
+            # What is held back is not told: the engine that goes on reads the same tokens, and holds it back itself.
+            self._first_timings = timings
+            limits.engine_token_count_max = limits.asked_token_count_max
+            stop = replace(request.stop, max_output_tokens=limits.engine_token_count_max)
+            self._request = replace(request, stop=stop, output_token_ids=tuple(sequence.outputs[0]))
+            sequence.close()
+            self._sequence = None
+            self._go_on()
+            return
+        self._engine_outcome = OUTCOMES[event.reason]
+        self._watch.engine_finished(timings)
+        self._reply.take(event)
+
+    def end_if_lapsed(self) -> None:
+        """End the request if its hold has lapsed, whatever it was about to do."""
+        if self._lease is not None and not self._is_over and (lapse := self._lease.lapse()) is not None:
+            self.stop(Outcome.FAILED, lapse)
+
+    def _may_send(self) -> bool:
+        """Whether tokens may leave. Where one hold has lapsed, most have: this process was asleep."""
+        if self._lease is None or self._lease.lapse() is None:
+            return True
+        if self.life.end is None:
+            self._process.end_lapsed()
+        return False
+
+    def tell_progress(self, outlook: Outlook | None) -> None:
+        """Send a progress frame if the request waits for something that takes long. outlook: None if it is the engine's already."""
+        if self.life.state is State.LOADING and self._route is not None:
+            condition = self._route.engine.condition()
+            if condition.state is not EngineState.READY:
+                self.output.push(frames.loading(condition))
+        elif self.life.state is State.QUEUED:
+            position, wait_s = (outlook.position, outlook.wait_s) if outlook is not None else (0, None)
+            self.output.push(frames.queued(position, wait_s))
+
+    # What has to be waited for, and what ends the request.
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        tasks: asyncio.TaskGroup = self._process.tasks
+        tasks.create_task(self._contained(work), name=f"request {self.start.given_id}")
+
+    async def _contained(self, work: Coroutine[None, None, None]) -> None:
+        structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
+        try:
+            await work
+        except asyncio.CancelledError:
+            self._fail(Draining("this server is shutting down: the same request will be served elsewhere"))
+            raise
+        except Exception as error:
+            self._fail(error)
+
+    @staticmethod
+    def _error_before_hold(end: End) -> Exception:
+        """What a request that was stopped before it had its hold ends with."""
+        if end.error is not None:
+            return end.error
+        if end.outcome is Outcome.DEADLINE:
+            return DeadlineBeforeStart("the deadline passed before the request was admitted")
+        return CancelledEarly("the request was cancelled before it was admitted")
+
+    def _fail(self, error: Exception) -> None:
+        """End it by an error: a refusal, something that broke, or `Stopped`."""
+        if self._is_over:
+            return
+        if not isinstance(error, Stopped):
+            self._error = error
+        if self._lease is None or not self._lease.is_held:
+            self._is_over = True
+            self._end()
+            return
+        if self._error is not None and self.output.takes_whole:
+            self._reply.discard()
+        self._wind_up()
+
+    def _wind_up(self) -> None:
+        """Nothing more is generated: when the client has taken what waits, the hold is settled."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._begin_timer is not None:
+            self._begin_timer.cancel()
+        sequence, self._sequence = self._sequence, None
+        if sequence is not None:
+            sequence.close()
+        self._charge()
+        if self.place is not None:
+            self.place.leave()  # the engine is done with it; settling it is nothing that others wait for
+        # On every way out: what still waits here would be delivered after it had been settled without.
+        self._reply.flush(self._settle)
+
+    def _settle(self) -> None:
+        end, error, lease = self.life.end, self._error, self._lease
+        assert lease is not None, "only what is admitted is settled"
+        outcome, timings = self._engine_outcome if end is None else end.outcome, None
+        if error is None and end is not None and end.error is not None:
+            error = end.error
+            if outcome is Outcome.FAILED:  # broken; what was ended by others counts as what it was ended as
+                outcome = None
+        elif error is not None:
+            outcome = None
+        elif outcome is Outcome.CANCELLED and end is None:
+            error, outcome = EngineFailed("the engine was closed while the request ran"), None
+        else:
+            self._watch.lap("client_stall")
+            timings = self._watch.timings()
+        self._error = error
+        self.life.become(State.SETTLING)
+        lease.end(outcome, error, self._settled, timings, self._migration_count)
+
+    def _settled(self, error: Exception | None) -> None:
+        """The hold has ended."""
+        self._error = error or self._error
+        self._watch.lap("settle")
+        self._end()
+
+    def _end(self) -> None:
+        """Tell its client and the operators how it has ended."""
+        process, lease, broken = self._process, self._lease, self._error
+        held = lease if lease is not None and lease.is_held else None
+        settled = held.settled if held is not None else None
+        end: pb.ServerFrame | None = None
+        timings = self._watch.timings()
+        try:
+            if isinstance(broken, RequestSettled):
+                end = frames.failed(status_of(broken), broken.settled)
+            elif isinstance(broken, RequestInFlight) and process.receive_elsewhere(self):
+                broken = None
+            elif broken is not None:
+                if isinstance(broken, EngineFailed):  # its own log says why
+                    broken = self._engine_loss(settled)
+                end = frames.failed(status_of(broken), settled)
+            elif held is not None:
+                ends = self._reply.ends_of_choices(self.life.end.outcome if self.life.end is not None else Outcome.CANCELLED)
+                reply = self._reply
+                end = frames.finished(held, timings, reply.exhausted, ends, self._migration_count, reply.called_choices)
         finally:
             if self.place is not None:
                 self.place.leave()
-            if lease is None:
-                self._process.pace.spent(self.caller.payer, self._work_s)
-            self.end_cause = cause_of(lease.outcome if lease is not None else None, broken)
-            self._process.generated(self, can_be_received=lease is not None and lease.settled is not None)
+                self.place.on_turn = None
+            if held is None:
+                process.pace.spent(self.caller.payer, self._work_s)
+            self.end_cause = cause_of(held.outcome if held is not None else None, broken)
+            process.generated(self, can_be_received=settled is not None)
             self.output.end(end)
             if end is not None:
-                self._tell(lease, broken, timings or self._watch.timings())
+                self._tell(held, broken, timings)
             # What refers to itself in a circle goes only with a collection, which stops all streams meanwhile.
+            self._reply.close()
             self.life.over()
-            broken = None
+            self._error = broken = None
 
     def _tell(self, lease: Lease | None, broken: Exception | None, timings: Mapping[str, float]) -> None:
         """Tell operators how it has ended, and where its time went. broken: what it was refused or has failed with."""
@@ -254,144 +576,36 @@ class LiveRequest:
         assert self._route is not None, "an engine that was lost was chosen"
         return EngineLost(max(self._route.engine.condition().retry_after_s, RETRY_S_MIN))
 
-    async def _prepare(self) -> tuple[Route, GenerationRequest]:
-        process, caller = self._process, self.caller
-        self.start, route = routed(self.start, process.router)
-        self._route, tokenizer = route, process.tokenizers[route.served]
-        prepared = await prepare(
-            self.start,
-            route,
-            tokenizer,
-            process.safety,
-            caller.payer,
-            caller.bounds,
-            process.text_work,
-            self._check_room,
-            asks_first=process.admission.was_refused(caller.payer.api_key_id),
-        )
-        request, self._work_s = prepared.request, prepared.work_s
-        if self.start.tool_use.tools:
-            self._reply.call_reading = call_reading(self.start.tool_use, tokenizer, self.start.model)
-        self._watch.lap("tokenize")
-        return route, request
 
-    async def _check_room(self, least_token_count: int) -> None:
-        asked = smallest_admission(self.start, least_token_count, self.caller.payer)
-        await self._process.admission.check_room(asked)
+def check_output_change(request: GenerationRequest, model: ModelInfo, max_output_tokens: int) -> None:
+    """Raises: InvalidRequest if a request that runs cannot have so many output tokens in all."""
+    wrong, room = "", model.context_window_tokens - len(request.prompt_token_ids)
+    if request.choice_count > 1 or request.beam_search is not None:
+        wrong = "cannot be changed for several choices or beam search"
+    elif max_output_tokens > room:
+        wrong = f"must be at most {room}, which the context window leaves, not {max_output_tokens}"
+    elif max_output_tokens > request.stop.max_output_tokens and not model.can_continue(request):
+        why = "by the engine of this model"
+        if request.response_format is not None:
+            why = "with a response format"
+        elif model.continues_output:
+            why += " with a seed or penalties"
+        wrong = f"cannot be raised above {request.stop.max_output_tokens} {why}"
+    if wrong:
+        raise InvalidRequest([FieldViolation("update.max_output_tokens", wrong)])
 
-    def _enter_queue(self, route: Route, request: GenerationRequest) -> Place:
-        """A place in the queue, taken before the hold, so that what is refused here has touched nothing. Raises as `enter`."""
-        caller, weights, engine = self.caller, self._process.admission.settings.queue_weights, route.engine
-        engine_wait_s = 0.0 if engine.healthy() else engine.condition().retry_after_s
-        arrival = arrival_of(self.start, request, caller.payer, weights, caller.received_at, caller.deadline)
-        self.place = self._process.queues[route.served].enter(arrival, engine_wait_s)
-        return self.place
 
-    async def _generate(self, engine: Engine, request: GenerationRequest, lease: Lease, place: Place) -> None:
-        """Run the request under its hold, and leave `lease` with how it ended. Raises what breaks it."""
-        limits = OutputLimits(lease.admitted.prices, request.stop.max_output_tokens, self.start.max_cost)
-        limits.check_input(len(request.prompt_token_ids))
-        self._limits, self._request = limits, request
-        self._reply.open(lease, limits, self._process.admission.settings, self._process.safety)
-        self.output.fence = partial(self._may_send, lease)
-        self._lease = lease
-        predicted = engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
-        bounded = is_bounded(self.caller.bounds, self.start.stop.max_output_tokens, request)
-        self.caller.let_in()
-        self.output.push(frames.admitted(lease.admitted, request, predicted, bounded_by_key=bounded))
-        timer = self._start_timer()
-        try:
-            with Interruptible(self.life, lambda end: end.error or Stopped()):
-                await self._wait_for_turn(engine, place, lease)
-            self._engine_run = EngineRun(request, place, limits, self._reply, self._watch, self.life, self.usage)
-            self._engine_outcome = await self._engine_run.run(engine)
-        except Stopped:
-            assert self.life.end is not None
-            lease.outcome = self.life.end.outcome
-            return
-        except Exception:
-            if self.output.takes_whole:
-                self._reply.discard()
-            raise
-        finally:
-            self._lease = None
-            lease.migration_count = self._migration_count
-            if timer is not None:
-                timer.cancel()
-            place.leave()  # the engine is done with it; settling it is nothing that others wait for
-            # On every way out: what still waits here would be delivered after it had been settled without.
-            await self._reply.flush()
-            self.life.become(State.SETTLING)
-        end = self.life.end
-        if end is not None and end.error is not None:
-            if end.outcome is not Outcome.FAILED:  # ended by others, not broken: it counts as what it was ended as
-                lease.outcome = end.outcome
-            raise end.error
-        if self._engine_outcome is Outcome.CANCELLED and end is None:
-            raise EngineFailed("the engine was closed while the request ran")
-        lease.outcome = self._engine_outcome if end is None else end.outcome
-        self._watch.lap("client_stall")
-        lease.timings = self._watch.timings()
+async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
+    """Start an engine, and return when it takes requests. model: as clients call it.
 
-    def end_if_lapsed(self) -> None:
-        """End the request if its hold has lapsed, whatever it was about to do."""
-        if self._lease is not None and (lapse := self._lease.lapse()) is not None:
-            self.stop(Outcome.FAILED, lapse)
-
-    def _may_send(self, lease: Lease) -> bool:
-        """Whether tokens may leave. Where one hold has lapsed, most have: this process was asleep."""
-        if lease.lapse() is None:
-            return True
-        if self.life.end is None:
-            self._process.end_lapsed()
-        return False
-
-    def _start_timer(self) -> asyncio.TimerHandle | None:
-        """End the request as `DEADLINE` if the engine has not begun with it in time, wherever it waits then."""
-        if self.start.start_timeout_s is None:
-            return None
-        left_s = self.caller.received_at + self.start.start_timeout_s - time.monotonic()
-        return asyncio.get_running_loop().call_later(left_s, self._stop_unless_begun)
-
-    def _stop_unless_begun(self) -> None:
-        if not self.usage.input_token_count:
-            self.life.stop(Outcome.DEADLINE)
-
-    async def _wait_for_turn(self, engine: Engine, place: Place, lease: Lease) -> None:
-        """Wait for the engine, and for the turn with it."""
-        if not engine.healthy():
-            await self._load(engine)
-        self.life.become(State.QUEUED)
-        await place.turn()
-        self._watch.lap("queue")
-        if not engine.healthy():  # it may have gone meanwhile
-            await self._load(engine)
-            self.life.become(State.QUEUED)
-        # This process may have slept while the request waited: then the engine is to spend nothing on it.
-        if (lapse := lease.lapse()) is not None:
-            raise lapse
-
-    async def _load(self, engine: Engine) -> None:
-        self.life.become(State.LOADING)
-        self.tell_progress(None)
-        await wait_until_ready(engine, self.start.model, self._process.admission.settings.cold_start_wait_s)
-        self._watch.lap("cold_start")
-
-    @staticmethod
-    def _error_before_hold(end: End) -> Exception:
-        """What a request that was stopped before it had its hold ends with."""
-        if end.error is not None:
-            return end.error
-        if end.outcome is Outcome.DEADLINE:
-            return DeadlineBeforeStart("the deadline passed before the request was admitted")
-        return CancelledEarly("the request was cancelled before it was admitted")
-
-    def tell_progress(self, outlook: Outlook | None) -> None:
-        """Send a progress frame if the request waits for something that takes long. outlook: None if it is the engine's already."""
-        if self.life.state is State.LOADING and self._route is not None:
-            condition = self._route.engine.condition()
-            if condition.state is not EngineState.READY:
-                self.output.push(frames.loading(condition))
-        elif self.life.state is State.QUEUED:
-            position, wait_s = (outlook.position, outlook.wait_s) if outlook is not None else (0, None)
-            self.output.push(frames.queued(position, wait_s))
+    Raises: EngineStartFailed, EngineUnavailable.
+    """
+    try:
+        async with asyncio.timeout(wait_s):
+            await backend.start()
+    except TimeoutError:
+        condition = backend.condition()
+        raise EngineStartFailed(
+            f"the engine of model {model!r} is still not ready: {condition.reason or condition.state.value}",
+            max(condition.retry_after_s, RETRY_S_MIN),
+        ) from None

@@ -118,7 +118,8 @@ class Output(ABC):
         self._end: pb.ServerFrame | None = None
         self._has_failed = False
         self._unattended: asyncio.TimerHandle | None = None
-        self._moved: asyncio.Future[None] | None = None
+        self._then: Callable[[], None] | None = None  # see `when_taken`
+        self._stall: asyncio.TimerHandle | None = None
         self.has_more = False  # whether something that may be sent now is left after `take`
         receiver.source = receiver.supply = self
 
@@ -170,24 +171,26 @@ class Output(ABC):
             return True
         return not (self._waits() or receiver.unsent_frame_count)
 
-    async def all_taken(self, within_s: float | None = None) -> bool:
-        """Wait until the client has taken everything, at most `within_s` seconds; returns whether it has."""
-        ends_at = None
-        while not self.is_taken:
-            loop = asyncio.get_running_loop()
-            if within_s is not None and ends_at is None:
-                ends_at = loop.time() + within_s
-            self._moved = loop.create_future()
-            timer = None if ends_at is None else loop.call_at(ends_at, self.moved)
-            try:
-                await self._moved
-            finally:
-                self._moved = None
-                if timer is not None:
-                    timer.cancel()
-            if ends_at is not None and loop.time() >= ends_at:
-                return self.is_taken
-        return True
+    def when_taken(self, then: Callable[[], None], stall_max_s: float | None) -> None:
+        """Call `then` in a later turn of the loop, once the client has taken everything or what waits was discarded.
+
+        stall_max_s: how long the client may take nothing before the request is stopped, and the rest discarded; None: for ever.
+        What it takes may be frames of other requests that came before, so the stream is watched and not the request.
+        """
+        self._then = then
+        if stall_max_s is not None:
+            self._stall = asyncio.get_running_loop().call_later(stall_max_s, self._look_for_stall, self.progress, stall_max_s)
+        self.moved()
+
+    def _look_for_stall(self, before: tuple[int, int, int], stall_max_s: float) -> None:
+        if (progress := self.progress) != before:
+            self._stall = asyncio.get_running_loop().call_later(stall_max_s, self._look_for_stall, progress, stall_max_s)
+            return
+        self._stall = None
+        if self._life is not None:
+            self._life.stop(Outcome.SLOW_CONSUMER)
+        self.discard()
+        self.moved()
 
     @abstractmethod
     def discard(self, *, kept_too: bool = False) -> None:
@@ -318,8 +321,12 @@ class Output(ABC):
 
     def moved(self) -> None:
         """The transport has taken what it was given, or the client is gone."""
-        if self._moved is not None and not self._moved.done():
-            self._moved.set_result(None)
+        if self._then is not None and (self.is_taken or self._life is None or self._life.discards):
+            asyncio.get_running_loop().call_soon(self._then)
+            self._then = None
+            if self._stall is not None:
+                self._stall.cancel()
+                self._stall = None
 
     # What the two differ in.
 

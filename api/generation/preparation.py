@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from api.core.errors import FieldViolation, InvalidRequest, KeyBoundExceeded, PromptTooLong
 from api.generation.decoding import check_against_model
 from api.generation.start_frame import ValidStart
 from api.generation.text_work import TextWork
-from api.generation.tokenizing import TextJob, check_prompt, tokenize
+from api.generation.tokenizing import TextJob, Tokenized, check_prompt, tokenize, tokenize_at_once
 from api.generation.tools import call_reading, format_of_calls
 from api.queue.fair_queue import Arrival
 from inference.engine import GenerationRequest
@@ -28,68 +28,90 @@ def routed(start: ValidStart, router: Router) -> tuple[ValidStart, Route]:
     return start if start.model == route.model else replace(start, model=route.model), route
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request for the engine. work_s: processor time of a thread that its prompt took."""
+class Preparation:
+    """From a start frame to a request for the engine: the prompt is tokenized, and all is held against the model and its context
+    window, and against what the key may have.
 
-    request: GenerationRequest
-    work_s: float
-
-
-async def prepare(
-    start: ValidStart,
-    route: Route,
-    tokenizer: Tokenizer,
-    safety: SafetyChecker | None,
-    payer: Payer,
-    bounds: TokenBounds,
-    work: TextWork,
-    check_room: Callable[[int], Awaitable[None]] | None = None,
-    *,
-    asks_first: bool = False,
-) -> Prepared:
-    """Tokenize the prompt and hold everything against the model and its context window, and against what the key may have.
-
-    check_room, asks_first: see `TextJob`. Raises: KeyBoundExceeded, PromptTooLong, PromptTooLarge, InvalidRequest, PromptFiltered,
-    SafetyUnavailable, ChatTemplateFailed, PreparationLimit, Overloaded; as `check_room`.
+    work_s: processor time that the prompt took, once it is tokenized.
     """
-    if start.tool_use.tools:
-        call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
-    model, wanted = route.engine.model, start.stop.max_output_tokens
-    window = model.context_window_tokens
-    most_sent = window - (wanted or 1)
-    if bounds.max_input_tokens is not None:
-        most_sent = min(most_sent, bounds.max_input_tokens)
-    job = TextJob(work, payer, tokenizer, window, max(most_sent, 0), check_room, start.thinking, asks_first)
-    try:
-        tokenized = await tokenize(job, start.prompt, start.tool_use.tools)
-    except TokenLimitExceeded as exceeded:
-        check_input_bound(bounds, exceeded.least_token_count, "prompt", is_least=True)
-        raise PromptTooLong(exceeded.least_token_count, wanted, window, is_least=True) from None
-    prompt_token_ids = tokenized.token_ids
-    room = window - len(prompt_token_ids)
-    if bounds.max_input_tokens is not None:
-        check_input_bound(bounds, len(prompt_token_ids), "prompt")
-    most = room if bounds.max_output_tokens is None else output_room(bounds, wanted, start.choice_count, room)
-    if (wanted or 1) > room:
-        raise PromptTooLong(len(prompt_token_ids), wanted, window)
-    if (size := model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
-        raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
-    request = GenerationRequest(
-        prompt_token_ids=prompt_token_ids,
-        sampling=start.sampling.over(model.default_sampling),
-        stop=start.stop.within(most),
-        cache_salt=str(payer.organization_id),
-        response_format=start.response_format or (format_of_calls(start.tool_use, tokenizer) if start.tool_use.tools else None),
-        choice_count=start.choice_count,
-        beam_search=start.beam_search,
-        regions=route.regions,
-    )
-    check_against_model(request, size)
-    model.check_capabilities(request)
-    if safety is not None:
-        await check_prompt(safety, tokenizer, start.prompt, start.tool_use.tools)
-    return Prepared(request, tokenized.work_s)
+
+    def __init__(
+        self,
+        start: ValidStart,
+        route: Route,
+        tokenizer: Tokenizer,
+        safety: SafetyChecker | None,
+        payer: Payer,
+        bounds: TokenBounds,
+        work: TextWork,
+        check_room: Callable[[int], Awaitable[None]] | None = None,
+        *,
+        asks_first: bool = False,
+    ) -> None:
+        """check_room, asks_first: see `TextJob`. Raises: InvalidRequest."""
+        self.work_s = 0.0
+        self._start = start
+        self._route = route
+        self._safety = safety
+        self._bounds = bounds
+        if start.tool_use.tools:
+            call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
+        window = route.engine.model.context_window_tokens
+        most_sent = window - (start.stop.max_output_tokens or 1)
+        if bounds.max_input_tokens is not None:
+            most_sent = min(most_sent, bounds.max_input_tokens)
+        self._job = TextJob(work, payer, tokenizer, window, max(most_sent, 0), check_room, start.thinking, asks_first)
+
+    def at_once(self) -> GenerationRequest | None:
+        """The request, or None if something has to be waited for. Raises as `request`."""
+        if self._safety is not None or self._job.asks_first:
+            return None
+        tokenized = tokenize_at_once(self._job, self._start.prompt, self._start.tool_use.tools)
+        return None if tokenized is None else self._checked(tokenized)
+
+    async def request(self) -> GenerationRequest:
+        """The request.
+
+        Raises: KeyBoundExceeded, PromptTooLong, PromptTooLarge, InvalidRequest, PromptFiltered, SafetyUnavailable,
+        ChatTemplateFailed, PreparationLimit, Overloaded; as `check_room`.
+        """
+        start, job = self._start, self._job
+        try:
+            tokenized = await tokenize(job, start.prompt, start.tool_use.tools)
+        except TokenLimitExceeded as exceeded:
+            check_input_bound(self._bounds, exceeded.least_token_count, "prompt", is_least=True)
+            wanted = start.stop.max_output_tokens
+            raise PromptTooLong(exceeded.least_token_count, wanted, job.window, is_least=True) from None
+        request = self._checked(tokenized)
+        if self._safety is not None:
+            await check_prompt(self._safety, job.tokenizer, start.prompt, start.tool_use.tools)
+        return request
+
+    def _checked(self, tokenized: Tokenized) -> GenerationRequest:
+        start, bounds, job, model = self._start, self._bounds, self._job, self._route.engine.model
+        wanted, prompt_token_ids, self.work_s = start.stop.max_output_tokens, tokenized.token_ids, tokenized.work_s
+        room = job.window - len(prompt_token_ids)
+        if bounds.max_input_tokens is not None:
+            check_input_bound(bounds, len(prompt_token_ids), "prompt")
+        most = room if bounds.max_output_tokens is None else output_room(bounds, wanted, start.choice_count, room)
+        if (wanted or 1) > room:
+            raise PromptTooLong(len(prompt_token_ids), wanted, job.window)
+        if (size := model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
+            raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
+        tools_format = format_of_calls(start.tool_use, job.tokenizer) if start.tool_use.tools else None
+        request = GenerationRequest(
+            prompt_token_ids=prompt_token_ids,
+            sampling=start.sampling.over(model.default_sampling),
+            stop=start.stop.within(most),
+            cache_salt=str(job.payer.organization_id),
+            response_format=start.response_format or tools_format,
+            choice_count=start.choice_count,
+            beam_search=start.beam_search,
+            regions=self._route.regions,
+        )
+        check_against_model(request, size)
+        model.check_capabilities(request)
+        return request
 
 
 def arrival_of(

@@ -70,17 +70,18 @@ class Process:
             thread_count=settings.preparation_thread_count,
             weights=settings.queue_weights,
         )
-        self._tasks: asyncio.TaskGroup = admission.tasks
+        self.tasks: asyncio.TaskGroup = admission.tasks  # of requests
         self._live: dict[Running, None] = {}  # in order of arrival
         self._by_key: dict[tuple[int, int], LiveRequest] = {}  # by the numbers of project and request: UUIDs hash in Python
         self._progress = Retries("progress")
 
-    def begin(self, caller: Caller, start: ValidStart, receiver: Receiver) -> None:
+    def begin(self, caller: Caller, start: ValidStart, receiver: Receiver) -> LiveRequest:
         """Run a request that `find` does not know. Its end comes to the receiver, or to whoever receives it then."""
         request = LiveRequest(caller, start, self, receiver)
         self._live[request] = None
         self._by_key.setdefault((caller.payer.project_id.int, start.request_id.int), request)
-        self._tasks.create_task(request.run(), name=f"request {start.given_id}")
+        request.begin()
+        return request
 
     async def turn_to_read(self, owner: Owner, byte_count: int) -> None:
         """Wait until a message of this API key may be read, whose bytes count as being prepared meanwhile.
@@ -118,7 +119,7 @@ class Process:
         """Run a request that embeds; its `answer` tells of its end."""
         request = LiveEmbedding(caller, start, self)
         self._live[request] = None
-        self._tasks.create_task(request.run(), name=f"request {start.request_id}")
+        self.tasks.create_task(request.run(), name=f"request {start.request_id}")
         return request
 
     def running(self) -> tuple[Running, ...]:

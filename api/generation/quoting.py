@@ -14,7 +14,7 @@ from api.core import wire
 from api.core.messages import effective_quota_statuses, input_count_max, quota_status
 from api.generation.embedding import token_count_of, tokenize_inputs
 from api.generation.embedding_wire import check_against_model, parse_embed
-from api.generation.preparation import check_input_bound, prepare, routed
+from api.generation.preparation import Preparation, check_input_bound, routed
 from api.generation.process import Process
 from api.generation.start_frame import parse_start
 from api.generation.tokenizing import TextJob
@@ -30,11 +30,10 @@ async def quote(process: Process, sessions: Sessions, principal: Principal, mess
     check_model(principal, process.router.own_name(start.model))
     start, route = routed(start, process.router)
     payer = payer_of(principal)
-    prepared = await prepare(
-        start, route, process.tokenizers[route.served], process.safety, payer, principal.bounds, process.text_work
-    )
-    process.pace.spent(principal, prepared.work_s)
-    request = prepared.request
+    tokenizer = process.tokenizers[route.served]
+    preparation = Preparation(start, route, tokenizer, process.safety, payer, principal.bounds, process.text_work)
+    request = await preparation.request()
+    process.pace.spent(principal, preparation.work_s)
     sent, most = len(request.prompt_token_ids), request.stop.max_output_tokens * request.choice_count
     settings = process.admission.settings
     first_slice = min(settings.lease_slice_tokens, most)

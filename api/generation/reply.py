@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from collections.abc import Callable, Coroutine
 
+import msgspec
 import structlog
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
+from api.core.wire import OUTCOMES
 from api.generation import frames
 from api.generation.admission import Lease
 from api.generation.life import Life
@@ -15,14 +19,21 @@ from api.generation.output import Output, UsageTelling
 from api.generation.output_limits import UNBOUNDED, OutputLimits
 from api.generation.start_frame import ValidStart
 from api.generation.tools import CallReading
-from inference.engine import GrammarKind, TokensGenerated
+from inference.engine import ChoiceFinished, GrammarKind, SequenceFinished, TokensGenerated
+from inference.errors import EngineError
 from inference.safety.safety import EscapedOutputCheck, OutputCheck, SafetyChecker, Verdict
 from inference.text.tools import Parsed, ToolCallParser
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import QuotaState
 from metering.quotas.quotas import QuotaExceeded
 
+Told = TokensGenerated | ChoiceFinished | SequenceFinished | EngineError
+
 log = structlog.get_logger(__name__)
+
+
+def closed(*_: object) -> None:
+    """Nobody is told."""
 
 
 class Reply:
@@ -41,10 +52,26 @@ class Reply:
         self._limits: OutputLimits
         self._lease: Lease
         self._settings: Settings
+        self._run: Callable[[Coroutine[None, None, None]], object] = closed
+        self._on_end: Callable[[], None] = closed
+        self._late: deque[Told] | None = None  # while a task hands it on
         self._has_to_wait = False  # for checks, or for a client that a search says much to at once
 
-    def open(self, lease: Lease, limits: OutputLimits, settings: Settings, safety: SafetyChecker | None) -> None:
-        """From now on output may come, under this lease. safety: what outputs are checked by; None if they are not."""
+    def open(
+        self,
+        lease: Lease,
+        limits: OutputLimits,
+        settings: Settings,
+        safety: SafetyChecker | None,
+        run: Callable[[Coroutine[None, None, None]], object],
+        on_end: Callable[[], None],
+    ) -> None:
+        """From now on output may come, under this lease.
+
+        safety: what outputs are checked by; None if they are not. run: runs what has to wait, and is told if it breaks.
+        on_end: called when all output has been handed on.
+        """
+        self._run, self._on_end = run, on_end
         self._lease, self._limits, self._settings = lease, limits, settings
         self.output.hold_id = lease.admitted.hold_id
         if self._start.usage_interval_tokens is not None:
@@ -53,6 +80,11 @@ class Reply:
         self._has_to_wait = bool(self._filters) or self._start.beam_search is not None
         if self.call_reading is not None:
             self._parsers = {index: self.call_reading.open() for index in range(self._start.choice_count)}
+
+    def close(self) -> None:
+        """The request has ended; nothing here refers to it any more."""
+        self._run = self._on_end = closed
+        self._late = None
 
     @property
     def _has_json(self) -> bool:
@@ -73,8 +105,26 @@ class Reply:
         self._life.discards = True
         self.output.discard()
 
-    def hand_on_now(self, event: TokensGenerated) -> bool:
-        """Give on new output unless checks, the client or the lease have to be waited for; False if so, and nothing was done."""
+    def take(self, event: Told) -> None:
+        """What the engine has told, in order: handed on at once, or by a task if checks, the client or the lease make it wait.
+
+        Raises: EngineError that was told, OSError if output has to be journalled and cannot be.
+        """
+        if self._late is not None:
+            self._late.append(event)
+        elif not self._hand_on(event):
+            self._late = deque((event,))
+            self._run(self._hand_on_late(self._late))
+
+    def _hand_on(self, event: Told) -> bool:
+        """Hand it on unless it has to wait; False if so, and nothing was done."""
+        if isinstance(event, EngineError):
+            raise event
+        if not isinstance(event, TokensGenerated):
+            if self._filters and self._life.end is None:
+                return False
+            self._end(event)
+            return True
         lease, limits, output = self._lease, self._limits, self.output
         token_count = output.said_token_count + len(event.token_ids)
         if self._has_to_wait or token_count > lease.leased_token_count:
@@ -89,13 +139,29 @@ class Reply:
         self._say(event)
         return True
 
-    async def hand_on(self, event: TokensGenerated) -> None:
-        """Give on what of the new output, and of what was held back before, the safety stage lets go; for what has to wait for it.
+    async def _hand_on_late(self, late: deque[Told]) -> None:
+        """What has to wait, and what comes meanwhile."""
+        while late:
+            event = late.popleft()
+            if isinstance(event, TokensGenerated):
+                await self._hand_on_waiting(event)
+            elif isinstance(event, EngineError):
+                raise event
+            elif self._filters:
+                await self._end_checked(event)
+            else:
+                self._end(event)
+        self._late = None
+
+    async def _hand_on_waiting(self, event: TokensGenerated) -> None:
+        """Give on what of the new output, and of what was held back before, the safety stage lets go.
 
         A beam search says much at once at its end: then the client is waited for, and given up only if it stalls.
         """
         if self._start.beam_search and self.output.unsent_token_count >= self._settings.outbox_tokens_per_request_max // 2:
-            await self.flush()
+            taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.flush(lambda: None if taken.done() else taken.set_result(None))
+            await taken
         if not self._filters:
             await self._hand_on_checked(event)
         elif self._life.end is None:
@@ -104,23 +170,30 @@ class Reply:
                 await self._hand_on_checked(part)
             self._note_filtered(checked, event.choice_index)
 
-    async def hand_on_rest(self, choice_index: int, text: str) -> None:
-        """A choice has ended: what was held back of it goes out, unless the request was stopped."""
-        if self._life.end is not None:
-            return
-        if self._filters:
-            checked = self._filters[choice_index]
-            for part in await checked.finish(text):
+    async def _end_checked(self, event: ChoiceFinished | SequenceFinished) -> None:
+        """The same for the end of a choice, and of what was held back of it."""
+        index = event.choice_index if isinstance(event, ChoiceFinished) else 0
+        if self._life.end is None and (isinstance(event, ChoiceFinished) or self._start.choice_count == 1):
+            checked = self._filters[index]
+            for part in await checked.finish(event.text):
                 await self._hand_on_checked(part)
-            self._note_filtered(checked, choice_index)
-            text = ""
-        if self._life.end is None:
-            self._say_rest(choice_index, text)
+            self._note_filtered(checked, index)
+            event = msgspec.structs.replace(event, text="")
+        self._end(event)
 
-    def end_choice(self, choice_index: int, outcome: Outcome) -> None:
-        """One of several choices ended by itself. One whose last tokens were not handed on ended as the request does."""
-        if self._life.end is None:
-            self._choice_ends[choice_index] = outcome
+    def _end(self, event: ChoiceFinished | SequenceFinished) -> None:
+        """A choice or the whole has ended by itself: what was held back of it goes out, unless the request was stopped.
+
+        A choice whose last tokens were not handed on ended as the request does.
+        """
+        if self._life.end is None and isinstance(event, ChoiceFinished):
+            self._say_rest(event.choice_index, event.text)
+            if self._life.end is None:
+                self._choice_ends[event.choice_index] = OUTCOMES[event.reason]
+        elif self._life.end is None and self._start.choice_count == 1:
+            self._say_rest(0, event.text)
+        if isinstance(event, SequenceFinished):
+            self._on_end()
 
     def ends_of_choices(self, cut: Outcome) -> dict[int, Outcome]:
         """How each of several choices ended; what the end of the whole request cut off ended as that did."""
@@ -129,26 +202,15 @@ class Reply:
         ends = {index: self._choice_ends.get(index, cut) for index in range(self._start.choice_count)}
         return {index: cut if end is Outcome.CANCELLED else end for index, end in ends.items()}
 
-    async def flush(self) -> None:
-        """Wait until the client has taken everything; one that takes nothing for too long is given up.
+    def flush(self, then: Callable[[], None]) -> None:
+        """Call `then` in a later turn of the loop, once the client has taken everything; one that takes nothing is given up.
 
-        What it reads may be frames of other requests that were before these, so the stream is watched and not the request.
-        Nothing is waited for once what waits was discarded: what the transport has already was counted when it was handed over.
         An answer that is taken whole waits for its other parts, and whoever writes it looks after the client.
         """
-        if self._life.discards:
-            return
-        if self.output.takes_whole:
+        whole = self.output.takes_whole
+        if whole:
             self.output.complete()
-            await self.output.all_taken()
-            return
-        before = None
-        while before != (progress := self.output.progress):
-            before = progress
-            if await self.output.all_taken(self._settings.client_stall_max_s):
-                return
-        self._life.stop(Outcome.SLOW_CONSUMER)
-        self.output.discard()
+        self.output.when_taken(then, None if whole else self._settings.client_stall_max_s)
 
     async def _hand_on_checked(self, event: TokensGenerated) -> None:
         """Give one step's tokens to the outbox once the lease covers them, unless the request was stopped."""

@@ -37,8 +37,8 @@ class TextJob:
     """Whose text is prepared, and under which limits.
 
     window: tokens of the model's context. token_count_max: tokens that the prompt may have, None if it is only counted.
-    check_room: awaited once before long text is tokenized, with the fewest tokens that it may have; raises what a request of that
-    size would be refused with. asks_first: before short text too, since the key was refused a moment ago. thinking: whether the
+    check_room: awaited before long text is tokenized, with the fewest tokens that it may have; raises what a request of that
+    size would be refused with. asks_first: before any text, since the key was refused a moment ago. thinking: whether the
     model is to think, None if its template decides.
     """
 
@@ -51,10 +51,22 @@ class TextJob:
     thinking: bool | None = None
     asks_first: bool = False
 
-    async def check_short(self) -> None:
-        """Await `check_room` before short text if that is asked for: usually tokenizing it costs less. Raises as `check_room`."""
-        if self.asks_first and self.check_room is not None:
-            await self.check_room(1)
+
+def tokenize_at_once(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> Tokenized | None:
+    """Token ids of a prompt that is short, or is given as such; None for any other. Raises: ChatTemplateFailed, InvalidRequest."""
+    tokenizer = job.tokenizer
+    if isinstance(prompt, str):
+        cost = len(prompt)
+        return Tokenized(tokenizer.encode(prompt), INLINE_S_PER_CHAR * cost) if cost <= INLINE_COST_MAX else None
+    if isinstance(prompt[0], int):
+        return Tokenized(prompt)
+    if job.thinking is not None and not tokenizer.switches_thinking(has_tools=bool(tools)):
+        raise InvalidRequest([FieldViolation("conversation.thinking", NO_SWITCH)])
+    chars, part_count = conversation_size(prompt, tools)
+    cost = chars + MESSAGE_COST_CHARS * part_count
+    if cost > INLINE_COST_MAX:
+        return None
+    return Tokenized(tokenizer.encode_chat(prompt, tools, thinking=job.thinking), INLINE_S_PER_CHAR * cost)
 
 
 async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> Tokenized:
@@ -63,28 +75,21 @@ async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> 
     Raises: ChatTemplateFailed, InvalidRequest, TokenLimitExceeded, PromptTooLarge, PreparationLimit, Overloaded; as `check_room`.
     """
     tokenizer = job.tokenizer
+    if job.asks_first and job.check_room is not None and not isinstance(prompt[0], int):
+        await job.check_room(1)
+    if (tokenized := tokenize_at_once(job, prompt, tools)) is not None:
+        return tokenized
     if isinstance(prompt, str):
-        if len(prompt) <= INLINE_COST_MAX:
-            await job.check_short()
-            return Tokenized(tokenizer.encode(prompt), INLINE_S_PER_CHAR * len(prompt))
         check_chars("prompt", len(prompt), tokenizer.chars_max(job.window), job.window)
         least = -(-len(prompt) // (tokenizer.chars_max(1) or len(prompt)))
         return await prepared(job, len(prompt), least, partial(tokenizer.encode, prompt, token_count_max=job.token_count_max))
-    if isinstance(prompt[0], int):
-        return Tokenized(prompt)
-    messages = prompt
-    if job.thinking is not None and not tokenizer.switches_thinking(has_tools=bool(tools)):
-        raise InvalidRequest([FieldViolation("conversation.thinking", NO_SWITCH)])
+    messages = [message for message in prompt if isinstance(message, ChatMessage)]
     chars, part_count = conversation_size(messages, tools)
-    cost = chars + MESSAGE_COST_CHARS * part_count
-    if cost <= INLINE_COST_MAX:
-        await job.check_short()
-        return Tokenized(tokenizer.encode_chat(messages, tools, thinking=job.thinking), INLINE_S_PER_CHAR * cost)
     # A template may leave out parts of a conversation, so no bound of the tokenizer holds for it.
     most = max(tokenizer.chars_max(job.window) or 0, CHARS_PER_TOKEN_MAX * job.window)
     check_chars("conversation.messages", chars, most, job.window)
     encode = partial(tokenizer.encode_chat, messages, tools, token_count_max=job.token_count_max, thinking=job.thinking)
-    return await prepared(job, cost, 1, encode)
+    return await prepared(job, chars + MESSAGE_COST_CHARS * part_count, 1, encode)
 
 
 async def prepared(job: TextJob, chars: int, least_token_count: int, encode: Callable[[], tuple[int, ...]]) -> Tokenized:

@@ -143,11 +143,7 @@ class Exchange:
         for index, start in enumerate(starts):
             self._places[start.given_id] = index
             self._receivers[start.given_id] = Receiver(self._outbox, start.given_id, self._on_end)
-        for key, start in zip(keys, starts, strict=True):
-            self._process.begin(caller, start, self._receivers[start.given_id])
-            request = self._process.find(key)
-            assert request is not None, "it has just begun"
-            self._live.append(request)
+        self._live += [self._process.begin(caller, start, self._receivers[start.given_id]) for start in starts]
 
     def _on_end(self, receiver: Receiver) -> None:
         del self._receivers[receiver.given_id]

@@ -107,15 +107,26 @@ class Place:
         self.generated_token_count = 0
         self.handed_at_step: int | None = None  # of the engine; None: it did not wait for its turn
         self.rank = 0.0  # for the engine, from its turn on
-        self.on_turn: Callable[[], None] | None = None
+        self.on_turn: Callable[[], object] | None = None
         self._queue = queue
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether its turn has come."""
+        return self.state in (State.HANDED, State.RUNNING)
+
+    def join(self, on_turn: Callable[[], object]) -> bool:
+        """Begin to wait for the turn; whether it has come at once. Else `on_turn` is called, which must not use the queue."""
+        self._queue.join(self)
+        if self.state is not State.WAITING:
+            return True
+        self.on_turn = on_turn
+        return False
 
     async def turn(self) -> None:
         """Wait until the engine is to have the request. Cancelled, it still has to be left."""
-        self._queue.join(self)
-        if self.state is State.WAITING:
-            handed = asyncio.Event()
-            self.on_turn = handed.set
+        handed = asyncio.Event()
+        if not self.join(handed.set):
             await handed.wait()
 
     def begun(self) -> None:

@@ -166,10 +166,10 @@ class WatchedProcess(Process):
 
     last: LiveRequest | None = None
 
-    def begin(self, caller: Caller, start: ValidStart, receiver: Receiver) -> None:
+    def begin(self, caller: Caller, start: ValidStart, receiver: Receiver) -> LiveRequest:
         """See `Process.begin`."""
-        super().begin(caller, start, receiver)
-        self.last = self.find((caller.payer.project_id, start.request_id))
+        self.last = super().begin(caller, start, receiver)
+        return self.last
 
 
 class SmallProcess:

@@ -1,5 +1,5 @@
-"""Stops the world at each `await` in turn: every suspension of the tasks that are watched is counted, and at one of them something
-is done.
+"""Stops the world at each `await` in turn: every suspension of the tasks that are watched is counted, and every event of the state
+machines that are; at one of them something is done.
 
 A suspension is met twice: while its task is asleep, and when what it waited for has come and the task has not been told yet. What
 goes wrong between the two (an answer that nobody takes) is found by no test that only waits for things to happen.
@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine, Generator
 from enum import StrEnum
 from types import TracebackType
 from typing import Any, cast
+
+import pytest
 
 
 class Moment(StrEnum):
@@ -59,8 +61,21 @@ class Suspensions:
         self.tasks.append(task)
         return task
 
+    def watch_events(self, monkeypatch: pytest.MonkeyPatch, machine: type, *names: str) -> None:
+        """Count the end of each call of these methods, too: what they belong to waits for the next of them."""
+        for name in names:
+            monkeypatch.setattr(machine, name, self._watched_event(getattr(machine, name)))
+
+    def _watched_event(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*values: Any, **named: Any) -> Any:
+            answer = method(*values, **named)
+            self.met(None)
+            return answer
+
+        return call
+
     def met(self, awaited: Any) -> None:
-        """A watched task has just been suspended."""
+        """A watched task has just been suspended, or an event been handled."""
         self.count += 1
         if self.count != self._at:
             return

@@ -14,7 +14,7 @@ import pytest
 
 from api.core.errors import Draining, Overloaded
 from api.core.settings import Settings
-from api.generation.admission import Admission, Capacity, Lease
+from api.generation.admission import Admission, Capacity, Lease, answered
 from api.generation.outbox import UsageSoFar
 from metering.core.errors import HoldEnded, RequestInFlight
 from metering.core.models import Outcome, QuotaDimension
@@ -42,6 +42,18 @@ class Rig:
     capacity: Capacity
     holds: HoldStore
     journal: UsageJournal
+
+    @asynccontextmanager
+    async def admitted(self, op: Admit) -> AsyncIterator[Lease]:
+        """Hold what the request may cost inside the block, which sets `outcome`."""
+        lease, error = await self.admission.admit(op, UsageSoFar()), None
+        try:
+            yield lease
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            await answered(lambda done: lease.end(lease.outcome, error, done))
 
     async def generate(self, lease: Lease, token_count: int, *, per_step: int = 1) -> None:
         """Deliver tokens as a stream does: cover, journal, count."""
@@ -75,7 +87,7 @@ async def test_tokens_flow_under_a_lease_that_grows_with_them(world: HoldWorld, 
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
     async with running(world, tmp_path) as rig:
-        async with await rig.admission.admit(request(payer), UsageSoFar()) as lease:
+        async with rig.admitted(request(payer)) as lease:
             await rig.generate(lease, 90)
             lease.outcome = Outcome.STOP
 
@@ -92,7 +104,7 @@ async def test_tokens_flow_under_a_lease_that_grows_with_them(world: HoldWorld, 
 async def test_the_lease_is_extended_before_it_is_needed(world: HoldWorld, tmp_path: Path) -> None:
     async with (
         running(world, tmp_path) as rig,
-        await rig.admission.admit(request(world.tenant()), UsageSoFar()) as lease,
+        rig.admitted(request(world.tenant())) as lease,
     ):
         await rig.generate(lease, 16)
         while world.holds()[0][1] == 20:  # noqa: ASYNC110 what the background task wrote
@@ -103,7 +115,7 @@ async def test_the_lease_is_extended_before_it_is_needed(world: HoldWorld, tmp_p
 
 async def test_no_more_is_leased_than_the_request_allows(world: HoldWorld, tmp_path: Path) -> None:
     async with running(world, tmp_path) as rig:
-        async with await rig.admission.admit(request(world.tenant(), max_output_tokens=33), UsageSoFar()) as lease:
+        async with rig.admitted(request(world.tenant(), max_output_tokens=33)) as lease:
             await rig.generate(lease, 33)
             lease.outcome = Outcome.LENGTH
 
@@ -114,7 +126,7 @@ async def test_a_quota_that_runs_out_in_mid_stream_stops_at_its_last_token(world
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 57)
     async with running(world, tmp_path) as rig:
-        async with await rig.admission.admit(request(payer), UsageSoFar()) as lease:
+        async with rig.admitted(request(payer)) as lease:
             with pytest.raises(QuotaExceeded):
                 await rig.generate(lease, 100)
             lease.outcome = Outcome.QUOTA_EXHAUSTED
@@ -128,7 +140,7 @@ async def test_a_quota_that_runs_out_in_mid_stream_stops_at_its_last_token(world
 async def test_a_step_of_many_tokens_is_covered_whole_or_refused(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 60)
-    async with running(world, tmp_path) as rig, await rig.admission.admit(request(payer), UsageSoFar()) as lease:
+    async with running(world, tmp_path) as rig, rig.admitted(request(payer)) as lease:
         await lease.cover(45)
         with pytest.raises(QuotaExceeded):
             await lease.cover(51)
@@ -146,7 +158,7 @@ async def test_every_exit_ends_the_hold_with_exactly_what_was_delivered(
     async with running(world, tmp_path) as rig:
 
         async def broken() -> None:
-            async with await rig.admission.admit(request(payer), UsageSoFar()) as lease:
+            async with rig.admitted(request(payer)) as lease:
                 await rig.generate(lease, delivered)
                 raise error
 
@@ -163,7 +175,7 @@ async def test_every_exit_ends_the_hold_with_exactly_what_was_delivered(
 async def test_a_cancelled_request_pays_its_input_if_the_engine_had_begun_with_it(world: HoldWorld, tmp_path: Path) -> None:
     async with running(world, tmp_path) as rig:
         for input_tokens in (10, 0):
-            async with await rig.admission.admit(request(world.tenant(f"t{input_tokens}")), UsageSoFar()) as lease:
+            async with rig.admitted(request(world.tenant(f"t{input_tokens}"))) as lease:
                 lease.usage.input_token_count = input_tokens
                 lease.outcome = Outcome.CANCELLED
 
@@ -174,7 +186,7 @@ async def test_a_cancelled_request_pays_its_input_if_the_engine_had_begun_with_i
 async def test_a_failure_after_an_extension_but_before_delivery_bills_nothing(world: HoldWorld, tmp_path: Path) -> None:
     """A client that reads slowly has many tokens waiting and none delivered when the engine breaks."""
     async with running(world, tmp_path) as rig:
-        async with await rig.admission.admit(request(world.tenant()), UsageSoFar()) as lease:
+        async with rig.admitted(request(world.tenant())) as lease:
             lease.usage.input_token_count = 10
             await lease.cover(35)
 
@@ -187,17 +199,17 @@ async def test_a_failure_after_an_extension_but_before_delivery_bills_nothing(wo
 async def test_overload_is_shed_before_the_database_is_touched(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     async with running(world, tmp_path, permits=1) as rig:
-        async with await rig.admission.admit(request(payer), UsageSoFar()):
+        async with rig.admitted(request(payer)):
             before = rig.holds.statistics().group_commit.operation_count
             with pytest.raises(Overloaded):
-                async with await rig.admission.admit(request(payer), UsageSoFar()):
+                async with rig.admitted(request(payer)):
                     pytest.fail("two permits of one")
             assert rig.holds.statistics().group_commit.operation_count == before
             rig.capacity.drain()
         await rig.capacity.idle()
 
         with pytest.raises(Draining):
-            async with await rig.admission.admit(request(payer), UsageSoFar()):
+            async with rig.admitted(request(payer)):
                 pytest.fail("admitted while draining")
         assert rig.capacity.taken_count == 0
 
@@ -206,11 +218,11 @@ async def test_a_refused_request_gives_its_permit_back_and_leaves_no_trace(world
     payer = world.tenant()
     world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 1)
     asked = request(payer)
-    async with running(world, tmp_path) as rig, await rig.admission.admit(asked, UsageSoFar()):
+    async with running(world, tmp_path) as rig, rig.admitted(asked):
         before = world.contents()
         for again, error in ((request(payer), QuotaExceeded), (asked, RequestInFlight)):
             with pytest.raises(error):
-                async with await rig.admission.admit(again, UsageSoFar()):
+                async with rig.admitted(again):
                     pytest.fail("admitted")
 
         assert world.contents() == before
@@ -225,7 +237,7 @@ async def test_a_caller_cancelled_while_it_enters_leaves_neither_permit_nor_hold
     quota = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 10)
 
     async def caller(rig: Rig) -> None:
-        async with await rig.admission.admit(request(payer), UsageSoFar()):
+        async with rig.admitted(request(payer)):
             await asyncio.Event().wait()
 
     async with running(world, tmp_path) as rig:
@@ -246,7 +258,7 @@ async def test_a_process_that_wakes_up_after_its_holds_expired_stops_and_records
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
     settings = replace(SETTINGS, lease_margin_tokens=0)
     async with running(world, tmp_path, settings=settings) as rig:
-        async with await rig.admission.admit(request(payer), UsageSoFar()) as lease:
+        async with rig.admitted(request(payer)) as lease:
             await rig.generate(lease, 18)
             world.advance(61)
             await sweep_expired_holds(world.url)

@@ -118,7 +118,7 @@ async def end_in(rig: Rig, payer: Payer, phase: EndPhase, end: End, *, extended:
     """Run a request to a phase and end it there; what it had delivered. extended: its lease has grown before."""
     outcome, error = end
     with contextlib.suppress(type(error) if error is not None else asyncio.InvalidStateError):
-        async with await rig.admission.admit(request(payer), UsageSoFar()) as lease:
+        async with rig.admitted(request(payer)) as lease:
             if phase is not EndPhase.HELD:
                 lease.usage.input_token_count, lease.usage.cached_input_token_count = 10, 4
             if phase is EndPhase.GENERATING:
@@ -171,12 +171,10 @@ async def test_what_ends_before_its_hold_leaves_no_trace(world: HoldWorld, tmp_p
         asked = request(payer)
         if cause is Cause.CLIENT:
             other = world.tenant("other")
-            async with await rig.admission.admit(
-                Admit(new_hold_id(), other, asked.request_id, bytes(32), "demo", 10, 9, 0), UsageSoFar()
-            ):
+            async with rig.admitted(Admit(new_hold_id(), other, asked.request_id, bytes(32), "demo", 10, 9, 0)):
                 pass
             refused = RequestIdReused
-            async with await rig.admission.admit(asked, UsageSoFar()) as lease:
+            async with rig.admitted(asked) as lease:
                 lease.outcome = Outcome.CANCELLED
             asked = Admit(new_hold_id(), payer, asked.request_id, bytes(31) + b"x", "demo", 10, 9, 0)
         elif cause is Cause.LIMIT:

@@ -23,6 +23,7 @@ from api.core.errors import Draining
 from api.core.settings import Settings
 from api.generation.embedding import EmbedCaller
 from api.generation.embedding_wire import ValidEmbed, parse_embed
+from api.generation.live import LiveRequest
 from api.generation.peers import PeerCertificates, make_identity
 from api.inference_service import InferenceServicer
 from api.openai.door import Door
@@ -43,13 +44,14 @@ TOKENS = 5  # of each answer, under leases of two: so that a request waits for t
 PROMPT = range(7, 17)
 LONG_TEXT = "the hotel near the old harbour " * 70  # more than is tokenized at once
 OTHER = "elsewhere"
+EVENTS = ("begin", "_admitted", "_go_on", "take", "_settle", "_settled")  # of a request, which is no task itself
 GOING_S = 20.0  # for what is left to go; it takes some milliseconds
 WATCHED = frozenset(
     {
         "ClientStream.serve",
         "ClientStream._read_on",
         "ClientStream._write",
-        "LiveRequest.run",
+        "LiveRequest._contained",
         "LiveEmbedding.run",
         "embed",
         "Lease._extend_quietly",
@@ -145,7 +147,9 @@ def timers_of(package: str) -> list[str]:
 
 
 @pytest.fixture
-async def world(tmp_path: Path, database_url: str, sessions: Sessions, checkpoint: TinyCheckpoint) -> AsyncIterator[World]:
+async def world(
+    tmp_path: Path, database_url: str, sessions: Sessions, checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[World]:
     settings = Settings(
         database_url=database_url,
         home=tmp_path,
@@ -164,6 +168,7 @@ async def world(tmp_path: Path, database_url: str, sessions: Sessions, checkpoin
         async with asyncio.TaskGroup() as tasks:
             await open_processes(world, checkpoint, tasks)
             asyncio.get_running_loop().set_task_factory(world.suspensions)
+            world.suspensions.watch_events(monkeypatch, LiveRequest, *EVENTS)
             yield world
             asyncio.get_running_loop().set_task_factory(None)
             await close_processes(world)
@@ -461,7 +466,7 @@ def end_tasks(world: World, run: Run) -> None:
     Nobody hears then that the hold has ended: its journal stays for the recovery, which finds it settled.
     """
     world.is_broken = True
-    for name in ("LiveRequest.run", "LiveEmbedding.run"):
+    for name in ("LiveRequest._contained", "LiveEmbedding.run"):
         for task in world.suspensions.of(name):
             task.cancel()
 

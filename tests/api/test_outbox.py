@@ -18,6 +18,7 @@ from api.generation.life import Life
 from api.generation.outbox import Outbox, Receiver
 from api.generation.output import Flow, LiveOutput
 from metering.holds.journal import Delivered, UsageJournal, decode
+from tests.service import all_taken
 
 
 class Transport:
@@ -148,7 +149,7 @@ async def test_a_journal_that_cannot_be_written_stops_delivery_and_frees_whoever
     assert transport.messages == []
     assert one.usage.delivered_token_count == 0
     async with asyncio.timeout(1):
-        await one.all_taken()
+        await all_taken(one)
 
 
 async def test_an_output_that_breaks_breaks_its_own_stream_and_no_other(journal: UsageJournal) -> None:
@@ -194,7 +195,7 @@ async def test_what_is_discarded_was_not_delivered_but_what_is_on_its_way_was(jo
         say(other, 3, 3, 3, 3)
 
         one.discard()
-        taken = tasks.create_task(one.all_taken())
+        taken = tasks.create_task(all_taken(one))
         await turns()
         assert one.usage.delivered_token_count == 2
         assert not taken.done(), "the message under way is still to be taken"
@@ -219,8 +220,8 @@ async def test_abandoning_frees_everybody_and_drops_what_comes_later(journal: Us
 
         outbox.abandon()
         say(waiting, 3, 3, 3, 3, 3)
-        await sending.all_taken()
-        await waiting.all_taken()
+        await all_taken(sending)
+        await all_taken(waiting)
 
     assert (sending.usage.delivered_token_count, waiting.usage.delivered_token_count) == (2, 0)
     assert transport.messages == []
@@ -285,7 +286,7 @@ def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter
                 await writer
             for one in outputs:
                 async with asyncio.timeout(5):
-                    await one.all_taken()
+                    await all_taken(one)
                 assert gone or one.unsent_token_count == 0
 
     asyncio.run(scenario())

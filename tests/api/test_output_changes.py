@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from api.core.errors import InvalidRequest
-from api.generation.engine_run import check_output_change
+from api.generation.live import check_output_change
 from inference.engine import GrammarKind, ModelInfo, ResponseFormat, SamplingParams
 from tests.inference.running import make_request
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +23,8 @@ from api.generation.output_limits import OutputLimits
 from api.generation.reply import Reply
 from api.generation.start_frame import ValidStart, parse_start
 from api.generation.tools import CallReading
-from inference.engine import TokensGenerated
+from inference.engine import ChoiceFinished, EngineFinishReason, EngineTimings, SequenceFinished, TokensGenerated
+from inference.safety.safety import SafetyChecker
 from inference.safety.safety_file import Rule, RuleChecker
 from inference.text.tools import CallFormat
 from metering.core.models import Outcome
@@ -38,6 +39,8 @@ PRICES = TokenPrices(1, "USD", 150_000, 15_000, 600_000)
 
 class Covered:
     """A lease that covers everything without ever waiting, so that nothing else lets the writer run."""
+
+    leased_token_count = 10**9
 
     def __init__(self) -> None:
         self.admitted = SimpleNamespace(hold_id=uuid.uuid4(), prices=None)
@@ -59,6 +62,35 @@ def reply_of(outbox: Outbox, start: ValidStart, stopped: list[Outcome]) -> Reply
     return Reply(LiveOutput(receiver, start.model, Flow(None, 60.0, lambda: None), life, lambda _: None), start, life)
 
 
+class Handing:
+    """Hands what the engine tells to a reply, and waits until it has been handed on."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+        self.has_ended = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def open(self, settings: Settings, safety: SafetyChecker | None = None) -> None:
+        """Let output come, under a lease that covers everything."""
+        limits = OutputLimits(PRICES, 1000, None)
+        self.reply.open(cast(Lease, Covered()), limits, settings, safety, self._run, lambda: setattr(self, "has_ended", True))
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        self._tasks.append(asyncio.ensure_future(work))
+
+    async def take(self, event: TokensGenerated | ChoiceFinished | SequenceFinished) -> None:
+        """Hand it on; raises what that raises."""
+        self.reply.take(event)
+        while self._tasks:
+            await self._tasks.pop()
+
+    async def flush(self) -> None:
+        """Wait until the client has taken everything."""
+        taken = asyncio.Event()
+        self.reply.flush(taken.set)
+        await taken.wait()
+
+
 async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcome], int]:
     """Hand on 500 tokens that are all there already, to a client that takes each message. Why it was stopped, and tokens sent."""
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi", **fields))
@@ -72,13 +104,16 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
 
     outbox = Outbox(journal)
     reply = reply_of(outbox, start, stopped)
-    settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=60.0))
-    reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, None)
+    settings = cast(
+        Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=60.0, lease_margin_tokens=0)
+    )
+    handing = Handing(reply)
+    handing.open(settings)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.write_all(write))
         for index in range(500):
             reply.output.usage.generated_token_count += 1
-            await reply.hand_on(TokensGenerated((index,), "x"))
+            await handing.take(TokensGenerated((index,), "x"))
         outbox.close()
     return stopped, sent
 
@@ -101,28 +136,29 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     monkeypatch.setattr(outbox_module, "FRAMES_PER_MESSAGE_MAX", 1)
     stopped: list[Outcome] = []
     outbox = Outbox(journal)
-    settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=patience_s))
+    settings = cast(
+        Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=patience_s, lease_margin_tokens=0)
+    )
     replies = []
     for _ in range(2):
         start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi"))
-        reply = reply_of(outbox, start, stopped)
-        reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, None)
-        replies.append(reply)
+        replies.append(Handing(reply_of(outbox, start, stopped)))
+        replies[-1].open(settings)
     first, last = replies
 
     async def write(data: bytes) -> None:
         await asyncio.sleep(patience_s / 2)
 
     for index in range(5):
-        await first.hand_on(TokensGenerated((index,), "x"))
-    await last.hand_on(TokensGenerated((0,), "x"))
+        await first.take(TokensGenerated((index,), "x"))
+    await last.take(TokensGenerated((0,), "x"))
     outbox.close()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.write_all(write))
         await last.flush()
 
     assert stopped == []
-    assert last.output.usage.delivered_token_count == 1
+    assert last.reply.output.usage.delivered_token_count == 1
 
 
 @pytest.mark.parametrize(
@@ -139,24 +175,26 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
     """Token by token, as a model writes it."""
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", **fields))
     rules = RuleChecker([Rule("topic", regex.compile(r".*forbidden\s+topic"), in_prompt=False, in_output=True)])
-    settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=1000, client_stall_max_s=60.0))
+    settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=1000, client_stall_max_s=60.0, lease_margin_tokens=0))
     ends: list[Outcome] = []
     outbox = Outbox(journal)
     reply = reply_of(outbox, start, ends)
     if start.tool_use.tools:
         reply.call_reading = CallReading(CallFormat.HERMES, ("book",), ends_with_call=False)
-    reply.open(cast(Lease, Covered()), OutputLimits(PRICES, 1000, None), settings, rules)
+    handing = Handing(reply)
+    handing.open(settings, rules)
     taken: list[pb.DeltaFrame] = []
 
     async def write(data: bytes) -> None:
         taken.extend(frame.delta for frame in pb.GenerateResponse.FromString(data).frames)
 
     for index, character in enumerate(HIDING):
-        await reply.hand_on(TokensGenerated((index,), character))
+        await handing.take(TokensGenerated((index,), character))
         if ends:
             break
     else:
-        await reply.hand_on_rest(0, "")
+        await handing.take(SequenceFinished(EngineFinishReason.STOP, "", 1, 0, len(HIDING), EngineTimings(0.0, 0.0, 0.0)))
+        assert handing.has_ended
     outbox.close()
     await outbox.write_all(write)
 

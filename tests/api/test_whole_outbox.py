@@ -14,6 +14,7 @@ from api.generation.life import Life
 from api.generation.outbox import FRAMES_PER_MESSAGE_MAX, Receiver, WholeOutbox
 from api.generation.output import Flow, LiveOutput
 from metering.holds.journal import UsageJournal
+from tests.service import all_taken
 
 MANY = FRAMES_PER_MESSAGE_MAX * 64 + 1
 
@@ -61,13 +62,13 @@ async def test_all_requests_go_out_together_in_one_message_and_their_ends_after_
         for _ in range(MANY):
             half.one.say(0, "x", (1,))
         half.one.complete()
-        first = tasks.create_task(half.one.all_taken())
+        first = tasks.create_task(all_taken(half.one))
         await turns()
         assert (half.messages, half.one.usage.delivered_token_count, first.done()) == ([], 0, False)
 
         half.other.say(0, "y", (2,))
         half.other.complete()
-        second = tasks.create_task(half.other.all_taken())
+        second = tasks.create_task(all_taken(half.other))
         await first
         await second
         assert half.messages == [["delta"]]
@@ -88,7 +89,7 @@ async def test_a_failure_is_told_at_once_and_what_was_discarded_is_not_delivered
         half.other.end(pb.ServerFrame(failed=pb.FailedFrame()))
         assert half.failed == ["other"]
         half.one.discard()
-        await half.one.all_taken()
+        await all_taken(half.one)
         half.one.end(pb.ServerFrame(failed=pb.FailedFrame()))
         half.outbox.close()
 
@@ -100,7 +101,7 @@ async def test_a_failure_is_told_at_once_and_what_was_discarded_is_not_delivered
 async def test_who_waits_is_let_go_when_the_client_is_gone(half: Half) -> None:
     async with asyncio.TaskGroup() as tasks:
         half.one.say(0, "x", (1,))
-        waits = tasks.create_task(half.one.all_taken())
+        waits = tasks.create_task(all_taken(half.one))
         await turns()
         half.outbox.abandon()
         await waits
