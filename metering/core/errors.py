@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
-from typing import Protocol
+from enum import StrEnum
 
 
-class ObstacleFacts(Protocol):
-    """What is told of something that stands in the way."""
+class ObstacleKind(StrEnum):
+    """What stands in the way of closing a month."""
 
-    @property
-    def kind(self) -> str:
-        """Stable and machine-readable."""
-        ...
+    MONTH_NOT_OVER = "MONTH_NOT_OVER"
+    EARLIER_MONTH_OPEN = "EARLIER_MONTH_OPEN"
+    LATER_MONTH_CLOSED = "LATER_MONTH_CLOSED"
+    MONTH_BEFORE_FIRST = "MONTH_BEFORE_FIRST"
+    USAGE_MISSTATED = "USAGE_MISSTATED"
+    USAGE_UNRATED = "USAGE_UNRATED"
+    REQUESTS_RUNNING = "REQUESTS_RUNNING"
 
-    @property
-    def description(self) -> str:
-        """In words, with the remedy."""
-        ...
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """One thing that stands in the way, in words with the remedy."""
+
+    kind: ObstacleKind
+    description: str
 
 
 class MeteringError(Exception):
@@ -135,11 +142,11 @@ class MonthClosed(MeteringError):
 
 
 class MonthNotClosable(MeteringError):
-    """A month cannot be closed now. `obstacles`: everything that stands in the way, each with a stable kind and a remedy."""
+    """A month cannot be closed now. `obstacles`: everything that stands in the way."""
 
     reason = "MONTH_NOT_CLOSABLE"
 
-    def __init__(self, obstacles: Sequence[ObstacleFacts]) -> None:
+    def __init__(self, obstacles: Sequence[Obstacle]) -> None:
         super().__init__("; ".join(each.description for each in obstacles))
         self.obstacles = tuple(obstacles)
 

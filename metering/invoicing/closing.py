@@ -15,9 +15,8 @@ import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, datetime, timedelta
 from decimal import Decimal
-from enum import StrEnum
 from typing import TypedDict, Unpack
 
 from sqlalchemy import func, insert, select, text, update
@@ -25,7 +24,7 @@ from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change
-from metering.core.errors import InvariantViolated, MonthNotClosable
+from metering.core.errors import InvariantViolated, MonthNotClosable, Obstacle, ObstacleKind
 from metering.core.models import Organization
 from metering.core.money import exact_text
 from metering.invoicing.invoices import MonthClosing, Series, draw_number, write_invoice
@@ -40,8 +39,8 @@ from metering.ledger.ledger import (
     MonthState,
     Posting,
     TransactionKind,
-    month_after,
     month_bounds,
+    month_end,
     month_of,
     month_text,
     post,
@@ -62,26 +61,6 @@ RUNNING = text("""
 SELECT request_id FROM holds
 WHERE state = 'held' AND organization_id = :organization_id AND admitted_at < :ends AND request_id <> id ORDER BY admitted_at
 """)
-
-
-class ObstacleKind(StrEnum):
-    """What stands in the way."""
-
-    MONTH_NOT_OVER = "MONTH_NOT_OVER"
-    EARLIER_MONTH_OPEN = "EARLIER_MONTH_OPEN"
-    LATER_MONTH_CLOSED = "LATER_MONTH_CLOSED"
-    MONTH_BEFORE_FIRST = "MONTH_BEFORE_FIRST"
-    USAGE_MISSTATED = "USAGE_MISSTATED"
-    USAGE_UNRATED = "USAGE_UNRATED"
-    REQUESTS_RUNNING = "REQUESTS_RUNNING"
-
-
-@dataclass(frozen=True, slots=True)
-class Obstacle:
-    """One thing that stands in the way, in words with the remedy."""
-
-    kind: ObstacleKind
-    description: str
 
 
 async def find_obstacles(session: AsyncSession, request: CloseRequest, *, all_rated: bool) -> list[Obstacle]:
@@ -149,12 +128,6 @@ async def _misstated(session: AsyncSession, organization_id: uuid.UUID, ends: da
         f"{refused}; " if refused else ""
     ) + f"find out why; then have {found.right_cost}, which the tokens cost, charged by an adjustment that somebody else approves"
     return [Obstacle(ObstacleKind.USAGE_MISSTATED, f"{told}; {remedy}, and close with --corrected-by ADJUSTMENT")]
-
-
-def month_end(month: date) -> datetime:
-    """The first moment after a month, UTC."""
-    following = month_after(month)
-    return datetime(following.year, following.month, 1, tzinfo=UTC)
 
 
 def named(ids: list[str]) -> str:

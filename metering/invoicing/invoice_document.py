@@ -19,14 +19,12 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from metering.core.models import Base, record_of
+from metering.core.models import Base
 from metering.core.money import PICO_DIGITS, exact_text
 from metering.invoicing.invoices import InvoiceRow
-from metering.invoicing.month_report import TAX_NOTE, ChargeKind, MonthReport
+from metering.invoicing.month_report import TAX_NOTE, ChargeKind, MonthReport, ReportLine
 from metering.ledger.ledger import month_bounds
 from metering.tenants.billing_profiles import BillingProfile
-
-TOKENS_PER_PRICE = 1_000_000  # prices are compared per million tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +44,14 @@ class Issuer:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLine:
-    """Tokens of one kind at one price. billed_picos: what this line adds to the rounded total."""
-
-    token_kind: str
-    tier: str
-    price_version: int
-    unit_price_picos: int
-    token_count: int
-    amount_picos: int
-    billed_picos: int
-
-    @property
-    def price_per_million_picos(self) -> int:
-        """Exact, since a price is a whole number of picos per token."""
-        return self.unit_price_picos * TOKENS_PER_PRICE
-
-
-@dataclass(frozen=True, slots=True)
 class TokenGroup:
-    """The lines of one model. late_month: the month of use, if it was closed when the usage was found."""
+    """The lines of one model, each with the picos that it adds to the rounded total.
+
+    late_month: the month of use, if it was closed when the usage was found.
+    """
 
     model: str
-    lines: tuple[TokenLine, ...]
+    lines: tuple[tuple[ReportLine, int], ...]
     late_month: str = ""
 
 
@@ -86,14 +69,6 @@ class AmountLine:
 
 
 @dataclass(frozen=True, slots=True)
-class AmountSection:
-    """Amounts of one sort with a heading."""
-
-    heading: str
-    lines: tuple[AmountLine, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class SummaryRow:
     """A row of the sums at the end. amount_picos: exact; None where `text` stands instead. strong: what is owed."""
 
@@ -108,7 +83,8 @@ class InvoiceDocument:
     """One invoice, draft or statement.
 
     mark: a few words that must not be overlooked, on every page; empty on a final invoice. facts: label and text, beside the
-    customer. summary ends with what is owed. customer_lines: address, tax id and e-mail of the customer.
+    customer. sections: amounts of one sort with their heading. summary ends with what is owed. customer_lines: address, tax id and
+    e-mail of the customer.
     """
 
     title: str
@@ -120,7 +96,7 @@ class InvoiceDocument:
     currency_code: str
     facts: tuple[tuple[str, str], ...]
     usage: tuple[TokenGroup, ...]
-    sections: tuple[AmountSection, ...]
+    sections: tuple[tuple[str, tuple[AmountLine, ...]], ...]
     summary: tuple[SummaryRow, ...]
     notes: tuple[str, ...]
     customer_lines: tuple[str, ...] = ()
@@ -185,16 +161,14 @@ def facts(report: MonthReport, number: str) -> Iterator[tuple[str, str]]:
 
 def usage(report: MonthReport) -> Iterator[TokenGroup]:
     """The lines by model, in the order of the report: the month's own usage first, then what came late."""
-    groups: dict[tuple[str, str], list[TokenLine]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[tuple[ReportLine, int]]] = defaultdict(list)
     for line, billed_picos in zip(report.lines, report.rounded_parts_picos, strict=False):
-        groups[line.late_month, line.model].append(
-            record_of(TokenLine, line, token_kind=line.token_kind.replace("_", " "), billed_picos=billed_picos)
-        )
+        groups[line.late_month, line.model].append((line, billed_picos))
     for (late_month, model), lines in sorted(groups.items(), key=lambda item: bool(item[0][0])):
         yield TokenGroup(model, tuple(lines), late_month)
 
 
-def sections(report: MonthReport) -> Iterator[AmountSection]:
+def sections(report: MonthReport) -> Iterator[tuple[str, tuple[AmountLine, ...]]]:
     """Plan, adjustments and credit, and beside them the credit notes, which are paid back apart."""
     headed: dict[str, list[AmountLine]] = {PLAN_HEADING: [], **{heading: [] for heading in HEADINGS.values()}}
     parts = report.rounded_parts_picos[len(report.lines) :]
@@ -206,13 +180,13 @@ def sections(report: MonthReport) -> Iterator[AmountSection]:
         headed[HEADINGS.get(charge.kind, PLAN_HEADING)].append(line)
     for heading, lines in headed.items():
         if lines:
-            yield AmountSection(heading, tuple(lines))
+            yield heading, tuple(lines)
     if report.credit_notes:
         returned = (
             AmountLine(f"Credit note {note.number} to invoice {note.invoice_number}", -note.amount_picos, detail=note.reason)
             for note in report.credit_notes
         )
-        yield AmountSection("Credit notes of this month: paid back apart, not part of the total", tuple(returned))
+        yield "Credit notes of this month: paid back apart, not part of the total", tuple(returned)
 
 
 def summary(report: MonthReport) -> Iterator[SummaryRow]:

@@ -38,15 +38,16 @@ from reportlab.platypus import (
 from metering.core.errors import InvalidValue
 from metering.core.money import exact_text
 from metering.invoicing.invoice_document import (
-    AmountSection,
+    AmountLine,
     InvoiceDocument,
     Issuer,
     SummaryRow,
     TokenGroup,
-    TokenLine,
     grouped,
     shown_by_helvetica,
 )
+from metering.invoicing.invoices import TOKENS_PER_PRICE
+from metering.invoicing.month_report import ReportLine
 
 MARGIN = 18 * mm
 WIDTH = A4[0] - 2 * MARGIN
@@ -128,27 +129,27 @@ def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
         begin = len(rows)
         with_sums = len(group.lines) > 1 and part == 0
         rows.append(sum_cells(heading(group, part), group.lines if with_sums else (), places, document.currency_code, type_))
-        rows.extend(token_cells(line, places, document.currency_code, type_) for line in of)
+        rows.extend(token_cells(line, billed, places, document.currency_code, type_) for line, billed in of)
         look += [("SPAN", (0, begin), (4, begin)), ("BACKGROUND", (0, begin), (-1, begin), PALE)]
         look += [("LINEBELOW", (0, begin + 1), (-1, len(rows) - 1), 0.25, RULE), ("NOSPLIT", (0, begin), (-1, len(rows) - 1))]
-    every = [line for group in document.usage for line in group.lines]
+    every = [each for group in document.usage for each in group.lines]
     rows.append(sum_cells("All usage", every, places, document.currency_code, type_))
     look += [("SPAN", (0, -1), (4, -1)), ("LINEABOVE", (0, -1), (-1, -1), 0.8, INK), ("NOSPLIT", (0, -2), (-1, -1))]
     yield plain_table(rows, [each * mm for each in COLUMNS], [*PADDED, *look], repeat=1)
     yield Spacer(0, 5 * mm)
 
 
-def sum_cells(name: str, of: Sequence[TokenLine], places: Places, currency: str, type_: Type) -> list[Any]:
+def sum_cells(name: str, of: Sequence[tuple[ReportLine, int]], places: Places, currency: str, type_: Type) -> list[Any]:
     sums = ["", "", ""]
     if of:
-        billed = sum(line.billed_picos for line in of)
-        sums = [f"{sum(line.token_count for line in of):,}", aligned(sum(line.amount_picos for line in of), places.amount)]
+        billed = sum(billed for _, billed in of)
+        sums = [f"{sum(line.token_count for line, _ in of):,}", aligned(sum(line.amount_picos for line, _ in of), places.amount)]
         sums.append(grouped(exact_text(billed, currency)))
     right = [type_.paragraph(each, 7.8, bold=True, right=True) for each in sums]
     return [type_.paragraph(name, 8.5, bold=True), "", "", "", "", *right]
 
 
-def parts(usage: Sequence[TokenGroup]) -> Iterator[tuple[TokenGroup, int, tuple[TokenLine, ...]]]:
+def parts(usage: Sequence[TokenGroup]) -> Iterator[tuple[TokenGroup, int, tuple[tuple[ReportLine, int], ...]]]:
     """Each group in runs that fit a page, with the index of the run."""
     for group in usage:
         for part, start in enumerate(range(0, len(group.lines), TOGETHER_LINES_MAX)):
@@ -172,10 +173,10 @@ class Places:
 
 def decimal_places(document: InvoiceDocument) -> Places:
     """What the lines of the usage need."""
-    of = [line for group in document.usage for line in group.lines]
+    of = [line for group in document.usage for line, _ in group.lines]
     amounts = [line.amount_picos for line in of]
     return Places(
-        needed((line.price_per_million_picos for line in of), document.currency_code),
+        needed((line.unit_price_picos * TOKENS_PER_PRICE for line in of), document.currency_code),
         needed((line.unit_price_picos for line in of), document.currency_code),
         needed([*amounts, sum(amounts)], document.currency_code),
     )
@@ -193,33 +194,32 @@ def aligned(picos: int, places: int) -> str:
     return grouped(f"{whole}.{fraction}" if fraction else whole)
 
 
-def token_cells(line: TokenLine, places: Places, currency: str, type_: Type) -> list[Paragraph]:
+def token_cells(line: ReportLine, billed_picos: int, places: Places, currency: str, type_: Type) -> list[Paragraph]:
     cells = [
         line.token_kind.replace("_", " "),
-        line.tier,
+        line.tier.value,
         f"v{line.price_version}",
-        aligned(line.price_per_million_picos, places.million),
+        aligned(line.unit_price_picos * TOKENS_PER_PRICE, places.million),
         aligned(line.unit_price_picos, places.token),
         f"{line.token_count:,}",
         aligned(line.amount_picos, places.amount),
-        grouped(exact_text(line.billed_picos, currency)),
+        grouped(exact_text(billed_picos, currency)),
     ]
     return [type_.paragraph(each, 7.8, right=index > 2) for index, each in enumerate(cells)]
 
 
 def sections(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
     """Plan, adjustments, credits: each with its heading, which stays with its first lines."""
-    for section in document.sections:
+    for heading, amounts in document.sections:
         yield CondPageBreak(24 * mm)
-        yield section_table(section, document, type_)
+        yield section_table(heading, amounts, document.currency_code, type_)
         yield Spacer(0, 4 * mm)
 
 
-def section_table(section: AmountSection, document: InvoiceDocument, type_: Type) -> Table:
+def section_table(heading: str, amounts: Sequence[AmountLine], currency: str, type_: Type) -> Table:
     """Amounts with their reasons; the heading is repeated on the next page."""
-    currency = document.currency_code
-    rows: list[list[Any]] = [[type_.paragraph(section.heading, 8.5, bold=True), "", ""]]
-    for line in section.lines:
+    rows: list[list[Any]] = [[type_.paragraph(heading, 8.5, bold=True), "", ""]]
+    for line in amounts:
         reason = [type_.paragraph(line.description, 8)]
         reason += [type_.paragraph(line.detail, 7, color=GREY)] if line.detail else []
         exact = type_.paragraph(grouped(exact_text(line.amount_picos, currency)), 7.8, right=True)

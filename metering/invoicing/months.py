@@ -329,7 +329,7 @@ WITH known AS (
     ) months
 )
 SELECT CAST(each.month AS date) AS month, b.state, b.closing_at, b.closing_by, b.closed_at, b.closed_by, c.organization_name,
-       c.report_format, c.json_sha256, c.csv_sha256, c.receipts_root, i.number, i.total_picos
+       c.report_format, c.json_sha256, c.csv_sha256, c.receipts_root, i.number AS invoice_number, i.total_picos
 FROM known, generate_series(coalesce(CAST(:only AS date), known.first), coalesce(CAST(:only AS date), known.last),
                             interval '1 month') AS each (month)
 LEFT JOIN billing_months b ON b.organization_id = :organization_id AND b.month = each.month
@@ -348,16 +348,16 @@ class MonthEntry:
     currency_code: str
     month: str
     state: MonthState
-    closing_at: datetime | None
-    closing_by: str
-    closed_at: datetime | None
-    closed_by: str
-    invoice_number: str
-    total_picos: int | None
-    json_sha256: str
-    csv_sha256: str
-    report_format: int
-    receipts_root: str
+    closing_at: datetime | None = None
+    closing_by: str = ""
+    closed_at: datetime | None = None
+    closed_by: str = ""
+    invoice_number: str = ""
+    total_picos: int | None = None
+    json_sha256: str = ""
+    csv_sha256: str = ""
+    report_format: int = 0
+    receipts_root: str = ""
 
 
 async def list_months(session: AsyncSession, organization: Organization) -> list[MonthEntry]:
@@ -373,22 +373,16 @@ async def month_entry(session: AsyncSession, organization: Organization, month: 
 async def _read(session: AsyncSession, organization: Organization, only: date | None) -> list[MonthEntry]:
     rows = await session.execute(MONTHS, {"organization_id": organization.id, "only": only})
     return [
-        MonthEntry(
+        record_of(
+            MonthEntry,
+            row,
             organization_id=organization.id,
             organization_name=row.organization_name or organization.name,
             currency_code=organization.currency_code,
             month=month_text(row.month),
             state=MonthState(row.state or MonthState.OPEN),
-            closing_at=row.closing_at,
-            closing_by=row.closing_by or "",
-            closed_at=row.closed_at,
-            closed_by=row.closed_by or "",
-            invoice_number=row.number or "",
-            total_picos=None if row.total_picos is None else int(row.total_picos),
-            json_sha256="" if row.json_sha256 is None else row.json_sha256.hex(),
-            csv_sha256="" if row.csv_sha256 is None else row.csv_sha256.hex(),
-            report_format=row.report_format or 0,
-            receipts_root=row.receipts_root or "",
+            json_sha256=(row.json_sha256 or b"").hex(),
+            csv_sha256=(row.csv_sha256 or b"").hex(),
         )
         for row in rows
     ]

@@ -14,7 +14,7 @@ import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from enum import StrEnum
 
@@ -189,6 +189,11 @@ def month_after(month: date) -> date:
     return date(month.year + month.month // 12, month.month % 12 + 1, 1)
 
 
+def month_end(month: date) -> datetime:
+    """The first moment after a month, UTC."""
+    return datetime.combine(month_after(month), time(), UTC)
+
+
 def month_text(month: date) -> str:
     """`YYYY-MM`."""
     return f"{month:%Y-%m}"
@@ -211,6 +216,12 @@ async def take_lane(session: AsyncSession, organization_id: uuid.UUID) -> None:
     For a close, before it reads what it closes; waits for postings that go on. What is read afterwards is complete.
     """
     await session.execute(TAKE_LANE, {"lane": lane_of(organization_id)})
+
+
+async def current_month(session: AsyncSession) -> date:
+    """The month of the transaction's beginning, UTC, by the database's clock."""
+    today: datetime = (await session.scalars(select(func.timezone("UTC", func.now())))).one()
+    return month_of(today.date())
 
 
 async def posting_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> date:

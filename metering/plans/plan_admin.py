@@ -7,7 +7,7 @@ take a session and never commit; every change writes the audit log. Months are g
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date, datetime
 from typing import Any
 
@@ -18,9 +18,9 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, MonthClosed, NotFound
-from metering.core.models import Base, Organization, ServiceTier, TokenKind
+from metering.core.models import Base, Organization, ServiceTier, TokenKind, record_of
 from metering.core.money import checked_currency
-from metering.ledger.ledger import BillingMonth, MonthState, month_of, share_lanes
+from metering.ledger.ledger import BillingMonth, MonthState, current_month, month_of, share_lanes
 from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.tenants.tenants import checked_name, find_organization
 
@@ -79,11 +79,11 @@ def rules_document(rules: PlanRules) -> Document:
     """The rules, each in a fixed order: the same rules are the same document, however they were given."""
     return {
         "allowances": [
-            _selector_document(each.selector) | {"token_count": each.token_count}
+            asdict(each.selector) | {"token_count": each.token_count}
             for each in sorted(rules.allowances, key=lambda each: each.selector.order)
         ],
         "tiered_prices": [
-            _selector_document(each.selector) | {"kind": str(each.kind), "steps": [_step_document(step) for step in each.steps]}
+            asdict(each.selector) | {"kind": each.kind, "steps": [asdict(step) for step in each.steps]}
             for each in sorted(rules.tiered_prices, key=lambda each: each.selector.order)
         ],
         "commitment_picos": rules.commitment_picos,
@@ -94,32 +94,16 @@ def rules_of(document: Document) -> PlanRules:
     return PlanRules(
         tuple(Allowance(_selector_of(each), each["token_count"]) for each in document["allowances"]),
         tuple(
-            TieredPrice(
-                PlanLineKind(each["kind"]),
-                _selector_of(each),
-                tuple(PriceStep(step["up_to_token_count"], step["price_picos"], step["price_milli"]) for step in each["steps"]),
-            )
+            TieredPrice(PlanLineKind(each["kind"]), _selector_of(each), tuple(PriceStep(**step) for step in each["steps"]))
             for each in document["tiered_prices"]
         ),
         document["commitment_picos"],
     )
 
 
-def _selector_document(selector: Selector) -> Document:
-    return {
-        "model": selector.model,
-        "token_kind": None if selector.token_kind is None else str(selector.token_kind),
-        "tier": None if selector.tier is None else str(selector.tier),
-    }
-
-
 def _selector_of(document: Document) -> Selector:
     kind, tier = document["token_kind"], document["tier"]
     return Selector(document["model"], None if kind is None else TokenKind(kind), None if tier is None else ServiceTier(tier))
-
-
-def _step_document(step: PriceStep) -> Document:
-    return {"up_to_token_count": step.up_to_token_count, "price_picos": step.price_picos, "price_milli": step.price_milli}
 
 
 NO_PLAN = PlanRules()
@@ -196,7 +180,7 @@ async def assign_plan(
     """
     owner = await find_organization(session, organization)
     chosen = await find_plan(session, plan, version) if plan else None
-    month = await _month(session, first_month)
+    month = await current_month(session) if first_month is None else month_of(first_month)
     await share_lanes(session, (owner.id,))
     # In turn with whoever makes it pay in advance, which goes with no plan.
     await session.execute(select(Organization.id).where(Organization.id == owner.id).with_for_update(key_share=True))
@@ -264,13 +248,6 @@ async def _latest(session: AsyncSession, organization_id: uuid.UUID, month: date
     return row
 
 
-async def _month(session: AsyncSession, first_month: date | None) -> date:
-    if first_month is not None:
-        return month_of(first_month)
-    today: datetime = (await session.scalars(select(func.timezone("UTC", func.now())))).one()
-    return month_of(today.date())
-
-
 async def _closed_from(session: AsyncSession, organization_id: uuid.UUID, month: date) -> date | None:
     """The last month from one on that is closed or being closed."""
     states = (MonthState.CLOSING, MonthState.CLOSED)
@@ -283,8 +260,8 @@ async def _closed_from(session: AsyncSession, organization_id: uuid.UUID, month:
 
 async def _assignment(session: AsyncSession, row: PlanAssignment) -> Assignment:
     plan = None if row.plan_version_id is None else _plan(await session.get_one(PlanVersion, row.plan_version_id))
-    return Assignment(row.id, row.organization_id, row.first_month, plan, row.assigned_by, row.created_at)
+    return record_of(Assignment, row, plan=plan)
 
 
 def _plan(row: PlanVersion) -> Plan:
-    return Plan(row.id, row.name, row.version, row.currency_code, rules_of(row.rules), row.created_at)
+    return record_of(Plan, row, rules=rules_of(row.rules))

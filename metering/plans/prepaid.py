@@ -25,7 +25,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, timedelta
+from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from typing import Any
 
@@ -46,7 +46,9 @@ from metering.ledger.ledger import (
     MonthState,
     Posting,
     TransactionKind,
+    current_month,
     first_open_month,
+    month_end,
     month_of,
     post,
     posting_month,
@@ -55,7 +57,7 @@ from metering.ledger.ledger import (
 from metering.plans.plan_admin import MONTH_IS_WHOLE, PrepaidOrganization, has_plan_from
 from metering.plans.plans import CreditApplication, UsableGrant, apply_credit
 from metering.quotas.quota_recount import recount
-from metering.quotas.quota_rules import checked_lefts, window_end
+from metering.quotas.quota_rules import checked_lefts
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 
@@ -236,12 +238,6 @@ async def expire(session: AsyncSession, organization_id: uuid.UUID, month: date,
     return ended
 
 
-async def current_month(session: AsyncSession) -> date:
-    """The month of the transaction's beginning, UTC, by the database's clock."""
-    today: datetime = (await session.scalars(select(func.timezone("UTC", func.now())))).one()
-    return month_of(today.date())
-
-
 def _posting(
     grant: Grant,
     kind: TransactionKind,
@@ -407,7 +403,7 @@ async def refresh(session: AsyncSession, organization_id: uuid.UUID, *, actor: s
     if until_month_end > lasting:
         values |= {
             "raised_limit_value": until_month_end,
-            "raised_until": _end_of(month),
+            "raised_until": month_end(month),
             "raise_reason": ENDS_WITH_THE_MONTH,
         }
     await _change(session, prepaid.quota_id, values, actor)
@@ -501,7 +497,7 @@ async def credit_balance(session: AsyncSession, *, organization: str) -> CreditB
 
 async def _owed(session: AsyncSession, organization_id: uuid.UUID, month: date) -> tuple[list[Owed], set[date]]:
     """What each month bills so far, and the months that are closed."""
-    begins = datetime.fromisoformat(f"{month:%Y-%m-%d}T00:00:00+00:00")
+    begins = datetime.combine(month, time(), UTC)
     sums: dict[date, Owed] = {}
     for row in await session.execute(OWED, {"organization_id": organization_id, "begins": begins}):
         known = sums.get(row.month, Owed(row.month, 0, 0, 0))
@@ -537,10 +533,3 @@ async def _lock(session: AsyncSession, organization_id: uuid.UUID) -> None:
     """Changes of one organization's credit take turns; requests that are admitted refer to the row and must not wait."""
     locking = select(Organization.id).where(Organization.id == organization_id)
     await session.execute(locking.with_for_update(key_share=True))
-
-
-def _end_of(month: date) -> datetime:
-    begins = datetime.fromisoformat(f"{month:%Y-%m-%d}T00:00:00+00:00")
-    end = window_end(QuotaDimension.COST_PICOS_PER_MONTH, begins + timedelta(0))
-    assert end is not None
-    return end

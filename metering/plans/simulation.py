@@ -16,36 +16,32 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
-from metering.core.models import Organization, ServiceTier, TokenKind
+from metering.core.models import Organization, ServiceTier, record_of
 from metering.core.money import checked_currency
 from metering.ledger.ledger import month_bounds
 from metering.plans.plan_admin import NO_PLAN, plan_in_force
 from metering.plans.plans import MonthUsage, PlanRules, plan_lines
-from metering.pricing.prices import MULTIPLIER_SCALE, RATES, checked_model, multiplied_rates
+from metering.pricing.prices import COUNTS_OF_EVENT, MULTIPLIER_SCALE, RATES, checked_model, multiplied_rates
 from metering.tenants.tenants import find_organization
 
+KIND_SUMS = ", ".join(f"sum({count})::bigint AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
+KINDS = ", ".join(f"('{kind}', {kind}, p.{price})" for kind, (_, price) in COUNTS_OF_EVENT.items())
 # By the month in which it was settled, rated or not: what was used, whichever month bills it.
-USED = text("""
-SELECT o.id AS organization_id, o.name, o.currency_code, p.id AS price_version, p.model, p.tier, p.effective_at, kind.token_kind,
-       p.organization_id IS NOT NULL AS is_own, kind.unit_price_picos, sums.token_counts[kind.place] AS token_count
+USED = text(f"""
+SELECT o.id AS organization_id, o.name, o.currency_code, p.id AS price_version, p.model, p.tier, p.effective_at, kind.*,
+       p.organization_id IS NOT NULL AS is_own
 FROM (
-    SELECT organization_id, price_version_id,
-           ARRAY[sum(input_token_count - cached_input_token_count), sum(cached_input_token_count),
-                 sum(billed_token_count), sum(embedding_token_count)]::bigint[] AS token_counts
-    FROM usage_events
+    SELECT organization_id, price_version_id, {KIND_SUMS} FROM usage_events
     WHERE settled_at >= :begins AND settled_at < :ends
       AND (CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id)
     GROUP BY 1, 2
 ) sums
 JOIN organizations o ON o.id = sums.organization_id JOIN price_versions p ON p.id = sums.price_version_id,
-LATERAL (VALUES ('input', 1, p.input_picos_per_token), ('cached_input', 2, p.cached_input_picos_per_token),
-                ('output', 3, p.output_picos_per_token), ('embedding', 4, p.embedding_picos_per_token))
-    AS kind (token_kind, place, unit_price_picos)
-WHERE sums.token_counts[kind.place] > 0
-ORDER BY o.name, o.id, p.id, kind.place
+LATERAL (VALUES {KINDS}) AS kind (token_kind, token_count, unit_price_picos)
+WHERE token_count > 0 ORDER BY o.name, o.id, p.id
 """)
 TIMEOUT = text("SET LOCAL statement_timeout = '5min'")  # a month of millions of events is read in one statement
-RATE_OF = {TokenKind.INPUT: 0, TokenKind.CACHED_INPUT: 1, TokenKind.OUTPUT: 2, TokenKind.EMBEDDING: 3}  # place in RATES
+RATE_OF = {kind: RATES.index(price) for kind, (_, price) in COUNTS_OF_EVENT.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +106,7 @@ async def simulate(
     usage: defaultdict[tuple[uuid.UUID, str, str], list[MonthUsage]] = defaultdict(list)
     own: set[int] = set()
     for row in await session.execute(USED, parameters):
-        used = MonthUsage(
-            row.model,
-            row.price_version,
-            ServiceTier(row.tier),
-            TokenKind(row.token_kind),
-            row.token_count,
-            row.unit_price_picos,
-            row.effective_at,
-        )
-        usage[row.organization_id, row.name, row.currency_code].append(used)
+        usage[row.organization_id, row.name, row.currency_code].append(record_of(MonthUsage, row))
         if row.is_own:
             own.add(row.price_version)
     customers = []

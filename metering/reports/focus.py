@@ -24,6 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import ServiceTier, TokenKind, record_of
 from metering.core.money import exact_text
+from metering.invoicing.invoices import TOKENS_PER_PRICE
 from metering.invoicing.month_report import Charge, ChargeKind, MonthReport
 from metering.ledger.ledger import month_bounds, month_text
 from metering.pricing.prices import COUNTS_OF_EVENT
@@ -32,7 +33,6 @@ from metering.reports.usage_reports import KEYS, Grouping, UsageFilter, paramete
 FOCUS_VERSION = "1.4"
 PROVIDER = "Weir"  # where no issuer is set: the specification wants a name, and this is what serves the tokens
 SERVICE = "LLM inference"
-TOKENS_PER_PRICE = 1_000_000
 PRICING_UNIT = f"{TOKENS_PER_PRICE} Tokens"
 
 COLUMNS = (

@@ -30,7 +30,7 @@ from sqlalchemy import Row, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import Hold, HoldState, PriceVersion, TokenKind, UsageEvent
+from metering.core.models import Hold, HoldState, PriceVersion, TokenKind, UsageEvent, record_of
 from metering.invoicing.months import CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
 from metering.pricing.prices import COUNTS_OF_EVENT, checked_model
@@ -265,19 +265,6 @@ class UsageRow:
     second row, which counts no request.
     """
 
-    organization_id: uuid.UUID | None
-    organization_name: str | None
-    currency_code: str | None
-    day: date | None
-    project_id: uuid.UUID | None
-    project_name: str | None
-    api_key_id: uuid.UUID | None
-    api_key_name: str | None
-    api_key_prefix: str | None
-    model: str | None
-    request_id: uuid.UUID | None
-    outcome: str | None
-    settled_at: datetime | None
     late: bool
     request_count: int
     token_counts: Mapping[TokenKind, int]
@@ -287,6 +274,19 @@ class UsageRow:
     amount_picos: int
     pending_picos: int
     migration_count: int
+    organization_id: uuid.UUID | None = None
+    organization_name: str | None = None
+    currency_code: str | None = None
+    day: date | None = None
+    project_id: uuid.UUID | None = None
+    project_name: str | None = None
+    api_key_id: uuid.UUID | None = None
+    api_key_name: str | None = None
+    api_key_prefix: str | None = None
+    model: str | None = None
+    request_id: uuid.UUID | None = None
+    outcome: str | None = None
+    settled_at: datetime | None = None
 
     @property
     def token_count(self) -> int:
@@ -365,29 +365,14 @@ def usage_row(row: Row[Any]) -> UsageRow:
         name: Share(*(int(found[f"{name}_{column}"]) for column in ("request_count", "token_count", "amount_picos")))
         for name in OUTCOMES
     }
-    return UsageRow(
-        organization_id=found.get("organization_id"),
-        organization_name=found.get("organization_name"),
-        currency_code=found.get("currency_code"),
+    return record_of(
+        UsageRow,
+        row,
+        **shares,
         day=utc_date(found["day"]) if "day" in found else None,
         project_id=found.get("project"),
-        project_name=found.get("project_name"),
         api_key_id=found.get("api_key"),
-        api_key_name=found.get("api_key_name"),
-        api_key_prefix=found.get("api_key_prefix"),
-        model=found.get("model"),
-        request_id=found.get("request_id"),
-        outcome=found.get("outcome"),
-        settled_at=found.get("settled_at"),
-        late=found["late"],
-        request_count=int(found["request_count"]),
         token_counts={kind: int(found[f"{kind}_tokens"]) for kind in COUNTS_OF_EVENT},
-        cancelled=shares["cancelled"],
-        limited=shares["limited"],
-        failed=shares["failed"],
-        amount_picos=int(found["amount_picos"]),
-        pending_picos=int(found["pending_picos"]),
-        migration_count=int(found["migration_count"]),
     )
 
 

@@ -19,8 +19,9 @@ from api.core.errors import CancelledByAdmin, FieldViolation, InvalidRequest
 from api.generation.live import LiveRequest
 from inference.errors import EngineFailed
 from metering.core.models import Outcome, QuotaDimension
+from metering.ledger.ledger import current_month
 from metering.ledger.rating import rate_all_pending
-from metering.plans.prepaid import credit_balance, current_month, grant_credit, refresh, set_prepaid
+from metering.plans.prepaid import credit_balance, grant_credit, refresh, set_prepaid
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, connect_async

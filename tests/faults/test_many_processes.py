@@ -27,8 +27,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.ledger.ledger import month_after
-from metering.plans.prepaid import current_month, grant_credit, refresh, set_prepaid
+from metering.ledger.ledger import current_month, month_after
+from metering.plans.prepaid import grant_credit, refresh, set_prepaid
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.tenants import create_api_key, create_organization, create_project

@@ -11,11 +11,11 @@ import pytest
 from sqlalchemy import insert, text
 from sqlalchemy.exc import DBAPIError
 
-from metering.core.errors import InvalidValue, MonthNotClosable, MonthOpen, NotFound
+from metering.core.errors import InvalidValue, MonthNotClosable, MonthOpen, NotFound, ObstacleKind
 from metering.core.models import Hold, TokenKind
 from metering.export.reconciliation import conclude, our_month
 from metering.invoicing.adjustments import approve, create_adjustment
-from metering.invoicing.closing import ObstacleKind, check_month, close_month
+from metering.invoicing.closing import check_month, close_month
 from metering.invoicing.invoices import InvoiceLineKind, find_invoice_row, read_invoice
 from metering.invoicing.month_report import PrepaidCredit, ReportLine, to_csv, to_json
 from metering.invoicing.months import list_months, verify_month

@@ -12,10 +12,9 @@ from datetime import UTC, date, datetime, timedelta
 
 from metering.core.models import ServiceTier, TokenKind
 from metering.core.money import PICOS_PER_UNIT
-from metering.invoicing.closing import month_end
 from metering.invoicing.month_report import ChargeKind, MonthReport, to_csv, to_json
 from metering.invoicing.months import list_months
-from metering.ledger.ledger import AccountKind
+from metering.ledger.ledger import AccountKind, month_end
 from metering.ledger.rating import rate_all_pending
 from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.pricing.prices import ModelPrice
