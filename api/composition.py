@@ -26,7 +26,7 @@ from api.access.throttle import SharedFailures
 from api.access.tls import Tls
 from api.console.console import ROOT, Console
 from api.core.addresses import Proxies
-from api.core.endpoint import base_url
+from api.core.endpoint import local_url
 from api.core.errors import Draining
 from api.core.pace import FramePace
 from api.core.settings import SettingInvalid, Settings
@@ -294,7 +294,7 @@ def open_control(
 def openai_url(settings: Settings, listener: Listener, tls: Tls | None) -> str:
     """Bind the door for OpenAI's clients, if there is to be one; its base URL, else nothing. Raises: OSError."""
     address = settings.openai_address()
-    return "" if address is None else base_url(address[0], listener.bind(address), tls=tls is not None)
+    return "" if address is None else local_url(address[0], listener.bind(address), "/v1", tls=tls is not None)
 
 
 def http_handle(

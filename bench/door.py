@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from api.core.endpoint import read_openai_url
+from api.core.endpoint import read_endpoint
 from api.core.settings import Settings, bundled_models
 from bench import streams
 from bench.admission import server
@@ -117,7 +117,7 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
             simulated_time_scale=scale(),
         )
         address, processes = stack.enter_context(api_process(settings, core, other_core, options.profile))
-        port = urlsplit(read_openai_url(settings.home) or "").port
+        port = urlsplit(read_endpoint(settings.home).openai_url).port
         assert port is not None
         for case in [Case(int(each)) for each in options.chats.split(",")]:
             with echo_process(core, case) as bare:

@@ -97,7 +97,7 @@ def api_process(settings: Settings, core: int, other_core: int, profile: str | N
     with log.open("wb") as out:
         process = on_core(core, command, env={**os.environ, **settings.to_environment()}, stdout=out, stderr=out)
     try:
-        address = wait_for(lambda: read_endpoint(settings.home), process, log)
+        address = wait_for(lambda: read_endpoint(settings.home).address or None, process, log)
         wait_for(lambda: is_serving(address) or None, process, log)
         for host in children_of(process.pid):
             for thread in Path(f"/proc/{host}/task").iterdir():

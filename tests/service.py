@@ -33,7 +33,7 @@ from weir.v1 import types_pb2
 from weir_client import AsyncClient
 
 import api.__main__ as api_main
-from api.core.endpoint import forget_endpoint, read_endpoint, read_metrics_url, read_openai_url
+from api.core.endpoint import forget_endpoint, read_endpoint
 from api.core.settings import Settings
 from api.generation.admission import Capacity
 from api.generation.output import Output
@@ -165,15 +165,15 @@ class Service:
     @property
     def openai_url(self) -> str:
         """The base URL for OpenAI's clients."""
-        url = read_openai_url(self.home)
-        assert url is not None, "the service has no door for them"
+        url = read_endpoint(self.home).openai_url
+        assert url, "the service has no door for them"
         return url
 
     @property
     def metrics_url(self) -> str:
         """What Prometheus asks."""
-        url = read_metrics_url(self.home)
-        assert url is not None, "the service has no metrics"
+        url = read_endpoint(self.home).metrics_url
+        assert url, "the service has no metrics"
         return url
 
     @property
@@ -227,8 +227,7 @@ class Service:
     def _endpoint(self) -> str | None:
         assert self.process is not None
         assert self.process.poll() is None, f"the api process ended:\n{self.log[-4000:]}"
-        told = read_endpoint(self.home)
-        return None if told is None else told.removeprefix("https://")
+        return read_endpoint(self.home).address.removeprefix("https://") or None
 
     def terminate(self) -> None:
         """Ask it to drain."""
@@ -746,8 +745,8 @@ async def run_inside(service: Service, monkeypatch: pytest.MonkeyPatch) -> Async
     monkeypatch.setattr(api_main, "stop_signals", stop_signals)
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(api_main.serve(service.settings))
-        await until(lambda: found and stops and read_endpoint(service.home), "the server to listen")
-        service.address = str(read_endpoint(service.home))
+        await until(lambda: found and stops and read_endpoint(service.home).address, "the server to listen")
+        service.address = read_endpoint(service.home).address
         inside = Inside(service, found[0])
         await inside.engine.start()
         try:

@@ -32,7 +32,7 @@ from weir_client import (
 from api.cli.local import clear_failures, read_settings
 from api.cli.render import fail, make_console, month_report, result_line, table, waterfall
 from api.cli.stack import Stack, run_stack
-from api.core.endpoint import read_openai_url
+from api.core.endpoint import read_endpoint
 from api.core.settings import DEMO_MODEL_NAME, Settings
 from demo import corpus
 from inference.text.tokenizer import ChatMessage, Tokenizer
@@ -195,7 +195,7 @@ async def run_demo(settings: Settings, agent_count: int) -> bool:
             console.print(
                 f"Everything runs, {time.monotonic() - began_at:.1f} s after the start: PostgreSQL, API server, engine, worker."
             )
-            console.print(f"gRPC on {stack.connection.address}, OpenAI's clients on {read_openai_url(settings.home)}.")
+            console.print(f"gRPC on {stack.connection.address}, OpenAI's clients on {read_endpoint(settings.home).openai_url}.")
             try:
                 balanced = await tell_story(stack, settings.models[DEMO_MODEL_NAME], agent_count)
             except* WeirError as errors:

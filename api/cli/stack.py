@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2
 
 from api.cli.local import Connection, HomeOption, bootstrap, clear_failures, ensure_receipt_key, read_settings
 from api.cli.render import fail
-from api.core.endpoint import forget_endpoint, make_private, serving_endpoint, serving_pid
+from api.core.endpoint import forget_endpoint, make_private, read_endpoint
 from api.core.settings import Settings
 from api.fleet.fleet_file import model_names
 from common.backoff import Backoff
@@ -240,6 +240,12 @@ def open_log(path: Path) -> IO[bytes]:
     return log
 
 
+def serving_pid(home: Path) -> int | None:
+    """The process that has told last that it takes requests; None if the last to tell does not."""
+    told = read_endpoint(home)
+    return told.pid if told.serving else None
+
+
 def written_pid(path: Path) -> int | None:
     """The process id in a file; None if there is none."""
     try:
@@ -271,8 +277,8 @@ async def wait_until_serving(home: Path, api: Child) -> str:
     while time.monotonic() < deadline:
         if api.process is None or api.process.returncode is not None:
             raise StackFailed(f"the api server did not start:\n{api.log_tail()}")
-        if (address := serving_endpoint(home)) is not None:
-            return address
+        if (told := read_endpoint(home)).serving:
+            return told.address
         await asyncio.sleep(0.05)
     raise StackFailed(f"the api server is not ready after {READY_TIMEOUT_S:.0f} s:\n{api.log_tail()}")
 

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from api.cli.connection import ConnectionProblem, connection_path, read_connection_file, reported
 from api.cli.local import HomeOption, ListenOption, clear_failures, read_settings, stderr
 from api.cli.render import fail, note
-from api.core.endpoint import read_console_url, read_metrics_url, read_openai_url, serving_endpoint
+from api.core.endpoint import Told, read_endpoint
 
 
 def up(listen: ListenOption = "", home: HomeOption = None) -> None:
@@ -43,25 +43,20 @@ async def run_until_stopped(listen: str, home: HomeOption) -> None:
     with stderr.status("Starting") as status:
         async with asyncio.TaskGroup() as tasks, run_stack(settings, status.update) as stack:
             status.stop()
-            urls = [read(settings.home) for read in (read_openai_url, read_metrics_url, read_console_url)]
-            stderr.print(welcome(stack.connection.address, settings.home, *urls))
+            stderr.print(welcome(stack.connection.address, settings.home, read_endpoint(settings.home)))
             supervisor = tasks.create_task(stack.supervise(lambda message: stderr.print(f"[yellow]{message}[/yellow]")))
             await stopping.wait()
             supervisor.cancel()
             stderr.print("Stopping: running requests finish first")
 
 
-def welcome(
-    address: str, home: Path, openai_url: str | None, metrics_url: str | None = None, console_url: str | None = None
-) -> Panel:
-    """What to do next. openai_url: for OpenAI's clients, if there is a door for them. metrics_url: for Prometheus, if it may.
-
-    console_url: for people, if there is a console.
-    """
-    openai = f"\nOpenAI's clients take [bold]base_url={openai_url}[/bold] with the same keys." if openai_url else ""
-    metrics = f"\nPrometheus scrapes {metrics_url}." if metrics_url else ""
+def welcome(address: str, home: Path, told: Told) -> Panel:
+    """What to do next. told: by the server, of its doors over HTTP."""
+    openai = f"\nOpenAI's clients take [bold]base_url={told.openai_url}[/bold] with the same keys." if told.openai_url else ""
+    metrics = f"\nPrometheus scrapes {told.metrics_url}." if told.metrics_url else ""
     weir = command_name()
-    console = f"\nThe console is at [bold]{console_url}[/bold]: sign in with a key of `{escape(weir)} env`." if console_url else ""
+    sign_in = f"sign in with a key of `{escape(weir)} env`"
+    console = f"\nThe console is at [bold]{told.console_url}[/bold]: {sign_in}." if told.console_url else ""
     elsewhere = (
         ""
         if home == Path.home() / ".weir"
@@ -111,11 +106,11 @@ def console(
     It asks for an API key and shows what that key may see. `weir env` prints the keys that `weir up` made.
     """
     settings = read_settings(home)
-    if serving_endpoint(settings.home) is None:
+    told = read_endpoint(settings.home)
+    if not told.serving:
         fail(f"no server of {settings.home} serves now: start one with `weir up`")
-    url = read_console_url(settings.home)
-    if url is None:
+    if not told.console_url:
         fail("the server has no console: it was started with WEIR_CONSOLE=0 or WEIR_OPENAI_LISTEN=off")
-    typer.echo(url)
-    if open_browser and not webbrowser.open(url):
+    typer.echo(told.console_url)
+    if open_browser and not webbrowser.open(told.console_url):
         note("no browser could be opened here: open the address in yours")

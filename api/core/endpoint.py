@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import os
+import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+
+import msgspec
 
 ENDPOINT_FILE = "serve.json"
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "[::]": "[::1]"}  # of those that listen everywhere
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the process that wrote last has told. All is empty if none has, URLs also for doors that there are not.
+
+    openai_url: what OpenAI's clients take as base URL. console_url: for people. metrics_url: what Prometheus asks.
+    serving: whether it takes requests.
+    """
+
+    address: str = ""
+    openai_url: str = ""
+    console_url: str = ""
+    metrics_url: str = ""
+    pid: int = 0
+    serving: bool = False
 
 
 class Endpoint:
     """What this process tells."""
 
     def __init__(self, home: Path, listen_address: str, port: int, *, tls: bool, urls: Mapping[str, str]) -> None:
-        """port: the one that it is bound to. urls: of the doors over HTTP, empty for those that there are not: openai_url, what
-        OpenAI's clients take as base URL; console_url, for people; metrics_url, what Prometheus asks.
-        """
+        """port: the one that it is bound to. urls: of the doors over HTTP, as `Told` has them."""
         host = listen_address.rpartition(":")[0]
         local = listen_address if listen_address.startswith("unix") else f"{LOOPBACK.get(host, host)}:{port}"
         self.address = f"https://{local}" if tls else local
@@ -31,28 +48,17 @@ class Endpoint:
         if serving is self._serving:
             return
         self._serving = serving
-        told = {"address": self.address, **self._urls, "pid": os.getpid(), "serving": serving}
+        told = Told(self.address, **self._urls, pid=os.getpid(), serving=serving)
         unfinished = self._home / f"{ENDPOINT_FILE}.{os.getpid()}"
-        unfinished.write_text(json.dumps(told))
+        unfinished.write_bytes(msgspec.json.encode(told))
         unfinished.replace(self._home / ENDPOINT_FILE)
 
 
-def read_endpoint(home: Path) -> str | None:
-    """Where the process that wrote last listens; None if none has."""
-    address = _told(home).get("address")
-    return None if address is None else str(address)
-
-
-def serving_endpoint(home: Path) -> str | None:
-    """The same once it takes requests."""
-    told = _told(home)
-    return str(told["address"]) if told.get("serving") and "address" in told else None
-
-
-def serving_pid(home: Path) -> int | None:
-    """The process that has told last that it takes requests; None if the last to tell does not."""
-    told = _told(home)
-    return told["pid"] if told.get("serving") and isinstance(told.get("pid"), int) else None
+def read_endpoint(home: Path) -> Told:
+    try:
+        return msgspec.json.decode((home / ENDPOINT_FILE).read_bytes(), type=Told)
+    except (OSError, msgspec.MsgspecError):
+        return Told()
 
 
 def make_private(directory: Path) -> None:
@@ -63,35 +69,50 @@ def make_private(directory: Path) -> None:
         directory.chmod(status.st_mode & 0o710)
 
 
-def read_openai_url(home: Path) -> str | None:
-    """What OpenAI's clients take as base URL; None if there is no such door, or nobody has told of one."""
-    return _told(home).get("openai_url") or None
-
-
-def read_metrics_url(home: Path) -> str | None:
-    """What Prometheus asks; None if it may not, or nobody has told."""
-    return _told(home).get("metrics_url") or None
-
-
-def read_console_url(home: Path) -> str | None:
-    """Where people find the console; None if it is switched off, or nobody has told of one."""
-    return _told(home).get("console_url") or None
-
-
-def base_url(host: str, port: int, *, tls: bool) -> str:
-    """The base URL of a door for OpenAI's clients, for somebody on this machine."""
+def local_url(host: str, port: int, path: str, *, tls: bool = False) -> str:
+    """The URL of a door over HTTP, for somebody on this machine."""
     named = f"[{host}]" if ":" in host else host
-    return f"http{'s' if tls else ''}://{LOOPBACK.get(named, named)}:{port}/v1"
+    return f"http{'s' if tls else ''}://{LOOPBACK.get(named, named)}:{port}{path}"
+
+
+def bound_socket(
+    address: tuple[str, int],
+    purpose: str,
+    variable: str,
+    *,
+    port_count: int = 1,
+    options: Mapping[int, int] = MappingProxyType({}),
+    backlog: int | None = None,
+) -> socket.socket:
+    """A socket on the first of so many ports that is free. Raises: OSError naming the address, and the variable that sets it.
+
+    options: of the socket, which its connections inherit. backlog: of one that listens at once, since two may bind a port, and only
+    one may listen there.
+    """
+    host, first = address
+    try:
+        family, kind, number, _, _ = socket.getaddrinfo(host, first, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        for port in range(first, first + port_count):
+            found = socket.socket(family, kind, number)
+            try:
+                for option, value in {socket.SO_REUSEADDR: 1, **options}.items():
+                    found.setsockopt(socket.SOL_SOCKET, option, value)
+                found.setblocking(False)
+                found.bind((host, port))
+                if backlog is not None:
+                    found.listen(backlog)
+                return found
+            except OSError:
+                found.close()
+                if port == first + port_count - 1:
+                    raise
+    except (OSError, OverflowError) as error:
+        ports = f"ports {first} to {first + port_count - 1}" if port_count > 1 else f"port {first}"
+        wrong = f"cannot listen on {host}, {ports}, {purpose}: {error}; {variable} names another, or off"
+        raise OSError(wrong) from error
+    raise AssertionError("there is at least one port")
 
 
 def forget_endpoint(home: Path) -> None:
     """Before a start: what an earlier process wrote is not true any more."""
     (home / ENDPOINT_FILE).unlink(missing_ok=True)
-
-
-def _told(home: Path) -> dict[str, Any]:
-    try:
-        told = json.loads((home / ENDPOINT_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return told if isinstance(told, dict) else {}

@@ -28,6 +28,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from api.access.auth import Authenticator
+from api.core.endpoint import bound_socket, local_url
 from api.core.health import Health, store_is_well
 from api.generation.life import PHASES
 from api.generation.process import Process
@@ -43,6 +44,7 @@ from metering.holds.journal import JournalBacklog, journal_backlog
 from metering.store.db import Sessions, patience
 
 Labels = tuple[str, ...]
+Values = Mapping[Labels, float] | Iterable[tuple[Labels, float]]
 MS = 1e-3  # seconds in one: histograms count in ms, and are told in seconds
 REQUEST_LABELS, REPLICA_LABELS = ("model", "tier"), ("model", "replica")
 Told = list[tuple[tuple[str, str], ReplicaReport]]
@@ -55,13 +57,24 @@ TOTALS: tuple[tuple[str, str, Pick], ...] = (
     ("weir_engine_preemptions", "Sequences that had to give their memory back and begin anew.", lambda it: it.preemption_count),
 )
 
+SEQUENCES: Mapping[str, Pick] = {"running": lambda it: it.running_sequence_count, "waiting": lambda it: it.waiting_sequence_count}
+# Together they are all that there are.
+BLOCKS: Mapping[str, Pick] = {
+    "free": lambda it: it.kv_block_count_free,
+    "cached": lambda it: it.kv_block_count_cached,
+    "held": lambda it: it.kv_block_count_held,
+}
+
 
 def gauge(name: str, what: str, value: float) -> Metric:
     return GaugeMetricFamily(name, what, value=value)
 
 
-def gauges(name: str, what: str, labels: Sequence[str], values: Mapping[Labels, float] | Iterable[tuple[Labels, float]]) -> Metric:
-    family = GaugeMetricFamily(name, what, labels=labels)
+def gauges(name: str, what: str, labels: Sequence[str], values: Values) -> Metric:
+    return labelled(GaugeMetricFamily(name, what, labels=labels), values)
+
+
+def labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
     for of, value in values.items() if isinstance(values, Mapping) else values:
         family.add_metric(of, value)
     return family
@@ -72,13 +85,8 @@ def counter(name: str, what: str, value: float) -> Metric:
     return CounterMetricFamily(name, what, value=value)
 
 
-def counters(
-    name: str, what: str, labels: Sequence[str], values: Mapping[Labels, float] | Iterable[tuple[Labels, float]]
-) -> Metric:
-    family = CounterMetricFamily(name, what, labels=labels)
-    for of, value in values.items() if isinstance(values, Mapping) else values:
-        family.add_metric(of, value)
-    return family
+def counters(name: str, what: str, labels: Sequence[str], values: Values) -> Metric:
+    return labelled(CounterMetricFamily(name, what, labels=labels), values)
 
 
 def histograms(name: str, what: str, labels: Sequence[str], values: Iterable[tuple[Labels, Histogram]], unit: float = MS) -> Metric:
@@ -152,14 +160,18 @@ def engine_metrics(router: Router) -> Iterator[Metric]:
         (((*labels, report.state.value), 1.0) for labels, report in replicas),
     )
     told = [(labels, report) for labels, report in replicas if report.statistics is not None]
-    yield gauges("weir_engine_sequences", "Sequences in a replica, by what they do.", (*REPLICA_LABELS, "state"), sequences(told))
+    yield gauges(
+        "weir_engine_sequences", "Sequences in a replica, by what they do.", (*REPLICA_LABELS, "state"), by_state(told, SEQUENCES)
+    )
     yield gauges(
         "weir_engine_batch_places",
         "Sequences that a replica runs at once at most; 0 if it does not tell.",
         REPLICA_LABELS,
         of(told, lambda it: it.running_sequence_count_max),
     )
-    yield gauges("weir_kv_blocks", "Blocks of a replica's KV cache, by what they hold.", (*REPLICA_LABELS, "state"), blocks(told))
+    yield gauges(
+        "weir_kv_blocks", "Blocks of a replica's KV cache, by what they hold.", (*REPLICA_LABELS, "state"), by_state(told, BLOCKS)
+    )
     for name, what, pick in TOTALS:
         yield counters(name, what, REPLICA_LABELS, of(told, pick))
 
@@ -168,22 +180,8 @@ def of(told: Told, pick: Pick) -> Iterator[tuple[Labels, float]]:
     return ((labels, float(pick(report.statistics))) for labels, report in told if report.statistics is not None)
 
 
-def sequences(told: Told) -> Iterator[tuple[Labels, float]]:
-    """Those that run, and those that wait inside the engine."""
-    for state, pick in (
-        ("running", lambda it: it.running_sequence_count),
-        ("waiting", lambda it: it.waiting_sequence_count),
-    ):
-        yield from (((*labels, state), value) for labels, value in of(told, pick))
-
-
-def blocks(told: Told) -> Iterator[tuple[Labels, float]]:
-    """Together they are all that there are."""
-    for state, pick in (
-        ("free", lambda it: it.kv_block_count_free),
-        ("cached", lambda it: it.kv_block_count_cached),
-        ("held", lambda it: it.kv_block_count_held),
-    ):
+def by_state(told: Told, states: Mapping[str, Pick]) -> Iterator[tuple[Labels, float]]:
+    for state, pick in states.items():
         yield from (((*labels, state), value) for labels, value in of(told, pick))
 
 
@@ -240,7 +238,8 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     streams = (("clients",), float(parts.open_streams())), (("peers",), float(parts.open_peer_streams()))
     yield gauges("weir_open_streams", "Generate calls that are open, by who has opened them.", ("door",), streams)
     yield gauge("weir_http_connections", "Open connections of OpenAI's clients.", parts.http_connections())
-    yield gauge("weir_relays", "Requests of other processes that clients of this one receive.", relay_count(process))
+    relay_count = 0 if process.relays is None else process.relays.running_count
+    yield gauge("weir_relays", "Requests of other processes that clients of this one receive.", relay_count)
     yield gauge("weir_kept_output_bytes", "Output kept for clients that may come back.", process.replays.byte_count)
     yield gauge("weir_kept_requests", "Requests that have ended and whose output is kept.", process.replays.ended_count)
     lags = [((), process.observer.loop_lag.lags)]
@@ -252,17 +251,16 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     yield from store_metrics(parts)
 
 
-def relay_count(process: Process) -> int:
-    """Of this process, if it has any to others."""
-    return 0 if process.relays is None else process.relays.running_count
-
-
 def store_metrics(parts: Parts) -> Iterator[Metric]:
     """Holds, the way to the database, and the journal."""
     admission = parts.process.admission
     batches = parts.process.observer.batches
     holds, journal, told = admission.holds, admission.journal, admission.holds.statistics()
-    yield gauge("weir_database_up", "As in health: 0 once PostgreSQL is away for longer than a moment.", store_well(parts))
+    yield gauge(
+        "weir_database_up",
+        "As in health: 0 once PostgreSQL is away for longer than a moment.",
+        float(store_is_well(holds, admission.settings)),
+    )
     yield gauge("weir_database_away_seconds", "For how long PostgreSQL has not answered this process.", holds.away_s or 0.0)
     yield gauge("weir_holds", "Holds that this process answers for.", told.live_hold_count)
     yield gauge("weir_standing_holds", "Those that are set aside for when PostgreSQL is away.", told.standing_hold_count)
@@ -272,10 +270,6 @@ def store_metrics(parts: Parts) -> Iterator[Metric]:
     yield histograms("weir_hold_batch_operations", "How many writes went out together.", (), [((), batches.sizes)], unit=1.0)
     yield gauge("weir_journal_bytes", "Of the usage journal that this process writes.", journal.size_bytes)
     yield gauge("weir_journal_unsettled_requests", "Requests that stand in it and not yet in the books.", journal.unsettled_count)
-
-
-def store_well(parts: Parts) -> float:
-    return float(store_is_well(parts.process.admission.holds, parts.process.admission.settings))
 
 
 def journal_metrics(backlog: JournalBacklog) -> Iterator[Metric]:
@@ -348,8 +342,8 @@ class Scrapes:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path != PATH:
             return web.Response(status=404, text=f"there is nothing here; metrics are at {PATH}\n")
-        if request.method not in ("GET", "HEAD"):
-            return web.Response(status=405, text=f"{PATH} takes GET\n", headers={"allow": "GET, HEAD"})
+        if request.method not in METHODS:
+            return web.Response(status=405, text=f"{PATH} takes GET\n", headers={"allow": ", ".join(METHODS)})
         text = await self.text()
         return web.Response(body=text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4, "cache-control": "no-store"})
 
@@ -456,7 +450,11 @@ class MetricsListener:
 
     def __init__(self, address: tuple[str, int] | None, port_count: int = 1) -> None:
         """Take the address, or the first of so many ports from there on that is free; None: listen nowhere. Raises: OSError."""
-        self._socket = None if address is None else bound_socket(address, port_count)
+        self._socket: socket.socket | None = None
+        if address is not None:
+            self._socket = bound_socket(
+                address, "for metrics", "WEIR_METRICS_LISTEN", port_count=port_count, backlog=CONNECTIONS_MAX
+            )
         self._server: asyncio.Server | None = None
         self._http: MetricsServer | None = None
 
@@ -465,9 +463,8 @@ class MetricsListener:
         """What a collector of this machine asks; empty if there is none."""
         if self._socket is None:
             return ""
-        host, port = self._socket.getsockname()[:2]
-        here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-        return f"http://{here}:{port}{PATH}"
+        host, port, *_ = self._socket.getsockname()
+        return local_url(host, port, PATH)
 
     async def start(self, handle: Handle) -> None:
         if self._socket is not None:
@@ -481,31 +478,6 @@ class MetricsListener:
             await self._http.shutdown(SHUTDOWN_S)
         if self._socket is not None:
             self._socket.close()
-
-
-def bound_socket(address: tuple[str, int], port_count: int) -> socket.socket:
-    """On the first of so many ports that is free. Raises: OSError naming them, and the setting."""
-    host, first = address
-    try:
-        family, kind, number, _, _ = socket.getaddrinfo(host, first, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        for port in range(first, first + port_count):
-            listening = socket.socket(family, kind, number)
-            try:
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listening.setblocking(False)
-                listening.bind((host, port))
-                listening.listen(CONNECTIONS_MAX)  # now, since two may bind a port, and only one may listen there
-            except OSError:
-                listening.close()
-                if port == first + port_count - 1:
-                    raise
-                continue
-            return listening
-    except (OSError, OverflowError) as error:
-        ports = f"{first} to {first + port_count - 1}" if port_count > 1 else f"{first}"
-        wrong = f"cannot listen on {host}, port {ports}, for metrics: {error}; WEIR_METRICS_LISTEN names another, or off"
-        raise OSError(wrong) from error
-    raise AssertionError("there is at least one port")
 
 
 LIVE, READY = "/livez", frozenset({"/readyz", "/healthz", "/health"})

@@ -10,7 +10,8 @@ import time
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 from urllib.parse import unquote
 
 from aiohttp import web
@@ -19,7 +20,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator, StandingKey, check_model, payer
 from api.core.accounts import models_for
-from api.core.addresses import FORWARDED_FOR, Origin
+from api.core.addresses import FORWARDED_FOR
 from api.core.errors import Draining
 from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from api.core.statuses import status_of
@@ -29,7 +30,7 @@ from api.generation.process import Process
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
 from api.openai import answers
-from api.openai.answers import ChatAnswer, CompletionAnswer, TokenTexts, cost_facts
+from api.openai.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts, cost_facts
 from api.openai.exchange import JSON, Arrival, Exchange, plain_headers, refused
 from api.openai.listener import peer_of, read_body, secret_of
 from api.openai.parameters import (
@@ -104,6 +105,7 @@ def packed(embedding: pb.Embedding) -> str:
     return base64.b64encode(array("f", embedding.vector).tobytes()).decode()
 
 
+Parameters = TypeVar("Parameters", bound=Struct)
 OWNER = "weir"
 
 # The calls of the contract that these stand for: whoever may make those may make these.
@@ -115,23 +117,11 @@ KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")  # of request 
 Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse]]
 
 
-def model_list(models: list[pb.Model], started_at: int) -> dict[str, Any]:
-    """All models. started_at: of this process, in seconds since 1970, for models without a price."""
-    return {"object": "list", "data": [model_object(model, started_at) for model in models]}
-
-
-def one_model(models: list[pb.Model], name: str, started_at: int) -> dict[str, Any]:
-    """The model of a name. Raises: HttpFault."""
-    for model in models:
-        if model.name == name:
-            return model_object(model, started_at)
-    raise HttpFault(
-        404, f"the model {name[:200]!r} does not exist; GET /v1/models tells which there are", "model_not_found", param="model"
-    )
-
-
 def model_object(model: pb.Model, started_at: int) -> dict[str, Any]:
-    """One model. It counts as created when its present price came into force."""
+    """One model. It counts as created when its present price came into force; without one, when this process was started.
+
+    started_at: in seconds since 1970.
+    """
     facts: dict[str, Any] = {"context_window_tokens": model.context_window_tokens, "engine": model.engine}
     created = started_at
     if model.HasField("price"):
@@ -160,9 +150,13 @@ class Door:
         self._started_at = int(time.time())
         self._texts = {name: TokenTexts(tokenizer) for name, tokenizer in process.tokenizers.items()}
         self._handlers: dict[str, tuple[str, Handler, str]] = {
-            "/v1/chat/completions": ("POST", self._chat, GENERATE),
-            "/v1/completions": ("POST", self._completion, GENERATE),
-            "/v1/responses": ("POST", self._respond, GENERATE),
+            "/v1/chat/completions": ("POST", partial(self._generate, ChatParameters, chat_asked, ChatAnswer), GENERATE),
+            "/v1/completions": (
+                "POST",
+                partial(self._generate, CompletionParameters, completion_asked, CompletionAnswer),
+                GENERATE,
+            ),
+            "/v1/responses": ("POST", partial(self._generate, ResponseParameters, response_asked, ResponseAnswer), GENERATE),
             "/v1/embeddings": ("POST", self._embed, EMBED),
             "/v1/models": ("GET", self._models, LIST_MODELS),
         }
@@ -175,7 +169,8 @@ class Door:
         try:
             request_id = request_id_of(request) or request_id
             handler, stands_for = self._find(request)
-            secret, origin = secret_of(request), self._origin(request)
+            secret = secret_of(request)
+            origin = self._authenticator.origin_of(peer_of(request), request.headers.getall(FORWARDED_FOR, ()))
 
             async def look_up() -> Principal:
                 return await self._authenticator.principal_of(secret, method=stands_for, origin=origin, age_max_s=KEY_AGE_MAX_S)
@@ -216,9 +211,6 @@ class Door:
         if owner is not None:
             self._process.pace.spent(owner, REFUSAL_COST_S)
 
-    def _origin(self, request: web.BaseRequest) -> Origin:
-        return self._authenticator.origin_of(peer_of(request), request.headers.getall(FORWARDED_FOR, ()))
-
     @property
     def _is_draining(self) -> bool:
         return self._process.admission.capacity.is_draining
@@ -226,7 +218,7 @@ class Door:
     def _find(self, request: web.BaseRequest) -> tuple[Handler, str]:
         """Who answers, and the call that this stands for. Raises: HttpFault for a path or a method that is not served."""
         path = request.path.rstrip("/")
-        found = ("GET", self._model, LIST_MODELS) if path.startswith("/v1/models/") else self._handlers.get(path)
+        found = self._handlers.get("/v1/models" if path.startswith("/v1/models/") else path)
         if found is None:
             served = ", ".join(self._handlers)
             raise HttpFault(404, f"there is nothing at {request.method} {path[:200] or '/'}; served are {served}", "unknown_url")
@@ -236,31 +228,22 @@ class Door:
             raise HttpFault(405, f"{path[:200]} takes {method}", "method_not_allowed", {"allow": ", ".join(taken)})
         return handler, stands_for
 
-    async def _chat(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
+    async def _generate(
+        self,
+        parameters: type[Parameters],
+        understood: Callable[[Parameters], Asked],
+        answer: Callable[[Asked, TokenTexts, str, int], Answer],
+        request: web.BaseRequest,
+        arrival: Arrival,
+        principal: Principal,
+    ) -> web.StreamResponse:
+        """parameters: what a body may hold. understood: what they ask for. answer: says what comes of it."""
         body = await self._body(request, arrival)
         with self._reading(arrival):
-            asked = chat_asked(decode(body, ChatParameters))
-        answer = ChatAnswer(asked, self._texts_of(asked, principal, arrival.request_id), arrival.request_id.hex, int(time.time()))
-        return await Exchange(self._process, request, arrival, asked, answer).serve()
-
-    async def _completion(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
-        body = await self._body(request, arrival)
-        with self._reading(arrival):
-            asked = completion_asked(decode(body, CompletionParameters))
-        answer = CompletionAnswer(
-            asked, self._texts_of(asked, principal, arrival.request_id), arrival.request_id.hex, int(time.time())
-        )
-        return await Exchange(self._process, request, arrival, asked, answer).serve()
-
-    async def _respond(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
-        body = await self._body(request, arrival)
-        with self._reading(arrival):
-            given = decode(body, ResponseParameters)
-            asked = response_asked(given)
-        answer = ResponseAnswer(
-            asked, given, self._texts_of(asked, principal, arrival.request_id), arrival.request_id.hex, int(time.time())
-        )
-        return await Exchange(self._process, request, arrival, asked, answer).serve()
+            asked = understood(decode(body, parameters))
+        texts = self._texts_of(asked, principal, arrival.request_id)
+        told = answer(asked, texts, arrival.request_id.hex, int(time.time()))
+        return await Exchange(self._process, request, arrival, asked, told).serve()
 
     async def _embed(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
         body = await self._body(request, arrival)
@@ -290,13 +273,14 @@ class Door:
     async def _models(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
         await self._authenticator.turn(principal)
         models = await models_for(self._process.router, self._sessions, principal)
-        return answered(model_list(models, self._started_at), arrival)
-
-    async def _model(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
-        await self._authenticator.turn(principal)
+        if request.path.rstrip("/") == "/v1/models":
+            return answered({"object": "list", "data": [model_object(model, self._started_at) for model in models]}, arrival)
         name = unquote(request.rel_url.raw_path.removeprefix("/v1/models/"))
-        models = await models_for(self._process.router, self._sessions, principal)
-        return answered(one_model(models, name, self._started_at), arrival)
+        found = next((model for model in models if model.name == name), None)
+        if found is None:
+            told = f"the model {name[:200]!r} does not exist; GET /v1/models tells which there are"
+            raise HttpFault(404, told, "model_not_found", param="model")
+        return answered(model_object(found, self._started_at), arrival)
 
     def _texts_of(self, asked: Asked, principal: Principal, request_id: uuid.UUID) -> TokenTexts:
         """Token texts of the model asked for. Raises: ModelNotAllowed, ModelUnknown, RequestImpossible."""
@@ -311,7 +295,11 @@ class Door:
         """
         most = self._process.admission.settings.message_bytes_max
         with self._process.text_work.permit(arrival.payer, min(request.content_length or CHUNKED_BYTES, most)):
-            body = await self._read(request)
+            if self._is_draining:
+                raise Draining("this server is shutting down: the same request will be served elsewhere")
+            body = await read_body(request, most)
+            if (visit := VISIT.get()) is not None:
+                visit.work_s += BYTE_COST_S * len(body)
             await arrival.check()
             # At last, so that what is done with the body counts before another one of the key has its turn.
             await self._process.pace.turn(arrival.payer)
@@ -320,14 +308,6 @@ class Door:
     def _reading(self, arrival: Arrival) -> contextlib.AbstractContextManager[None]:
         """Counts the processor time in which a body becomes what is asked for, beyond that of an ordinary one."""
         return self._process.pace.spending(arrival.payer, START_FREE_S)
-
-    async def _read(self, request: web.BaseRequest) -> bytes:
-        if self._is_draining:
-            raise Draining("this server is shutting down: the same request will be served elsewhere")
-        body = await read_body(request, self._process.admission.settings.message_bytes_max)
-        if (visit := VISIT.get()) is not None:
-            visit.work_s += BYTE_COST_S * len(body)
-        return body
 
 
 def answered(value: object, arrival: Arrival, more: Mapping[str, str] | None = None) -> web.Response:

@@ -18,6 +18,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from api.access.auth import BEARER
 from api.access.tls import Tls
+from api.core.endpoint import bound_socket
 from api.core.errors import Unauthenticated
 from api.core.pace import VISIT, FramePace, Visit, measured
 from api.core.settings import Settings
@@ -251,7 +252,8 @@ class Listener:
 
     def bind(self, address: tuple[str, int]) -> int:
         """Take the address; the port, which is chosen if the given one is 0. Raises: OSError if it cannot be had."""
-        self._socket = bound_socket(address, shared=self._settings.share_port)
+        options = {socket.SO_SNDBUF: SEND_BUFFER_BYTES} | ({socket.SO_REUSEPORT: 1} if self._settings.share_port else {})
+        self._socket = bound_socket(address, "for OpenAI's clients", "WEIR_OPENAI_LISTEN", options=options)
         return int(self._socket.getsockname()[1])
 
     async def start(self) -> None:
@@ -273,34 +275,3 @@ class Listener:
         await self._http.shutdown(SHUTDOWN_S)
         if self._socket is not None:
             self._socket.close()
-
-
-def bound_socket(address: tuple[str, int], *, shared: bool) -> socket.socket:
-    """A socket that is bound and whose connections inherit a small send buffer. shared: other processes may bind it too.
-
-    Raises: OSError naming the address.
-    """
-    host, port = address
-    try:
-        family, kind, number, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listening = socket.socket(family, kind, number)
-    except OSError as error:
-        raise cannot_listen(address, error) from error
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        if shared:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listening.setblocking(False)
-        listening.bind(resolved)
-    except OSError as error:
-        listening.close()
-        raise cannot_listen(address, error) from error
-    return listening
-
-
-def cannot_listen(address: tuple[str, int], error: OSError) -> OSError:
-    """The error of an address that cannot be had, with the setting that names it."""
-    return OSError(
-        f"cannot listen on {address[0]}:{address[1]} for OpenAI's clients: {error}; WEIR_OPENAI_LISTEN names another, or off"
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -143,18 +144,11 @@ TIERS: Mapping[str, pb.ServiceTier.ValueType] = {
     "flex": pb.SERVICE_TIER_BATCH,
 }
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # called as in a start frame
+DECODING = ("presence_penalty", "frequency_penalty", "seed")
 # How fields of a start frame are called in all of the APIs; each API adds its own.
-COMMON_NAMES: dict[str, str] = {
-    "sampling.temperature": "temperature",
-    "sampling.seed": "seed",
+COMMON_NAMES: dict[str, str] = {f"sampling.{name}": name for name in (*SAMPLING, *DECODING, "logit_bias")} | {
     "conversation.thinking": "chat_template_kwargs.enable_thinking",
-    "sampling.top_p": "top_p",
-    "sampling.top_k": "top_k",
-    "sampling.min_p": "min_p",
-    "sampling.repetition_penalty": "repetition_penalty",
-    "sampling.presence_penalty": "presence_penalty",
-    "sampling.frequency_penalty": "frequency_penalty",
-    "sampling.logit_bias": "logit_bias",
     "min_output_tokens": "min_tokens",
     "labels": "metadata",
     "labels['user']": "user",
@@ -166,6 +160,7 @@ _PATH = re.compile(r"^(?P<what>.*) - at `(?P<path>[^`]*)`(?: in `(?P<outer>[^`]*
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
 Body = TypeVar("Body", bound=Struct)
+Unserved = Any  # of parameters that others serve: refused by name unless they ask for nothing
 
 # What is taken of parameters that ask for more than there is, and why no more is.
 NO_EFFORT = (
@@ -186,16 +181,6 @@ CHAT_NAMES = COMMON_NAMES | {
     "choice_count": "n",
     "response_format.json_schema": "response_format.json_schema.schema",
 }
-
-REFUSED = (
-    "audio",
-    "function_call",
-    "functions",
-    "moderation",
-    "prediction",
-    "prompt_cache_options",
-    "web_search_options",
-)
 
 MAX_TOKENS_UNSET = 16  # OpenAI's own default of this API, and of no other
 PROMPT_COUNT_MAX = 128  # each is a request of its own, all of which wait for the last one
@@ -268,6 +253,7 @@ class Asked:
     includes_usage: bool
     names: Mapping[str, str]
     choice_count: int = 1  # of each prompt
+    given: Any = None  # its parameters, of an answer that repeats them
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:
@@ -297,7 +283,7 @@ def fill_shared(start: pb.StartFrame, given: SharedParameters) -> None:
     check_count(given.metadata, "metadata", LABEL_COUNT_MAX)
     check_count(given.stop_token_ids, "stop_token_ids", STOP_TOKEN_ID_COUNT_MAX)
     start.model = given.model
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+    for name in SAMPLING:
         if (value := getattr(given, name)) is not None:
             setattr(start.sampling, name, value)
     start.ignore_eos = bool(given.ignore_eos)
@@ -327,6 +313,11 @@ def check_shared(given: SharedParameters) -> None:
         raise wrong_parameter("stream_options", "belongs to a stream: set stream to true or leave it out")
     if options is not None and options.include_obfuscation:
         raise wrong_parameter("stream_options.include_obfuscation", "is not supported: leave it out or send false")
+
+
+@functools.cache
+def unserved(kind: type[Struct]) -> tuple[str, ...]:
+    return tuple(name for name, said in kind.__annotations__.items() if said == "Unserved")
 
 
 def refuse_given(given: Struct, *names: str) -> None:
@@ -384,14 +375,13 @@ class ChatParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=Tru
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None  # not OpenAI's: as vLLM has it
-    # Served by others, not here: refused by name unless they ask for nothing.
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    moderation: Any = None
-    prediction: Any = None
-    prompt_cache_options: Any = None
-    web_search_options: Any = None
+    audio: Unserved = None
+    function_call: Unserved = None
+    functions: Unserved = None
+    moderation: Unserved = None
+    prediction: Unserved = None
+    prompt_cache_options: Unserved = None
+    web_search_options: Unserved = None
     # Of these one value asks for what happens.
     prompt_cache_retention: Any = None
     reasoning_effort: Any = None
@@ -401,7 +391,7 @@ class ChatParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=Tru
 def chat_asked(given: ChatParameters) -> Asked:
     """What a chat completion asks for. Raises: InvalidRequest."""
     check_shared(given)
-    refuse_given(given, *REFUSED)
+    refuse_given(given, *unserved(ChatParameters))
     refuse_unless(given.reasoning_effort, "reasoning_effort", *NO_EFFORT)
     refuse_unless(given.verbosity, "verbosity", *NO_VERBOSITY)
     refuse_unless(given.prompt_cache_retention, "prompt_cache_retention", *NO_RETENTION)
@@ -442,7 +432,7 @@ def output_limit(given: ChatParameters) -> tuple[str, int | None]:
 
 def fill_decoding(start: pb.StartFrame, given: DecodingParameters) -> None:
     """Put into a start frame what chat and plain completions say alike of how tokens are chosen."""
-    for name in ("presence_penalty", "frequency_penalty", "seed"):
+    for name in DECODING:
         if (value := getattr(given, name)) is not None:
             setattr(start.sampling, name, value)
     check_count(given.logit_bias, "logit_bias", LOGIT_BIAS_COUNT_MAX)

@@ -59,15 +59,6 @@ INDEX = re.compile(r"\[\d+\]")
 Detail = TypeVar("Detail", bound=Message)
 
 REQUESTS, TOKENS = "requests", "tokens"
-# Limits that come back within a minute: waiting for them is what OpenAI calls a rate limit. The others are quotas.
-RATES: Mapping[QuotaDimension, str] = {
-    QuotaDimension.CONCURRENT_REQUESTS: REQUESTS,
-    QuotaDimension.REQUESTS_PER_MINUTE: REQUESTS,
-    QuotaDimension.TOKENS_PER_MINUTE: TOKENS,
-    QuotaDimension.INPUT_TOKENS_PER_MINUTE: TOKENS,
-    QuotaDimension.OUTPUT_TOKENS_PER_MINUTE: TOKENS,
-}
-
 COUNTED: Mapping[QuotaDimension, str] = {
     QuotaDimension.REQUESTS_PER_MINUTE: REQUESTS,
     QuotaDimension.TOKENS_PER_MINUTE: TOKENS,
@@ -77,6 +68,10 @@ COUNTED: Mapping[QuotaDimension, str] = {
     QuotaDimension.TOKENS_PER_MONTH: TOKENS,
 }
 
+# Limits that come back within a minute: waiting for them is what OpenAI calls a rate limit. The others are quotas.
+RATES = {QuotaDimension.CONCURRENT_REQUESTS: REQUESTS} | {
+    each: kind for each, kind in COUNTED.items() if each.endswith("_per_minute")
+}
 COUNTED_NUMBERS = {DIMENSIONS[dimension]: kind for dimension, kind in COUNTED.items()}
 
 
@@ -159,7 +154,7 @@ def in_words_of(names: Mapping[str, str], remedy: str) -> str:
 def category(http_status: int, info: error_details_pb2.ErrorInfo) -> tuple[str, str]:
     """Type and code of an error, by OpenAI's names where it has one."""
     if info.reason == "QUOTA_EXCEEDED":
-        kind = kind_of(info.metadata.get("dimension", ""))
+        kind = in_table(RATES, info.metadata)
         return ("insufficient_quota", "insufficient_quota") if kind is None else (kind, "rate_limit_exceeded")
     if info.reason == "INSUFFICIENT_CREDIT":
         return "insufficient_quota", "insufficient_quota"
@@ -205,9 +200,10 @@ def detail_of(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
     return None
 
 
-def kind_of(dimension: str) -> str | None:
-    """What a rate limit counts, `requests` or `tokens`; None for a quota of another sort. dimension: by its name."""
-    return RATES.get(QuotaDimension(dimension)) if dimension in set(QuotaDimension) else None
+def in_table(table: Mapping[QuotaDimension, str], facts: Mapping[str, str]) -> str | None:
+    """What a limit counts, `requests` or `tokens`; None for one that is not in the table."""
+    dimension = facts.get("dimension", "")
+    return table.get(QuotaDimension(dimension)) if dimension in set(QuotaDimension) else None
 
 
 def headers_of(quotas: Iterable[types_pb2.QuotaStatus]) -> dict[str, str]:
@@ -226,8 +222,7 @@ def headers_of(quotas: Iterable[types_pb2.QuotaStatus]) -> dict[str, str]:
 
 def headers_of_refusal(facts: Mapping[str, str]) -> dict[str, str]:
     """Headers of a request that a limit refused. facts: `api.core.errors.quota_metadata`; of any other error there are none."""
-    dimension = facts.get("dimension", "")
-    kind = COUNTED.get(QuotaDimension(dimension)) if dimension in set(QuotaDimension) else None
+    kind = in_table(COUNTED, facts)
     if kind is None or "reset_time" not in facts:
         return {}
     left_s = (datetime.fromisoformat(facts["reset_time"]) - datetime.now(UTC)).total_seconds()

@@ -23,6 +23,7 @@ from api.openai.parameters import (
     Int64,
     SharedParameters,
     Turns,
+    Unserved,
     check_shared,
     fill_shared,
     fill_thinking,
@@ -30,6 +31,7 @@ from api.openai.parameters import (
     refuse_unless,
     text_of,
     tier_name,
+    unserved,
 )
 from api.openai.refusals import Refusal, check_count, wrong_parameter
 from api.openai.tools import Choice, Format, ToolParameter, as_given, choice_as_given, fill_tools, response_format, tools_as_given
@@ -52,18 +54,6 @@ NAMES = COMMON_NAMES | {
 }
 
 LOGPROBS = "message.output_text.logprobs"
-REFUSED = (
-    "access_programs",
-    "background",
-    "context_management",
-    "conversation",
-    "image",
-    "max_tool_calls",
-    "moderation",
-    "prompt",
-    "prompt_cache_options",
-)
-
 INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 FAILURE_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # those that OpenAI's clients know; the rest is the server's
 
@@ -182,18 +172,18 @@ class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None  # not OpenAI's: as vLLM has it
-    # Served by others, not here: refused by name unless they ask for nothing.
-    access_programs: Any = None
-    background: Any = None
-    context_management: Any = None
-    conversation: Any = None
-    image: Any = None
-    max_tool_calls: Any = None
-    moderation: Any = None
+    access_programs: Unserved = None
+    background: Unserved = None
+    context_management: Unserved = None
+    conversation: Unserved = None
+    image: Unserved = None
+    max_tool_calls: Unserved = None
+    moderation: Unserved = None
+    prompt: Unserved = None
+    prompt_cache_options: Unserved = None
+    # Of these one value asks for what happens.
     previous_response_id: Any = None
-    prompt: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None  # one value asks for what happens
+    prompt_cache_retention: Any = None
 
 
 def response_asked(given: ResponseParameters) -> Asked:
@@ -214,14 +204,15 @@ def response_asked(given: ResponseParameters) -> Asked:
         start.top_logprobs = given.top_logprobs or 0
     if (wanted := response_format(None if given.text is None else given.text.format, "text.format")) is not None:
         start.response_format.CopyFrom(wanted)
-    return Asked(starts=(start,), model=given.model, streams=bool(given.stream), includes_usage=True, names=NAMES | turns.names)
+    names = NAMES | turns.names
+    return Asked((start,), given.model, streams=bool(given.stream), includes_usage=True, names=names, given=given)
 
 
 def check_unserved(given: ResponseParameters) -> None:
     """Refuse what asks for something that does not happen here. Raises: InvalidRequest."""
     if given.previous_response_id is not None:
         raise wrong_parameter("previous_response_id", "responses are not stored: send the conversation so far as input")
-    refuse_given(given, *REFUSED)
+    refuse_given(given, *unserved(ResponseParameters))
     refuse_unless(given.prompt_cache_retention, "prompt_cache_retention", *NO_RETENTION)
     if given.text is not None:
         refuse_unless(given.text.verbosity, "text.verbosity", *NO_VERBOSITY)
@@ -248,14 +239,14 @@ class ResponseAnswer:
     streams_done = False
     tells_all_again = True
 
-    def __init__(self, asked: Asked, given: ResponseParameters, texts: TokenTexts, answer_id: str, created: int) -> None:
+    def __init__(self, asked: Asked, texts: TokenTexts, answer_id: str, created: int) -> None:
         """answer_id: hexadecimal; created: in seconds since 1970."""
         self._asked = asked
-        self._given = given
+        self._given: ResponseParameters = asked.given
         self._texts = texts
         self._answer_id = answer_id
         self._created = created
-        self._wants_logprobs = wants_logprobs(given)
+        self._wants_logprobs = wants_logprobs(self._given)
         self._event_count = 0
         self._open: list[int | None] = []  # the items that events have begun, as `Output.places`
         self._done_count = 0  # of calls that events have ended

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import types_pb2
 
-from api.core.endpoint import base_url
+from api.core.endpoint import local_url
 from api.core.errors import Draining, FieldViolation, InvalidRequest, PromptTooLong, StartsTooLate, Unauthenticated
 from api.core.settings import SettingInvalid, Settings
 from api.core.statuses import KINDS, status_of
@@ -206,5 +206,5 @@ def test_an_address_that_is_none_is_refused_by_name() -> None:
     for text in ("9443", "host:", "host:99999", "on"):
         with pytest.raises(SettingInvalid, match="WEIR_OPENAI_LISTEN"):
             Settings.from_environment({"WEIR_OPENAI_LISTEN": text})
-    assert base_url("::1", 9443, tls=False) == "http://[::1]:9443/v1"
-    assert base_url("0.0.0.0", 9443, tls=True) == "https://127.0.0.1:9443/v1"
+    assert local_url("::1", 9443, "/v1") == "http://[::1]:9443/v1"
+    assert local_url("0.0.0.0", 9443, "/v1", tls=True) == "https://127.0.0.1:9443/v1"

@@ -12,6 +12,7 @@ import pytest
 
 from api.cli.render import to_text
 from api.cli.up import welcome
+from api.core.endpoint import Told
 from tests.cli.conftest import Run
 from tests.conftest import APPLICATION_ROLE
 
@@ -67,7 +68,7 @@ def test_where_to_listen_is_host_and_port(bare_weir: Run, monkeypatch: pytest.Mo
 def test_what_comes_next_can_be_typed_as_it_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", [".venv/bin/weir", "up"])
 
-    text = to_text(welcome("127.0.0.1:8443", tmp_path, None))
+    text = to_text(welcome("127.0.0.1:8443", tmp_path, Told()))
 
     assert '  .venv/bin/weir generate "Hello"' in text
     assert f"  export WEIR_HOME={tmp_path}" in text.replace("\n", "")
@@ -78,7 +79,7 @@ def test_what_comes_next_is_short_where_the_defaults_hold(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "weir"), "up"])
     monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / "weir"))
 
-    text = to_text(welcome("127.0.0.1:8443", tmp_path / ".weir", None))
+    text = to_text(welcome("127.0.0.1:8443", tmp_path / ".weir", Told()))
 
     assert '  weir generate "Hello"' in text
     assert "WEIR_HOME" not in text
