@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from api.cli.local import Connection, bootstrap, ensure_receipt_key
+from api.cli.connection import Connection
+from api.cli.local import bootstrap, ensure_receipt_key
 from api.cli.stack import Child, StackFailed, child_environment, is_serving
 from api.core.settings import Settings
 from api.fleet.fleet_file import model_names

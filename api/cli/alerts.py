@@ -9,7 +9,7 @@ import typer
 from rich.console import RenderableType
 from weir_client import AdminClient, Alert, AlertDeliveryState, BillingClient, QuotaDimension
 
-from api.cli.connection import AddressOption, KeyOption, Output, admin_client, billing_client, calls
+from api.cli.connection import Output, admin_client, billing_client, calls
 from api.cli.render import (
     JsonOption,
     dimension_amount,
@@ -48,23 +48,23 @@ def list_alerts(
 
 
 @alerts.command("test")
+@calls(admin_client, billing_client)
 def send_test(
+    admin: AdminClient,
+    client: BillingClient,
     organization: OrganizationOption,
     wait_s: Annotated[float, typer.Option("--wait", min=0, max=600, help="Seconds to wait for the first attempt.")] = 30.0,
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Have a test posted to an organization's webhook, and tell how it went."""
-    with admin_client(address, api_key) as admin, billing_client(address, api_key) as client:
-        sent = admin.test_alert_webhook(organization)
-        deadline = time.monotonic() + wait_s
-        while (delivery := sent.delivery) is not None and not (delivery.end_time or delivery.last_error):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(POLL_S)
-            page = client.list_alerts(organization, page_size=PAGE_SIZE)
-            sent = next((each for each in page.alerts if each.alert_id == sent.alert_id), sent)
+    sent = admin.test_alert_webhook(organization)
+    deadline = time.monotonic() + wait_s
+    while (delivery := sent.delivery) is not None and not (delivery.end_time or delivery.last_error):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_S)
+        page = client.list_alerts(organization, page_size=PAGE_SIZE)
+        sent = next((each for each in page.alerts if each.alert_id == sent.alert_id), sent)
     tell_found(sent, f"test {sent.alert_id}: {delivery_text(sent)}", as_json=as_json)
     if delivery is None or delivery.state is not AlertDeliveryState.DELIVERED:
         raise typer.Exit(1 if delivery is not None and delivery.last_error else 3)
@@ -139,17 +139,9 @@ def alerts_table(found: list[Alert]) -> RenderableType:
 def about(alert: Alert) -> tuple[str, ...]:
     """What of a limit an alert tells, column by column."""
     if alert.invoice is not None:
-        paid, due = alert.invoice.amount_paid, alert.invoice.amount_due
-        what = alert.kind.replace("_", " ")
-        return (
-            f"organization {alert.organization_name}",
-            "invoice",
-            "—",
-            what,
-            money_text(paid),
-            money_text(due),
-            alert.invoice.month,
-        )
+        paid, due = money_text(alert.invoice.amount_paid), money_text(alert.invoice.amount_due)
+        what = "invoice", "—", alert.kind.replace("_", " ")
+        return (f"organization {alert.organization_name}", *what, paid, due, alert.invoice.month)
     if not alert.quota_id:
         return alert.organization_name, "—", "—", "test", "—", "—", "—"
     return (

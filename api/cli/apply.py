@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Group, RenderableType
@@ -38,7 +38,7 @@ def plan(changes: Iterable[ConfigurationChange]) -> RenderableType:
 
 def block(change: ConfigurationChange) -> Text:
     sign, color = SIGNS[change.action]
-    made = Text(f"{sign} {kind_text(change)} {title(change)}", style=color)
+    made = Text(f"{sign} {title(change)}", style=color)
     if change.kind == "key" and change.action is ChangeAction.DELETE:
         made.append("  is revoked, and what runs with it ends")
     rows = [(each.field, value(each.before_json), value(each.after_json)) for each in change.fields]
@@ -54,7 +54,8 @@ def block(change: ConfigurationChange) -> Text:
 
 
 def title(change: ConfigurationChange) -> str:
-    named = printable(change.path)
+    """What changes."""
+    named = f"{change.kind.replace('_', ' ')} {printable(change.path)}"
     if change.kind == "key" and change.api_key_prefix:
         named += f" ({change.api_key_prefix})"
     if change.kind == "quota":
@@ -64,10 +65,6 @@ def title(change: ConfigurationChange) -> str:
         if change.quota.get("for_new_keys"):
             named += ", for new keys"
     return named
-
-
-def keep_line(change: ConfigurationChange) -> str:
-    return f"{kind_text(change)} {title(change)}"
 
 
 def summary(changes: Sequence[ConfigurationChange], *, dry_run: bool) -> str:
@@ -81,11 +78,6 @@ def summary(changes: Sequence[ConfigurationChange], *, dry_run: bool) -> str:
 
 def value(text: str | None) -> object:
     return None if text is None else json.loads(text)
-
-
-def kind_text(change: ConfigurationChange) -> str:
-    """The kind of the thing that changes, for people."""
-    return change.kind.replace("_", " ")
 
 
 @calls(admin_client, timeout=TIMEOUT_S)
@@ -112,7 +104,9 @@ def apply(
     applied = client.apply_configuration(document.configuration, dry_run=dry_run or bool(document.mistakes))
     mistakes = mistakes_of(document, applied)
     if mistakes:
-        tell_mistakes(file, mistakes, as_json=as_json)
+        if as_json:
+            print_json({"applied": False, "changes": [], "kept": [], "mistakes": mistakes})
+        tell_mistakes(file, mistakes)
     if secrets is not None:
         os.write(secrets, "".join(f"{each.path} {each.secret}\n" for each in applied.changes if each.secret).encode())
     if as_json:
@@ -160,11 +154,8 @@ def mistakes_of(document: Document, applied: AppliedConfiguration) -> list[FileM
     return sorted([*document.mistakes, *(each for each in told if each.line not in wrong)], key=lambda each: each.line)
 
 
-def tell_mistakes(file: Path, mistakes: list[FileMistake], *, as_json: bool) -> None:
-    """Say what is wrong as `file:line: place: remedy`, and end the command: nothing was changed."""
-    if as_json:
-        found = [{"line": each.line, "place": each.place, "message": each.message} for each in mistakes]
-        print_json({"applied": False, "changes": [], "kept": [], "mistakes": found})
+def tell_mistakes(file: Path, mistakes: list[FileMistake]) -> NoReturn:
+    """Say what is wrong as `file:line: place: remedy`, and end the command."""
     for each in mistakes:
         typer.secho(f"{file}:{each.line}: {each.place and each.place + ': '}{each.message}", fg="red", err=True)
     count = len(mistakes)
@@ -185,7 +176,7 @@ def tell(applied: AppliedConfiguration, *, dry_run: bool, prune: bool, with_secr
             else f"not named in the file; --prune removes {'it' if len(left) == 1 else 'them'}"
         )
         note(
-            f"{len(left)} more {'exists' if len(left) == 1 else 'exist'}, {remedy}: {', '.join(map(keep_line, left[:5]))}"
+            f"{len(left)} more {'exists' if len(left) == 1 else 'exist'}, {remedy}: {', '.join(map(title, left[:5]))}"
             + (len(left) > 5) * ", …"
         )
     fresh = [change for change in applied.changes if change.secret]
@@ -213,13 +204,8 @@ def change_document(change: ConfigurationChange, *, with_secrets: bool) -> dict[
         document["api_key_prefix"] = change.api_key_prefix
     if change.action is not ChangeAction.KEEP:
         document["fields"] = [
-            {"field": each.field, "before": value_of(each.before_json), "after": value_of(each.after_json)}
-            for each in change.fields
+            {"field": each.field, "before": value(each.before_json), "after": value(each.after_json)} for each in change.fields
         ]
     if change.secret and with_secrets:
         document["secret"] = change.secret
     return document
-
-
-def value_of(text: str | None) -> Any:
-    return None if text is None else json.loads(text)

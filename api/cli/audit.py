@@ -25,6 +25,7 @@ from metering.proof.fsck import CHECKS, SAMPLE_MAX, Check, Moment, Verdict, Viol
 from metering.proof.fsck import fsck as run_checks
 from metering.store.db import create_engine, create_sessions
 
+MOMENTS = {Moment.ALWAYS: "always", Moment.SOON: "while workers run", Moment.AT_REST: "with --at-rest"}
 # The one check that SQL cannot make: a report is written by the code that wrote it at the close.
 REPRODUCED = Check(
     "closed-months-reproduce",
@@ -186,10 +187,8 @@ def tell(verdict: Verdict) -> None:
 
 def conclude(verdicts: list[Verdict], wrong: list[Verdict]) -> None:
     took = duration_text(sum(verdict.duration_s for verdict in verdicts))
-    if wrong:
-        make_console().print(f"[red]{len(wrong)} of {len(verdicts)} checks found something wrong[/red], in {took}.")
-    else:
-        make_console().print(f"[green]All {len(verdicts)} checks hold[/green], in {took}.")
+    ill = f"[red]{len(wrong)} of {len(verdicts)} checks found something wrong[/red]"
+    make_console().print(f"{ill if wrong else f'[green]All {len(verdicts)} checks hold[/green]'}, in {took}.")
 
 
 def document(verdict: Verdict) -> dict[str, object]:
@@ -212,9 +211,4 @@ def tell_checks(as_json: bool) -> None:
         return
     console = make_console()
     for each in checks:
-        console.print(f"[bold]{each.name}[/bold] [dim]({when(each)})[/dim]\n    {escape(each.proves)}")
-
-
-def when(check: Check) -> str:
-    """The moment of a check in words."""
-    return {Moment.ALWAYS: "always", Moment.SOON: "while workers run", Moment.AT_REST: "with --at-rest"}[check.moment]
+        console.print(f"[bold]{each.name}[/bold] [dim]({MOMENTS[each.moment]})[/dim]\n    {escape(each.proves)}")

@@ -11,8 +11,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 
+CONNECTION_FILE = "connection.json"
 CLOCK_ONLY_S = 6 * 3600.0  # a wait below this is told without the day on which it ends
 
 # Fields of the API whose flag is not simply their own name with dashes.
@@ -181,14 +182,24 @@ def dimension_of(quota: ExceededQuota) -> QuotaDimension | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionFile:
-    """What `weir up` left behind for the other commands. Empty where it did not run."""
+class Connection:
+    """How to reach a local server: what `weir up` leaves behind for the other commands. Empty where it did not run."""
 
     address: str = ""
     api_key: str = ""
     admin_key: str = ""
     organization: str = ""
     project: str = ""
+
+    def write(self, home: Path) -> None:
+        """Store it for the commands of this user, readable by nobody else."""
+        path = home / CONNECTION_FILE
+        unfinished = path.with_suffix(".new")
+        unfinished.unlink(missing_ok=True)
+        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w") as file:
+            json.dump(asdict(self), file, indent=2)
+        unfinished.replace(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,30 +216,28 @@ class ConnectionProblem(Exception):
 
 def connection_path() -> Path:
     """The file that `weir up` writes."""
-    return Path(os.environ.get("WEIR_HOME") or Path.home() / ".weir") / "connection.json"
+    return Path(os.environ.get("WEIR_HOME") or Path.home() / ".weir") / CONNECTION_FILE
 
 
-def read_connection_file() -> ConnectionFile:
+def read_connection_file(path: Path | None = None) -> Connection:
     """What the file says; all empty if there is none. Raises: ConnectionProblem if it cannot be understood."""
-    path = connection_path()
+    path = path or connection_path()
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return ConnectionFile()
+        return Connection()
     except (OSError, ValueError) as error:
         raise ConnectionProblem(f"{path} cannot be read ({error}): remove it, or run `weir up` again") from error
     if not isinstance(document, dict):
         raise ConnectionProblem(f"{path} is not a JSON object: remove it, or run `weir up` again")
-    known = {field.name for field in fields(ConnectionFile)}
-    return ConnectionFile(**{name: str(value) for name, value in document.items() if name in known and value})
+    known = {field.name for field in fields(Connection)}
+    return Connection(**{name: str(value) for name, value in document.items() if name in known and value})
 
 
 def resolve(role: Role, address: str | None, api_key: str | None) -> Target:
     """Where to connect and with which key. Raises: ConnectionProblem if there is no key to be found."""
     file = read_connection_file()
-    chosen = address or os.environ.get("WEIR_ADDRESS") or file.address
-    if not chosen:
-        chosen = DEFAULT_ADDRESS
+    chosen = address or os.environ.get("WEIR_ADDRESS") or file.address or DEFAULT_ADDRESS
     if api_key is None:
         api_key = next((os.environ[name] for name in KEY_VARIABLES[role] if os.environ.get(name)), None)
     if api_key is None and chosen == file.address:
@@ -295,8 +304,8 @@ Output = tuple[Any, ...]  # the value for `--json`; then tables for people, and 
 Opener = Callable[..., AbstractContextManager[Any]]
 
 
-def calls(opener: Opener, **settings: Any) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
-    """Make a function a command: it takes a client first, made by `opener`, and returns what it found, if it has not shown it.
+def calls(*openers: Opener, **settings: Any) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
+    """Make a function a command: it takes a client of each opener first, and returns what it found, if it has not shown it.
 
     The command takes `--json`, `--address` and `--api-key` besides; a function with a parameter `as_json` sees the first.
     """
@@ -304,7 +313,7 @@ def calls(opener: Opener, **settings: Any) -> Callable[[Callable[..., Output | N
     def decorate(function: Callable[..., Output | None]) -> Callable[..., None]:
         own = inspect.signature(function, eval_str=True)
         shared = {"as_json": (JsonOption, False), "address": (AddressOption, None), "api_key": (KeyOption, None)}
-        parameters = {parameter.name: parameter for parameter in list(own.parameters.values())[1:]}
+        parameters = {parameter.name: parameter for parameter in list(own.parameters.values())[len(openers) :]}
         for name, (annotation, default) in shared.items():
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.setdefault(name, inspect.Parameter(name, kind, default=default, annotation=annotation))
@@ -312,8 +321,9 @@ def calls(opener: Opener, **settings: Any) -> Callable[[Callable[..., Output | N
         def command(*, address: str | None, api_key: str | None, as_json: bool, **options: Any) -> None:
             if "as_json" in own.parameters:
                 options["as_json"] = as_json
-            with opener(address, api_key, **settings) as client:
-                output = function(client, **options)
+            with ExitStack() as opened:
+                clients = [opened.enter_context(opener(address, api_key, **settings)) for opener in openers]
+                output = function(*clients, **options)
                 if output is not None:
                     tell_found(*output, as_json=as_json)
 

@@ -7,14 +7,14 @@ told by line too. Values are read by what they are for, not by what YAML takes t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import partial
 from typing import Any
 
 import yaml
-from weir_client import Money, QuotaDimension
+from weir_client import BillingProfile, Money, QuotaDimension
 from weir_client.wire import DIMENSIONS
 from weir_client.wire_accounts import DIMENSION_NUMBERS
 
@@ -24,6 +24,7 @@ from api.cli.render import (
     parse_amount,
     parse_limit,
     parse_price,
+    parse_thousandths,
     per_million,
     percents_text,
     units_to_picos,
@@ -40,7 +41,8 @@ VERSION = "1"
 class Scalar:
     """One value. read: from its text, with its siblings' texts; raises ValueError saying what would do. show: for people and files.
 
-    tag: YAML's type of it, so that it is written without quotes where it needs none.
+    name: in the contract; `a.b` is the field `b` of the message in the field `a`. tag: YAML's type of it, so that it is written
+    without quotes where it needs none.
     """
 
     name: str
@@ -115,13 +117,21 @@ def moment(name: str) -> Scalar:
 
 
 def thousandths(name: str) -> Scalar:
-    def read(given: str, _: Texts) -> int:
-        milli = parse_amount(given.replace("_", "")) * 1000
-        if milli != milli.to_integral_value() or not 0 <= milli <= 10**9:
-            raise ValueError("write a number of 0 or more with at most three decimals, such as 0.25")
-        return int(milli)
+    return Scalar(
+        name,
+        lambda given, _: parse_thousandths(given),
+        lambda value, _: decimal_text(Decimal(int(value)) / 1000, 0).replace(",", "_"),
+        "float",
+    )
 
-    return Scalar(name, read, lambda value, _: decimal_text(Decimal(int(value)) / 1000, 0).replace(",", "_"), "float")
+
+def tier(name: str) -> Scalar:
+    def read(given: str, _: Texts) -> str:
+        if given not in ("interactive", "batch"):
+            raise ValueError("give interactive or batch")
+        return f"SERVICE_TIER_{given.upper()}"
+
+    return Scalar(name, read, lambda value, _: str(value).removeprefix("SERVICE_TIER_").lower())
 
 
 def limit(name: str) -> Scalar:
@@ -228,18 +238,7 @@ PROJECT = Section(
 )
 
 BILLING_PROFILE = Section(
-    {
-        "emails": Words("emails"),
-        "legal_name": text("legal_name"),
-        "address_line1": text("address_line1"),
-        "address_line2": text("address_line2"),
-        "city": text("city"),
-        "postal_code": text("postal_code"),
-        "state": text("state"),
-        "country": text("country"),
-        "tax_id": text("tax_id"),
-        "language": text("language"),
-    },
+    {field.name: Words(field.name) if field.name == "emails" else text(field.name) for field in fields(BillingProfile)},
     required=(),
 )
 
@@ -277,7 +276,7 @@ DOCUMENT = Section(
 SELECTOR = {
     "model": text("selector.model"),
     "token_kind": text("selector.token_kind"),
-    "tier": text("selector.tier"),
+    "tier": tier("selector.tier"),
 }
 
 ALLOWANCE = Section({**SELECTOR, "tokens": count("token_count")}, required=("tokens",))
@@ -396,7 +395,8 @@ class Reader(StrictReader):
             match entry:
                 case Scalar():
                     if (scalar := self.scalar(value, shown, partial(_read, entry, texts))) is not None:
-                        found[entry.name] = scalar
+                        outer, _, name = entry.name.rpartition(".")
+                        (found.setdefault(outer, {}) if outer else found)[name] = scalar
                 case Words():
                     found[entry.name] = self._words(value, shown, "words, such as [inference, admin]")
                 case Thresholds():

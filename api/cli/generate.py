@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,7 +26,7 @@ from weir_client import (
 )
 
 from api.cli.connection import AddressOption, KeyOption, inference_client
-from api.cli.models import ContextOption, FileOption, ModelOption, PromptArgument, SystemOption, messages, read_file
+from api.cli.models import ContextOption, FileOption, ModelOption, PromptArgument, SystemOption, TierOption, messages, read_file
 from api.cli.render import (
     JsonOption,
     dimension_amount,
@@ -46,19 +44,7 @@ INTERRUPTED = 130  # exit code of a program that Ctrl-C ended, as shells report 
 CUT_OFF = (FinishReason.QUOTA_EXHAUSTED, FinishReason.COST_LIMIT, FinishReason.SLOW_CONSUMER, FinishReason.FILTERED)
 
 
-class EarlyStopping(StrEnum):
-    """When a beam search with enough complete answers is over."""
-
-    NO = "no"
-    YES = "yes"
-    NEVER = "never"
-
-
-EARLY_STOPPING: dict[EarlyStopping, bool | Literal["never"]] = {
-    EarlyStopping.NO: False,
-    EarlyStopping.YES: True,
-    EarlyStopping.NEVER: "never",
-}
+EARLY_STOPPING: Mapping[str | None, bool | Literal["never"]] = {None: False, "no": False, "yes": True, "never": "never"}
 
 
 def generate(
@@ -98,13 +84,14 @@ def generate(
         float | None, typer.Option(help="With --beam-width: above 0 favours long answers; -10 to 10.")
     ] = None,
     early_stopping: Annotated[
-        EarlyStopping | None, typer.Option(help="With --beam-width: when so many answers are complete, stop at once (yes) or not.")
+        Literal["no", "yes", "never"] | None,
+        typer.Option(help="With --beam-width: when so many answers are complete, stop at once (yes) or not."),
     ] = None,
     top_logprobs: Annotated[
         int | None, typer.Option(help="Log-probabilities of each token and so many likeliest ones, 0 to 20; shown with --json.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the request is cancelled.")] = None,
-    tier: Annotated[str | None, typer.Option(help="interactive (default), or batch: runs when nothing else waits.")] = None,
+    tier: TierOption = None,
     start_timeout: Annotated[
         float | None, typer.Option(help="Seconds that it may wait for its turn; else refused at once.")
     ] = None,
@@ -139,10 +126,10 @@ def generate(
         choice_count=choices,
         beam_width=beam_width,
         length_penalty=length_penalty,
-        early_stopping=EARLY_STOPPING[early_stopping or EarlyStopping.NO],
+        early_stopping=EARLY_STOPPING[early_stopping],
         top_logprobs=top_logprobs,
         timeout=timeout,
-        tier=checked_tier(tier),
+        tier=tier,
         start_timeout=start_timeout,
         region=region,
     )
@@ -162,15 +149,6 @@ def generate(
         raise typer.Exit(INTERRUPTED)
     if result.finish_reason in CUT_OFF:
         fail(why_cut_off(result))
-
-
-def checked_tier(name: str | None) -> Literal["interactive", "batch"] | None:
-    """A service tier. Exits with what would be one."""
-    match name:
-        case None | "interactive" | "batch":
-            return name
-        case _:
-            raise typer.BadParameter(f"{name!r} is neither interactive nor batch", param_hint="--tier")
 
 
 def cost_limit(client: Client, model: str, text: str) -> Money:
@@ -206,7 +184,7 @@ def run(stream: GenerationStream, *, quiet: bool) -> tuple[Result, bool]:
     """Streams to stdout unless `quiet`; the result, and whether Ctrl-C cut it short. Raises: WeirError."""
     interrupted = False
     try:
-        with stream, waiting_line() as waiting:
+        with stream, WaitingLine() as waiting:
             for event in stream.events():
                 match event:
                     case Progress():
@@ -237,7 +215,7 @@ def write(text: str) -> None:
 
 
 class WaitingLine:
-    """One transient line on stderr while the first token is awaited; silent where stderr is no terminal."""
+    """One transient line on stderr while the first token is awaited; silent where stderr is no terminal. Gone at the end."""
 
     def __init__(self) -> None:
         self._status = make_console(stderr=True).status("waiting for the first token", spinner="dots")
@@ -254,15 +232,11 @@ class WaitingLine:
             self._running = False
             self._status.stop()
 
+    def __enter__(self) -> WaitingLine:
+        return self
 
-@contextmanager
-def waiting_line() -> Iterator[WaitingLine]:
-    """A waiting line that is gone at the end, however it ends."""
-    line = WaitingLine()
-    try:
-        yield line
-    finally:
-        line.clear()
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
 
 def progress_text(progress: Progress) -> str:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from collections.abc import AsyncIterator, Collection, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from api.cli.connection import CONNECTION_FILE, Connection, ConnectionProblem, read_connection_file
 from api.cli.render import fail
 from api.core.settings import SettingInvalid, Settings, listen_address
 from inference.errors import CheckpointInvalid
@@ -30,16 +29,13 @@ HomeOption = Annotated[
 
 stderr = Console(stderr=True, highlight=False)
 
-CONNECTION_FILE = "connection.json"
 ACTOR = "system"
 ORGANIZATION = "demo"
 PROJECT = "default"
 ADMIN_SCOPES = ("admin", "billing", "inference")
 
 # USD per million tokens: 0.15 input, half of it cached, 0.60 output; usual for a small hosted model.
-INPUT_PICOS_PER_TOKEN = 150_000
-CACHED_INPUT_PICOS_PER_TOKEN = 75_000
-OUTPUT_PICOS_PER_TOKEN = 600_000
+MODEL_PICOS_PER_TOKEN = (150_000, 75_000, 600_000)
 EMBEDDING_PICOS_PER_TOKEN = 20_000  # USD 0.02 per million tokens, for models that embed
 
 
@@ -96,35 +92,6 @@ def clear_failures() -> Iterator[None]:
         fail(str(error))
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """How to reach a local server: what `connection.json` holds."""
-
-    address: str
-    api_key: str
-    admin_key: str
-    organization: str
-    project: str
-
-    def write(self, home: Path) -> None:
-        """Store it for the commands of this user, readable by nobody else."""
-        path = home / CONNECTION_FILE
-        unfinished = path.with_suffix(".new")
-        unfinished.unlink(missing_ok=True)
-        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w") as file:
-            json.dump(asdict(self), file, indent=2)
-        unfinished.replace(path)
-
-    @classmethod
-    def read(cls, home: Path) -> Connection | None:
-        """What an earlier run stored; None if there is nothing usable."""
-        try:
-            return cls(**json.loads((home / CONNECTION_FILE).read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-
 def ensure_receipt_key(settings: Settings) -> Path | None:
     """Make the key that signs receipts where there is none; its file if one was made."""
     path = key_path(settings.to_environment())
@@ -136,9 +103,10 @@ async def bootstrap(database_url: str, home: Path, models: Collection[str], enco
     async with open_sessions(database_url) as sessions:
         await ensure_tenant(sessions, ORGANIZATION, PROJECT)
         await ensure_prices(sessions, models, encoders)
-        standing = Connection.read(home)
-        if standing is not None and await keys_work(sessions, standing):
-            return standing
+        with contextlib.suppress(ConnectionProblem):
+            standing = read_connection_file(home / CONNECTION_FILE)
+            if await keys_work(sessions, standing):
+                return standing
         api_key = await create_key(sessions, ORGANIZATION, PROJECT, "local", ("inference",))
         admin_key = await create_key(sessions, ORGANIZATION, PROJECT, "local-admin", ADMIN_SCOPES)
         return Connection("", api_key, admin_key, ORGANIZATION, PROJECT)
@@ -183,23 +151,18 @@ async def ensure_prices(sessions: Sessions, models: Collection[str], encoders: C
     """A price for each model that has none: without one it cannot be sold. encoders: those that embed."""
     async with sessions.begin() as session:
         priced = {price.model for price in await list_current_prices(session, currency_code="USD")}
-        for encoder in sorted(set(encoders) - priced):
-            await set_price(
-                session,
-                model=encoder,
-                input_picos_per_token=0,
-                cached_input_picos_per_token=0,
-                output_picos_per_token=0,
-                embedding_picos_per_token=EMBEDDING_PICOS_PER_TOKEN,
-                actor=ACTOR,
-            )
-        for model in sorted(set(models) - priced):
+        rates = dict.fromkeys(encoders, (0, 0, 0, EMBEDDING_PICOS_PER_TOKEN)) | dict.fromkeys(
+            models, (*MODEL_PICOS_PER_TOKEN, None)
+        )
+        for model in sorted(rates.keys() - priced):
+            asked, cached, answered, embedded = rates[model]
             await set_price(
                 session,
                 model=model,
-                input_picos_per_token=INPUT_PICOS_PER_TOKEN,
-                cached_input_picos_per_token=CACHED_INPUT_PICOS_PER_TOKEN,
-                output_picos_per_token=OUTPUT_PICOS_PER_TOKEN,
+                input_picos_per_token=asked,
+                cached_input_picos_per_token=cached,
+                output_picos_per_token=answered,
+                embedding_picos_per_token=embedded,
                 actor=ACTOR,
             )
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from operator import mul
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import RenderableType
@@ -29,6 +29,10 @@ FileOption = Annotated[
     str | None, typer.Option("--file", "-f", help="Read what is asked, or is to be embedded, from this file; - for standard input.")
 ]
 
+TierOption = Annotated[
+    Literal["interactive", "batch"] | None,
+    typer.Option(help="interactive (default), or batch: runs when nothing else waits."),
+]
 WOULD_BE_REFUSED = 3  # exit code: told apart from errors, so that a script can ask first
 FLOATS_SHOWN = 4
 TEXT_SHOWN_CHARS = 40
@@ -104,10 +108,7 @@ def models_table(models: list[Model]) -> RenderableType:
             f"{each.context_window_tokens:,}",
             each.engine,
             *([ready_text(each)] if ready else []),
-            price_text(price, price.input_picos_per_token if price else 0),
-            price_text(price, price.cached_input_picos_per_token if price else 0),
-            price_text(price, price.output_picos_per_token if price else 0),
-            *([price_text(price, price.embedding_picos_per_token if price else 0)] if embeds else []),
+            *(price_text(price, kind) for kind in prices),
         )
     return made
 
@@ -180,7 +181,7 @@ def embed(
     model: Annotated[str, typer.Option("--model", "-m", help="Model that embeds, as `weir models` names it.")] = "",
     file: FileOption = None,
     truncate: Annotated[bool, typer.Option(help="Leave out the end of texts that are too long, instead of refusing them.")] = False,
-    tier: Annotated[str | None, typer.Option(help="interactive (default), or batch: runs when nothing else waits.")] = None,
+    tier: TierOption = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the request is cancelled.")] = None,
     ask: Annotated[
         bool, typer.Option("--quote", help="Tell only what it would cost, and whether it fits (else exit code 3).")
@@ -192,11 +193,9 @@ def embed(
     Shows how like each other they are (the cosine of each pair); --json prints the vectors. Tokens and cost go to stderr.
     """
     given = lines(texts, file)
-    if tier not in (None, "interactive", "batch"):
-        raise typer.BadParameter("--tier is interactive or batch")
     if not model:
         raise typer.BadParameter("--model is missing; `weir models` lists those that embed")
-    options: EmbedOptions = {"truncate": truncate, "tier": "batch" if tier == "batch" else None, "timeout": timeout}
+    options: EmbedOptions = {"truncate": truncate, "tier": tier, "timeout": timeout}
     if ask:
         tell_quote(client.quote_embed(model, given, **options), as_json=as_json)
         return

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import RenderableType
@@ -13,6 +11,7 @@ from rich.text import Text
 from weir_client import (
     Aborted,
     Adjustment,
+    AdminClient,
     BillingClient,
     ClosedMonth,
     DeadlineExceeded,
@@ -33,13 +32,13 @@ from api.cli.connection import AddressOption, KeyOption, Output, admin_client, b
 from api.cli.render import (
     JsonOption,
     decimal_text,
-    fail,
     money_text,
     month_report,
     note,
     parse_picos,
     parsed,
     print_json,
+    put,
     show,
     table,
     time_text,
@@ -52,14 +51,6 @@ CLOSE_TIMEOUT_S = 300.0  # a close reads all usage events of its month
 
 MonthArgument = Annotated[str, typer.Argument(help="The month in UTC, as YYYY-MM.", metavar="MONTH")]
 AllOption = Annotated[bool, typer.Option("--all", help="Every organization, one after the other.")]
-
-
-class DocumentForm(StrEnum):
-    """How a month is shown."""
-
-    TABLE = "table"
-    JSON = "json"
-    CSV = "csv"
 
 
 @month.command("list")
@@ -75,8 +66,9 @@ def show_month(
     month: MonthArgument,
     organization: OrganizationOption = None,
     form: Annotated[
-        DocumentForm, typer.Option("--format", help="table for people; json and csv are the report's documents, byte for byte.")
-    ] = DocumentForm.TABLE,
+        Literal["table", "json", "csv"],
+        typer.Option("--format", help="table for people; json and csv are the report's documents, byte for byte."),
+    ] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
     address: AddressOption = None,
     api_key: KeyOption = None,
@@ -84,24 +76,22 @@ def show_month(
     """Show a month as it stands: the invoice of a closed one, and what it would be now of an open one."""
     with billing_client(address, api_key) as client:
         chosen = organization_or_default(organization, client.address)
-        if form is DocumentForm.TABLE:
+        if form == "table":
             report = client.get_month_report(chosen, month)
             invoice = client.get_invoice(report.invoice_number) if report.invoice_number else None
             show(month_report(report), *([] if invoice is None else [invoice_table(invoice)]))
             return
-        content = client.get_month_document(chosen, month, DocumentFormat(form.value))
-    if output is None:
-        sys.stdout.buffer.write(content)
-        return
-    try:
-        output.write_bytes(content)
-    except OSError as error:
-        fail(f"{output} cannot be written: {error}")
-    note(f"{output}: {len(content):,} bytes")
+        content = client.get_month_document(chosen, month, DocumentFormat(form))
+    put(output, [content])
+    if output is not None:
+        note(f"{output}: {len(content):,} bytes")
 
 
 @month.command("close")
+@calls(billing_client, admin_client, timeout=CLOSE_TIMEOUT_S)
 def close_months(
+    client: BillingClient,
+    admin: AdminClient,
     month: MonthArgument,
     organization: OrganizationOption = None,
     every: AllOption = False,
@@ -118,8 +108,6 @@ def close_months(
         str, typer.Option("--corrected-by", metavar="ADJUSTMENT", help="An approved adjustment of what misstated usage costs.")
     ] = "",
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Close a month for good and issue its invoice. Closing it again changes nothing. Exit code 1 if anything stands in the way.
 
@@ -129,27 +117,26 @@ def close_months(
         raise typer.BadParameter("an adjustment is for one month of one organization", param_hint="--corrected-by")
     closed: list[ClosedMonth] = []
     refused = 0
-    names = organizations(organization, every=every, address=address, api_key=api_key)
-    with billing_client(address, api_key, timeout=CLOSE_TIMEOUT_S) as client:
-        for name in names:
-            try:
-                for each in months_to_close(client, name, month, earlier=earlier):
-                    closed.append(
-                        client.close_month(
-                            name,
-                            each,
-                            leave_running=leave_running,
-                            before_first=before_first,
-                            corrected_by=corrected_by,
-                            validate_only=check,
-                        )
+    names = organizations(organization, client, admin, every=every)
+    for name in names:
+        try:
+            for each in months_to_close(client, name, month, earlier=earlier):
+                closed.append(
+                    client.close_month(
+                        name,
+                        each,
+                        leave_running=leave_running,
+                        before_first=before_first,
+                        corrected_by=corrected_by,
+                        validate_only=check,
                     )
-                    refused += bool(closed[-1].obstacles)
-                    if not as_json:
-                        tell(closed[-1], check=check)
-            except one_failure(every) as error:
-                refused += 1
-                tell_refusal(name, error)
+                )
+                refused += bool(closed[-1].obstacles)
+                if not as_json:
+                    tell(closed[-1], check=check)
+        except one_failure(every) as error:
+            refused += 1
+            tell_refusal(name, error)
     if as_json:
         print_json(closed)
     if refused:
@@ -159,29 +146,28 @@ def close_months(
 
 
 @month.command("verify")
+@calls(billing_client, admin_client, timeout=CLOSE_TIMEOUT_S)
 def verify_months(
+    client: BillingClient,
+    admin: AdminClient,
     month: MonthArgument,
     organization: OrganizationOption = None,
     every: AllOption = False,
     as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
 ) -> None:
     """Make a closed month's report again from the ledger, and compare it with its close. Exit code 1 on any difference."""
     found: list[MonthVerification] = []
     failed = 0
-    names = organizations(organization, every=every, address=address, api_key=api_key)
-    with billing_client(address, api_key, timeout=CLOSE_TIMEOUT_S) as client:
-        for name in names:
-            try:
-                found.append(client.verify_month(name, month))
-            except one_failure(every) as error:
-                failed += 1
-                tell_refusal(name, error)
-                continue
-            failed += not found[-1].reproduced
-            if not as_json:
-                tell_verified(found[-1])
+    for name in organizations(organization, client, admin, every=every):
+        try:
+            found.append(client.verify_month(name, month))
+        except one_failure(every) as error:
+            failed += 1
+            tell_refusal(name, error)
+            continue
+        failed += not found[-1].reproduced
+        if not as_json:
+            tell_verified(found[-1])
     if as_json:
         print_json(found)
     if failed:
@@ -194,15 +180,13 @@ def one_failure(every: bool) -> tuple[type[WeirError], ...]:
     return (FailedPrecondition, *others) if every else (FailedPrecondition,)
 
 
-def organizations(given: str | None, *, every: bool, address: str | None, api_key: str | None) -> list[str]:
+def organizations(given: str | None, client: BillingClient, admin: AdminClient, *, every: bool) -> list[str]:
     """Whose months. Raises: typer.BadParameter for both or neither."""
     if not every:
-        with billing_client(address, api_key) as client:
-            return [organization_or_default(given, client.address)]
+        return [organization_or_default(given, client.address)]
     if given:
         raise typer.BadParameter("give an organization or --all, not both", param_hint="--org")
-    with admin_client(address, api_key) as admin:
-        return [each.name for each in admin.list_organizations()]
+    return [each.name for each in admin.list_organizations()]
 
 
 def months_to_close(client: BillingClient, organization: str, month: str, *, earlier: bool) -> list[str]:
@@ -248,16 +232,9 @@ def months_table(months: list[Month]) -> RenderableType:
     for each in months:
         at, by = (each.close_time, each.closed_by) if each.state == "closed" else (each.closing_time, each.closing_by)
         total = "—" if each.total is None else money_text(each.total)
-        made.add_row(
-            each.month,
-            each.state.value,
-            time_text(at),
-            by or "—",
-            each.invoice_number or "—",
-            total,
-            ", ".join(sorted({payment.state.value for payment in each.payments})) or "—",
-            each.json_sha256[:16],
-        )
+        payment = ", ".join(sorted({payment.state.value for payment in each.payments})) or "—"
+        told = each.month, each.state.value, time_text(at), by or "—", each.invoice_number or "—", total, payment
+        made.add_row(*told, each.json_sha256[:16])
     return made
 
 

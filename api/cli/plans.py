@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import csv
-import sys
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
 from weir_client import AdminClient, AppliedPrice, CreditGrant, Plan, PlanAssignment, PriceVersion, SimulatedCustomer
 
-from api.cli.apply import content_of
+from api.cli.apply import content_of, tell_mistakes
 from api.cli.connection import Output, admin_client, calls
 from api.cli.document import PROPOSAL, read_document
 from api.cli.render import (
     JsonOption,
+    csv_text,
     decimal_text,
     money_text,
-    parse_amount,
     parse_picos,
     parse_price,
+    parse_thousandths,
     parsed,
     per_million,
+    put,
     table,
     time_text,
 )
-from common.strict_yaml import FileMistake
 
 plan = typer.Typer(help="Make plans, and say who has which.", no_args_is_help=True)
-
-TIERS = {"interactive": "SERVICE_TIER_INTERACTIVE", "batch": "SERVICE_TIER_BATCH"}
 
 credit = typer.Typer(help="Grant credit, and see what is left of it.", no_args_is_help=True)
 
@@ -90,15 +86,10 @@ def plans_table(plans: tuple[Plan, ...]) -> RenderableType:
     for each in plans:
         rules = each.configuration
         commitment = int(rules.get("commitment_picos", 0)) / 10**12
-        made.add_row(
-            each.name,
-            str(each.version),
-            str(rules.get("currency_code", "")),
-            "; ".join(f"{int(rule['token_count']):,} {about(rule)}" for rule in rules.get("allowances", [])) or "—",
-            "; ".join(f"{rule['kind']} {about(rule)}, {len(rule['steps'])} steps" for rule in rules.get("tiered_prices", []))
-            or "—",
-            f"{commitment:,.2f}" if commitment else "—",
-        )
+        allowances = (f"{int(rule['token_count']):,} {about(rule)}" for rule in rules.get("allowances", []))
+        prices = (f"{rule['kind']} {about(rule)}, {len(rule['steps'])} steps" for rule in rules.get("tiered_prices", []))
+        told = str(rules.get("currency_code", "")), "; ".join(allowances) or "—", "; ".join(prices) or "—"
+        made.add_row(each.name, str(each.version), *told, f"{commitment:,.2f}" if commitment else "—")
     return made
 
 
@@ -117,35 +108,8 @@ def read_proposal(file: Path) -> dict[str, Any]:
     """Plans and prices of a file, as the contract has them. Ends the command with every mistake, by line."""
     document = read_document(content_of(file), prune=False, section=PROPOSAL)
     if document.mistakes:
-        refuse(file, document.mistakes)
-    plans = [plan_document(each) for each in document.configuration.get("plans", [])]
-    return {**document.configuration, "plans": plans}
-
-
-def plan_document(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan of the file as the contract nests it."""
-    found = dict(mapping)
-    for name in ("allowances", "tiered_prices"):
-        if name in found:
-            found[name] = [nested(rule) for rule in found[name]]
-    return found
-
-
-def nested(rule: Mapping[str, Any]) -> dict[str, Any]:
-    """With what selects tokens in a place of its own."""
-    selector = {name.removeprefix("selector."): value for name, value in rule.items() if name.startswith("selector.")}
-    if "tier" in selector:
-        if selector["tier"] not in TIERS:
-            raise typer.BadParameter(f"tier {selector['tier']!r} is neither interactive nor batch", param_hint="FILE")
-        selector["tier"] = TIERS[selector["tier"]]
-    return {name: value for name, value in rule.items() if not name.startswith("selector.")} | {"selector": selector}
-
-
-def refuse(file: Path, mistakes: list[FileMistake]) -> NoReturn:
-    """Say what is wrong as `file:line: place: remedy`, and end the command."""
-    for each in mistakes:
-        typer.secho(f"{file}:{each.line}: {each.place and each.place + ': '}{each.message}", fg="red", err=True)
-    raise typer.Exit(2)
+        tell_mistakes(file, document.mistakes)
+    return document.configuration
 
 
 @credit.command("grant")
@@ -216,11 +180,9 @@ def set_prepaid(
 
 def grants_table(grants: Iterable[CreditGrant]) -> RenderableType:
     numbers = ("granted", "spent", "expired", "left")
-    made = table("organization", *numbers, "from", "until", "reason", "id", right=numbers)
-    for each in grants:
-        amounts = map(money_text, (each.amount, each.spent, each.expired, each.remaining))
-        made.add_row(each.organization_name, *amounts, each.first_month, each.last_month, each.reason, each.grant_id)
-    return made
+    money = ((each, map(money_text, (each.amount, each.spent, each.expired, each.remaining))) for each in grants)
+    rows = ((each.organization_name, *sums, each.first_month, each.last_month, each.reason, each.grant_id) for each, sums in money)
+    return table("organization", *numbers, "from", "until", "reason", "id", right=numbers, rows=rows)
 
 
 price = typer.Typer(help="Set, list and try out prices: of the list, and of single customers.", no_args_is_help=True)
@@ -275,7 +237,9 @@ def set_price(
         cached_input_picos_per_token=per_token if cached_price is None else parsed("--cached-input", parse_price, cached_price),
         output_picos_per_token=parsed("--output", parse_price, output_price),
         embedding_picos_per_token=None if embedding_price is None else parsed("--embedding", parse_price, embedding_price),
-        batch_multiplier_milli=None if batch_multiplier is None else _thousandths("--batch-multiplier", batch_multiplier),
+        batch_multiplier_milli=None
+        if batch_multiplier is None
+        else parsed("--batch-multiplier", parse_thousandths, batch_multiplier),
         organization=organization,
         currency_code=currency,
         effective_time=_utc(effective_time),
@@ -283,7 +247,7 @@ def set_price(
     remarks = []
     for each in versions:
         whose = f" for {each.organization_name}" if each.organization_name else ""
-        told = ", ".join(f"{kind} {decimal_text(per_million(picos))}" for kind, picos in zip(KINDS, rates(each), strict=True))
+        told = ", ".join(f"{kind} {rate}" for kind, rate in zip(KINDS, rates(each), strict=True))
         since = time_text(each.effective_time, "now")
         what = f"price version {each.version} of {each.model}{whose}, {each.tier}, from {since} on"
         remarks.append(f"{what}, in {each.currency_code} per million tokens: {told}")
@@ -329,9 +293,14 @@ def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
         version = each.version
         source = version.organization_name if each.source == "organization" else "list"
         source += "" if version.tier == each.tier else f" ({version.tier})"
-        shown = [decimal_text(per_million(picos)) for picos in rates(version)]
         made.add_row(
-            each.model, each.tier, *shown, version.currency_code, source, time_text(version.effective_time), str(version.version)
+            each.model,
+            each.tier,
+            *rates(version),
+            version.currency_code,
+            source,
+            time_text(version.effective_time),
+            str(version.version),
         )
     return made
 
@@ -339,32 +308,16 @@ def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
 def versions_table(versions: Iterable[PriceVersion]) -> RenderableType:
     made = table("version", "model", "of", "tier", "times", *KINDS, "currency", "since", right=("version", *KINDS), title=TITLE)
     for each in versions:
-        shown = [decimal_text(per_million(picos)) for picos in rates(each)]
-        whose = each.organization_name or "list"
-        times = f"{each.multiplier_milli / 1000:g}"
-        if each.withdrawn:
-            times, shown = "ends", ["—"] * len(KINDS)
-        made.add_row(
-            str(each.version), each.model, whose, each.tier, times, *shown, each.currency_code, time_text(each.effective_time)
-        )
+        times, shown = (f"{each.multiplier_milli / 1000:g}", rates(each)) if not each.withdrawn else ("ends", ["—"] * len(KINDS))
+        what = str(each.version), each.model, each.organization_name or "list", each.tier, times
+        made.add_row(*what, *shown, each.currency_code, time_text(each.effective_time))
     return made
 
 
-def rates(version: PriceVersion) -> tuple[int, ...]:
-    """Picos per token by kind, in the order of KINDS."""
-    return (
-        version.input_picos_per_token,
-        version.cached_input_picos_per_token,
-        version.output_picos_per_token,
-        version.embedding_picos_per_token,
-    )
-
-
-def _thousandths(flag: str, text: str) -> int:
-    milli = parsed(flag, parse_amount, text) * 1000
-    if milli < 0 or milli != milli.to_integral_value() or milli > Decimal(10**9):
-        raise typer.BadParameter("give a number of 0 or more with at most three decimals, such as 0.5", param_hint=flag)
-    return int(milli)
+def rates(version: PriceVersion) -> list[str]:
+    """Prices by kind, in the order of KINDS."""
+    picos = (getattr(version, f"{kind.replace(' ', '_')}_picos_per_token") for kind in KINDS)
+    return [decimal_text(per_million(each)) for each in picos]
 
 
 def _utc(time: datetime | None) -> datetime | None:
@@ -389,27 +342,25 @@ def simulate(
         raise typer.BadParameter("give --csv or --json, not both")
     found = client.simulate_prices(month, read_proposal(file), organization=organization)
     if as_csv:
-        write_csv(found)
+        put(None, [simulated_csv(found)])
         return None
     return found, simulated_table(found) if found else f"nothing was used in {month}"
 
 
-def write_csv(customers: list[SimulatedCustomer]) -> None:
-    writer = csv.writer(sys.stdout, lineterminator="\r\n")
-    writer.writerow(CSV_COLUMNS)
-    for each in customers:
-        amounts = (f"{money.amount:f}" for money in (each.old_amount, each.new_amount, each.difference))
-        writer.writerow(
-            [
-                each.organization_name,
-                each.organization_id,
-                each.old_amount.currency_code,
-                each.token_count,
-                *amounts,
-                each.old_plan,
-                each.new_plan,
-            ]
+def simulated_csv(customers: list[SimulatedCustomer]) -> str:
+    rows = (
+        (
+            each.organization_name,
+            each.organization_id,
+            each.old_amount.currency_code,
+            each.token_count,
+            *(f"{money.amount:f}" for money in (each.old_amount, each.new_amount, each.difference)),
+            each.old_plan,
+            each.new_plan,
         )
+        for each in customers
+    )
+    return csv_text(CSV_COLUMNS, rows, line_end="\r\n")
 
 
 def simulated_table(customers: list[SimulatedCustomer]) -> RenderableType:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from api.cli.local import HomeOption, ListenOption, clear_failures, read_settings, stderr
-from api.cli.render import JsonOption, fail, print_json, show
+from api.cli.render import JsonOption, fail, print_json, show, table
 from metering.worker import worker_command
 
 GRANT_HELP = (
@@ -176,15 +176,11 @@ def remote(
 
 def report(title: str, found: Sequence[Observation], as_json: bool) -> NoReturn:
     """Show what was found; ends the command, with exit code 1 if anything is bad."""
-    from rich.table import Table
-
     from inference.adapters.findings import Verdict
 
     if as_json:
         print_json(found)
     else:
-        table = Table("question", "verdict", "seen", title=title, title_justify="left")
-        for observation in found:
-            table.add_row(observation.question, observation.verdict.value, observation.seen)
-        show(table)
+        rows = ((each.question, each.verdict.value, each.seen) for each in found)
+        show(table("question", "verdict", "seen", title=title, rows=rows))
     raise typer.Exit(any(observation.verdict is Verdict.BAD for observation in found))

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import IO, Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 from weir_client import Receipt, ReceiptClient, ReceiptKey, ReceiptVerdict, public_keys, verify_receipts
 from weir_client.receipt_months import Totals
 
 from api.cli.connection import AddressOption, KeyOption, Output, calls, organization_or_default, receipt_client
-from api.cli.render import JsonOption, fail, jsonable, note, print_json, show
+from api.cli.render import JsonOption, checked_month, fail, jsonable, note, print_json, put, show, table
 from api.cli.tenants import OrganizationOption
 
 PICOS_PER_UNIT = 10**12
@@ -101,10 +100,7 @@ def keys(client: ReceiptClient, as_json: JsonOption = False) -> None:
     if as_json:
         typer.echo(keys_document(found), nl=False)
         return
-    table = Table("key", "public key (Ed25519)")
-    for each in found:
-        table.add_row(each.key_id, each.public_key.hex())
-    show(table)
+    show(table("key", "public key (Ed25519)", rows=((each.key_id, each.public_key.hex()) for each in found)))
 
 
 @receipt.command("export")
@@ -117,12 +113,11 @@ def export(
 ) -> None:
     """Write all receipts of a month as JSON lines, one receipt each, in the order of time."""
     checked_month(month)
-    count = 0
-    with receipt_client(address, api_key) as client, written_to(output) as file:
-        for each in client.list_receipts(organization_or_default(organization, client.address), month):
-            file.write(each.to_json() + "\n")
-            count += 1
-    note(f"{count:,} receipts of {month}")
+    with receipt_client(address, api_key) as client:
+        found = client.list_receipts(organization_or_default(organization, client.address), month)
+        number = itertools.count()
+        put(output, (f"{each.to_json()}\n" for each, _ in zip(found, number, strict=False)))
+    note(f"{next(number):,} receipts of {month}")
 
 
 @receipt.command("month")
@@ -135,13 +130,14 @@ def month_(
     """Show the root over a month's receipts, and where the chain of each project begins and ends in it."""
     checked_month(month)
     found = client.get_receipt_month(organization_or_default(organization, client.address), month)
-    table = Table("project", "first", "last", "receipts", "hash of the last")
+    numbers = ("first", "last", "receipts")
+    chains = table("project", *numbers, "hash of the last", right=numbers)
     for each in found.chains:
         counts = (f"{each.first_sequence:,}", f"{each.last_sequence:,}", f"{each.receipt_count:,}")
-        table.add_row(each.project_id, *counts, each.last_hash.hex())
+        chains.add_row(each.project_id, *counts, each.last_hash.hex())
     count = found.unreceipted_count
     remarks = [f"{count:,} usage events are from before there were receipts"] if count else []
-    return found, table, Text(f"{found.receipt_count:,} receipts, root {found.root.hex()}"), *remarks
+    return found, chains, Text(f"{found.receipt_count:,} receipts, root {found.root.hex()}"), *remarks
 
 
 @receipt.command("verify")
@@ -210,12 +206,6 @@ def rotate() -> None:
     note(f"{path} holds the new key: copy it to the other machines that serve, and restart the servers")
 
 
-def checked_month(month: str) -> None:
-    """Raises: typer.BadParameter."""
-    if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", month):
-        raise typer.BadParameter(f"{month!r} is not a month: write it as YYYY-MM", param_hint="MONTH")
-
-
 def fetched_keys(receipts: list[Receipt], address: str | None, api_key: str | None) -> list[ReceiptKey]:
     """The server's own public keys, if any receipt is signed at all."""
     if not any(each.key_id for each in receipts):
@@ -246,27 +236,5 @@ def tell(verdict: ReceiptVerdict, reported: ReportedMonth, expected_root: bytes 
         typer.secho(f"✓ the sums are those of the report of {reported.month}", fg="green")
 
 
-@contextmanager
-def opened(file: str) -> Iterator[IO[str]]:
-    if file == "-":
-        yield sys.stdin
-        return
-    with Path(file).open(encoding="utf-8") as lines:
-        yield lines
-
-
-@contextmanager
-def written_to(output: Path | None) -> Iterator[IO[str]]:
-    """A file to write, or stdout. A file that was not finished does not stay."""
-    if output is None:
-        yield sys.stdout
-        return
-    unfinished = output.with_name(output.name + ".part")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            yield file
-        unfinished.replace(output)
-    except OSError as error:
-        fail(f"{output} cannot be written: {error.strerror}")
-    finally:
-        unfinished.unlink(missing_ok=True)
+def opened(file: str) -> AbstractContextManager[IO[str]]:
+    return nullcontext(sys.stdin) if file == "-" else Path(file).open(encoding="utf-8")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -15,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from api.cli.local import HomeOption
-from api.cli.render import JsonOption, duration_text, make_console, note, print_json, show, table
+from api.cli.render import JsonOption, csv_text, duration_text, make_console, note, print_json, show, table
 from api.cli.stack import run
 from metering.core.models import TokenKind
 from metering.core.money import exact_text
@@ -109,28 +106,14 @@ async def biller_counts(
 
 def tell(found: MonthReconciliation, now: datetime) -> None:
     """The sums of each stage, then what differs, how old it is and what to do."""
-    heads = [
-        "organization",
-        "model",
-        "tier",
-        "price version",
-        "tokens",
-        "used",
-        "posted",
-        "invoiced",
-        "due",
-        "batched",
-        "delivered",
-        "biller",
-    ]
+    counted = ("used", "posted", "invoiced", "due", "batched", "delivered")
+    heads = ("organization", "model", "tier", "price version", "tokens", *counted, "biller")
     made = table(*heads, right=heads[5:], title=f"{found.month}, hours until {found.ours.until:%Y-%m-%d %H:%M} UTC are due")
     counts = found.counted or [None] * len(found.ours.sums)
     for each, count in zip(found.ours.sums, counts, strict=True):
-        numbers = (each.used, each.posted, each.invoiced, each.due, each.batched, each.delivered)
+        numbers = (f"{getattr(each, name):,}" for name in counted)
         told = "not asked" if count is None else f"{count:,}"
-        made.add_row(
-            each.organization, each.model, each.tier, str(each.price_version), each.token_kind, *(f"{n:,}" for n in numbers), told
-        )
+        made.add_row(each.organization, each.model, each.tier, str(each.price_version), each.token_kind, *numbers, told)
     show(made)
     console = make_console()
     for difference in found.differences:
@@ -138,11 +121,9 @@ def tell(found: MonthReconciliation, now: datetime) -> None:
         console.print(f"    [dim]what to do:[/dim] {escape(difference.remedy)}", soft_wrap=True)
     if not found.biller:
         note("nothing is exported (WEIR_EXPORT is off): the ledger is the last stage that was compared")
-    note("every stage says the same" if found.balanced else f"{counted_words(len(found.differences))} between the stages")
-
-
-def counted_words(count: int) -> str:
-    return "1 difference" if count == 1 else f"{count:,} differences"
+    count = len(found.differences)
+    differing = f"{count:,} {'difference' if count == 1 else 'differences'} between the stages"
+    note("every stage says the same" if found.balanced else differing)
 
 
 def headline(difference: Difference, now: datetime) -> str:
@@ -160,21 +141,16 @@ def headline(difference: Difference, now: datetime) -> str:
 def document(found: MonthReconciliation) -> dict[str, object]:
     """For `--json`."""
     counts = found.counted or [None] * len(found.ours.sums)
-    sums = [plain(asdict(each)) | {"biller": count} for each, count in zip(found.ours.sums, counts, strict=True)]
-    differences = [plain(asdict(each)) for each in found.differences]
-    return {"month": found.month, "until": found.ours.until, "balanced": found.balanced, "sums": sums, "differences": differences}
-
-
-def plain(facts: dict[str, object]) -> dict[str, object]:
-    return {name: str(value) if isinstance(value, uuid.UUID) else value for name, value in facts.items()}
+    sums = [asdict(each) | {"biller": count} for each, count in zip(found.ours.sums, counts, strict=True)]
+    told = {"month": found.month, "until": found.ours.until, "balanced": found.balanced}
+    return told | {"sums": sums, "differences": found.differences}
 
 
 def sheet(differences: Sequence[Difference]) -> str:
     """For `--csv`, RFC 4180 with a header."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore", lineterminator="\r\n")
-    writer.writeheader()
+    rows = []
     for each in differences:
         facts = asdict(each) | {"amount": exact_text(each.amount_picos, each.currency_code) if each.currency_code else ""}
-        writer.writerow(facts | {"since": each.since.astimezone(UTC).isoformat() if each.since else ""})
-    return file.getvalue()
+        facts |= {"since": each.since.astimezone(UTC).isoformat() if each.since else ""}
+        rows.append([facts[name] for name in CSV_COLUMNS])
+    return csv_text(CSV_COLUMNS, rows, line_end="\r\n")

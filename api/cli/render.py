@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -12,7 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Context, Decimal, InvalidOperation
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
+from uuid import UUID
 
 import typer
 from rich import box
@@ -20,7 +23,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
-from weir_client import Money, MonthReport, MonthReportLine, Price, QuotaDimension, Receipt, Result, Timings, Usage
+from weir_client import Money, MonthReport, Price, QuotaDimension, Receipt, Result, Timings, Usage
 
 T = TypeVar("T")
 
@@ -31,7 +34,7 @@ SPAN_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 PIPE_WIDTH = 160  # columns where there is no terminal to ask: wide enough that no id is cut
 TABLE_WIDTH_MAX = 100_000  # columns of a table in a pipe: more than any row has
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for scripts.")]
-FOLDED = ("id", "subject", "organization id", "change")  # columns that may take several lines on a narrow terminal
+FOLDED = ("id", "subject", "organization id", "change", "seen")  # columns that may take several lines on a narrow terminal
 ID_WIDTH_MIN = 18  # half a UUID: two lines at most
 BAR_CELLS = 34  # width of the waterfall's time axis: the whole fits 80 columns
 STAGES = (
@@ -101,8 +104,9 @@ def money_text(money: Money) -> str:
     return f"{decimal_text(money.amount)} {money.currency_code}"
 
 
-def price_text(price: Price | None, picos_per_token: int) -> str:
-    """A price per million tokens with its currency; a dash where there is none."""
+def price_text(price: Price | None, kind: str) -> str:
+    """A price per million tokens of a kind, with its currency; a dash where there is none."""
+    picos_per_token = getattr(price, f"{kind.replace(' ', '_')}_picos_per_token", 0)
     return f"{decimal_text(per_million(picos_per_token))} {price.currency_code}" if price else "—"
 
 
@@ -176,6 +180,14 @@ def parse_price(text: str) -> int:
     return picos
 
 
+def parse_thousandths(text: str) -> int:
+    """A number as thousandths. Raises: ValueError."""
+    milli = parse_amount(text) * 1000
+    if milli != milli.to_integral_value() or not 0 <= milli <= 10**9:
+        raise ValueError("write a number of 0 or more with at most three decimals, such as 0.25")
+    return int(milli)
+
+
 def parse_thresholds(text: str) -> list[int]:
     """Percentages, separated by commas; `none` for none. Raises: ValueError."""
     if text == "none":
@@ -211,6 +223,8 @@ def jsonable(value: Any) -> Any:
         return json.loads(value.to_json())
     if isinstance(value, bytes):
         return value.hex()
+    if isinstance(value, UUID):
+        return str(value)
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: jsonable(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, datetime):
@@ -235,6 +249,40 @@ def show(*parts: RenderableType) -> None:
         if piped:
             console.width = max(PIPE_WIDTH, whole_width(console, part))
         console.print(part, crop=False)  # a line too long for the terminal is wrapped by it, never cut
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Iterable[object]], *, header: bool = True, line_end: str = "\n") -> str:
+    """Rows as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator=line_end)
+    writer.writerows([columns] if header else [])
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def put(output: Path | None, pieces: Iterable[str] | Iterable[bytes]) -> None:
+    """Pieces one after the other, to a file or to stdout. A file that was not finished does not stay."""
+    if output is None:
+        for piece in pieces:
+            typer.echo(piece, nl=False)
+        return
+    unfinished = output.with_name(output.name + ".part")
+    try:
+        with unfinished.open("wb") as file:
+            file.writelines(piece.encode() if isinstance(piece, str) else piece for piece in pieces)
+        unfinished.replace(output)
+    except OSError as error:
+        fail(f"{output} cannot be written: {error.strerror}")
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def checked_month(month: str) -> str:
+    """Raises: typer.BadParameter for what is no month; for nothing it is the server that refuses."""
+    if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", month):
+        raise typer.BadParameter(f"{month!r} is not a month: write it as YYYY-MM", param_hint="MONTH")
+    return month
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
@@ -426,14 +474,10 @@ def month_report(report: MonthReport) -> RenderableType:
         counted = f"{charge.token_count:,}" if charge.token_count else ""
         lines.add_row(charge.description, "", charge.kind, "", counted, "", "", decimal_text(charge.amount.amount, places))
     lines.add_section()
-    tokens, cancelled = (sum(pick) for pick in _sums(report.lines))
-    lines.add_row("total", "", "", "", f"{tokens:,}", f"{cancelled:,}", "", decimal_text(report.total.amount, places), style="bold")
+    sums = (sum(line.token_count for line in report.lines), sum(line.cancelled_token_count for line in report.lines))
+    lines.add_row("total", "", "", "", *(f"{n:,}" for n in sums), "", decimal_text(report.total.amount, places), style="bold")
     lines.add_row("rounded", "", "", "", "", "", "", decimal_text(report.total_rounded.amount), style="bold")
     return Group(lines, *_month_footer(report))
-
-
-def _sums(lines: Sequence[MonthReportLine]) -> tuple[list[int], list[int]]:
-    return [line.token_count for line in lines], [line.cancelled_token_count for line in lines]
 
 
 def _month_footer(report: MonthReport) -> list[Text]:
@@ -465,24 +509,21 @@ def decimal_places(value: Decimal) -> int:
 
 def month_report_csv(report: MonthReport) -> str:
     """The lines of a month as CSV: exact plain numbers, a header, no totals, so that a sheet can sum it up itself."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(REPORT_CSV_COLUMNS)
-    for line in report.lines:
-        writer.writerow(
-            (
-                report.organization_name,
-                report.month,
-                line.model,
-                line.price_version,
-                line.token_kind.value,
-                line.request_count,
-                line.token_count,
-                line.cancelled_token_count,
-                f"{per_million(line.unit_price_picos):f}",
-                line.unit_price_picos,
-                f"{line.amount.amount:f}",
-                line.amount.currency_code,
-            )
+    rows = (
+        (
+            report.organization_name,
+            report.month,
+            line.model,
+            line.price_version,
+            line.token_kind.value,
+            line.request_count,
+            line.token_count,
+            line.cancelled_token_count,
+            f"{per_million(line.unit_price_picos):f}",
+            line.unit_price_picos,
+            f"{line.amount.amount:f}",
+            line.amount.currency_code,
         )
-    return text.getvalue()
+        for line in report.lines
+    )
+    return csv_text(REPORT_CSV_COLUMNS, rows)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -22,6 +18,8 @@ from weir_client import BillingClient, Money, MonthExportFormat, MonthReport, Us
 
 from api.cli.connection import Output, billing_client, calls, organization_or_default
 from api.cli.render import (
+    checked_month,
+    csv_text,
     decimal_places,
     decimal_text,
     fail,
@@ -29,6 +27,7 @@ from api.cli.render import (
     month_report,
     month_report_csv,
     note,
+    put,
     show,
     table,
     time_text,
@@ -41,14 +40,16 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 COLUMN_CELLS_MAX = 3  # wider columns look like a table
 AXIS_CELLS = 7  # `999.9M ` before the columns
 Field = Callable[[UsageRow], object]
-KEY_COLUMNS: dict[UsageGrouping, tuple[str, Callable[[UsageRow], str]]] = {
-    UsageGrouping.ORGANIZATION: ("organization", lambda row: row.organization_name),
-    UsageGrouping.DAY: ("day", lambda row: row.day),
-    UsageGrouping.PROJECT: ("project", lambda row: row.project_name),
-    UsageGrouping.API_KEY: ("key", lambda row: f"{row.api_key_name} ({row.api_key_prefix})"),
-    UsageGrouping.MODEL: ("model", lambda row: row.model),
+# By the words of `--by`: what rows are for, and their column; requests have a table of their own.
+KEYS: Mapping[str, tuple[UsageGrouping, str, Callable[[UsageRow], str]]] = {
+    "org": (UsageGrouping.ORGANIZATION, "organization", lambda row: row.organization_name),
+    "day": (UsageGrouping.DAY, "day", lambda row: row.day),
+    "project": (UsageGrouping.PROJECT, "project", lambda row: row.project_name),
+    "key": (UsageGrouping.API_KEY, "key", lambda row: f"{row.api_key_name} ({row.api_key_prefix})"),
+    "model": (UsageGrouping.MODEL, "model", lambda row: row.model),
+    "request": (UsageGrouping.REQUEST, "request", lambda row: row.request_id),
 }
-
+KEY_COLUMNS = {grouping: (column, key) for grouping, column, key in KEYS.values()}
 KIND_COLUMNS: Mapping[str, Callable[[UsageRow], int]] = {
     "input": lambda row: row.input_token_count,
     "cached": lambda row: row.cached_input_token_count,
@@ -61,14 +62,6 @@ report = typer.Typer(help="Report usage and money by month.", no_args_is_help=Tr
 FILE_WIDTH = 120  # columns of a table that goes to a file
 TABLE_ROWS_MAX = 1_000  # beyond it nobody reads a table
 PAGE_ROWS = 5_000  # a page of a sheet: far below the size of a message
-GROUPINGS = {
-    "org": UsageGrouping.ORGANIZATION,
-    "day": UsageGrouping.DAY,
-    "project": UsageGrouping.PROJECT,
-    "key": UsageGrouping.API_KEY,
-    "model": UsageGrouping.MODEL,
-    "request": UsageGrouping.REQUEST,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,12 +259,7 @@ def money_places(rows: Iterable[UsageRow]) -> int:
 
 def usage_csv(rows: Iterable[UsageRow], *, header: bool) -> str:
     """Rows as CSV with exact plain numbers and no totals, so that a sheet can sum them up itself."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    if header:
-        writer.writerow(name for name, _ in CSV_FIELDS)
-    writer.writerows([field(row) for _, field in CSV_FIELDS] for row in rows)
-    return text.getvalue()
+    return csv_text([name for name, _ in CSV_FIELDS], ([field(row) for _, field in CSV_FIELDS] for row in rows), header=header)
 
 
 def forecast_lines(forecast: UsageForecast) -> list[Text]:
@@ -289,13 +277,7 @@ def forecast_lines(forecast: UsageForecast) -> list[Text]:
     return [Text(so_far), Text(expected, style="bold"), Text(why, style="dim")]
 
 
-class Format(StrEnum):
-    """How a report is written."""
-
-    TABLE = "table"
-    CSV = "csv"
-    JSON = "json"
-    FOCUS = "focus"
+Format = Literal["table", "csv", "json", "focus"]  # how a report is written
 
 
 @report.command("month")
@@ -307,7 +289,7 @@ def month(
     form: Annotated[
         Format,
         typer.Option("--format", help="table for people, csv for sheets (lines only), json for programs, focus for FinOps tools."),
-    ] = Format.TABLE,
+    ] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
     pdf: Annotated[Path | None, typer.Option("--pdf", help="Write the invoice, or its draft, as PDF to this file.")] = None,
     by: Annotated[
@@ -324,9 +306,9 @@ def month(
 ) -> None:
     """Report one month of one organization from the ledger: tokens by kind, unit price, amount, and the check against usage."""
     checked_month(month)
-    form = Format.JSON if as_json else form
+    form = "json" if as_json else form
     groups = parse_groups(by)
-    if groups and (pdf or form is Format.FOCUS):
+    if groups and (pdf or form == "focus"):
         raise typer.BadParameter("--pdf and --format focus are of the whole month: leave --by away", param_hint="--by")
     if not groups and (day or project or key or everyone):
         raise typer.BadParameter("--day, --project, --key and --all-orgs need --by", param_hint="--by")
@@ -337,11 +319,11 @@ def month(
         write_usage(client, form, output, pages(client, month, groups, owner, day, project, key), groups, month)
     elif pdf is not None:
         save(client, month, MonthExportFormat.INVOICE_PDF, owner, pdf)
-    elif form is Format.FOCUS:
+    elif form == "focus":
         save(client, month, MonthExportFormat.FOCUS_CSV, owner, output)
     else:
         write_month(client.get_month_report(owner, month), form, output)
-        if form is Format.TABLE and output is None:
+        if form == "table" and output is None:
             add_outlook(client, month, owner, plot)
 
 
@@ -356,18 +338,12 @@ def forecast(
     return found, *forecast_lines(found)
 
 
-def checked_month(month: str) -> None:
-    """Raises: typer.BadParameter."""
-    if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", month):
-        raise typer.BadParameter(f"{month!r} is not a month: write it as YYYY-MM", param_hint="MONTH")
-
-
 def parse_groups(by: str) -> list[UsageGrouping]:
     """The groupings of `--by`. Raises: typer.BadParameter."""
     names = [name.strip() for name in by.split(",") if name.strip()]
-    if wrong := [name for name in names if name not in GROUPINGS]:
-        raise typer.BadParameter(f"{wrong[0]!r} is none of {', '.join(GROUPINGS)}", param_hint="--by")
-    return [GROUPINGS[name] for name in names]
+    if wrong := [name for name in names if name not in KEYS]:
+        raise typer.BadParameter(f"{wrong[0]!r} is none of {', '.join(KEYS)}", param_hint="--by")
+    return [KEYS[name][0] for name in names]
 
 
 def pages(
@@ -388,11 +364,11 @@ def write_usage(
     client: BillingClient, form: Format, output: Path | None, found: Iterator[UsagePage], groups: list[UsageGrouping], month: str
 ) -> None:
     """Rows as a table, a sheet or a document. A sheet is written page by page, however long it is."""
-    if form is Format.CSV:
+    if form == "csv":
         put(output, (usage_csv(page.rows, header=not index) for index, page in enumerate(found)))
         return
     first = next(found)
-    if form is Format.JSON:
+    if form == "json":
         rows = [*first.rows, *(row for page in found for row in page.rows)]
         document = {"month": month, "time_zone": "UTC", "rows": jsonable(rows), "total": jsonable(first.total)}
         put(output, [json.dumps(document, ensure_ascii=False, indent=2) + "\n"])
@@ -414,11 +390,11 @@ def write_month(found: MonthReport, form: Format, output: Path | None) -> None:
     if output is not None:
         put(output, [written(found, form)])
         note(f"{output}: {len(found.lines)} lines, total {found.total_rounded}{_beside_usage(found, form)}")
-    elif form is Format.TABLE:
+    elif form == "table":
         show(month_report(found))
     else:
         typer.echo(written(found, form), nl=False)
-    if form is Format.CSV and (found.unrated_event_count or not found.reconciliation.balanced):
+    if form == "csv" and (found.unrated_event_count or not found.reconciliation.balanced):
         note(f"{found.unrated_event_count:,} usage events are not in the lines yet; --format table shows the check")
     if not found.reconciliation.balanced:
         fail("the ledger and the usage events do not agree")
@@ -427,7 +403,7 @@ def write_month(found: MonthReport, form: Format, output: Path | None) -> None:
 def _beside_usage(found: MonthReport, form: Format) -> str:
     """Says so where the rows of a CSV, which are usage alone, do not come to the total that is told beside them."""
     usage_picos = sum(line.amount.picos for line in found.lines)
-    if form is not Format.CSV or usage_picos == found.total.picos:
+    if form != "csv" or usage_picos == found.total.picos:
         return ""
     return (
         f"; the lines are usage alone and come to {Money(found.total.currency_code, usage_picos)}: "
@@ -436,9 +412,9 @@ def _beside_usage(found: MonthReport, form: Format) -> str:
 
 
 def written(report: MonthReport, form: Format) -> str:
-    if form is Format.TABLE:
+    if form == "table":
         return to_text(month_report(report), FILE_WIDTH)
-    if form is Format.CSV:
+    if form == "csv":
         return month_report_csv(report)
     return json.dumps(jsonable(report), ensure_ascii=False, indent=2) + "\n"
 
@@ -471,25 +447,7 @@ def daily_plot(month: str, by_day: dict[str, int], today: date) -> DailyPlot:
 def save(client: BillingClient, month: str, form: MonthExportFormat, organization: str, path: Path | None) -> None:
     """A file of the month as the server makes it; to stdout without a path."""
     file = client.export_month(month, form, organization=organization)
-    if path is None:
-        sys.stdout.buffer.write(file.content)
-        return
-    target = path / file.file_name if path.is_dir() else path
-    try:
-        target.write_bytes(file.content)
-    except OSError as error:
-        fail(f"{target} cannot be written: {error}")
-    note(f"{target}: {len(file.content):,} bytes")
-
-
-def put(output: Path | None, texts: Iterator[str] | list[str]) -> None:
-    """Texts one after the other, to a file or to stdout."""
-    if output is None:
-        for text in texts:
-            typer.echo(text, nl=False)
-        return
-    try:
-        with output.open("w", encoding="utf-8", newline="") as file:
-            file.writelines(texts)
-    except OSError as error:
-        fail(f"{output} cannot be written: {error}")
+    target = path / file.file_name if path is not None and path.is_dir() else path
+    put(target, [file.content])
+    if target is not None:
+        note(f"{target}: {len(file.content):,} bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -62,16 +63,17 @@ def list_requests(
         if not watch:
             tell(view, wide=wide, as_json=as_json)
             return
-        if as_json or not make_console().is_terminal:
-            while True:  # a document or a table for each look, for programs that read on
-                tell(view, wide=wide, as_json=as_json)
-                time.sleep(interval)
-                view = client.list_live_requests(organization, page_size=limit)
-        with Live(live_tables(view, wide=wide), console=make_console(), auto_refresh=False, screen=True) as screen:
+        console = make_console()
+        # Without a terminal a document or a table for each look, for programs that read on.
+        is_screen = console.is_terminal and not as_json
+        with Live(console=console, auto_refresh=False, screen=True) if is_screen else nullcontext() as screen:
             while True:
+                if screen is None:
+                    tell(view, wide=wide, as_json=as_json)
+                else:
+                    screen.update(live_tables(view, wide=wide), refresh=True)
                 time.sleep(interval)
                 view = client.list_live_requests(organization, page_size=limit)
-                screen.update(live_tables(view, wide=wide), refresh=True)
 
 
 @requests.command("kill")

@@ -20,7 +20,8 @@ from typing import IO, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2
 
-from api.cli.local import Connection, HomeOption, bootstrap, clear_failures, ensure_receipt_key, read_settings
+from api.cli.connection import Connection
+from api.cli.local import HomeOption, bootstrap, clear_failures, ensure_receipt_key, read_settings
 from api.cli.render import fail
 from api.core.endpoint import forget_endpoint, make_private, read_endpoint
 from api.core.settings import Settings

@@ -79,7 +79,7 @@ def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
     """Show how far the export is, what holds it up, invoices that are not paid, and the batches that need a person."""
     found = run(home, export_status)
     if as_json:
-        print_json(asdict(found) | {"needing_attention": [asdict(each) | {"id": str(each.id)} for each in found.needing_attention]})
+        print_json(found)
         return
     rows = [[each.state, f"{each.batch_count:,}", f"{each.token_count:,}"] for each in found.states]
     show(table("State", "Batches", "Tokens", right=("Batches", "Tokens"), rows=rows))
@@ -124,7 +124,7 @@ def reconcile_month(
     chosen = month or f"{datetime.now(UTC):%Y-%m}"
     found = run(home, lambda sessions: reconcile(sessions, gateway(), chosen))
     if as_json:
-        sums = [asdict(each) | {"organization_id": str(each.organization_id), "difference": each.difference} for each in found.sums]
+        sums = [asdict(each) | {"difference": each.difference} for each in found.sums]
         print_json({"month": found.month, "until": found.until, "balanced": found.balanced, "sums": sums})
     else:
         show_sums(found)

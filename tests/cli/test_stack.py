@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from api.cli import stack as stack_module
-from api.cli.local import Connection
+from api.cli.connection import Connection
 from api.cli.stack import Child, Stack, written_pid
 from api.core.endpoint import make_private
 from tests.service import until
