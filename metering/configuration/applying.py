@@ -55,6 +55,7 @@ from metering.tenants.tenants import (
 )
 
 Answer = TypeVar("Answer")
+Made = TypeVar("Made", Organization, Project)
 
 # What single calls name otherwise than a document does.
 FIELDS = {
@@ -66,22 +67,52 @@ FIELDS = {
 }
 
 
+PLACE = ("model", "currency_code", "organization", "effective_at")  # what says which price; the rest is how it is
+PLAIN = QuotaSpec(limit_value=-1)  # what a new limit is compared with, so that only what it says otherwise is told
+RAISE = ("raised_limit_value", "raised_until", "raise_reason")
+RAISE_FIELDS = {"limit_value": "raised_limit_value", "expire_time": "raised_until_time", "reason": "raise_reason"}
+# What a key is good for.
+KEY_FIELDS = ("scopes", "models", "allowed_networks", "max_input_tokens", "max_output_tokens", "expires_at")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What limits hang on: its place in the document, what people are told of it, its kind and its id."""
+
+    path: str
+    shown: str
+    kind: QuotaSubject
+    id: uuid.UUID
+
+
 @dataclass(slots=True)
 class Attempts:
-    """Changes that were made, and those that were refused. now: the time of the transaction; models: those that are served.
+    """One configuration on its way: changes that were made, and those that were refused.
 
-    created: subjects of limits that were made. uncounted: limits that do not count the past yet.
+    now: the time of the transaction. models: those that are served. own_key_id: the key that asks for it, from `own_address`; it
+    must not be shut out by it. created: subjects of limits that were made. uncounted: limits that do not count the past yet.
     """
 
     session: AsyncSession
     actor: str
     now: datetime
     models: Collection[str]
+    own_key_id: uuid.UUID
+    own_address: Address | None
     changes: list[Change] = field(default_factory=list)
     kept: list[Change] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
     created: set[uuid.UUID] = field(default_factory=set)
     uncounted: list[Uncounted] = field(default_factory=list)
+
+    async def apply(self, wanted: Configuration) -> None:
+        """Do it all. What was done is in the changes; if there are mistakes, the caller must roll back."""
+        self.mistakes += named_twice("organizations", "name", [each.name for each in wanted.organizations])
+        self.mistakes += named_twice("prices", "model", [tuple(getattr(each, name) for name in PLACE) for each in wanted.prices])
+        for index, organization in enumerate(wanted.organizations):
+            await self._organization(f"organizations[{index}]", organization)
+        for index, price in enumerate(wanted.prices):
+            await self._price(f"prices[{index}]", price)
 
     async def count_past(self) -> None:
         """Make new limits count what was used before: after all else, since nobody is let in from here to the end.
@@ -90,52 +121,297 @@ class Attempts:
         """
         await recount(self.session, [each for each in self.uncounted if each[0].subject_id not in self.created])
 
-    async def attempt(self, path: str, act: Callable[[], Awaitable[Answer]], names: dict[str, str] | None = None) -> Answer | None:
+    async def _attempt(self, path: str, act: Callable[[], Awaitable[Answer]], names: dict[str, str] | None = None) -> Answer | None:
         """What the act answers; None if it was refused, which is then noted. names: of fields that the document calls otherwise."""
         try:
             async with self.session.begin_nested():
                 return await act()
         except InvalidValue as refusal:
-            self.wrong(f"{path}.{(names or FIELDS).get(refusal.field, refusal.field)}", refusal.remedy)
+            self._wrong(f"{path}.{(names or FIELDS).get(refusal.field, refusal.field)}", refusal.remedy)
         except MeteringError as refusal:
-            self.wrong(path, str(refusal))
+            self._wrong(path, str(refusal))
         return None
 
-    def wrong(self, path: str, message: str) -> None:
+    def _wrong(self, path: str, message: str) -> None:
         self.mistakes.append(Mistake(path, message))
 
+    async def _made(self, path: str, name: str, create: Callable[[str], Awaitable[Made]]) -> Made:
+        """A new thing of this name; if the name is refused, one that will be rolled back with everything else."""
+        made = await self._attempt(path, lambda: create(name))
+        if made is None:
+            made = await create(f"x{uuid.uuid4().hex}")
+        self.created.add(made.id)
+        return made
 
-PLACE = ("model", "currency_code", "organization", "effective_at")  # what says which price; the rest is how it is
+    async def _organization(self, path: str, wanted: OrganizationSpec) -> None:
+        query = select(Organization).where(Organization.name == wanted.name)
+        standing: Organization | None = await self.session.scalar(query)
+        if standing is None:
+            code = self._currency(path, wanted.currency_code or "USD")
+            standing = await self._made(
+                path,
+                wanted.name,
+                lambda name: create_organization(self.session, name=name, currency_code=code, actor=self.actor),
+            )
+            changes = (FieldChange("currency_code", None, code),)
+            self.changes.append(Change(Action.CREATE, "organization", wanted.name, changes))
+        elif wanted.currency_code not in ("", standing.currency_code):
+            self._wrong(
+                f"{path}.currency_code", f"it is {standing.currency_code}, which never changes: create another organization"
+            )
+        if wanted.billing_profile is not None:
+            await self._billing_profile(f"{path}.billing_profile", wanted.name, standing, wanted.billing_profile)
+        await self._quotas(Subject(path, wanted.name, QuotaSubject.ORGANIZATION, standing.id), wanted)
+        query_projects = select(Project).where(Project.organization_id == standing.id)
+        projects = {project.name: project for project in await self.session.scalars(query_projects)}
+        self.mistakes += named_twice(f"{path}.projects", "name", [each.name for each in wanted.projects])
+        for index, project in enumerate(wanted.projects):
+            shown = f"{wanted.name}/{project.name}"
+            await self._project(f"{path}.projects[{index}]", shown, standing, project, projects.pop(project.name, None))
+        self.kept += [Change(Action.KEEP, "project", f"{wanted.name}/{name}") for name in sorted(projects)]
 
+    def _currency(self, path: str, code: str) -> str:
+        """The code; if it is none, one that holds, so that what stands below is tried too."""
+        try:
+            return checked_currency(code)
+        except InvalidValue as refusal:
+            self._wrong(f"{path}.{refusal.field}", refusal.remedy)
+            return "USD"
 
-def price_place(spec: PriceSpec) -> tuple[object, ...]:
-    return tuple(getattr(spec, name) for name in PLACE)
-
-
-async def apply_price(work: Attempts, path: str, wanted: PriceSpec) -> None:
-    """Make one price what the document says, from its time on or from now. What is unset of it stays."""
-    at = None if wanted.effective_at is None or wanted.effective_at <= work.now else wanted.effective_at
-    owner = owner_id = None
-    if wanted.organization:
-        owner = await work.attempt(f"{path}.organization", lambda: find_organization(work.session, wanted.organization))
-        if owner is None:
+    async def _billing_profile(self, path: str, shown: str, owner: Organization, wanted: BillingProfile) -> None:
+        before = await billing_profile(self.session, owner.id) or BillingProfile()
+        changes = differences(before, wanted, [each.name for each in fields(BillingProfile)])
+        if not changes:
             return
-        owner_id = owner.id
-    named = replace(wanted, currency_code=wanted.currency_code or (owner.currency_code if owner else "USD"))
-    found = await versions_in_force(
-        work.session, model=named.model, currency_code=named.currency_code, organization_id=owner_id, at=at
-    )
-    standing = spec_of([each for each in found if each.organization_id == owner_id and not each.withdrawn], named)
-    names = [each.name for each in fields(PriceSpec) if each.name not in PLACE and getattr(named, each.name) is not None]
-    changes = differences(standing, named, names)
-    if not changes:
-        return
-    terms = {each.name: getattr(named, each.name) for each in fields(PriceSpec)} | {"effective_at": at}
-    await work.attempt(path, lambda: set_price(work.session, **terms, actor=work.actor))
-    whose = f" of {named.organization}" if named.organization else ""
-    since = f" from {at:%Y-%m-%d %H:%M:%SZ}" if at else ""
-    action = Action.UPDATE if standing else Action.CREATE
-    work.changes.append(Change(action, "price", f"{named.model} in {named.currency_code}{whose}{since}", changes))
+        change = partial(set_billing_profile, self.session, organization=str(owner.id), profile=wanted, actor=self.actor)
+        if await self._attempt(path, change) is not None:
+            self.changes.append(Change(Action.UPDATE, "billing_profile", shown, changes))
+
+    async def _project(self, path: str, shown: str, owner: Organization, wanted: ProjectSpec, standing: Project | None) -> None:
+        if standing is None:
+            standing = await self._made(
+                path,
+                wanted.name,
+                lambda name: create_project(self.session, organization=str(owner.id), name=name, actor=self.actor),
+            )
+            self.changes.append(Change(Action.CREATE, "project", shown))
+        await self._quotas(Subject(path, shown, QuotaSubject.PROJECT, standing.id), wanted)
+        query = select(ApiKey).where(ApiKey.project_id == standing.id, ApiKey.revoked_at.is_(None)).order_by(ApiKey.created_at)
+        left = {key.prefix: key for key in await self.session.scalars(query)}
+        self.mistakes += named_twice(f"{path}.keys", "name", [each.prefix or each.name for each in wanted.keys])
+        named = {each.prefix for each in wanted.keys}
+        for index, key in enumerate(wanted.keys):
+            of_name = [prefix for prefix, found in left.items() if found.name == key.name and prefix not in named]
+            await self._key(f"{path}.keys[{index}]", f"{shown}/{key.name}", key, standing, left, of_name)
+        for surplus in left.values():
+            await self._surplus_key(path, f"{shown}/{surplus.name}", surplus, prune=wanted.prune_keys)
+
+    async def _key(
+        self, path: str, shown: str, wanted: KeySpec, owner: Project, left: dict[str, ApiKey], of_name: list[str]
+    ) -> None:
+        """One key. left: by prefix those that are not named so far; it is taken out of them.
+
+        of_name: the prefixes of those that have its name and are not named by prefix.
+        """
+        for model in sorted(set(wanted.models) - set(self.models)):
+            self._wrong(f"{path}.models", f"no model {model!r} is served: give some of {', '.join(sorted(self.models))}")
+        standing: ApiKey | None = None
+        if wanted.prefix:
+            if (standing := left.pop(wanted.prefix, None)) is None:
+                self._wrong(f"{path}.prefix", "the project has no such key that is not revoked: leave it out to create one")
+                return
+        elif len(of_name) > 1:
+            self._wrong(f"{path}.name", f"{len(of_name)} keys have this name: say which by `prefix`, one of {', '.join(of_name)}")
+            for prefix in of_name:
+                left.pop(prefix)
+            return
+        elif of_name:
+            standing = left.pop(of_name[0])
+        if standing is None:
+            standing = await self._new_key(path, shown, owner, wanted)
+        else:
+            await self._changed_key(path, shown, wanted, standing)
+        if standing is not None:
+            # What a key has got without being asked is as wanted as it is above the key, and is left alone.
+            limits = select(Quota).where(Quota.subject_id.in_((owner.organization_id, owner.id)), Quota.for_new_keys)
+            templates = await self.session.scalars(limits.where(Quota.deleted_at.is_(None)))
+            defaults = frozenset(replace(place_of(row), for_new_keys=False) for row in templates)
+            await self._quotas(Subject(path, shown, QuotaSubject.API_KEY, standing.id), wanted, defaults)
+
+    async def _new_key(self, path: str, shown: str, owner: Project, wanted: KeySpec) -> ApiKey | None:
+        made = await self._attempt(
+            path,
+            lambda: create_api_key(
+                self.session,
+                organization=str(owner.organization_id),
+                project=str(owner.id),
+                name=wanted.name,
+                scopes=wanted.scopes,
+                models=wanted.models,
+                allowed_networks=wanted.allowed_networks,
+                max_input_tokens=wanted.max_input_tokens,
+                max_output_tokens=wanted.max_output_tokens,
+                lifetime=None if wanted.expires_at is None else wanted.expires_at - self.now,
+                actor=self.actor,
+            ),
+        )
+        if made is None:
+            return None
+        record, secret = made
+        self.created.add(record.id)
+        standing = await self.session.get_one(ApiKey, record.id)
+        says = differences(None, standing, KEY_FIELDS)
+        self.changes.append(Change(Action.CREATE, "key", shown, says, key_prefix=record.prefix, secret=secret))
+        return standing
+
+    async def _changed_key(self, path: str, shown: str, wanted: KeySpec, standing: ApiKey) -> None:
+        changes = differences(standing, wanted, ("name", *KEY_FIELDS))
+        if not changes:
+            return
+        if standing.id == self.own_key_id and ("admin" not in wanted.scopes or (wanted.expires_at or self.now) < self.now):
+            told = "this very call is made with this key, which would lose `admin` or expire: use another key"
+            self._wrong(f"{path}.scopes", told)
+        if standing.id == self.own_key_id and shuts_out(wanted.allowed_networks, self.own_address):
+            told = "this very call is made with this key from outside of them: use another key"
+            self._wrong(f"{path}.allowed_networks", told)
+        await self._attempt(
+            path,
+            lambda: update_api_key(
+                self.session,
+                api_key=str(standing.id),
+                name=wanted.name,
+                scopes=wanted.scopes,
+                models=wanted.models,
+                all_models=not wanted.models,
+                allowed_networks=wanted.allowed_networks,
+                all_networks=not wanted.allowed_networks,
+                max_input_tokens=wanted.max_input_tokens or 0,
+                max_output_tokens=wanted.max_output_tokens or 0,
+                expires_at=wanted.expires_at,
+                never_expires=wanted.expires_at is None,
+                actor=self.actor,
+            ),
+        )
+        self.changes.append(Change(Action.UPDATE, "key", shown, changes, key_prefix=standing.prefix))
+
+    async def _surplus_key(self, path: str, shown: str, key: ApiKey, *, prune: bool) -> None:
+        change = Change(Action.DELETE if prune else Action.KEEP, "key", shown, key_prefix=key.prefix)
+        if not prune:
+            self.kept.append(change)
+        elif key.id == self.own_key_id:
+            told = f"this very call is made with the key {key.name!r}, which would be revoked: name it too"
+            self._wrong(f"{path}.keys", told)
+        else:
+            await self._attempt(path, lambda: revoke_api_key(self.session, api_key=str(key.id), actor=self.actor))
+            self.changes.append(change)
+
+    async def _quotas(
+        self, subject: Subject, wanted: OrganizationSpec | ProjectSpec | KeySpec, defaults: Collection[QuotaPlace] = ()
+    ) -> None:
+        """The limits of one subject. defaults: those that stay though they are not named."""
+        query = select(Quota).where(Quota.subject_id == subject.id, Quota.deleted_at.is_(None)).order_by(Quota.created_at, Quota.id)
+        query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)  # which follows from grants
+        rows = {place_of(row): row for row in await self.session.scalars(query.execution_options(populate_existing=True))}
+        self.mistakes += named_twice(f"{subject.path}.quotas", "dimension", [place for place, _ in wanted.quotas])
+        for index, (place, spec) in enumerate(wanted.quotas):
+            at = f"{subject.path}.quotas[{index}]"
+            if place.model and place.model not in self.models:
+                served = ", ".join(sorted(self.models))
+                self._wrong(f"{at}.model", f"no model of this name is served: give one of {served}, or none")
+            await self._quota(at, subject, place, spec.without_past_raise(self.now), rows.pop(place, None))
+        for place, row in rows.items():
+            if place in defaults:
+                continue
+            change = Change(Action.DELETE if wanted.prune_quotas else Action.KEEP, "quota", subject.shown, quota=place)
+            if wanted.prune_quotas:
+                await self._attempt(subject.path, partial(delete_quota, self.session, quota_id=str(row.id), actor=self.actor))
+            (self.changes if wanted.prune_quotas else self.kept).append(change)
+
+    async def _quota(self, path: str, subject: Subject, place: QuotaPlace, wanted: QuotaSpec, row: Quota | None) -> None:
+        """One limit. row: as it stands, if it does."""
+        standing = None if row is None else QuotaSpec.of(row, self.now)
+        named = [each.name for each in fields(QuotaSpec)]
+        if wanted.raised_until is None:  # nothing is said of a raise: one that stands stays
+            named = [name for name in named if name not in RAISE]
+        new_fields = [name for name in named if standing is not None or getattr(wanted, name) != getattr(PLAIN, name)]
+        changes = differences(standing, wanted, new_fields)
+        if standing is not None and not changes:
+            return
+        state = await self._attempt(
+            path,
+            lambda: set_quota(
+                self.session,
+                subject=subject.kind,
+                subject_ref=str(subject.id),
+                model=place.model,
+                dimension=place.dimension,
+                limit_value=wanted.limit_value,
+                weights=Weights(wanted.input_weight_milli, wanted.cached_input_weight_milli, wanted.output_weight_milli),
+                enforced=wanted.enforced,
+                for_new_keys=place.for_new_keys,
+                alert_at=usual_thresholds(place.dimension) if wanted.alert_at is None else wanted.alert_at,
+                actor=self.actor,
+                later=self.uncounted,
+            ),
+        )
+        if state is not None and wanted.raised_until is not None:
+            raised = partial(raise_quota, self.session, quota_id=str(state.quota_id), actor=self.actor)
+            limit, until, reason = wanted.raised_limit_value or 0, wanted.raised_until, wanted.raise_reason or ""
+            await self._attempt(path, lambda: raised(limit_value=limit, until=until, reason=reason), RAISE_FIELDS)
+        action = Action.UPDATE if standing else Action.CREATE
+        self.changes.append(Change(action, "quota", subject.shown, changes, quota=place))
+
+    async def _price(self, path: str, wanted: PriceSpec) -> None:
+        """Make one price what the document says, from its time on or from now. What is unset of it stays."""
+        at = None if wanted.effective_at is None or wanted.effective_at <= self.now else wanted.effective_at
+        owner = owner_id = None
+        if wanted.organization:
+            owner = await self._attempt(f"{path}.organization", lambda: find_organization(self.session, wanted.organization))
+            if owner is None:
+                return
+            owner_id = owner.id
+        named = replace(wanted, currency_code=wanted.currency_code or (owner.currency_code if owner else "USD"))
+        found = await versions_in_force(
+            self.session, model=named.model, currency_code=named.currency_code, organization_id=owner_id, at=at
+        )
+        standing = spec_of([each for each in found if each.organization_id == owner_id and not each.withdrawn], named)
+        names = [each.name for each in fields(PriceSpec) if each.name not in PLACE and getattr(named, each.name) is not None]
+        changes = differences(standing, named, names)
+        if not changes:
+            return
+        terms = {each.name: getattr(named, each.name) for each in fields(PriceSpec)} | {"effective_at": at}
+        await self._attempt(path, lambda: set_price(self.session, **terms, actor=self.actor))
+        whose = f" of {named.organization}" if named.organization else ""
+        since = f" from {at:%Y-%m-%d %H:%M:%SZ}" if at else ""
+        action = Action.UPDATE if standing else Action.CREATE
+        self.changes.append(Change(action, "price", f"{named.model} in {named.currency_code}{whose}{since}", changes))
+
+
+def place_of(quota: Quota) -> QuotaPlace:
+    return QuotaPlace(QuotaDimension(quota.dimension), quota.model, quota.for_new_keys)
+
+
+async def apply_configuration(
+    session: AsyncSession,
+    wanted: Configuration,
+    *,
+    actor: str,
+    own_key_id: uuid.UUID,
+    own_address: Address | None = None,
+    models: Collection[str],
+    dry_run: bool = False,
+) -> Attempts:
+    """Make what is into what is wanted; what was done, what was left, and what is wrong. Roll back if anything is.
+
+    own_key_id: the key that the caller came with, from `own_address`. models: those that are served.
+    dry_run: the caller will roll back in any case, so nobody has to wait while limits are made to count the past.
+    """
+    now = (await session.scalars(select(func.now()))).one()
+    work = Attempts(session, actor, now, models, own_key_id, own_address)
+    await work.apply(wanted)
+    if not dry_run and not work.mistakes:
+        await work.count_past()
+    return work
 
 
 async def price_specs(session: AsyncSession, names: dict[uuid.UUID, str], *, listed: bool) -> tuple[PriceSpec, ...]:
@@ -163,353 +439,6 @@ def spec_of(versions: list[ModelPrice], place: PriceSpec) -> PriceSpec | None:
     prices, batch = tiers[ServiceTier.INTERACTIVE].prices, tiers.get(ServiceTier.BATCH)
     rates = {each.name: getattr(prices, each.name) for each in fields(PriceSpec) if each.name.endswith("_picos_per_token")}
     return replace(place, **rates, batch_multiplier_milli=batch.multiplier_milli if batch else MULTIPLIER_SCALE)
-
-
-PLAIN = QuotaSpec(limit_value=-1)  # what a new limit is compared with, so that only what it says otherwise is told
-RAISE = ("raised_limit_value", "raised_until", "raise_reason")
-RAISE_FIELDS = {"limit_value": "raised_limit_value", "expire_time": "raised_until_time", "reason": "raise_reason"}
-
-
-async def apply_quotas(
-    work: Attempts,
-    path: str,
-    shown: str,
-    subject: QuotaSubject,
-    subject_id: uuid.UUID,
-    wanted: Iterable[tuple[QuotaPlace, QuotaSpec]],
-    *,
-    prune: bool,
-    defaults: Collection[QuotaPlace] = (),
-) -> None:
-    """The limits of one subject. shown: the subject for people. prune: remove those that are not wanted.
-
-    defaults: what a key has got without being asked; those are as wanted as they are above it, and are left alone.
-    """
-    query = select(Quota).where(Quota.subject_id == subject_id, Quota.deleted_at.is_(None)).order_by(Quota.created_at, Quota.id)
-    query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)  # which follows from grants
-    rows = {place_of(row): row for row in await work.session.scalars(query.execution_options(populate_existing=True))}
-    listed = list(wanted)
-    work.mistakes += named_twice(f"{path}.quotas", "dimension", [place for place, _ in listed])
-    for index, (place, spec) in enumerate(listed):
-        row = rows.pop(place, None)
-        at = f"{path}.quotas[{index}]"
-        if place.model and place.model not in work.models:
-            work.wrong(f"{at}.model", f"no model of this name is served: give one of {', '.join(sorted(work.models))}, or none")
-        await apply_quota(work, at, shown, subject, subject_id, place, spec.without_past_raise(work.now), row)
-    for place, row in rows.items():
-        if place in defaults:
-            continue
-        change = Change(Action.DELETE if prune else Action.KEEP, "quota", shown, quota=place)
-        if prune:
-            await work.attempt(path, partial(delete_quota, work.session, quota_id=str(row.id), actor=work.actor))
-        (work.changes if prune else work.kept).append(change)
-
-
-async def apply_quota(
-    work: Attempts,
-    path: str,
-    shown: str,
-    subject: QuotaSubject,
-    subject_id: uuid.UUID,
-    place: QuotaPlace,
-    wanted: QuotaSpec,
-    row: Quota | None,
-) -> None:
-    """One limit. row: as it stands, if it does."""
-    standing = None if row is None else QuotaSpec.of(row, work.now)
-    named = [each.name for each in fields(QuotaSpec)]
-    if wanted.raised_until is None:  # nothing is said of a raise: one that stands stays
-        named = [name for name in named if name not in RAISE]
-    new_fields = [name for name in named if standing is not None or getattr(wanted, name) != getattr(PLAIN, name)]
-    changes = differences(standing, wanted, new_fields)
-    if standing is not None and not changes:
-        return
-    state = await work.attempt(
-        path,
-        lambda: set_quota(
-            work.session,
-            subject=subject,
-            subject_ref=str(subject_id),
-            model=place.model,
-            dimension=place.dimension,
-            limit_value=wanted.limit_value,
-            weights=Weights(wanted.input_weight_milli, wanted.cached_input_weight_milli, wanted.output_weight_milli),
-            enforced=wanted.enforced,
-            for_new_keys=place.for_new_keys,
-            alert_at=usual_thresholds(place.dimension) if wanted.alert_at is None else wanted.alert_at,
-            actor=work.actor,
-            later=work.uncounted,
-        ),
-    )
-    if state is not None and wanted.raised_until is not None:
-        quota_id, limit, until = str(state.quota_id), wanted.raised_limit_value or 0, wanted.raised_until
-        reason = wanted.raise_reason or ""
-        await work.attempt(
-            path,
-            lambda: raise_quota(work.session, quota_id=quota_id, limit_value=limit, until=until, reason=reason, actor=work.actor),
-            RAISE_FIELDS,
-        )
-    work.changes.append(Change(Action.UPDATE if standing else Action.CREATE, "quota", shown, changes, quota=place))
-
-
-async def defaults_of(work: Attempts, *subject_ids: uuid.UUID) -> frozenset[QuotaPlace]:
-    """The limits that new keys under these subjects get for themselves."""
-    query = select(Quota).where(Quota.subject_id.in_(subject_ids), Quota.for_new_keys, Quota.deleted_at.is_(None))
-    return frozenset(replace(place_of(row), for_new_keys=False) for row in await work.session.scalars(query))
-
-
-def place_of(quota: Quota) -> QuotaPlace:
-    return QuotaPlace(QuotaDimension(quota.dimension), quota.model, quota.for_new_keys)
-
-
-KEY_FIELDS = (
-    "scopes",
-    "models",
-    "allowed_networks",
-    "max_input_tokens",
-    "max_output_tokens",
-    "expires_at",
-)  # what a key is good for
-
-Value = TypeVar("Value")
-
-
-async def apply_configuration(
-    session: AsyncSession,
-    wanted: Configuration,
-    *,
-    actor: str,
-    own_key_id: uuid.UUID,
-    own_address: Address | None = None,
-    models: Collection[str],
-    dry_run: bool = False,
-) -> Attempts:
-    """Make what is into what is wanted; what was done, what was left, and what is wrong. Roll back if anything is.
-
-    own_key_id: the key that the caller came with, from `own_address`. models: those that are served.
-    dry_run: the caller will roll back in any case,
-    so nobody has to wait while limits are made to count the past.
-    """
-    now = (await session.scalars(select(func.now()))).one()
-    application = Application(Attempts(session, actor, now, models), own_key_id, own_address)
-    await application.apply(wanted)
-    if not dry_run and not application.work.mistakes:
-        await application.work.count_past()
-    return application.work
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys of one project. left: those that are not named so far, by prefix. defaults: the limits that new keys get."""
-
-    owner_name: str
-    owner: Project
-    left: dict[str, ApiKey]
-    defaults: frozenset[QuotaPlace]
-
-
-@dataclass(slots=True)
-class Application:
-    """One configuration on its way. own_key_id: the key that asks for it, from `own_address`; it must not be shut out by it."""
-
-    work: Attempts
-    own_key_id: uuid.UUID
-    own_address: Address | None
-
-    async def apply(self, wanted: Configuration) -> None:
-        """Do it all. What was done is in the changes; if there are mistakes, the caller must roll back."""
-        self.work.mistakes += named_twice("organizations", "name", [each.name for each in wanted.organizations])
-        self.work.mistakes += named_twice("prices", "model", [price_place(each) for each in wanted.prices])
-        for index, organization in enumerate(wanted.organizations):
-            await self._organization(f"organizations[{index}]", organization)
-        for index, price in enumerate(wanted.prices):
-            await apply_price(self.work, f"prices[{index}]", price)
-
-    async def _organization(self, path: str, wanted: OrganizationSpec) -> None:
-        query = select(Organization).where(Organization.name == wanted.name)
-        standing: Organization | None = await self.work.session.scalar(query)
-        if standing is None:
-            code = self._currency(path, wanted.currency_code or "USD")
-            standing = await self._made(
-                path,
-                wanted.name,
-                lambda name: create_organization(self.work.session, name=name, currency_code=code, actor=self.work.actor),
-            )
-            self.work.created.add(standing.id)
-            changes = (FieldChange("currency_code", None, code),)
-            self.work.changes.append(Change(Action.CREATE, "organization", wanted.name, changes))
-        elif wanted.currency_code not in ("", standing.currency_code):
-            self.work.wrong(
-                f"{path}.currency_code", f"it is {standing.currency_code}, which never changes: create another organization"
-            )
-        if wanted.billing_profile is not None:
-            await self._billing_profile(f"{path}.billing_profile", wanted.name, standing, wanted.billing_profile)
-        await apply_quotas(
-            self.work, path, wanted.name, QuotaSubject.ORGANIZATION, standing.id, wanted.quotas, prune=wanted.prune_quotas
-        )
-        query_projects = select(Project).where(Project.organization_id == standing.id)
-        projects = {project.name: project for project in await self.work.session.scalars(query_projects)}
-        self.work.mistakes += named_twice(f"{path}.projects", "name", [each.name for each in wanted.projects])
-        for index, project in enumerate(wanted.projects):
-            await self._project(f"{path}.projects[{index}]", wanted.name, standing, project, projects.pop(project.name, None))
-        self.work.kept += [Change(Action.KEEP, "project", f"{wanted.name}/{name}") for name in sorted(projects)]
-
-    async def _billing_profile(self, path: str, shown: str, owner: Organization, wanted: BillingProfile) -> None:
-        before = await billing_profile(self.work.session, owner.id) or BillingProfile()
-        changes = differences(before, wanted, [each.name for each in fields(BillingProfile)])
-        if not changes:
-            return
-        made = await self.work.attempt(
-            path,
-            lambda: set_billing_profile(self.work.session, organization=str(owner.id), profile=wanted, actor=self.work.actor),
-        )
-        if made is not None:
-            self.work.changes.append(Change(Action.UPDATE, "billing_profile", shown, changes))
-
-    async def _project(
-        self, path: str, owner_name: str, owner: Organization, wanted: ProjectSpec, standing: Project | None
-    ) -> None:
-        shown = f"{owner_name}/{wanted.name}"
-        if standing is None:
-            standing = await self._made(
-                path,
-                wanted.name,
-                lambda name: create_project(self.work.session, organization=str(owner.id), name=name, actor=self.work.actor),
-            )
-            self.work.created.add(standing.id)
-            self.work.changes.append(Change(Action.CREATE, "project", shown))
-        await apply_quotas(self.work, path, shown, QuotaSubject.PROJECT, standing.id, wanted.quotas, prune=wanted.prune_quotas)
-        query = select(ApiKey).where(ApiKey.project_id == standing.id, ApiKey.revoked_at.is_(None)).order_by(ApiKey.created_at)
-        left = {key.prefix: key for key in await self.work.session.scalars(query)}
-        keys = Keys(shown, standing, left, await defaults_of(self.work, owner.id, standing.id))
-        self.work.mistakes += named_twice(f"{path}.keys", "name", [each.prefix or each.name for each in wanted.keys])
-        named = {each.prefix for each in wanted.keys}
-        for index, key in enumerate(wanted.keys):
-            of_name = [prefix for prefix, found in left.items() if found.name == key.name and prefix not in named]
-            await self._key(f"{path}.keys[{index}]", key, keys, of_name)
-        for key_left in left.values():
-            await self._surplus_key(path, shown, key_left, prune=wanted.prune_keys)
-
-    async def _key(self, path: str, wanted: KeySpec, keys: Keys, of_name: list[str]) -> None:
-        """One key; it is taken out of those left. of_name: the prefixes of those that have its name and are not named by prefix."""
-        shown = f"{keys.owner_name}/{wanted.name}"
-        for model in sorted(set(wanted.models) - set(self.work.models)):
-            self.work.wrong(f"{path}.models", f"no model {model!r} is served: give some of {', '.join(sorted(self.work.models))}")
-        standing: ApiKey | None = None
-        if wanted.prefix:
-            if (standing := keys.left.pop(wanted.prefix, None)) is None:
-                self.work.wrong(f"{path}.prefix", "the project has no such key that is not revoked: leave it out to create one")
-                return
-        elif len(of_name) > 1:
-            self.work.wrong(
-                f"{path}.name", f"{len(of_name)} keys have this name: say which by `prefix`, one of {', '.join(of_name)}"
-            )
-            for prefix in of_name:
-                keys.left.pop(prefix)
-            return
-        elif of_name:
-            standing = keys.left.pop(of_name[0])
-        if standing is None:
-            standing = await self._new_key(path, shown, keys.owner, wanted)
-        else:
-            await self._changed_key(path, shown, wanted, standing)
-        if standing is not None:
-            await apply_quotas(
-                self.work,
-                path,
-                shown,
-                QuotaSubject.API_KEY,
-                standing.id,
-                wanted.quotas,
-                prune=wanted.prune_quotas,
-                defaults=keys.defaults,
-            )
-
-    async def _new_key(self, path: str, shown: str, owner: Project, wanted: KeySpec) -> ApiKey | None:
-        made = await self.work.attempt(
-            path,
-            lambda: create_api_key(
-                self.work.session,
-                organization=str(owner.organization_id),
-                project=str(owner.id),
-                name=wanted.name,
-                scopes=wanted.scopes,
-                models=wanted.models,
-                allowed_networks=wanted.allowed_networks,
-                max_input_tokens=wanted.max_input_tokens,
-                max_output_tokens=wanted.max_output_tokens,
-                lifetime=None if wanted.expires_at is None else wanted.expires_at - self.work.now,
-                actor=self.work.actor,
-            ),
-        )
-        if made is None:
-            return None
-        record, secret = made
-        self.work.created.add(record.id)
-        standing = await self.work.session.get_one(ApiKey, record.id)
-        says = differences(None, standing, KEY_FIELDS)
-        self.work.changes.append(Change(Action.CREATE, "key", shown, says, key_prefix=record.prefix, secret=secret))
-        return standing
-
-    async def _changed_key(self, path: str, shown: str, wanted: KeySpec, standing: ApiKey) -> None:
-        changes = differences(standing, wanted, ("name", *KEY_FIELDS))
-        if not changes:
-            return
-        if standing.id == self.own_key_id and (
-            "admin" not in wanted.scopes or (wanted.expires_at or self.work.now) < self.work.now
-        ):
-            self.work.wrong(
-                f"{path}.scopes", "this very call is made with this key, which would lose `admin` or expire: use another key"
-            )
-        if standing.id == self.own_key_id and shuts_out(wanted.allowed_networks, self.own_address):
-            self.work.wrong(
-                f"{path}.allowed_networks", "this very call is made with this key from outside of them: use another key"
-            )
-        await self.work.attempt(
-            path,
-            lambda: update_api_key(
-                self.work.session,
-                api_key=str(standing.id),
-                name=wanted.name,
-                scopes=wanted.scopes,
-                models=wanted.models,
-                all_models=not wanted.models,
-                allowed_networks=wanted.allowed_networks,
-                all_networks=not wanted.allowed_networks,
-                max_input_tokens=wanted.max_input_tokens or 0,
-                max_output_tokens=wanted.max_output_tokens or 0,
-                expires_at=wanted.expires_at,
-                never_expires=wanted.expires_at is None,
-                actor=self.work.actor,
-            ),
-        )
-        self.work.changes.append(Change(Action.UPDATE, "key", shown, changes, key_prefix=standing.prefix))
-
-    async def _surplus_key(self, path: str, owner_name: str, key: ApiKey, *, prune: bool) -> None:
-        action = Action.DELETE if prune else Action.KEEP
-        change = Change(action, "key", f"{owner_name}/{key.name}", key_prefix=key.prefix)
-        if not prune:
-            self.work.kept.append(change)
-        elif key.id == self.own_key_id:
-            self.work.wrong(
-                f"{path}.keys", f"this very call is made with the key {key.name!r}, which would be revoked: name it too"
-            )
-        else:
-            await self.work.attempt(path, lambda: revoke_api_key(self.work.session, api_key=str(key.id), actor=self.work.actor))
-            self.work.changes.append(change)
-
-    def _currency(self, path: str, code: str) -> str:
-        """The code; if it is none, one that holds, so that what stands below is tried too."""
-        try:
-            return checked_currency(code)
-        except InvalidValue as refusal:
-            self.work.wrong(f"{path}.{refusal.field}", refusal.remedy)
-            return "USD"
-
-    async def _made(self, path: str, name: str, create: Callable[[str], Awaitable[Value]]) -> Value:
-        """A new thing of this name; if the name is refused, one that will be rolled back with everything else."""
-        made = await self.work.attempt(path, lambda: create(name))
-        return await create(f"x{uuid.uuid4().hex}") if made is None else made
 
 
 Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaPlace, QuotaSpec], ...]]
