@@ -173,7 +173,7 @@ class ChatMessage:
 
 
 class ChatTemplates:
-    """The templates of one checkpoint by name; "default" is the one for plain conversations."""
+    """The templates of one checkpoint: for plain conversations and, where it has another one, for those with tools."""
 
     def __init__(self, directory: Path) -> None:
         """Load. Raises `CheckpointInvalid` if a file is unreadable or a template does not parse."""
@@ -181,17 +181,19 @@ class ChatTemplates:
         config = read_json(config_path) if config_path.exists() else {}
         special_tokens = _special_tokens(directory, config)
         self._by_name = {
-            name: _ChatTemplate(source, special_tokens, path) for name, (source, path) in _sources(directory, config).items()
+            name: _ChatTemplate(source, special_tokens, path)
+            for name, (source, path) in _sources(directory, config).items()
+            if name in (DEFAULT_TEMPLATE, TOOL_TEMPLATE)
         }
 
     def call_format(self) -> CallFormat | None:
         """The form of calls that the model was shown; None if it is none that is known here."""
-        template = self._template(DEFAULT_TEMPLATE, has_tools=True)
+        template = self._template(has_tools=True)
         return None if template is None else format_in(template.source)
 
-    def shows_tools(self, template_name: str) -> bool:
+    def shows_tools(self) -> bool:
         """Whether the template puts tools before the model."""
-        template = self._template(template_name, has_tools=True)
+        template = self._template(has_tools=True)
         return template is not None and template.shows_tools
 
     def sources(self) -> tuple[str, ...]:
@@ -203,33 +205,28 @@ class ChatTemplates:
         for template in self._by_name.values():
             yield from template.placeholder_renderings()
 
-    def switches_thinking(self, template_name: str, *, has_tools: bool) -> bool:
+    def switches_thinking(self, *, has_tools: bool) -> bool:
         """Return whether the template has a variable that switches thinking."""
-        template = self._template(template_name, has_tools=has_tools)
+        template = self._template(has_tools=has_tools)
         return template is not None and template.thinking_switch is not None
 
-    def _template(self, name: str, *, has_tools: bool) -> _ChatTemplate | None:
-        if has_tools and name == DEFAULT_TEMPLATE and TOOL_TEMPLATE in self._by_name:
-            name = TOOL_TEMPLATE
-        return self._by_name.get(name)
+    def _template(self, *, has_tools: bool) -> _ChatTemplate | None:
+        tool_template = self._by_name.get(TOOL_TEMPLATE) if has_tools else None
+        return tool_template or self._by_name.get(DEFAULT_TEMPLATE)
 
     def render(
         self,
         messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool,
-        template_name: str,
         tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
         thinking: bool | None = None,
     ) -> str:
         """The conversation as text. thinking: None leaves it to the template.
 
         Raises `ChatTemplateFailed` if the template refuses it, is not there, or leaves tools or the switch out.
         """
-        template = self._template(template_name, has_tools=bool(tools))
-        if template is None and self._by_name:
-            names = ", ".join(self._by_name)
-            raise ChatTemplateFailed(f"this model has no chat template named {template_name}; it has: {names}")
+        template = self._template(has_tools=bool(tools))
         if template is None:
             raise ChatTemplateFailed("this model has no chat template; send a prompt instead of messages")
         for message in messages:

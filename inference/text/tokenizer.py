@@ -24,8 +24,8 @@ import tokenizers
 from tokenizers.models import BPE
 
 from inference.errors import CheckpointInvalid
-from inference.text.chat_template import DEFAULT_TEMPLATE, ChatTemplates
 from inference.text.chat_template import ChatMessage as ChatMessage
+from inference.text.chat_template import ChatTemplates
 from inference.text.control_tokens import ControlTokens, written_markers
 from inference.text.detokenizer import byte_by_character, is_byte_level, token_bytes
 from inference.text.tools import MARKERS, CallFormat, Tool, ToolCall
@@ -148,13 +148,13 @@ class Tokenizer:
         """The token that is this text; None if there is none."""
         return self._backend.token_to_id(text)
 
-    def shows_tools(self, template_name: str = DEFAULT_TEMPLATE) -> bool:
+    def shows_tools(self) -> bool:
         """Whether the chat template puts tools before the model."""
-        return self._templates.shows_tools(template_name)
+        return self._templates.shows_tools()
 
     def switches_thinking(self, *, has_tools: bool = False) -> bool:
         """Return whether the chat template has a switch for thinking."""
-        return self._templates.switches_thinking(DEFAULT_TEMPLATE, has_tools=has_tools)
+        return self._templates.switches_thinking(has_tools=has_tools)
 
     def render_chat(
         self,
@@ -162,7 +162,6 @@ class Tokenizer:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
-        template_name: str = DEFAULT_TEMPLATE,
         thinking: bool | None = None,
     ) -> str:
         """The conversation as the prompt text that the model was trained on. thinking: None leaves it to the template.
@@ -170,13 +169,7 @@ class Tokenizer:
         Raises `ChatTemplateFailed` with the template's own words if it refuses the conversation, and if there is no template, or
         none that shows the model tools and calls where there are some.
         """
-        return self._templates.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            template_name=template_name,
-            thinking=thinking,
-        )
+        return self._templates.render(messages, tools, add_generation_prompt=add_generation_prompt, thinking=thinking)
 
     def encode_chat(
         self,
@@ -184,7 +177,6 @@ class Tokenizer:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
-        template_name: str = DEFAULT_TEMPLATE,
         token_count_max: int | None = None,
         thinking: bool | None = None,
     ) -> tuple[int, ...]:
@@ -195,13 +187,7 @@ class Tokenizer:
         """
         hidden = [self._hidden_message(message) for message in messages]
         hidden_tools = [self._hidden_tool(tool) for tool in tools]
-        rendered = self.render_chat(
-            hidden,
-            hidden_tools,
-            add_generation_prompt=add_generation_prompt,
-            template_name=template_name,
-            thinking=thinking,
-        )
+        rendered = self.render_chat(hidden, hidden_tools, add_generation_prompt=add_generation_prompt, thinking=thinking)
         is_hidden = hidden != list(messages) or hidden_tools != list(tools)
         if token_count_max is not None:
             self.check_limit(self._control_tokens.revealed(rendered) if is_hidden else rendered, token_count_max)

@@ -43,35 +43,6 @@ class Gossip(Protocol):
         ...
 
 
-class Teller:
-    """Says what there is to say, over a connection that somebody else has."""
-
-    def __init__(self, gossip: Gossip | None) -> None:
-        """gossip: None for a process that neither tells nor listens."""
-        self._gossip = gossip
-        self._told_at = -math.inf  # a monotonic clock starts anywhere, also at zero
-
-    async def listen(self, connection: BoundedConnection) -> None:
-        """Let texts come over the connection from now on."""
-        if self._gossip is not None:
-            await connection.execute(f"LISTEN {GOSSIP_CHANNEL}")
-
-    async def tell(self, connection: BoundedConnection) -> None:
-        """Say what is new, unless something was said just now."""
-        if self._gossip is None or time.monotonic() - self._told_at < INTERVAL_S:
-            return
-        if text := self._gossip.told():
-            self._told_at = time.monotonic()
-            await connection.execute("SELECT pg_notify(%s, %s)", (GOSSIP_CHANNEL, text))
-
-    def hear(self, notice: psycopg.Notify) -> bool:
-        """Take a notification, if it is one of these."""
-        if notice.channel != GOSSIP_CHANNEL or self._gossip is None:
-            return False
-        self._gossip.heard(notice.payload)
-        return True
-
-
 LOOK_INTERVAL_S = 1.0  # two small queries a second per process
 ANSWER_TIMEOUT_S = 2.0  # above the interval; a query of a few rows that takes longer has no server any more
 CONNECT_TIMEOUT_S = 2  # the least that libpq knows
@@ -128,7 +99,7 @@ class ControlChannel:
         drain: called at each look with the replicas that are out of use, which are all that are. report_replicas: how all are.
         peer: "host:port" where the other processes reach this one, and the certificate that it shows there.
         peers: called with the certificates of all processes when one has been added.
-        gossip: what the processes tell each other in passing over the same connection.
+        gossip: what the processes tell each other in passing over the same connection; None for one that neither tells nor listens.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner = (owner_id, owner_name, *peer)
@@ -137,7 +108,8 @@ class ControlChannel:
         self._report = report
         self._drain = drain
         self._report_replicas = report_replicas
-        self._teller = Teller(gossip)
+        self._gossip = gossip
+        self._told_at = -math.inf  # a monotonic clock starts anywhere, also at zero
         self._floor: int | None = None  # orders up to here have been read, and none can appear among them any more
         self._obeyed: set[int] = set()  # orders above the floor that have been carried out
         # One item each: an order, a request of a report, a broadcast, the connection as a whole.
@@ -176,7 +148,8 @@ class ControlChannel:
 
     async def _serve(self, connection: BoundedConnection) -> None:
         await connection.execute(f"LISTEN {CHANNEL}")
-        await self._teller.listen(connection)
+        if self._gossip is not None:
+            await connection.execute(f"LISTEN {GOSSIP_CHANNEL}")
         asked = {REPORT, PEERS}  # nobody has, but the row says that this process is one to wait for
         while True:
             await self._obey(connection)  # always: orders may have been given while nobody listened
@@ -188,13 +161,23 @@ class ControlChannel:
                     cursor = await connection.execute(SELECT_CERTIFICATES)
                     self._peers([certificate for (certificate,) in await cursor.fetchall()])
             with self._retries.survive("broadcast"):
-                await self._teller.tell(connection)
+                await self._tell(connection)
             notices = [notice async for notice in connection.notifies(timeout=LOOK_INTERVAL_S, stop_after=1)]
             asked = set()
             for notice in notices:
                 with self._retries.survive("broadcast"):
-                    if not self._teller.hear(notice):
+                    if notice.channel == GOSSIP_CHANNEL and self._gossip is not None:
+                        self._gossip.heard(notice.payload)
+                    else:
                         asked.add(notice.payload)
+
+    async def _tell(self, connection: BoundedConnection) -> None:
+        """Say what is new, unless something was said just now."""
+        if self._gossip is None or time.monotonic() - self._told_at < INTERVAL_S:
+            return
+        if text := self._gossip.told():
+            self._told_at = time.monotonic()
+            await connection.execute("SELECT pg_notify(%s, %s)", (GOSSIP_CHANNEL, text))
 
     async def _write_report(self, connection: BoundedConnection) -> None:
         """Write what runs here. A request that PostgreSQL refuses is left out, and everything else is reported."""
@@ -215,7 +198,9 @@ class ControlChannel:
     async def _obey(self, connection: BoundedConnection) -> None:
         """Act on the orders that have come since the last look. What was ordered before this process began is not for it."""
         if self._floor is None:
-            self._floor = await self._number(connection, SELECT_FLOOR)
+            row = await (await connection.execute(SELECT_FLOOR.encode())).fetchone()
+            assert row is not None, "an aggregate has one row"
+            self._floor = int(row[0])
         cursor = await connection.execute(SELECT_ORDERS, (self._floor,))
         for number, request_id, project_id, api_key_id, reason, changed_key_id, networks, ended, is_old in await cursor.fetchall():
             item = ("order", number)
@@ -230,9 +215,3 @@ class ControlChannel:
         cursor = await connection.execute(SELECT_DRAINS)
         with self._retries.survive("drain"):
             self._drain([DrainOrder(*row) for row in await cursor.fetchall()])
-
-    @staticmethod
-    async def _number(connection: BoundedConnection, query: str) -> int:
-        row = await (await connection.execute(query.encode())).fetchone()
-        assert row is not None, "an aggregate has one row"
-        return int(row[0])

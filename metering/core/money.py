@@ -40,13 +40,19 @@ def minor_digits(currency_code: str) -> int:
     return MINOR_DIGITS.get(currency_code, 2)
 
 
+def minor_unit(currency_code: str) -> int:
+    """The smallest coin of a currency, in picos."""
+    coin: int = 10 ** (PICO_DIGITS - minor_digits(currency_code))
+    return coin
+
+
 def round_to_minor_unit(amount_picos: int, currency_code: str) -> int:
     """The amount in whole minor units, still as picos: the only rounding in the system (`round_parts` calls it for totals).
 
     Half a minor unit is rounded up in magnitude, so that a credit note of the same amount cancels an invoice exactly.
     The remainder to carry is the amount minus the result.
     """
-    step: int = 10 ** (PICO_DIGITS - minor_digits(currency_code))
+    step = minor_unit(currency_code)
     magnitude = (abs(amount_picos) + step // 2) // step * step
     return magnitude if amount_picos >= 0 else -magnitude
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from metering.core.errors import InvalidValue
 
@@ -18,6 +19,7 @@ KEY_FORM = re.compile(r"(sk|rk)_(test|live)_\w+", re.ASCII)
 LOCAL_BASE_FORM = re.compile(r"http://(127\.0\.0\.1|localhost)(:\d+)?", re.ASCII)
 WEBHOOK_PORT = 8377
 DAYS_UNTIL_DUE = 30
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class Destination(StrEnum):
@@ -83,12 +85,9 @@ class WebhookSettings:
 
 def export_settings(environment: Mapping[str, str]) -> ExportSettings:
     """Raises: InvalidValue naming the variable."""
-    word = environment.get("WEIR_EXPORT") or Destination.OFF
-    if word not in set(Destination):
-        raise InvalidValue("WEIR_EXPORT", f"{word!r} is no destination: give off, file or stripe")
+    destination = choice(environment, "WEIR_EXPORT", Destination.OFF)
     home = Path(environment.get("WEIR_HOME") or Path.home() / ".weir")
     file = Path(environment.get("WEIR_EXPORT_FILE") or home / "usage.jsonl").expanduser()
-    destination = Destination(word)
     return ExportSettings(destination, file, stripe_settings(environment) if destination is Destination.STRIPE else None)
 
 
@@ -100,16 +99,11 @@ def stripe_settings(environment: Mapping[str, str]) -> StripeSettings:
     namespace = environment.get("WEIR_STRIPE_NAMESPACE") or "weir"
     if not NAMESPACE_FORM.fullmatch(namespace):
         raise InvalidValue("WEIR_STRIPE_NAMESPACE", "give 1 to 20 small letters and digits, starting with a letter")
-    word = environment.get("WEIR_STRIPE_COLLECTION") or Collection.SEND_INVOICE
-    if word not in set(Collection):
-        raise InvalidValue("WEIR_STRIPE_COLLECTION", f"give {' or '.join(Collection)}")
+    collection = choice(environment, "WEIR_STRIPE_COLLECTION", Collection.SEND_INVOICE)
     base = (environment.get("WEIR_STRIPE_API_BASE") or "https://api.stripe.com").rstrip("/")
     if not base.startswith("https://") and not LOCAL_BASE_FORM.fullmatch(base):
         raise InvalidValue("WEIR_STRIPE_API_BASE", "give an https URL: the key would travel in the clear")
-    finalizing = environment.get("WEIR_STRIPE_FINALIZE") or Finalizing.CLOSE
-    if finalizing not in set(Finalizing):
-        raise InvalidValue("WEIR_STRIPE_FINALIZE", f"give {' or '.join(Finalizing)}")
-    return StripeSettings(key, namespace, Collection(word), base, Finalizing(finalizing))
+    return StripeSettings(key, namespace, collection, base, choice(environment, "WEIR_STRIPE_FINALIZE", Finalizing.CLOSE))
 
 
 def webhook_settings(environment: Mapping[str, str]) -> WebhookSettings | None:
@@ -120,6 +114,14 @@ def webhook_settings(environment: Mapping[str, str]) -> WebhookSettings | None:
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise InvalidValue("WEIR_STRIPE_WEBHOOK_LISTEN", "give ADDRESS:PORT")
     return WebhookSettings(found, host.strip("[]"), int(port))
+
+
+def choice(environment: Mapping[str, str], name: str, default: Choice) -> Choice:
+    """One of the values of an enumeration. Raises: InvalidValue."""
+    word = environment.get(name) or default
+    if word not in set(type(default)):
+        raise InvalidValue(name, f"{word!r} is not known: give {' or '.join(type(default))}")
+    return type(default)(word)
 
 
 def secret(environment: Mapping[str, str], name: str) -> str:

@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.audit import record_change
 from metering.core.errors import ApprovalRefused, InvalidValue, NotFound
 from metering.core.models import record_of
-from metering.core.money import exact_text, round_to_minor_unit
+from metering.core.money import exact_text, minor_unit, round_to_minor_unit
 from metering.invoicing.invoices import Adjustment, AdjustmentDecision, InvoiceRow, Series, credited_picos, draw_number
 from metering.ledger.ledger import (
     AccountKey,
@@ -207,14 +207,6 @@ async def check_credit_left(session: AsyncSession, invoice: InvoiceRow, amount_p
         raise InvalidValue(
             "amount", f"must be at most {rest}: invoice {invoice.number} is {total}, and so much of it has not been given back"
         )
-
-
-def minor_unit(currency_code: str) -> int:
-    """The smallest coin of a currency, in picos."""
-    smallest = 1
-    while round_to_minor_unit(smallest, currency_code) != smallest:
-        smallest *= 10
-    return smallest
 
 
 def refuse_decided(record: AdjustmentRecord) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date, datetime
 from decimal import Decimal
@@ -103,13 +103,9 @@ def document_number(series: Series, ordinal: int) -> str:
 
 
 def invoice_lines(report: MonthReport) -> tuple[InvoiceLine, ...]:
-    return tuple(_lines(report))
-
-
-def _lines(report: MonthReport) -> Iterator[InvoiceLine]:
     parts = iter(report.rounded_parts_picos)
-    for line in report.lines:
-        yield record_of(
+    usage = (
+        record_of(
             InvoiceLine,
             line,
             kind=InvoiceLineKind.LATE_USAGE if line.late_month else InvoiceLineKind.USAGE,
@@ -118,9 +114,13 @@ def _lines(report: MonthReport) -> Iterator[InvoiceLine]:
             amount_picos=next(parts),
             usage_month=line.late_month or report.month,
         )
-    for charge in report.charges:
-        amounts = {"exact_picos": charge.amount_picos, "amount_picos": next(parts)}
-        yield record_of(InvoiceLine, charge, kind=InvoiceLineKind(charge.kind.value), **amounts)
+        for line in report.lines
+    )
+    charges = (
+        record_of(InvoiceLine, each, kind=InvoiceLineKind(each.kind.value), exact_picos=each.amount_picos, amount_picos=next(parts))
+        for each in report.charges
+    )
+    return (*usage, *charges)
 
 
 def usage_description(line: ReportLine, currency_code: str) -> str:

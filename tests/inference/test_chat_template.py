@@ -146,21 +146,22 @@ def test_a_refusal_is_told_in_the_templates_words(template: str, turns: list[tup
         Tokenizer(tmp_path).render_chat(chat(*turns))
 
 
-def test_named_templates_are_found_by_name(tmp_path: Path) -> None:
-    write_template(tmp_path, [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}])
-    (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("documents")
+CALL = ToolCall("a1B2c3D4e", "find", '{"near": "Ulm & <b>"}')
+TOOL = Tool("find", "Finds hotels", '{"type": "object", "properties": {"near": {"type": "string"}}}')
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_the_template_for_tools_is_found_by_its_name(in_file: bool, tmp_path: Path) -> None:
+    tool_use = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    named = {"default": "plain", "rag": "documents"} | ({} if in_file else {"tool_use": tool_use})
+    write_template(tmp_path, [{"name": name, "template": template} for name, template in named.items()])
+    if in_file:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
     tokenizer = Tokenizer(tmp_path)
 
     assert tokenizer.render_chat(chat(("user", "?"))) == "plain"
-    assert tokenizer.render_chat(chat(("user", "?")), template_name="tool_use") == "tools"
-    assert tokenizer.render_chat(chat(("user", "?")), template_name="rag") == "documents"
-    with pytest.raises(ChatTemplateFailed, match="no chat template named vision; it has: default, tool_use, rag"):
-        tokenizer.render_chat(chat(("user", "?")), template_name="vision")
-
-
-CALL = ToolCall("a1B2c3D4e", "find", '{"near": "Ulm & <b>"}')
-TOOL = Tool("find", "Finds hotels", '{"type": "object", "properties": {"near": {"type": "string"}}}')
+    assert tokenizer.render_chat(chat(("user", "?")), [TOOL]) == "find"
 
 
 def test_tools_and_calls_are_rendered_as_transformers_does(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from metering.core.errors import ApprovalRefused, InvalidValue, NotFound
-from metering.core.money import PICOS_PER_UNIT
+from metering.core.money import PICOS_PER_UNIT, minor_unit
 from metering.invoicing.adjustments import (
     AdjustmentRecord,
     approve,
@@ -19,7 +19,6 @@ from metering.invoicing.adjustments import (
     create_credit_note,
     find_adjustment,
     list_adjustments,
-    minor_unit,
     reject,
 )
 from metering.invoicing.invoices import find_invoice_row, read_invoice
