@@ -7,7 +7,7 @@ renewal is half written or wrong, the ones before stay in use and the log says w
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,25 +66,18 @@ class Tls:
         first, needed = given.for_grpc(), self.needs_client_certificate
         return grpc.dynamic_ssl_server_credentials(first, fetch, needed)  # type: ignore[arg-type]  # None is "as before"
 
-    def ssl_context(self, alpn: tuple[str, ...] = ()) -> ssl.SSLContext:
+    def ssl_context(self, alpn: Sequence[str]) -> ssl.SSLContext:
         """For servers that take Python's: the files are looked at in each handshake. alpn: protocols to offer, the best first."""
 
-        def prepare(context: ssl.SSLContext) -> ssl.SSLContext:
-            if alpn:
-                context.set_alpn_protocols(list(alpn))
-            return context
-
-        outer = prepare(self._read().context)
-        outer.sni_callback = self._swap(prepare)
-        return outer
-
-    def _swap(self, prepare: Callable[[ssl.SSLContext], ssl.SSLContext]) -> Callable[[ssl.SSLObject, str, ssl.SSLContext], None]:
-        """What a handshake begins with, whether the client names a server or not: take the present certificate."""
-
         def take(connection: ssl.SSLObject, _name: str, _context: ssl.SSLContext) -> None:
-            connection.context = prepare(self.present().context)
+            """What a handshake begins with, whether the client names a server or not: take the present certificate."""
+            connection.context = self.present().context
+            connection.context.set_alpn_protocols(list(alpn))
 
-        return take
+        outer = self._read().context
+        outer.set_alpn_protocols(list(alpn))
+        outer.sni_callback = take
+        return outer
 
     def present(self) -> Material:
         """What the files hold, read again if they have changed; what they held before if that cannot be used."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 from weir.v1 import configuration_pb2 as pb
 
@@ -12,7 +13,7 @@ from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import billing_profile_message, parse_billing_profile
 from inference.routing.router import Router
-from metering.configuration.applying import Attempts, apply_configuration, present_state
+from metering.configuration.applying import apply_configuration, present_state
 from metering.configuration.configuration import (
     Action,
     Change,
@@ -24,7 +25,6 @@ from metering.configuration.configuration import (
     ProjectSpec,
     QuotaPlace,
     QuotaSpec,
-    Value,
     said_thresholds,
 )
 from metering.tenants.networks import in_one_form
@@ -76,8 +76,8 @@ class Parsing:
         return tuple(self.quota(f"{path}.quotas[{n}]", each) for n, each in enumerate(messages))
 
     def quota(self, path: str, message: pb.QuotaConfiguration) -> tuple[QuotaPlace, QuotaSpec]:
-        dimensions = {value: dimension for dimension, value in wire.DIMENSIONS.items()}
-        if message.dimension not in dimensions:
+        dimension = wire.DIMENSIONS_BY_NUMBER.get(message.dimension)
+        if dimension is None:
             self.mistakes.append(Mistake(f"{path}.dimension", "give what the quota counts"))
         said = {field.name for field, _ in message.ListFields()}
         given = [message.HasField("raised_limit_value"), message.HasField("raised_until_time"), bool(message.raise_reason)]
@@ -85,7 +85,7 @@ class Parsing:
             self.mistakes.append(
                 Mistake(f"{path}.raised_limit_value", "a raise has a limit, an end and a reason: give all three or none")
             )
-        place = QuotaPlace(dimensions.get(message.dimension, next(iter(wire.DIMENSIONS))), message.model, message.for_new_keys)
+        place = QuotaPlace(dimension or next(iter(wire.DIMENSIONS)), message.model, message.for_new_keys)
         values = {name: getattr(message, name) for name in ("enforced", *WEIGHTS) if name in said}
         if message.HasField("alert_at"):
             values["alert_at"] = said_thresholds(place.dimension, message.alert_at.values)
@@ -165,21 +165,8 @@ def place_message(place: QuotaPlace) -> pb.QuotaConfiguration:
     return pb.QuotaConfiguration(dimension=dimension, model=place.model, for_new_keys=place.for_new_keys)
 
 
-def applied_message(work: Attempts, *, secrets: bool) -> pb.ApplyConfigurationResponse:
-    """What was done. secrets: whether those of new keys hold; after a dry run they do not."""
-    return pb.ApplyConfigurationResponse(
-        changes=[change_message(change, secrets=secrets) for change in work.changes],
-        kept=[change_message(change, secrets=False) for change in work.kept],
-    )
-
-
-def mistaken_message(mistakes: Iterable[Mistake]) -> pb.ApplyConfigurationResponse:
-    return pb.ApplyConfigurationResponse(
-        mistakes=[pb.ConfigurationMistake(field=mistake.path, description=mistake.message) for mistake in mistakes]
-    )
-
-
 def change_message(change: Change, *, secrets: bool) -> pb.ConfigurationChange:
+    """What was done. secrets: whether those of new keys hold; after a dry run they do not."""
     is_unmade = change.kind == "key" and change.action is Action.CREATE and not secrets
     return wire.message_of(
         pb.ConfigurationChange,
@@ -187,7 +174,9 @@ def change_message(change: Change, *, secrets: bool) -> pb.ConfigurationChange:
         quota=None if change.quota is None else place_message(change.quota),
         fields=[
             pb.FieldChange(
-                field=NAMES.get(each.name, each.name), before_json=json_text(each.before), after_json=json_text(each.after)
+                field=NAMES.get(each.name, each.name),
+                before_json=json_text(each.before, ensure_ascii=False),
+                after_json=json_text(each.after, ensure_ascii=False),
             )
             for each in change.fields
         ],
@@ -196,9 +185,9 @@ def change_message(change: Change, *, secrets: bool) -> pb.ConfigurationChange:
     )
 
 
-def json_text(value: Value) -> str:
+def json_text(value: object, **form: Any) -> str:
     """As JSON; empty for none."""
-    return "" if value is None else json.dumps(value, ensure_ascii=False)
+    return "" if value is None else json.dumps(value, **form)
 
 
 class ConfigurationCalls(AdminCalls):
@@ -222,10 +211,13 @@ class ConfigurationCalls(AdminCalls):
             )
             if mistakes := [*parsing.mistakes, *work.mistakes]:
                 await acting.session.rollback()
-                return mistaken_message(mistakes)
+                told = [pb.ConfigurationMistake(field=each.path, description=each.message) for each in mistakes]
+                return pb.ApplyConfigurationResponse(mistakes=told)
             if request.dry_run:
                 await acting.session.rollback()
-            return applied_message(work, secrets=not request.dry_run)
+            changes = [change_message(change, secrets=not request.dry_run) for change in work.changes]
+            kept = [change_message(change, secrets=False) for change in work.kept]
+            return pb.ApplyConfigurationResponse(changes=changes, kept=kept)
 
     async def ExportConfiguration(self, request: pb.ExportConfigurationRequest, context: Context) -> pb.ExportConfigurationResponse:
         async with self._acting(context, alone=True) as acting:

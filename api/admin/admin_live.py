@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from datetime import timedelta
 
-from google.protobuf.duration_pb2 import Duration
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import live_requests_pb2 as live_pb
@@ -57,7 +55,7 @@ class LiveCalls(AdminCalls, pb_grpc.AdminServiceServicer):
         )
         return live_pb.ListLiveRequestsResponse(
             requests=map(live_request_message, view.requests),
-            organizations=map(load_message, view.organizations),
+            organizations=[wire.message_of(live_pb.LiveOrganization, each) for each in view.organizations],
             request_count=view.request_count,
             silent_owner_ids=map(str, view.silent_owner_ids),
         )
@@ -168,10 +166,6 @@ def live_request_message(row: live.LiveRequestRow) -> live_pb.LiveRequest:
     return wire.message_of(live_pb.LiveRequest, row, age=wire.duration(max(row.age_s, 0.0)), **times)
 
 
-def load_message(load: live.OrganizationLoad) -> live_pb.LiveOrganization:
-    return wire.message_of(live_pb.LiveOrganization, load)
-
-
 class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
     """See `proto/weir/v1/replicas.proto`."""
 
@@ -195,7 +189,7 @@ class ReplicaCalls(AdminCalls, pb_grpc.AdminServiceServicer):
     async def DrainReplica(self, request: replica_pb.DrainReplicaRequest, context: Context) -> replica_pb.DrainReplicaResponse:
         await self._caller(context)
         check_reason(request.reason)
-        move_after = span(request.move_after) if request.HasField("move_after") else None
+        move_after = wire.given_duration(request, "move_after")
         model = await self._served_name(request.model, request.replica)
         async with self._transaction(context) as (session, actor):
             order = await live.order_drain(
@@ -249,14 +243,6 @@ def check_reason(reason: str) -> None:
     """Raises: InvalidValue."""
     if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
         raise InvalidValue("reason", f"give at most {REASON_CHARS_MAX} printable characters")
-
-
-def span(message: Duration) -> timedelta:
-    """A length of time. Raises: InvalidValue for one that Python cannot hold."""
-    try:
-        return message.ToTimedelta()
-    except (ValueError, OverflowError) as error:
-        raise InvalidValue("move_after", "give a duration of at most 30 days") from error
 
 
 def replica_message(row: ReplicaRow) -> replica_pb.Replica:

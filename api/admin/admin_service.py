@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -14,7 +13,7 @@ from weir.v1.types_pb2 import QuotaStatus
 
 from api.access.auth import Authenticator
 from api.admin.admin_calls import AdminCalls
-from api.admin.admin_configuration import WEIGHTS, ConfigurationCalls
+from api.admin.admin_configuration import WEIGHTS, ConfigurationCalls, json_text
 from api.admin.admin_live import LiveCalls, ReplicaCalls
 from api.admin.admin_terms import PriceCalls, TermCalls
 from api.core import wire
@@ -238,13 +237,8 @@ class AlertWebhookCalls(AdminCalls):
         self, request: alert_pb.DeleteAlertWebhookRequest, context: Context
     ) -> alert_pb.DeleteAlertWebhookResponse:
         async with self._transaction(context) as (session, actor):
-            try:
-                await webhooks.remove_webhook(session, organization=request.organization, actor=actor)
-            except NotFound:
-                if not request.allow_missing:
-                    raise
-                return alert_pb.DeleteAlertWebhookResponse(deleted=False)
-            return alert_pb.DeleteAlertWebhookResponse(deleted=True)
+            removal = webhooks.remove_webhook(session, organization=request.organization, actor=actor)
+            return alert_pb.DeleteAlertWebhookResponse(deleted=await done(removal, allow_missing=request.allow_missing))
 
     async def TestAlertWebhook(
         self, request: alert_pb.TestAlertWebhookRequest, context: Context
@@ -256,6 +250,17 @@ class AlertWebhookCalls(AdminCalls):
                 alert_id = await webhooks.try_webhook(acting.session, organization=request.organization)
                 await acting.made(request, alert_id)
             return alert_pb.TestAlertWebhookResponse(alert=alert_message(await find_alert(acting.session, alert_id)))
+
+
+async def done(removal: Awaitable[object], *, allow_missing: bool) -> bool:
+    """Whether there was anything to remove. Raises: NotFound unless that is allowed."""
+    try:
+        await removal
+    except NotFound:
+        if not allow_missing:
+            raise
+        return False
+    return True
 
 
 class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, ReplicaCalls, AlertWebhookCalls, LiveCalls):
@@ -277,21 +282,20 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
         self._private_webhooks = private_webhooks
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:
-        subjects = {value: subject for subject, value in wire.SUBJECTS.items()}
-        dimensions = {value: dimension for dimension, value in wire.DIMENSIONS.items()}
+        subject, dimension = wire.SUBJECTS_BY_NUMBER.get(request.subject), wire.DIMENSIONS_BY_NUMBER.get(request.dimension)
         async with self._transaction(context) as (session, actor):
-            if request.subject not in subjects:
+            if subject is None:
                 raise InvalidValue("subject", "give an organization, a project or an API key")
-            if request.dimension not in dimensions:
+            if dimension is None:
                 raise InvalidValue("dimension", "give what the quota counts")
             if request.model:
                 self._router.check_own_name(request.model)
             state = await quota_admin.set_quota(
                 session,
-                subject=subjects[request.subject],
+                subject=subject,
                 subject_ref=request.subject_ref,
                 model=request.model,
-                dimension=dimensions[request.dimension],
+                dimension=dimension,
                 limit_value=request.limit_value,
                 weights=tuple(wire.given(request, name) for name in WEIGHTS),
                 enforced=wire.given(request, "enforced"),
@@ -324,13 +328,8 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
 
     async def DeleteQuota(self, request: pb.DeleteQuotaRequest, context: Context) -> pb.DeleteQuotaResponse:
         async with self._transaction(context) as (session, actor):
-            try:
-                await quota_admin.delete_quota(session, quota_id=request.quota_id, actor=actor)
-            except NotFound:
-                if not request.allow_missing:
-                    raise
-                return pb.DeleteQuotaResponse(deleted=False)
-            return pb.DeleteQuotaResponse(deleted=True)
+            removal = quota_admin.delete_quota(session, quota_id=request.quota_id, actor=actor)
+            return pb.DeleteQuotaResponse(deleted=await done(removal, allow_missing=request.allow_missing))
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Context) -> pb.ListQuotasResponse:
         async with self._transaction(context) as (session, _):
@@ -364,10 +363,5 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
 
 
 def audit_message(entry: AuditEntry) -> pb.AuditEntry:
-    values = {"before_json": json_text(entry.before), "after_json": json_text(entry.after)}
-    return wire.message_of(pb.AuditEntry, entry, entry_id=entry.id, **values)
-
-
-def json_text(value: dict[str, Any] | None) -> str:
-    """JSON with sorted keys; empty for nothing."""
-    return "" if value is None else json.dumps(value, sort_keys=True)
+    before, after = (json_text(each, sort_keys=True) for each in (entry.before, entry.after))
+    return wire.message_of(pb.AuditEntry, entry, entry_id=entry.id, before_json=before, after_json=after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from datetime import date
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -173,15 +173,15 @@ def plan_message(plan: plan_admin.Plan) -> plan_pb.Plan:
         name=plan.name, currency_code=plan.currency_code, commitment_picos=plan.rules.commitment_picos
     )
     for allowance in plan.rules.allowances:
-        configuration.allowances.add(selector=selector_message(allowance.selector), token_count=allowance.token_count)
+        configuration.allowances.add(
+            selector=wire.message_of(plan_pb.TokenSelector, allowance.selector), token_count=allowance.token_count
+        )
     for tiered in plan.rules.tiered_prices:
         steps = (wire.message_of(plan_pb.PlanPriceStep, step) for step in tiered.steps)
-        configuration.tiered_prices.add(selector=selector_message(tiered.selector), kind=str(tiered.kind), steps=steps)
+        configuration.tiered_prices.add(
+            selector=wire.message_of(plan_pb.TokenSelector, tiered.selector), kind=str(tiered.kind), steps=steps
+        )
     return plan_pb.Plan(configuration=configuration, version=plan.version, create_time=wire.timestamp(plan.created_at))
-
-
-def selector_message(selector: Selector) -> plan_pb.TokenSelector:
-    return wire.message_of(plan_pb.TokenSelector, selector)
 
 
 def assignment_message(assignment: plan_admin.Assignment, names: Names) -> plan_pb.PlanAssignment:
@@ -211,12 +211,7 @@ def proposed_price(message: configuration_pb2.PriceConfiguration) -> simulation.
     return simulation.ProposedPrice(
         model=message.model,
         currency_code=message.currency_code,
-        rates=(
-            message.input_picos_per_token,
-            message.cached_input_picos_per_token,
-            message.output_picos_per_token,
-            message.embedding_picos_per_token,
-        ),
+        rates=tuple(getattr(message, name) for name in prices.RATES),
         organization=message.organization,
         batch_multiplier_milli=wire.given(message, "batch_multiplier_milli"),
     )
@@ -259,7 +254,9 @@ class PriceCalls(AdminCalls):
                 await acting.made(request, price.prices.version)
             written = await prices.written_with(acting.session, price)
             names = await owner_names(acting.session, written)
-            return admin_pb.SetPriceResponse(version=price.prices.version, versions=version_messages(written, names))
+            return admin_pb.SetPriceResponse(
+                version=price.prices.version, versions=[version_message(each, names) for each in written]
+            )
 
     async def WithdrawPrice(self, request: price_pb.WithdrawPriceRequest, context: Context) -> price_pb.WithdrawPriceResponse:
         effective_at = wire.given_time(request, "effective_time")
@@ -276,7 +273,8 @@ class PriceCalls(AdminCalls):
                 )
                 await acting.made(request, price.prices.version)
             written = await prices.written_with(acting.session, price)
-            return price_pb.WithdrawPriceResponse(versions=version_messages(written, await owner_names(acting.session, written)))
+            names = await owner_names(acting.session, written)
+            return price_pb.WithdrawPriceResponse(versions=[version_message(each, names) for each in written])
 
     async def ListPrices(self, request: price_pb.ListPricesRequest, context: Context) -> price_pb.ListPricesResponse:
         """Tells who pays what, where that comes from and since when."""
@@ -295,18 +293,13 @@ class PriceCalls(AdminCalls):
             names = {} if owner is None else {owner.id: owner.name}
             return price_pb.ListPricesResponse(
                 prices=[applied_message(each, names) for each in prices.customer_prices(found, owner_id)],
-                versions=version_messages(history, names),
+                versions=[version_message(each, names) for each in history],
             )
 
 
 async def owner_names(session: AsyncSession, versions: Collection[ModelPrice]) -> dict[uuid.UUID, str]:
     """Of the customers whose own prices are among the versions."""
     return await organization_names(session, (each.organization_id for each in versions if each.organization_id is not None))
-
-
-def version_messages(versions: Iterable[ModelPrice], names: Names) -> list[price_pb.PriceVersion]:
-    """Price versions. names: by organization."""
-    return [version_message(each, names) for each in versions]
 
 
 def version_message(version: ModelPrice, names: Names) -> price_pb.PriceVersion:

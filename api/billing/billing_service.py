@@ -11,15 +11,14 @@ import pickle
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, date, datetime
-from typing import IO
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import alerts_pb2 as alert_pb
 from weir.v1 import billing_service_pb2 as pb
 from weir.v1 import billing_service_pb2_grpc as billing_grpc
-from weir.v1 import months_pb2, receipts_pb2, types_pb2
+from weir.v1 import months_pb2, receipts_pb2
 from weir.v1 import receipt_service_pb2 as receipt_pb
 from weir.v1 import receipt_service_pb2_grpc as pb_grpc
 from weir.v1 import reconciliation_pb2 as reconcile_pb
@@ -33,7 +32,6 @@ from api.billing.billing_wire import (
     invoice_message,
     may_see,
     month_message,
-    picos_of,
     report_message,
     visible,
     visible_or_own,
@@ -44,7 +42,7 @@ from api.core.messages import alert_message, receipt_messages
 from common.child_environment import inherited
 from metering.alerts.alerts import list_alerts
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import TokenKind
+from metering.core.models import Organization, TokenKind
 from metering.core.money import round_to_minor_unit
 from metering.export.reconciliation import Difference, StageSum, reconciled_here
 from metering.export.stripe_inbox import payments_by_month
@@ -52,7 +50,7 @@ from metering.invoicing import adjustments
 from metering.invoicing.closing import CloseTerms, check_month, close_month
 from metering.invoicing.invoice_document import InvoiceDocument, Issuer, invoice_document, letterhead_of
 from metering.invoicing.invoices import find_invoice_row, invoice_of_month, read_invoice
-from metering.invoicing.month_report import MonthReport, to_csv, to_json
+from metering.invoicing.month_report import to_csv, to_json
 from metering.invoicing.months import list_months, month_entry, month_report, verify_month
 from metering.ledger.ledger import month_bounds, month_text
 from metering.receipts.months import BEGINNING, PageMark, list_receipt_keys, receipt_month, receipts_page
@@ -156,7 +154,7 @@ class UsageCalls(BillingCalls, billing_grpc.BillingServiceServicer):
                 raise InvalidValue("month", f"{month} has not begun: give the present month or one before")
             days = await daily_costs(session, owner.id, begins, now)
         seen = forecast(days, begins.date(), now)
-        return forecast_message(seen, owner.name, month, now, owner.currency_code)
+        return forecast_message(seen, owner, month, now)
 
     async def ExportMonth(  # type: ignore[override]  # the stubs know generators only; gRPC takes a coroutine that writes as well
         self, request: usage_pb.ExportMonthRequest, context: Context
@@ -171,11 +169,13 @@ class UsageCalls(BillingCalls, billing_grpc.BillingServiceServicer):
                 report = await month_report(session, organization=str(owner.id), month=request.month)
                 match request.format:
                     case usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF:
-                        name, media_type = f"{document_name(report)}.pdf", "application/pdf"
+                        number = (report.closed.invoice_number or "statement") if report.closed else "draft"
+                        name, media_type = f"{number}-{report.organization_name}-{report.month}.pdf", "application/pdf"
                     case usage_pb.MONTH_EXPORT_FORMAT_FOCUS_CSV:
                         name = f"focus-{FOCUS_VERSION}-{report.organization_name}-{report.month}.csv"
                         media_type = "text/csv; charset=utf-8"
-                        await write_pieces(file, focus_csv(session, report, issuer.name))
+                        async for piece in focus_csv(session, report, issuer.name):
+                            file.write(piece.encode())
                     case _:
                         raise InvalidValue("format", "give the format of the file")
             if request.format == usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF:
@@ -252,40 +252,22 @@ def usage_share(share: Share, currency_code: str) -> usage_pb.UsageShare:
     )
 
 
-def forecast_message(
-    seen: Forecast, organization: str, month: str, now: datetime, currency_code: str
-) -> usage_pb.GetForecastResponse:
+def forecast_message(seen: Forecast, owner: Organization, month: str, now: datetime) -> usage_pb.GetForecastResponse:
     """An estimate has the digits of a coin: more would say more than it knows."""
-
-    def rounded(picos: int | None) -> types_pb2.Money | None:
-        return None if picos is None else wire.money(currency_code, round_to_minor_unit(picos, currency_code))
-
-    return usage_pb.GetForecastResponse(
-        organization_name=organization,
+    currency_code = owner.currency_code
+    estimates = {"expected": seen.expected_picos, "low": seen.low_picos, "high": seen.high_picos}
+    coins = {name: None if picos is None else round_to_minor_unit(picos, currency_code) for name, picos in estimates.items()}
+    return wire.message_of(
+        usage_pb.GetForecastResponse,
+        seen,
+        currency_code,
+        organization_name=owner.name,
         month=month,
         time_zone=TIME_ZONE,
-        as_of_time=wire.timestamp(now),
-        so_far=wire.money(currency_code, seen.so_far_picos),
-        expected=rounded(seen.expected_picos),
-        low=rounded(seen.low_picos),
-        high=rounded(seen.high_picos),
+        as_of_time=now,
         confidence_percent=round(CONFIDENCE * 100),
-        complete_day_count=seen.complete_day_count,
-        method=seen.method,
-        cautions=seen.cautions,
+        **coins,
     )
-
-
-def document_name(report: MonthReport) -> str:
-    """Of the invoice's file: its number, or what it is while it has none."""
-    number = report.closed.invoice_number if report.closed else "draft"
-    return f"{number or 'statement'}-{report.organization_name}-{report.month}"
-
-
-async def write_pieces(file: IO[bytes], pieces: AsyncIterator[str]) -> None:
-    """Put the pieces of a text into a file, as UTF-8."""
-    async for piece in pieces:
-        file.write(piece.encode())
 
 
 DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}
@@ -432,7 +414,7 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
                 record = await adjustments.create_adjustment(
                     acting.session,
                     organization=request.organization,
-                    amount_picos=picos_of(request.amount),
+                    amount_picos=wire.picos_of(request.amount),
                     currency_code=request.amount.currency_code,
                     reason=request.reason,
                     actor=acting.actor,
@@ -450,7 +432,7 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
                 record = await adjustments.create_credit_note(
                     acting.session,
                     invoice=await find_invoice_row(acting.session, request.invoice_number),
-                    amount_picos=picos_of(request.amount),
+                    amount_picos=wire.picos_of(request.amount),
                     currency_code=request.amount.currency_code,
                     reason=request.reason,
                     actor=acting.actor,

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Sequence
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import billing_service_pb2 as pb
 from weir.v1 import months_pb2
-from weir.v1.types_pb2 import Money
 
 from api.access.auth import Authenticator, Scope
 from api.admin.admin_calls import AdminCalls
@@ -76,11 +75,6 @@ def invoice_message(invoice: Invoice, payments: Sequence[InvoicePayment]) -> mon
 
 def adjustment_message(record: AdjustmentRecord) -> months_pb2.Adjustment:
     return wire.message_of(months_pb2.Adjustment, record, adjustment_id=record.id)
-
-
-def picos_of(amount: Money) -> int:
-    """The picos of an amount that came in."""
-    return amount.units * wire.PICOS_PER_UNIT + amount.picos
 
 
 class Reports:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, LiteralString
+from typing import Annotated, Any, Literal, LiteralString
 
 import psycopg
 import typer
@@ -79,22 +79,18 @@ class Load:
     def received(self) -> int:
         return sum(each.received for each in self.asked)
 
-    def begin(self) -> None:
-        self._stopping = False
-
     def stop(self) -> None:
         """Ask for nothing more; what was asked for is read to its end."""
         self._stopping = True
 
     async def reached(self, token_count: int) -> None:
         """Wait until the clients have so many tokens."""
-        while True:
-            if self.received >= token_count:
-                return
+        while self.received < token_count:  # noqa: ASYNC110
             await asyncio.sleep(PAUSE_S)
 
     async def run(self) -> None:
         """Until `stop`, and all answers have ended."""
+        self._stopping = False
         async with asyncio.TaskGroup() as tasks:
             for number in range(LANE_COUNT):
                 tasks.create_task(self._lane(number), name=f"client {number}")
@@ -265,18 +261,14 @@ Tell = Callable[[str], None]
 AT_WORK_SHARE = 0.85
 
 
-class EngineChoice(StrEnum):
-    """What answers: a simulated engine at GPU speed, or the bundled model."""
-
-    SIMULATED = "simulated"
-    DEMO = "demo"
-
-
 def chaos(
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds; after each one everything is accounted for.")] = 10,
     kills: Annotated[int, typer.Option("--kills", min=1, max=1000, help="Kills in each round.")] = KILLS_PER_ROUND,
     seed: Annotated[int | None, typer.Option("--seed", help="Of what is killed and asked; timing stays the machine's own.")] = None,
-    engine: Annotated[EngineChoice, typer.Option("--engine", help="What answers.")] = EngineChoice.SIMULATED,
+    engine: Annotated[
+        Literal["simulated", "demo"],
+        typer.Option("--engine", help="What answers: a simulated engine at GPU speed, or the bundled model."),
+    ] = "simulated",
     redis: Annotated[bool, typer.Option("--redis", help="With a Redis of its own as broker, which is killed too.")] = False,
     directory: Annotated[
         Path | None, typer.Option("--directory", help="Keep data and logs here. [default: a temporary one]")
@@ -291,7 +283,7 @@ def chaos(
     chosen = random.randrange(2**32) if seed is None else seed
     home = directory or Path(tempfile.mkdtemp(prefix="weir-chaos-"))
     home = home.expanduser().absolute()
-    plan = Plan(rounds, chosen, engine.value, redis, kills)
+    plan = Plan(rounds, chosen, engine, redis, kills)
     note(f"seed {chosen}, in {home}")
     began_at = time.monotonic()
     with clear_failures():
@@ -311,10 +303,10 @@ def tell(report: Report, duration_s: float) -> None:
     """The table by kind of kill, and the verdict in words."""
     heads = ("killed", "kills", "requests hit", "refused", "cut off", "received", "billed", "in transit", "lost", "doubled")
     made = table(*heads, right=heads[1:])
-    rows = report.rows()
-    for kind, row in rows.items():
-        made.add_row(kind or "(nothing)", *(f"{number:,}" for number in asdict(row).values()))
-    made.add_row("all", *(f"{number:,}" for number in asdict(total(rows.values())).values()), style="bold")
+    rows = {kind: tuple(asdict(row).values()) for kind, row in report.rows().items()}
+    for kind, numbers in rows.items():
+        made.add_row(kind or "(nothing)", *(f"{number:,}" for number in numbers))
+    made.add_row("all", *(f"{sum(numbers):,}" for numbers in zip(*rows.values(), strict=True)), style="bold")
     show(made)
     for name, seconds in report.back_s.items():
         note(f"{name} there again after {duration_text(seconds)} (median)")
@@ -325,14 +317,6 @@ def tell(report: Report, duration_s: float) -> None:
         console.print(f"… and {len(report.wrong) - TOLD_MAX:,} more: see --json")
     verdict = "[red]something is wrong[/red]" if report.wrong else "[green]every token is accounted for, once[/green]"
     console.print(f"{len(report.kills):,} kills in {duration_text(duration_s)}: {verdict}.")
-
-
-def total(rows: Iterable[Row]) -> Row:
-    summed = Row()
-    for row in rows:
-        for name, number in asdict(row).items():
-            setattr(summed, name, getattr(summed, name) + number)
-    return summed
 
 
 def document(report: Report, seed: int) -> dict[str, object]:
@@ -437,7 +421,6 @@ async def one_round(system: System, load: Load, plan: Plan, rng: random.Random, 
     """Load, kills, and rest; what does not come to rest goes into the report."""
     kills: list[Kill] = []
     before = load.received
-    load.begin()
     async with asyncio.TaskGroup() as tasks:
         clients = tasks.create_task(load.run(), name="clients")
         try:
@@ -445,7 +428,9 @@ async def one_round(system: System, load: Load, plan: Plan, rng: random.Random, 
                 await load.reached(before + TOKENS_BEFORE)
                 while len(kills) < plan.kills_per_round:
                     await asyncio.sleep(rng.uniform(*BETWEEN_KILLS_S))
-                    if (kill := await strike(system, rng.choice(plan.kinds) if plan.kinds else draw(rng), rng)) is not None:
+                    weights = dict.fromkeys(plan.kinds, 1) or WEIGHTS
+                    kind = rng.choices(list(weights), list(weights.values()))[0]
+                    if (kill := await strike(system, kind, rng)) is not None:
                         kills.append(kill)
                 load.stop()
                 await clients
@@ -509,10 +494,6 @@ class Kill:
     api: int | None = None
 
 
-def draw(rng: random.Random) -> Kind:
-    return rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-
-
 async def strike(system: System, kind: Kind, rng: random.Random) -> Kill | None:
     """Kill it, and see that it comes back; None if it was down already, or not up yet."""
     api = aim(system, rng)
@@ -534,9 +515,9 @@ async def strike(system: System, kind: Kind, rng: random.Random) -> Kill | None:
         case Kind.POSTGRES_BACKEND:
             done = kill_backend(system, rng)
         case Kind.POSTGRES:
-            done = await strike_postgres(system, at_once=False)
+            done = await system.end_postgres()
         case Kind.POSTGRES_IMMEDIATE:
-            done = await strike_postgres(system, at_once=True)
+            done = await system.end_postgres(at_once=True)
         case Kind.EVERYTHING:
             engines = [system.engine_pid(index) for index in range(len(system.apis))]
             for part in system.parts:
@@ -544,7 +525,7 @@ async def strike(system: System, kind: Kind, rng: random.Random) -> Kill | None:
             for engine in engines:
                 kill_process(engine)
             system.lose_broker()
-            done = await strike_postgres(system, at_once=False)
+            done = await system.end_postgres()
     return kill if done else None
 
 
@@ -552,17 +533,6 @@ def aim(system: System, rng: random.Random) -> int:
     """An API process: mostly one that answers, sometimes one that is just starting or recovering."""
     up = [index for index, api in enumerate(system.apis) if api.up]
     return rng.choice(up) if up and rng.random() < AT_WORK_SHARE else rng.randrange(len(system.apis))
-
-
-async def strike_postgres(system: System, *, at_once: bool) -> bool:
-    """End the database server, and start it again."""
-    if system.postgres.pid is None:
-        return False
-    if at_once:
-        await system.stop_postgres_at_once()
-    else:
-        await system.crash_postgres()
-    return True
 
 
 def kill_backend(system: System, rng: random.Random) -> bool:

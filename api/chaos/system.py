@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -169,20 +169,19 @@ class System:
         children = children_of(pid) if pid is not None else []
         return children[0] if children else None
 
-    async def crash_postgres(self) -> None:
-        """Kill the database server, and start it again."""
-        await self._restart_postgres(lambda: crash_postgres(self.postgres))
-
-    async def stop_postgres_at_once(self) -> None:
-        """An immediate shutdown, which lets nobody finish, and a start."""
-        await self._restart_postgres(lambda: self.postgres.stop("immediate"))
-
-    async def _restart_postgres(self, end: Callable[[], None]) -> None:
+    async def end_postgres(self, *, at_once: bool = False) -> bool:
+        """Kill the database server and start it again; whether it ran. at_once: by a shutdown instead, which lets nobody finish."""
+        if self.postgres.pid is None:
+            return False
         async with self._restarting:
             began_at = time.monotonic()
-            await asyncio.to_thread(end)
+            if at_once:
+                await asyncio.to_thread(self.postgres.stop, "immediate")
+            else:
+                await asyncio.to_thread(crash_postgres, self.postgres)
             await asyncio.to_thread(embedded_postgres.start, self.postgres.data_dir, CRASH_SETTINGS)
             self.down_s.append(time.monotonic() - began_at)
+        return True
 
     def lose_broker(self) -> None:
         """Every message that waits, and the broker itself."""

@@ -46,6 +46,8 @@ TIERS: Mapping[int, ServiceTier] = {
 TIER_NUMBERS = {tier: pb.ServiceTier.Value(f"SERVICE_TIER_{tier.name}") for tier in ServiceTier}
 SUBJECTS = {subject: types_pb2.QuotaSubject.Value(f"QUOTA_SUBJECT_{subject.name}") for subject in QuotaSubject}
 DIMENSIONS = {each: types_pb2.QuotaDimension.Value(f"QUOTA_DIMENSION_{each.name}") for each in QuotaDimension}
+SUBJECTS_BY_NUMBER = {int(number): subject for subject, number in SUBJECTS.items()}
+DIMENSIONS_BY_NUMBER = {int(number): dimension for dimension, number in DIMENSIONS.items()}
 FINISH_REASONS: Mapping[Outcome, types_pb2.FinishReason.ValueType] = {
     outcome: types_pb2.FinishReason.Value(f"FINISH_REASON_{outcome.name}") for outcome in Outcome if outcome is not Outcome.FAILED
 }
@@ -97,6 +99,10 @@ def money(currency_code: str, picos: int) -> types_pb2.Money:
     sign = -1 if picos < 0 else 1
     units, rest = divmod(abs(picos), PICOS_PER_UNIT)
     return types_pb2.Money(currency_code=currency_code, units=sign * units, picos=sign * rest)
+
+
+def picos_of(amount: types_pb2.Money) -> int:
+    return amount.units * PICOS_PER_UNIT + amount.picos
 
 
 def timestamp(at: datetime | None) -> Timestamp | None:

@@ -134,7 +134,7 @@ class Bill:
         self.input_token_count += usage.input_token_count
         self.cached_input_token_count += usage.cached_input_token_count
         self.output_token_count += usage.billed_token_count
-        self.cost_picos += cost.units * wire.PICOS_PER_UNIT + cost.picos
+        self.cost_picos += wire.picos_of(cost)
         self.currency_code = cost.currency_code
 
     def completion_usage(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class Answer(Protocol):
 
 def cost_facts(cost: types_pb2.Money) -> dict[str, Any]:
     """An exact amount, for people and for programs."""
-    picos = cost.units * wire.PICOS_PER_UNIT + cost.picos
+    picos = wire.picos_of(cost)
     return {"currency_code": cost.currency_code, "amount": f"{Decimal(picos).scaleb(-12).normalize():f}", "picos": picos}
 
 
