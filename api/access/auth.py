@@ -203,11 +203,6 @@ class Authenticator:
         # When it was asked, how many changes were known then, and the answer; by hash of the secret; checked last stands last.
         self._remembered: OrderedDict[bytes, tuple[float, int, Principal]] = OrderedDict()
 
-    @property
-    def throttled_count(self) -> int:
-        """Addresses whose keys are not looked at for now."""
-        return self.throttle.refused_count
-
     async def principal(self, context: Context) -> Principal:
         """Return the principal of a unary gRPC call, after waiting for its key's turn.
 

@@ -44,20 +44,17 @@ class Bucket:
         self.holder_count = 0
         self.drained_at = now
         self.is_refused = False
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
 
     def drain(self, now: float, per_s: float) -> None:
         """Let failures go as time passes."""
         self.failure_count = max(0.0, self.failure_count - (now - self.drained_at) * per_s)
         self.drained_at = now
 
-    async def change(self) -> None:
-        await self._changed.wait()
-
     def ended(self) -> None:
         self.under_way_count -= 1
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 class Throttle:
@@ -148,7 +145,7 @@ class Throttle:
             if bucket.under_way_count < int(room + ROUNDING):
                 bucket.under_way_count += 1
                 return True
-            await bucket.change()
+            await bucket.changed.wait()
         return False
 
     def _is_quiet(self, bucket: Bucket) -> bool:

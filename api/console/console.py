@@ -10,7 +10,7 @@ import asyncio
 import functools
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +77,7 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
     "ReceiptService": ("GetReceiptMonth",),
 }
 
+NAMES = [f"{service}/{method}" for service, methods in OFFERED.items() for method in methods]
 ROOT = "/console"
 API = f"{ROOT}/api/"
 SESSION = "session"
@@ -107,13 +108,11 @@ class PageFile:
 
 def read_files(directory: Path = STATIC) -> dict[str, PageFile]:
     """By name; `""` is the page itself."""
-    found = {path.name: page_file(path) for path in sorted(directory.iterdir()) if path.suffix in MEDIA_TYPES}
+    found = {}
+    for path in (path for path in directory.iterdir() if path.suffix in MEDIA_TYPES):
+        content = path.read_bytes()
+        found[path.name] = PageFile(content, MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
     return found | {"": found["index.html"]}
-
-
-def page_file(path: Path) -> PageFile:
-    content = path.read_bytes()
-    return PageFile(content, MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
 class Refused(grpc.aio.AbortError):
@@ -174,23 +173,15 @@ def offered_calls(servicers: Servicers, failed: Failed) -> dict[str, OfferedCall
         "InferenceService": servicers.inference,
         "ReceiptService": servicers.receipts,
     }
-    return {name: _offered(name, answering, failed) for name in names()}
-
-
-def names() -> Iterator[str]:
-    """`Service/Method` of all of them."""
-    for service, methods in OFFERED.items():
-        yield from (f"{service}/{method}" for method in methods)
-
-
-def _offered(name: str, answering: Mapping[str, object], failed: Failed) -> OfferedCall:
-    service, _, method = name.partition("/")
-    described = Default().FindServiceByName(f"weir.v1.{service}").methods_by_name[method]
-    path = f"/weir.v1.{name}"
-    handle: Callable[..., Any] = getattr(answering[service], method)
-    if described.server_streaming:
-        handle = writing(handle)
-    return OfferedCall(path, GetMessageClass(described.input_type), guarded(handle, path, failed), described.server_streaming)
+    found = {}
+    for name in NAMES:
+        service, _, method = name.partition("/")
+        described = Default().FindServiceByName(f"weir.v1.{service}").methods_by_name[method]
+        path, handle = f"/weir.v1.{name}", getattr(answering[service], method)
+        handle = guarded(writing(handle) if described.server_streaming else handle, path, failed)
+        request_type = GetMessageClass(described.input_type)
+        found[name] = OfferedCall(path, request_type, handle, described.server_streaming)
+    return found
 
 
 class Console:

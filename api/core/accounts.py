@@ -6,16 +6,16 @@ import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
-from google.protobuf.timestamp_pb2 import Timestamp
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
-from api.core.messages import model_message, receipt_messages
+from api.core.messages import input_count_max, receipt_messages
+from inference.engine import ModelInfo
 from inference.routing.router import Router
 from metering.core.models import Hold, HoldState, UsageEvent
-from metering.pricing.prices import customer_prices, versions_in_force
+from metering.pricing.prices import CustomerPrice, customer_prices, versions_in_force
 from metering.receipts.months import receipts_of_hold
 from metering.reports.usage_reports import find_recorded_request
 from metering.store.db import Sessions
@@ -36,16 +36,33 @@ async def models_for(router: Router, sessions: Sessions, principal: Principal) -
         found = await versions_in_force(session, currency_code=principal.currency_code, organization_id=owner)
     paid = customer_prices(found, owner)
     return [
-        model_message(
-            model,
-            [each for each in paid if each.price.model == model.name],
-            router.aliases(model.name),
-            router.versions(model.name),
-            router.replicas(model.name),
-        )
+        model_message(model, [price_message(each) for each in paid if each.price.model == model.name], router)
         for model in router.models()
         if principal.may_use(model.name)
     ]
+
+
+def model_message(model: ModelInfo, prices: Sequence[pb.Price], router: Router) -> pb.Model:
+    """One model that can be asked for. prices: what the caller pays for it, by tier, the interactive one first."""
+    replicas = router.replicas(model.name)
+    return wire.message_of(
+        pb.Model,
+        model,
+        price=prices[0] if prices else None,
+        tier_prices=prices,
+        task=pb.MODEL_TASK_EMBED if model.embedding_dimension else pb.MODEL_TASK_GENERATE,
+        embedding_input_count_max=input_count_max(model),
+        aliases=router.aliases(model.name),
+        versions=[pb.ModelVersion(version=version, share=share) for version, share in router.versions(model.name).items()],
+        ready_replica_count=replicas.ready,
+        replica_count=replicas.total,
+        drained_replica_count=replicas.drained,
+    )
+
+
+def price_message(paid: CustomerPrice) -> pb.Price:
+    is_own = paid.price.organization_id is not None
+    return wire.message_of(pb.Price, paid.price.prices, effective_time=paid.price.effective_at, tier=paid.tier, own=is_own)
 
 
 def restrictions(principal: Principal) -> pb.KeyRestrictions:
@@ -75,7 +92,7 @@ async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_
         receipts=receipt_messages(await receipts_of_hold(session, hold.id)),
     )
     if hold.ended_at is not None:
-        generation.settle_time.CopyFrom(wire.timestamp(hold.ended_at) or Timestamp())
+        generation.settle_time.CopyFrom(wire.known_time(hold.ended_at))
         generation.cost.CopyFrom(wire.money(currency_code, sum(event.cost_picos for event in events)))
     if events:
         generation.outcome = events[-1].outcome.upper()
@@ -98,12 +115,5 @@ def running_usage(hold: Hold) -> types_pb2.Usage:
 
 
 def total_usage(events: Sequence[UsageEvent]) -> types_pb2.Usage:
-    usage = types_pb2.Usage()
-    for event in events:
-        usage.input_token_count += event.input_token_count
-        usage.cached_input_token_count += event.cached_input_token_count
-        usage.generated_token_count += event.generated_token_count
-        usage.delivered_token_count += event.delivered_token_count
-        usage.billed_token_count += event.billed_token_count
-        usage.embedding_token_count += event.embedding_token_count
-    return usage
+    names = types_pb2.Usage.DESCRIPTOR.fields_by_name
+    return types_pb2.Usage(**{name: sum(getattr(event, name) for event in events) for name in names})

@@ -37,7 +37,8 @@ class Proxies:
 
     def origin(self, peer: str, forwarded: Iterable[str]) -> Origin:
         """forwarded: values of `X-Forwarded-For`, in order. The right-most entry that is no trusted proxy is who has called."""
-        seen = address_of_peer(peer)
+        host = host_of(peer)
+        seen = None if host is None else parse_address(host)
         if not self._is_trusted(seen):
             return Origin(peer, seen)
         for entry in reversed([entry.strip() for value in forwarded for entry in value.split(",")]):
@@ -56,10 +57,10 @@ class Proxies:
         return bool(self._networks) and allows(self._networks, address)
 
 
-def address_of_peer(peer: str) -> Address | None:
-    """The address of a peer as gRPC names it; None for a socket of this machine."""
+def host_of(peer: str) -> str | None:
+    """The host of a peer as gRPC names it; None for a socket of this machine."""
     kind, _, rest = peer.partition(":")
-    return parse_address(unquote(rest).rpartition(":")[0].strip("[]")) if kind in ("ipv4", "ipv6") else None
+    return unquote(rest).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else None
 
 
 def parse_entry(text: str) -> Address | None:
@@ -78,10 +79,9 @@ def named(address: Address) -> str:
 @functools.lru_cache(maxsize=4096)
 def address_of(peer: str) -> str:
     """The address of a peer as gRPC names it, without its port; of IPv6 the network. All sockets of this machine are one."""
-    kind, _, rest = peer.partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return kind
-    host = unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0]
+    if (host := host_of(peer)) is None:
+        return peer.partition(":")[0]
+    host = host.partition("%")[0]
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from datetime import datetime
-from types import MappingProxyType
 
 from weir.v1 import alerts_pb2, receipts_pb2, types_pb2
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, known_time, message_of, timestamp
 from inference.engine import ModelInfo
-from inference.routing.router import ReplicaCounts
 from metering.alerts.alerts import ListedAlert, facts_of
 from metering.alerts.delivering import WebhookState
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.pricing.prices import CustomerPrice
 from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, QuotaStates, Weights, window_ends
 from metering.quotas.quota_states import effective
 from metering.receipts.chaining import IssuedReceipt
@@ -29,7 +26,6 @@ DIMENSION_ORDER = {dimension: index for index, dimension in enumerate(QuotaDimen
 INPUT_COUNT_MAX = 2048  # texts in one call: what others offer; more gain nothing, a batch is smaller
 ANSWER_BYTES_MAX = 4 * 2**20 - 2**16  # what gRPC clients take unless told otherwise, less what stands beside the vectors
 EMBEDDING_BYTES = 24  # of a message beside its vector
-ONE_REPLICA = ReplicaCounts(ready=1, total=1, drained=0)
 
 
 def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
@@ -135,42 +131,6 @@ def input_count_max(model: ModelInfo) -> int:
     if not model.embedding_dimension:
         return 0
     return min(INPUT_COUNT_MAX, ANSWER_BYTES_MAX // (4 * model.embedding_dimension + EMBEDDING_BYTES))
-
-
-def model_message(
-    model: ModelInfo,
-    prices: Sequence[CustomerPrice],
-    aliases: Sequence[str] = (),
-    versions: Mapping[str, float] = MappingProxyType({}),
-    replicas: ReplicaCounts = ONE_REPLICA,
-) -> pb.Model:
-    """One model that can be asked for. prices: what the caller pays for it, by tier, the interactive one first.
-
-    versions: their shares.
-    """
-    tier_prices = [price_message(each) for each in prices]
-    return pb.Model(
-        name=model.name,
-        architecture=model.architecture,
-        context_window_tokens=model.context_window_tokens,
-        vocabulary_size=model.vocabulary_size,
-        engine=model.engine,
-        price=tier_prices[0] if tier_prices else None,
-        tier_prices=tier_prices,
-        task=pb.MODEL_TASK_EMBED if model.embedding_dimension else pb.MODEL_TASK_GENERATE,
-        embedding_dimension=model.embedding_dimension,
-        embedding_input_count_max=input_count_max(model),
-        aliases=aliases,
-        versions=[pb.ModelVersion(version=version, share=share) for version, share in versions.items()],
-        ready_replica_count=replicas.ready,
-        replica_count=replicas.total,
-        drained_replica_count=replicas.drained,
-    )
-
-
-def price_message(paid: CustomerPrice) -> pb.Price:
-    is_own = paid.price.organization_id is not None
-    return message_of(pb.Price, paid.price.prices, effective_time=paid.price.effective_at, tier=paid.tier, own=is_own)
 
 
 def receipt_messages(receipts: Iterable[IssuedReceipt]) -> list[receipts_pb2.Receipt]:

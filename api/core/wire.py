@@ -107,9 +107,7 @@ def picos_of(amount: types_pb2.Money) -> int:
 
 def timestamp(at: datetime | None) -> Timestamp | None:
     """A point in time; None stays unset."""
-    if at is None:
-        return None
-    return known_time(at)
+    return None if at is None else known_time(at)
 
 
 def known_time(at: datetime) -> Timestamp:
@@ -175,7 +173,7 @@ def _fields(kind: Any) -> list[tuple[str, Callable[[Any, str], Any], str]]:
     """Name, conversion and other attribute of each field."""
     found: list[tuple[str, Callable[[Any, str], Any], str]] = []
     for field in kind.fields:
-        attribute, convert = field.name, _as_it_is
+        attribute, convert = field.name, lambda value, _: value
         if field.enum_type is not None:
             convert = functools.partial(_enum_value, field.enum_type)
         elif field.type == field.TYPE_STRING and not field.is_repeated:
@@ -186,10 +184,6 @@ def _fields(kind: Any) -> list[tuple[str, Callable[[Any, str], Any], str]]:
             attribute = f"{field.name}_picos" if made is types_pb2.Money else field.name.removesuffix("_time") + "d_at"
         found.append((field.name, convert, attribute))
     return found
-
-
-def _as_it_is(value: Any, _: str) -> Any:
-    return value
 
 
 def _text(value: Any, _: str) -> str:

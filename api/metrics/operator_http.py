@@ -244,7 +244,7 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     yield gauge("weir_kept_requests", "Requests that have ended and whose output is kept.", process.replays.ended_count)
     lags = [((), process.observer.loop_lag.lags)]
     yield histograms("weir_event_loop_lag_seconds", "How late the event loop comes to what is due.", (), lags)
-    throttled = parts.authenticator.throttled_count
+    throttled = parts.authenticator.throttle.refused_count
     yield gauge("weir_throttled_addresses", "Addresses whose keys are not looked at for now: too many were wrong.", throttled)
     incidents = (((source,), float(count)) for source, count in INCIDENT_COUNTS.items())
     yield counters("weir_background_incidents", "Unexpected failures, by background loop.", ("source",), incidents)

@@ -15,7 +15,8 @@ from metering.core.models import ServiceTier
 from metering.holds.operations import Settled
 from metering.quotas.quotas import QuotaExceeded
 
-STAGES = ("auth", "tokenize", "admission", "queue", "cold_start", "prefill", "decode", "client_stall", "settle")  # of a request
+# Of a request, in the order in which they come. One that waits twice, for an engine or for its turn, has both waits in one.
+STAGES = ("auth", "tokenize", "admission", "cold_start", "queue", "prefill", "decode", "client_stall", "settle")
 # In ms: from what a lookup in memory takes to what nobody waits for. Two or three to a decade: a quantile is then right to a third.
 STAGE_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 120_000)
 TOTAL_BOUNDS_MS = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 20_000, 30_000, 60_000, 120_000, 300_000, 600_000)

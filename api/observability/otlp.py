@@ -17,11 +17,9 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_contex
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from api.observability.counts import STAGES
 from api.observability.spans import Record
 
-# In the order in which they come. A request that waits for an engine twice, or for its turn before and inside the engine, has both
-# waits in one span.
-STAGES_IN_ORDER = ("auth", "tokenize", "admission", "cold_start", "queue", "prefill", "decode", "client_stall", "settle")
 NS_PER_MS = 1_000_000
 MODEL_CHARS_MAX = 128  # of what a client calls a model that there is not
 
@@ -73,7 +71,7 @@ class OtlpSender:
         root = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes(record), start_time=at)
         if root.is_recording():
             within = set_span_in_context(root)
-            for stage in STAGES_IN_ORDER:
+            for stage in STAGES:
                 length_ns = int(record.timings[f"{stage}_ms"] * NS_PER_MS)
                 if length_ns:
                     self._tracer.start_span(stage, within, start_time=at).end(at + length_ns)

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from yarl import URL
 
-from api.console.console import BODY_BYTES_MAX, HEADERS, OFFERED, STATIC, names, read_files
+from api.console.console import BODY_BYTES_MAX, HEADERS, NAMES, OFFERED, STATIC, read_files
 from api.core.endpoint import read_endpoint
 from api.core.health import SERVICES
 from metering.core.models import QuotaDimension
@@ -141,7 +141,7 @@ async def test_without_a_good_key_nothing_is_answered_and_the_key_is_never_taken
     service: Service, http: aiohttp.ClientSession
 ) -> None:
     tenant = await service.tenant(scopes=("admin", "billing", "inference"))
-    for name in names():
+    for name in NAMES:
         for secret in (None, "", "nonsense"):
             status, said = await ask(http, service, name, secret)
             assert (status, reason_of(said)) == (401, "UNAUTHENTICATED"), name
@@ -155,7 +155,7 @@ async def test_without_a_good_key_nothing_is_answered_and_the_key_is_never_taken
 
 async def test_only_calls_of_the_list_are_offered_and_all_but_one_of_them_read() -> None:
     every = {f"{method.containing_service.name}/{method.name}": method for method in methods()}
-    offered = set(names())
+    offered = set(NAMES)
 
     assert offered < every.keys()
     assert all(name.partition("/")[2].startswith(("Get", "List", "Export", "Verify")) for name in offered - CHANGES)
@@ -166,7 +166,7 @@ async def test_only_calls_of_the_list_are_offered_and_all_but_one_of_them_read()
 
 async def test_a_call_that_is_not_offered_is_refused_to_every_key(service: Service, http: aiohttp.ClientSession) -> None:
     tenant = await service.tenant(scopes=("admin", "billing", "inference"))
-    offered = set(names())
+    offered = set(NAMES)
     before = service.books.rows("SELECT count(*) AS n FROM audit_log")
 
     for method in methods():
@@ -190,7 +190,7 @@ async def test_every_offered_call_answers_what_grpc_answers(service: Service, ht
     async with service.channel() as channel:
         for method in methods():
             name = f"{method.containing_service.name}/{method.name}"
-            if name not in set(names()):
+            if name not in set(NAMES):
                 continue
             known = {field: value for field, value in fields.items() if field in method.input_type.fields_by_name}
             asked = json_format.ParseDict(known, message_of(method.input_type))
@@ -293,7 +293,7 @@ any_json = st.recursive(
 @st.composite
 def attacks(draw: st.DrawFn) -> tuple[str, bytes]:
     """A reading call with a body that is nearly one of its requests, or is damaged."""
-    name = draw(st.sampled_from(sorted(set(names()) - CHANGES)))
+    name = draw(st.sampled_from(sorted(set(NAMES) - CHANGES)))
     described = Default().FindServiceByName(f"weir.v1.{name.partition('/')[0]}").methods_by_name[name.partition("/")[2]]
     body: dict[str, Any] = {}
     for field in draw(st.lists(st.sampled_from([*described.input_type.fields]), max_size=3)) if described.input_type.fields else ():
