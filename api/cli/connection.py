@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -266,39 +267,35 @@ def _or_default(given: str | None, field: Literal["organization", "project"], fl
     return str(chosen)
 
 
-@contextmanager
-def _client(
-    role: Role, address: str | None, api_key: str | None, make: Callable[[Target], AbstractContextManager[C]]
-) -> Iterator[C]:
-    with reported(address):
-        target = resolve(role, address, api_key)
-        with reported(target.address), make(target) as client:
-            yield client
+def _opener(role: Role, make: Callable[..., AbstractContextManager[C]]) -> Callable[..., AbstractContextManager[C]]:
+    """What opens a client of the role's key. It leaves the program with a clear line and exit code 1 if something fails."""
+
+    @contextmanager
+    def opened(address: str | None, api_key: str | None, **settings: Any) -> Iterator[C]:
+        with reported(address):
+            target = resolve(role, address, api_key)
+            with reported(target.address), make(target.address, target.api_key, **settings) as client:
+                yield client
+
+    return opened
 
 
-def inference_client(address: str | None, api_key: str | None) -> AbstractContextManager[Client]:
-    """A client for the inference API. Leaves the program with a clear line and exit code 1 if something fails."""
-    return _client("inference", address, api_key, lambda to: Client(to.address, to.api_key, retry_wait_max_s=RETRY_WAIT_MAX_S))
+def _admin(address: str, api_key: str, timeout: float = UNARY_TIMEOUT_S) -> AdminClient:
+    return weir_client.AdminClient(address, api_key, timeout=timeout)
 
 
-def admin_client(
-    address: str | None, api_key: str | None, *, timeout: float = UNARY_TIMEOUT_S
-) -> AbstractContextManager[AdminClient]:
-    """A client for the admin API; fails like `inference_client`. timeout: seconds for each call."""
-    return _client("admin", address, api_key, lambda to: weir_client.AdminClient(to.address, to.api_key, timeout=timeout))
+def _billing(address: str, api_key: str, timeout: float = UNARY_TIMEOUT_S) -> BillingClient:
+    return weir_client.BillingClient(address, api_key, timeout=timeout)
 
 
-def billing_client(
-    address: str | None, api_key: str | None, *, timeout: float = UNARY_TIMEOUT_S
-) -> AbstractContextManager[BillingClient]:
-    """A client for the billing API; fails like `inference_client`. timeout: seconds for each call."""
-    return _client("admin", address, api_key, lambda to: weir_client.BillingClient(to.address, to.api_key, timeout=timeout))
+def _receipts(address: str, api_key: str) -> ReceiptClient:
+    return weir_client.ReceiptClient(address, api_key)
 
 
-def receipt_client(address: str | None, api_key: str | None) -> AbstractContextManager[ReceiptClient]:
-    """A client for the receipt API; fails like `inference_client`."""
-    return _client("admin", address, api_key, lambda to: weir_client.ReceiptClient(to.address, to.api_key))
-
+inference_client = _opener("inference", partial(Client, retry_wait_max_s=RETRY_WAIT_MAX_S))
+admin_client = _opener("admin", _admin)  # timeout: seconds for each call
+billing_client = _opener("admin", _billing)
+receipt_client = _opener("admin", _receipts)
 
 Output = tuple[Any, ...]  # the value for `--json`; then tables for people, and remarks as plain text
 Opener = Callable[..., AbstractContextManager[Any]]

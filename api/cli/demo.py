@@ -77,20 +77,6 @@ class WorkloadRun:
         """Output tokens that reached the agents."""
         return sum(agent.received_token_count for agent in self.agents)
 
-    @property
-    def ttfts_ms(self) -> list[float]:
-        """Of every agent that got a token."""
-        return [agent.ttft_ms for agent in self.agents if agent.received_token_count]
-
-    @property
-    def gaps_ms(self) -> list[float]:
-        """Of all agents together."""
-        return [gap for agent in self.agents for gap in agent.gaps_ms]
-
-    @property
-    def cancelled_count(self) -> int:
-        return sum(1 for result in self.results if result.finish_reason is FinishReason.CANCELLED)
-
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Nearest-rank percentile; 0 for no values."""
@@ -178,14 +164,6 @@ def demo(agents: AgentsOption = 50) -> None:
         fail("tokens delivered, usage events and ledger differ: please report this")
 
 
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """The customer that the demo plays, and the key of its application."""
-
-    api_key: str
-    month: str
-
-
 async def run_demo(settings: Settings, agent_count: int) -> bool:
     """The demo; whether tokens delivered = usage events = ledger."""
     began_at = time.monotonic()
@@ -210,9 +188,9 @@ async def tell_story(stack: Stack, model_directory: Path, agent_count: int) -> b
     """One chapter after the other, on a running stack."""
     address, admin_key = stack.connection.address, stack.connection.admin_key
     async with AsyncAdminClient(address=address, api_key=admin_key) as admin:
-        tenant = await create_tenant(admin)
+        api_key, month = await create_tenant(admin), f"{datetime.now(UTC):%Y-%m}"
     prompts = await asyncio.to_thread(reference_prompts, model_directory, agent_count + 1, ANSWER_SEED)
-    async with AsyncClient(address=address, api_key=tenant.api_key) as client:
+    async with AsyncClient(address=address, api_key=api_key) as client:
         before = await client.get_quota()
         shown = await show_answer(client, prompts[0])
         run = await show_workload(client, prompts[1:])
@@ -225,13 +203,14 @@ async def tell_story(stack: Stack, model_directory: Path, agent_count: int) -> b
     console.print(quota_table(before, after), crop=False)
     async with AsyncBillingClient(address=address, api_key=admin_key) as billing:
         with console.status("Waiting for the billing worker"):
-            report = await rated_report(billing, tenant.month, len(run.results) + 1)
+            report = await rated_report(billing, month, len(run.results) + 1)
     console.print(Rule("The month's bill", align="left"))
     console.print(month_report(report), crop=False)
     return check(shown, run, report)
 
 
-async def create_tenant(admin: AsyncAdminClient) -> Tenant:
+async def create_tenant(admin: AsyncAdminClient) -> str:
+    """The customer that the demo plays; the key of its application."""
     await admin.create_organization(ORGANIZATION)
     await admin.create_project(ORGANIZATION, PROJECT)
     created = await admin.create_api_key(ORGANIZATION, PROJECT, name="demo")
@@ -244,7 +223,7 @@ async def create_tenant(admin: AsyncAdminClient) -> Tenant:
         f"Created organization [bold]{ORGANIZATION}[/bold] with key {created.api_key.prefix}… and quotas: "
         f"{TOKENS_PER_MONTH:,} tokens a month, {CONCURRENT_REQUESTS} requests at once."
     )
-    return Tenant(created.secret, f"{datetime.now(UTC):%Y-%m}")
+    return created.secret
 
 
 async def show_answer(client: AsyncClient, prompt: Conversation) -> Result:
@@ -281,14 +260,17 @@ async def show_workload(client: AsyncClient, prompts: Sequence[Conversation]) ->
 def measurements(run: WorkloadRun) -> Table:
     """Latency percentiles, throughput and cache hits of a run."""
     figures = table("", "p50", "p90", "p99", right=("p50", "p90", "p99"))
-    for name, values in (("time to first token, ms", run.ttfts_ms), ("time between tokens, ms", run.gaps_ms)):
+    ttfts_ms = [agent.ttft_ms for agent in run.agents if agent.received_token_count]
+    gaps_ms = [gap for agent in run.agents for gap in agent.gaps_ms]
+    for name, values in (("time to first token, ms", ttfts_ms), ("time between tokens, ms", gaps_ms)):
         figures.add_row(name, *(f"{percentile(values, percent):,.1f}" for percent in (50, 90, 99)))
     sent = sum(result.usage.input_token_count for result in run.results)
     cached = sum(result.usage.cached_input_token_count for result in run.results)
+    cancelled_count = sum(result.finish_reason is FinishReason.CANCELLED for result in run.results)
     received, rate = run.received_token_count, run.received_token_count / run.duration_s
     figures.caption = (
         f"{received:,} tokens in {run.duration_s:.1f} s: {rate:,.0f} tokens/s. "
-        f"Prefix cache: {cached:,} of {sent:,} input tokens ({cached / max(sent, 1):.0%}). Cancelled: {run.cancelled_count}."
+        f"Prefix cache: {cached:,} of {sent:,} input tokens ({cached / max(sent, 1):.0%}). Cancelled: {cancelled_count}."
     )
     figures.caption_justify = "left"
     return figures
@@ -300,14 +282,9 @@ def quota_table(before: Sequence[QuotaStatus], after: Sequence[QuotaStatus]) -> 
     rows = table("quota", *numbers, right=numbers)
     used_before = {quota.quota_id: quota.used_value for quota in before}
     for quota in after:
-        rows.add_row(
-            f"{quota.dimension} of {quota.subject}",
-            f"{quota.limit_value:,}",
-            f"{used_before.get(quota.quota_id, 0):,}",
-            f"{quota.used_value:,}",
-            f"{quota.held_value:,}",
-            f"{quota.remaining_value:,}",
-        )
+        used = used_before.get(quota.quota_id, 0), quota.used_value
+        values = (quota.limit_value, *used, quota.held_value, quota.remaining_value)
+        rows.add_row(f"{quota.dimension} of {quota.subject}", *(f"{value:,}" for value in values))
     return rows
 
 

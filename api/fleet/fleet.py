@@ -335,15 +335,18 @@ class Yard:
 
             found.append(EncoderReplica(target.address, RemoteEncoder(wanted)))
         for index in range(0 if version.targets else version.replica_count_max):
-            is_warm = index < version.replica_count_min
             assert version.directory is not None, "only those of remote engines may be left out"
             build, memory_bytes = encoder_plan(self._settings, served, version.directory)
-            terms = SlotTerms(self._idle_timeout_s(version), keep_warm=is_warm, memory_bytes=version.memory_bytes or memory_bytes)
-            slot = OnDemandEncoder(build, terms, self.budget)
+            slot = OnDemandEncoder(build, self._terms(version, index, memory_bytes), self.budget)
             self.slots.append(slot)
             found.append(EncoderReplica(f"{served}#{index}", slot))
         warm_count = len(found) if version.targets else version.replica_count_min
         return EncoderSet(replace(found[0].encoder.model, name=served), found, warm_count=warm_count)
+
+    def _terms(self, version: FleetVersion, index: int, memory_bytes: int) -> SlotTerms:
+        """Of the replica of this number. memory_bytes: by its checkpoint."""
+        is_warm = index < version.replica_count_min
+        return SlotTerms(self._idle_timeout_s(version), keep_warm=is_warm, memory_bytes=version.memory_bytes or memory_bytes)
 
     def _idle_timeout_s(self, version: FleetVersion) -> float:
         return self._settings.model_idle_timeout_s if version.idle_timeout_s is None else version.idle_timeout_s
@@ -373,12 +376,9 @@ class Yard:
                 build, memory_bytes = engine_plan(settings, "tensorrt", *rest)
             case other:
                 raise SettingInvalid(f"WEIR_FLEET: {served!r} has `engine: {other}`, which this version of Weir cannot run")
-        idle_timeout_s = self._idle_timeout_s(version)
         found = []
         for index in range(version.replica_count_max):
-            is_warm = index < version.replica_count_min
-            terms = SlotTerms(idle_timeout_s, keep_warm=is_warm, memory_bytes=version.memory_bytes or memory_bytes)
-            slot = OnDemandEngine(build, terms, self.budget)
+            slot = OnDemandEngine(build, self._terms(version, index, memory_bytes), self.budget)
             self.slots.append(slot)
             found.append(Replica(f"{served}#{index}", slot, version.region or settings.region, self._breaker(version)))
         return found

@@ -24,6 +24,7 @@ from sqlalchemy import insert
 from weir.v1 import billing_service_pb2_grpc, months_pb2, types_pb2, usage_reports_pb2
 from weir.v1 import inference_service_pb2 as pb
 
+from api.console.console import NAMES
 from api.core.health import SERVICES
 from metering.alerts.alerts import Alert
 from metering.core.models import QuotaDimension
@@ -246,7 +247,7 @@ async def test_a_key_of_another_organization_gets_nothing_through_the_console(se
         ("billing",): (await service.new_key(stranger, "billing"))[1],
     }
     before = rows_of(service, victim)
-    offered = [each for each in methods() if f"{each.containing_service.name}/{each.name}" in set(offered_NAMES)]
+    offered = [each for each in methods() if f"{each.containing_service.name}/{each.name}" in set(NAMES)]
     shown: set[str] = set()
 
     async with aiohttp.ClientSession(service.openai_url.removesuffix("v1")) as http:
