@@ -17,13 +17,12 @@ from rich.markup import escape
 from weir_client import AdminClient, AuditEntry
 
 from api.cli.connection import Output, admin_client, calls
-from api.cli.local import HomeOption, clear_failures
-from api.cli.render import JsonOption, duration_text, fail, make_console, parse_span, print_json, table, time_text
+from api.cli.local import HomeOption, clear_failures, open_sessions
+from api.cli.render import JsonOption, duration_text, fail, make_console, parse_span, print_json, table
 from api.cli.stack import domain_errors, local_database
 from metering.invoicing.months import changed_months
 from metering.proof.fsck import CHECKS, SAMPLE_MAX, Check, Moment, Verdict, Violation, chosen_checks
 from metering.proof.fsck import fsck as run_checks
-from metering.store.db import create_engine, create_sessions
 
 MOMENTS = {Moment.ALWAYS: "always", Moment.SOON: "while workers run", Moment.AT_REST: "with --at-rest"}
 # The one check that SQL cannot make: a report is written by the code that wrote it at the close.
@@ -81,7 +80,7 @@ def audit_table(entries: list[AuditEntry]) -> RenderableType:
     made = table("entry", "time", "actor", "action", "subject", "change", right=("entry",))
     for each in entries:
         change = changed(each.before_json, each.after_json)
-        made.add_row(str(each.entry_id), time_text(each.create_time), each.actor, each.action, each.subject_id, change)
+        made.add_row(str(each.entry_id), each.create_time, each.actor, each.action, each.subject_id, change)
     return made
 
 
@@ -164,12 +163,8 @@ def schema_of_this_version() -> Iterator[None]:
 async def reproduce_months(database_url: str, sample_max: int) -> Verdict:
     """Make the report of every closed month again, and compare it with what its close froze."""
     began_at = time.monotonic()
-    engine = create_engine(database_url, pool_size=1)
-    try:
-        async with create_sessions(engine)() as session:
-            found = [Violation(f"{name}, {month}", problem) async for name, month, problem in changed_months(session)]
-    finally:
-        await engine.dispose()
+    async with open_sessions(database_url) as sessions, sessions() as session:
+        found = [Violation(f"{name}, {month}", problem) async for name, month, problem in changed_months(session)]
     return Verdict(REPRODUCED, len(found), tuple(found[:sample_max]), time.monotonic() - began_at)
 
 

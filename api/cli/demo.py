@@ -284,7 +284,7 @@ def quota_table(before: Sequence[QuotaStatus], after: Sequence[QuotaStatus]) -> 
     for quota in after:
         used = used_before.get(quota.quota_id, 0), quota.used_value
         values = (quota.limit_value, *used, quota.held_value, quota.remaining_value)
-        rows.add_row(f"{quota.dimension} of {quota.subject}", *(f"{value:,}" for value in values))
+        rows.add_row(f"{quota.dimension} of {quota.subject}", *values)
     return rows
 
 

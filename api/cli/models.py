@@ -105,7 +105,7 @@ def models_table(models: list[Model]) -> RenderableType:
             each.name,
             *([other_names(each)] if names else []),
             each.architecture,
-            f"{each.context_window_tokens:,}",
+            each.context_window_tokens,
             each.engine,
             *([ready_text(each)] if ready else []),
             *(price_text(price, kind) for kind in prices),

@@ -18,7 +18,6 @@ from api.cli.render import (
     JsonOption,
     csv_text,
     decimal_text,
-    money_text,
     parse_picos,
     parse_price,
     parse_thousandths,
@@ -154,8 +153,7 @@ def show_balance(client: AdminClient, organization: OrganizationArgument) -> Out
     """Tell what there is of an organization's credit at this moment."""
     found = client.get_credit_balance(organization)
     numbers = ("left", "unbilled", "held", "available")
-    amounts = map(money_text, (found.left, found.unbilled, found.held, found.available))
-    row = found.organization_name, "yes" if found.prepaid else "no", *amounts
+    row = found.organization_name, "yes" if found.prepaid else "no", found.left, found.unbilled, found.held, found.available
     return found, table("organization", "prepaid only", *numbers, right=numbers, rows=[row])
 
 
@@ -180,9 +178,11 @@ def set_prepaid(
 
 def grants_table(grants: Iterable[CreditGrant]) -> RenderableType:
     numbers = ("granted", "spent", "expired", "left")
-    money = ((each, map(money_text, (each.amount, each.spent, each.expired, each.remaining))) for each in grants)
-    rows = ((each.organization_name, *sums, each.first_month, each.last_month, each.reason, each.grant_id) for each, sums in money)
-    return table("organization", *numbers, "from", "until", "reason", "id", right=numbers, rows=rows)
+    made = table("organization", *numbers, "from", "until", "reason", "id", right=numbers)
+    for each in grants:
+        amounts = each.amount, each.spent, each.expired, each.remaining
+        made.add_row(each.organization_name, *amounts, each.first_month, each.last_month, each.reason, each.grant_id)
+    return made
 
 
 price = typer.Typer(help="Set, list and try out prices: of the list, and of single customers.", no_args_is_help=True)
@@ -293,15 +293,8 @@ def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
         version = each.version
         source = version.organization_name if each.source == "organization" else "list"
         source += "" if version.tier == each.tier else f" ({version.tier})"
-        made.add_row(
-            each.model,
-            each.tier,
-            *rates(version),
-            version.currency_code,
-            source,
-            time_text(version.effective_time),
-            str(version.version),
-        )
+        told = version.currency_code, source, version.effective_time, str(version.version)
+        made.add_row(each.model, each.tier, *rates(version), *told)
     return made
 
 
@@ -370,13 +363,7 @@ def simulated_table(customers: list[SimulatedCustomer]) -> RenderableType:
     for each in customers:
         share = f"{100 * each.difference.picos / each.old_amount.picos:+.1f}" if each.old_amount.picos else "—"
         plan = each.new_plan or "none"
-        made.add_row(
-            each.organization_name,
-            f"{each.token_count:,}",
-            money_text(each.old_amount),
-            decimal_text(each.new_amount.amount),
-            decimal_text(each.difference.amount),
-            share,
-            plan if each.new_plan == each.old_plan else f"{each.old_plan or 'none'} → {plan}",
-        )
+        amounts = each.old_amount, decimal_text(each.new_amount.amount), decimal_text(each.difference.amount)
+        plan = plan if each.new_plan == each.old_plan else f"{each.old_plan or 'none'} → {plan}"
+        made.add_row(each.organization_name, each.token_count, *amounts, share, plan)
     return made

@@ -133,7 +133,7 @@ def month_(
     numbers = ("first", "last", "receipts")
     chains = table("project", *numbers, "hash of the last", right=numbers)
     for each in found.chains:
-        counts = (f"{each.first_sequence:,}", f"{each.last_sequence:,}", f"{each.receipt_count:,}")
+        counts = each.first_sequence, each.last_sequence, each.receipt_count
         chains.add_row(each.project_id, *counts, each.last_hash.hex())
     count = found.unreceipted_count
     remarks = [f"{count:,} usage events are from before there were receipts"] if count else []

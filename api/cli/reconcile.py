@@ -111,8 +111,8 @@ def tell(found: MonthReconciliation, now: datetime) -> None:
     made = table(*heads, right=heads[5:], title=f"{found.month}, hours until {found.ours.until:%Y-%m-%d %H:%M} UTC are due")
     counts = found.counted or [None] * len(found.ours.sums)
     for each, count in zip(found.ours.sums, counts, strict=True):
-        numbers = (f"{getattr(each, name):,}" for name in counted)
-        told = "not asked" if count is None else f"{count:,}"
+        numbers = (getattr(each, name) for name in counted)
+        told = "not asked" if count is None else count
         made.add_row(each.organization, each.model, each.tier, str(each.price_version), each.token_kind, *numbers, told)
     show(made)
     console = make_console()

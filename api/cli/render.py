@@ -331,12 +331,15 @@ def to_text(renderable: RenderableType, width: int = 100) -> str:
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
+Cell = RenderableType | int | Money | datetime | None
+
+
 class Sheet(Table):
     """A table that takes text as it is, and never cuts a name or a number: only ids and changes are folded where it is too wide."""
 
-    def add_row(self, *cells: RenderableType | None, **look: Any) -> None:
+    def add_row(self, *cells: Cell, **look: Any) -> None:
         """Adds a row; text is neither read as markup nor able to steer the terminal."""
-        texts = [Text(printable(cell)) if isinstance(cell, str) else cell for cell in cells]
+        texts = [Text(printable(told)) if isinstance(told := cell_text(cell), str) else told for cell in cells]
         super().add_row(*texts, **look)
         for column, cell in zip(self.columns, texts, strict=False):
             if column.no_wrap and isinstance(cell, Text):
@@ -349,7 +352,20 @@ class Sheet(Table):
         yield from super().__rich_console__(console, options.update(max_width=max(options.max_width, least)))
 
 
-def table(*columns: str, right: Iterable[str] = (), title: str | None = None, rows: Iterable[Sequence[str]] = ()) -> Sheet:
+def cell_text(cell: Cell) -> RenderableType:
+    """Whole numbers with thousands separators, times in UTC, amounts with their currency; a dash for what is not known."""
+    match cell:
+        case int():
+            return f"{cell:,}"
+        case Money():
+            return money_text(cell)
+        case datetime() | None:
+            return time_text(cell)
+        case _:
+            return cell
+
+
+def table(*columns: str, right: Iterable[str] = (), title: str | None = None, rows: Iterable[Sequence[Cell]] = ()) -> Sheet:
     """A table in the house look; the columns named in `right` hold numbers."""
     numbers = set(right)
     made = Sheet(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
@@ -365,6 +381,13 @@ def table(*columns: str, right: Iterable[str] = (), title: str | None = None, ro
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def table_of(
+    found: Iterable[T], columns: Mapping[str, Callable[[T], Cell]], *, right: Iterable[str] = (), title: str | None = None
+) -> Sheet:
+    """A table by what stands in its columns."""
+    return table(*columns, right=right, title=title, rows=([cell(each) for cell in columns.values()] for each in found))
 
 
 def printable(text: str) -> str:
@@ -460,22 +483,18 @@ def month_report(report: MonthReport) -> RenderableType:
     lines = table("model", "price", "kind", *numbers, right=numbers, title=title)
     places = max([2, *(decimal_places(line.amount.amount) for line in report.lines), decimal_places(report.total.amount)])
     for line in report.lines:
-        lines.add_row(
-            line.model,
-            f"v{line.price_version}",
-            line.token_kind.value.replace("-", " ") + (f", late of {line.late_month}" if line.late_month else ""),
-            f"{line.request_count:,}",
-            f"{line.token_count:,}",
-            f"{line.cancelled_token_count:,}",
-            decimal_text(per_million(line.unit_price_picos)),
-            decimal_text(line.amount.amount, places),
-        )
+        late = f", late of {line.late_month}" if line.late_month else ""
+        what = line.model, f"v{line.price_version}", line.token_kind.value.replace("-", " ") + late
+        counts = line.request_count, line.token_count, line.cancelled_token_count
+        price, amount = decimal_text(per_million(line.unit_price_picos)), decimal_text(line.amount.amount, places)
+        lines.add_row(*what, *counts, price, amount)
     for charge in report.charges:
-        counted = f"{charge.token_count:,}" if charge.token_count else ""
-        lines.add_row(charge.description, "", charge.kind, "", counted, "", "", decimal_text(charge.amount.amount, places))
+        lines.add_row(
+            charge.description, "", charge.kind, "", charge.token_count or "", "", "", decimal_text(charge.amount.amount, places)
+        )
     lines.add_section()
     sums = (sum(line.token_count for line in report.lines), sum(line.cancelled_token_count for line in report.lines))
-    lines.add_row("total", "", "", "", *(f"{n:,}" for n in sums), "", decimal_text(report.total.amount, places), style="bold")
+    lines.add_row("total", "", "", "", *sums, "", decimal_text(report.total.amount, places), style="bold")
     lines.add_row("rounded", "", "", "", "", "", "", decimal_text(report.total_rounded.amount), style="bold")
     return Group(lines, *_month_footer(report))
 

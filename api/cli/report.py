@@ -18,6 +18,7 @@ from weir_client import BillingClient, Money, MonthExportFormat, MonthReport, Us
 
 from api.cli.connection import Output, billing_client, calls, organization_or_default
 from api.cli.render import (
+    Cell,
     checked_month,
     csv_text,
     decimal_places,
@@ -29,7 +30,7 @@ from api.cli.render import (
     note,
     put,
     show,
-    table,
+    table_of,
     time_text,
     to_text,
 )
@@ -50,7 +51,7 @@ KEYS: Mapping[str, tuple[UsageGrouping, str, Callable[[UsageRow], str]]] = {
     "request": (UsageGrouping.REQUEST, "request", lambda row: row.request_id),
 }
 KEY_COLUMNS = {grouping: (column, key) for grouping, column, key in KEYS.values()}
-KIND_COLUMNS: Mapping[str, Callable[[UsageRow], int]] = {
+KIND_COLUMNS: Mapping[str, Callable[[UsageRow], Cell]] = {
     "input": lambda row: row.input_token_count,
     "cached": lambda row: row.cached_input_token_count,
     "output": lambda row: row.output_token_count,
@@ -190,51 +191,46 @@ def usage_table(rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: Us
         return request_table(rows, total, title)
     shown = [*rows, *([total] if total else [])]
     places, pending = money_places(shown), any(row.pending_amount.picos for row in shown)
-    late, currencies = any(row.late for row in rows), len({row.amount.currency_code for row in rows}) > 1
-    kinds = kinds_of(shown)
-    numbers = ["requests", *kinds, "cancelled", "limited", "failed", "amount"]
-    numbers += ["pending"] if pending else []
-    extra = ["currency"] if currencies else []
-    drawn = table(*(KEY_COLUMNS[each][0] for each in by), *numbers, *extra, right=numbers, title=title)
-
-    def numbers_of(row: UsageRow) -> list[str]:
-        shares = (row.cancelled.request_count, row.limited.request_count, row.failed.request_count)
-        amounts = [row.amount, *([row.pending_amount] if pending else [])]
-        return [
-            f"{row.request_count:,}",
-            *token_cells(row, kinds),
-            *(f"{each:,}" for each in shares),
-            *(decimal_text(each.amount, places) for each in amounts),
-        ]
-
-    for row in rows:
-        keys = [KEY_COLUMNS[each][1](row) for each in by]
-        if late and row.late:
-            keys[-1] += " (late)"
-        drawn.add_row(*keys, *numbers_of(row), *([row.amount.currency_code] if currencies else []))
+    numbers: dict[str, Callable[[UsageRow], Cell]] = {
+        "requests": lambda row: row.request_count,
+        **kinds_of(shown),
+        "cancelled": lambda row: row.cancelled.request_count,
+        "limited": lambda row: row.limited.request_count,
+        "failed": lambda row: row.failed.request_count,
+        "amount": lambda row: decimal_text(row.amount.amount, places),
+    }
+    if pending:
+        numbers["pending"] = lambda row: decimal_text(row.pending_amount.amount, places)
+    keys = {KEY_COLUMNS[each][0]: KEY_COLUMNS[each][1] for each in by}
+    last, last_key = list(keys.items())[-1]
+    keys[last] = lambda row: last_key(row) + (" (late)" if row.late else "")
+    extra = {"currency": lambda row: row.amount.currency_code} if len({row.amount.currency_code for row in rows}) > 1 else {}
+    drawn = table_of(rows, keys | numbers | extra, right=numbers, title=title)
     if total is not None:
         drawn.add_section()
-        drawn.add_row("total", *[""] * (len(by) - 1), *numbers_of(total), style="bold")
+        drawn.add_row("total", *[""] * (len(by) - 1), *(number(total) for number in numbers.values()), style="bold")
     return drawn
 
 
 def request_table(rows: Sequence[UsageRow], total: UsageRow | None, title: str) -> RenderableType:
     shown = [*rows, *([total] if total else [])]
-    kinds, places = kinds_of(shown), money_places(shown)
-    numbers = (*kinds, "amount")
-    drawn = table("settled", "id", "project", "key", "model", "outcome", *numbers, right=numbers, title=title)
-    for row in rows:
-        picked = (time_text(row.settle_time), row.request_id, row.project_name, row.api_key_prefix, row.model, row.outcome)
-        drawn.add_row(*picked, *token_cells(row, kinds), decimal_text(total_of(row), places))
+    places = money_places(shown)
+    numbers: dict[str, Callable[[UsageRow], Cell]] = {
+        **kinds_of(shown),
+        "amount": lambda row: decimal_text(total_of(row), places),
+    }
+    keys: dict[str, Callable[[UsageRow], Cell]] = {
+        "settled": lambda row: row.settle_time,
+        "id": lambda row: row.request_id,
+        "project": lambda row: row.project_name,
+        "key": lambda row: row.api_key_prefix,
+        "model": lambda row: row.model,
+        "outcome": lambda row: row.outcome,
+    }
+    drawn = table_of(rows, keys | numbers, right=numbers, title=title)
     if total is not None:
         drawn.add_section()
-        drawn.add_row(
-            "total",
-            f"{total.request_count:,} requests",
-            *[""] * 4,
-            *token_cells(total, kinds),
-            decimal_text(total_of(total), places),
-        )
+        drawn.add_row("total", f"{total.request_count:,} requests", *[""] * 4, *(number(total) for number in numbers.values()))
     return drawn
 
 
@@ -243,13 +239,9 @@ def total_of(row: UsageRow) -> Decimal:
     return Money(row.amount.currency_code, row.amount.picos + row.pending_amount.picos).amount
 
 
-def kinds_of(rows: Iterable[UsageRow]) -> Mapping[str, Callable[[UsageRow], int]]:
+def kinds_of(rows: Iterable[UsageRow]) -> Mapping[str, Callable[[UsageRow], Cell]]:
     """The columns of tokens: what most customers have none of is left out where nobody has any."""
     return KIND_COLUMNS if any(row.embedding_token_count for row in rows) else dict(list(KIND_COLUMNS.items())[:-1])
-
-
-def token_cells(row: UsageRow, kinds: Mapping[str, Callable[[UsageRow], int]]) -> tuple[str, ...]:
-    return tuple(f"{count(row):,}" for count in kinds.values())
 
 
 def money_places(rows: Iterable[UsageRow]) -> int:

@@ -27,7 +27,7 @@ from weir_client import (
 )
 
 from api.cli.connection import AddressOption, ConnectionProblem, KeyOption, Output, admin_client, calls, inference_client, resolve
-from api.cli.render import JsonOption, duration_text, make_console, table, tell_found, time_text, usage_line, waterfall
+from api.cli.render import Cell, JsonOption, duration_text, make_console, table, tell_found, time_text, usage_line, waterfall
 
 REMAINS = 3  # exit code: something remains to be done
 PHASE_WORDS = {RequestPhase.UNSPECIFIED: "?"}
@@ -158,43 +158,31 @@ def requests_table(requests: tuple[LiveRequest, ...], *, wide: bool) -> Renderab
     made = table("id", "project", "key", "model", "phase", *numbers, *(["process"] if wide else []), right=numbers)
     for each in requests:
         ends_in = (each.expire_time.timestamp() - time.time()) if each.expire_time else None
-        cells = {
+        cells: dict[str, Cell] = {
             "age": duration_text(each.age_s),
-            "in": f"{each.input_token_count:,}",
-            "cached": f"{each.cached_input_token_count:,}",
-            "out": f"{each.delivered_token_count:,}",
-            "tokens/s": f"{each.tokens_per_second:,.1f}" if each.tokens_per_second else "—",
-            "lease": f"{each.leased_token_count:,}" if each.admit_time else "—",
+            "in": each.input_token_count,
+            "cached": each.cached_input_token_count,
+            "out": each.delivered_token_count,
+            "tokens/s": f"{each.tokens_per_second:,.1f}" if each.tokens_per_second else None,
+            "lease": each.leased_token_count if each.admit_time else None,
             "hold ends in": "—" if ends_in is None else duration_text(ends_in) if ends_in > 0 else f"{duration_text(-ends_in)} ago",
         }
-        made.add_row(
-            each.request_id,
-            f"{each.organization_name}/{each.project_name}",
-            each.api_key_prefix,
-            each.model,
-            PHASE_WORDS.get(each.phase, each.phase.value),
-            *(cells[name] for name in numbers),
-            *([each.owner_name or each.owner_id] if wide else []),
-        )
+        whose = each.request_id, f"{each.organization_name}/{each.project_name}", each.api_key_prefix, each.model
+        owner = [each.owner_name or each.owner_id] if wide else []
+        made.add_row(*whose, PHASE_WORDS.get(each.phase, each.phase.value), *(cells[name] for name in numbers), *owner)
     return made
 
 
 def organizations_table(view: LiveView) -> RenderableType:
     numbers = ("requests", "holds", "tokens held", "tokens/s")
+    rows = [(each.request_count, each.hold_count, each.held_token_count, each.tokens_per_second) for each in view.organizations]
     made = table("organization", *numbers, right=numbers)
-    for each in view.organizations:
-        rate = f"{each.tokens_per_second:,.1f}"
-        made.add_row(each.name, f"{each.request_count:,}", f"{each.hold_count:,}", f"{each.held_token_count:,}", rate)
-    if len(view.organizations) > 1:
-        total = view.organizations
+    for organization, (*counts, rate) in zip(view.organizations, rows, strict=True):
+        made.add_row(organization.name, *counts, f"{rate:,.1f}")
+    if len(rows) > 1:
+        _, hold_count, token_count, rate = map(sum, zip(*rows, strict=True))
         made.add_section()
-        made.add_row(
-            "all",
-            f"{view.request_count:,}",
-            f"{sum(each.hold_count for each in total):,}",
-            f"{sum(each.held_token_count for each in total):,}",
-            f"{sum(each.tokens_per_second for each in total):,.1f}",
-        )
+        made.add_row("all", view.request_count, hold_count, token_count, f"{rate:,.1f}")
     return made
 
 
@@ -338,6 +326,5 @@ def replicas_table(found: tuple[Replica, ...]) -> RenderableType:
     for each in found:
         state = f"{each.state.value}, drained" if each.drained and each.state.value != "draining" else each.state.value
         where = [each.region or "—"] if regions else []
-        counts = f"{each.request_count:,}", f"{each.outstanding_token_count:,}"
-        made.add_row(each.model, each.replica, *where, state, *counts, each.owner_name)
+        made.add_row(each.model, each.replica, *where, state, each.request_count, each.outstanding_token_count, each.owner_name)
     return made

@@ -21,7 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from api.cli.connection import Connection
-from api.cli.local import HomeOption, bootstrap, clear_failures, ensure_receipt_key, read_settings
+from api.cli.local import HomeOption, bootstrap, clear_failures, ensure_receipt_key, open_sessions, read_settings
 from api.cli.render import fail
 from api.core.endpoint import forget_endpoint, make_private, read_endpoint
 from api.core.settings import Settings
@@ -30,7 +30,7 @@ from common.backoff import Backoff
 from metering.core.errors import InvalidValue, MeteringError
 from metering.export.export_settings import export_settings, webhook_settings
 from metering.store import embedded_postgres
-from metering.store.db import Sessions, create_engine, create_sessions
+from metering.store.db import Sessions
 from metering.store.migrations_runner import migrate
 from metering.worker import READY_FILE, worker_command
 
@@ -50,8 +50,9 @@ def run(home: HomeOption, work: Callable[[Sessions], Awaitable[Result]]) -> Resu
     """Do the work on the database of the settings; errors in one line."""
 
     async def connected() -> Result:
-        async with local_sessions(home) as sessions:
-            return await work(sessions)
+        with local_database(home) as url:
+            async with open_sessions(url) as sessions:
+                return await work(sessions)
 
     with clear_failures(), domain_errors():
         return asyncio.run(connected())
@@ -64,17 +65,6 @@ def domain_errors() -> Iterator[None]:
         yield
     except MeteringError as error:
         fail(str(error))
-
-
-@contextlib.asynccontextmanager
-async def local_sessions(home: HomeOption) -> AsyncIterator[Sessions]:
-    """On the database of the settings."""
-    with local_database(home) as url:
-        engine = create_engine(url)
-        try:
-            yield create_sessions(engine)
-        finally:
-            await engine.dispose()
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
     if as_json:
         print_json(found)
         return
-    rows = [[each.state, f"{each.batch_count:,}", f"{each.token_count:,}"] for each in found.states]
+    rows = [(each.state, each.batch_count, each.token_count) for each in found.states]
     show(table("State", "Batches", "Tokens", right=("Batches", "Tokens"), rows=rows))
     if found.pause_reason:
         note(f"resting until {found.paused_until:%H:%M:%S} UTC: {found.pause_reason}")
@@ -171,7 +171,7 @@ def show_sums(found: MeterReconciliation) -> None:
     rows = []
     for each in found.sums:
         numbers = (each.used, each.delivered, each.waiting, each.rejected, each.stripe, each.difference)
-        rows.append((each.organization, each.model, str(each.price_version), each.token_kind, *(f"{n:,}" for n in numbers)))
+        rows.append((each.organization, each.model, str(each.price_version), each.token_kind, *numbers))
     show(table(*heads, right=heads[-6:], rows=rows, title=f"{found.month}, hours until {found.until:%Y-%m-%d %H:%M} UTC"))
     note("Stripe counts exactly what was used" if found.balanced else "Stripe does not count what was used")
 
