@@ -41,13 +41,19 @@ from metering.holds.standing_holds import Bindings, GraceTerms, StandingHolds
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.chaining import BatchSigner
 from metering.store.db import Sessions, StoreGate
-from metering.store.group_commit import Entry, GroupCommit, GroupCommitStatistics, Patience, Pending, awaited
+from metering.store.group_commit import (
+    WORTHWHILE_COUNT,
+    Entry,
+    GroupCommit,
+    GroupCommitStatistics,
+    Patience,
+    Pending,
+    awaited,
+)
 
 RENEW_INTERVAL_S = 15.0  # a quarter of the expiry: three renewals may fail before anything is lost
 
 WAITING_COUNT_MAX = 10_000  # admissions beyond this wait longer than a client would
-
-SPLIT_COUNT_MIN = 32  # operations; in smaller batches the statements themselves cost more than the wait that is saved
 
 RETRY_S_MIN, RETRY_S_MAX = 0.05, 5.0  # until an operation that the database has not answered is tried again
 
@@ -150,7 +156,7 @@ class HoldStore:
 
     def _fair_share(self) -> int:
         """Half of all that is open: while one half is in the database, the answers of the other are taken and new work is made."""
-        return max((self._commits.open_count + self._admissions.open_count + 1) // 2, SPLIT_COUNT_MIN)
+        return max((self._commits.open_count + self._admissions.open_count + 1) // 2, WORTHWHILE_COUNT)
 
     async def run(self) -> None:
         """Run batches and renew expiries until cancelled; whoever still waits then is told `StoreAway`."""

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.incidents import INCIDENT_COUNTS
-from metering.store.group_commit import Entry, GroupCommit, Patience
+from metering.store.group_commit import GATHER_TURNS, Entry, GroupCommit, Patience
 
 
 class Overflow(Exception):
@@ -97,7 +97,7 @@ async def running(
 
 async def settled_down() -> None:
     """Let every task run until it waits for something."""
-    for _ in range(20):
+    for _ in range(5 * GATHER_TURNS):
         await asyncio.sleep(0)
 
 
@@ -115,6 +115,20 @@ async def test_what_waits_while_a_batch_is_under_way_goes_out_together() -> None
     assert answers == [0, 2, 4, 6]
     assert rig.commits.statistics().batch_size_peak == 3
     assert rig.commits.statistics().operation_count == 4
+
+
+async def test_a_small_batch_waits_for_what_the_next_turns_of_the_loop_bring() -> None:
+    """And no longer than that."""
+    async with running() as rig:
+        for op in (0, 2, 4):
+            rig.commits.begin(op, None)
+            for _ in range(3):
+                await asyncio.sleep(0)
+        assert rig.store.batches == []
+        await rig.store.begun.acquire()
+        rig.store.may_answer.release()
+
+    assert rig.store.batches == [[0, 2, 4]]
 
 
 async def test_who_loses_patience_is_told_so_and_what_is_done_for_him_later_is_orphaned() -> None:
@@ -398,7 +412,7 @@ def answered(task: asyncio.Task[int]) -> bool:
 @settings(max_examples=150, deadline=None, print_blob=True)
 @given(
     ops=st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True),
-    cancel_after=st.dictionaries(st.integers(0, 5), st.integers(0, 12), max_size=4),
+    cancel_after=st.dictionaries(st.integers(0, 5), st.integers(0, 3 * GATHER_TURNS), max_size=4),
     batch_size_max=st.integers(1, 3),
 )
 def test_every_answer_goes_to_its_caller_or_to_the_orphans_and_never_to_both(
@@ -409,7 +423,7 @@ def test_every_answer_goes_to_its_caller_or_to_the_orphans_and_never_to_both(
     async def scenario() -> None:
         async with running(batch_size_max=batch_size_max, droppable=lambda op: op < 5) as rig:
             tasks = [rig.submit(op) for op in ops]
-            for turn in range(40):
+            for turn in range(20 * GATHER_TURNS):
                 for index, when in cancel_after.items():
                     if when == turn and index < len(tasks):
                         tasks[index].cancel()
