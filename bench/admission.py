@@ -31,6 +31,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -48,6 +49,7 @@ from metering.receipts.signing import ensure_key, read_key
 from metering.store import embedded_postgres
 from metering.store.db import psycopg_conninfo
 from metering.store.exchange import Connection
+from metering.store.group_commit import awaited
 from metering.store.migrations_runner import migrate
 
 CONNECTION_COUNT_MAX = 64
@@ -84,6 +86,22 @@ class AnsweringStore:
         """See `Store.settle`."""
         await asyncio.sleep(0)
         return Settled(op.hold_id, INPUT_TOKENS, 0, OUTPUT_TOKENS, OUTPUT_TOKENS, OUTPUT_TOKENS, 0, "USD", Outcome.STOP)
+
+
+class AwaitedStore(HoldStore):
+    """A store that its caller waits for."""
+
+    async def admit(self, op: Admit) -> Admitted:
+        """See `Store.admit`."""
+        admitted = await awaited(partial(self.begin_admit, op), lambda _: None)
+        assert isinstance(admitted, Admitted)
+        return admitted
+
+    async def settle(self, op: Settle) -> Settled:
+        """See `Store.settle`."""
+        settled = await self._commits.submit(op)
+        assert isinstance(settled, Settled)
+        return settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +231,7 @@ class Cases:
 
     async def group_commit(self, tenants: list[Payer], concurrency: int) -> Result:
         """With a store of this process."""
-        store = HoldStore(self._url, uuid.uuid4(), signer=self._signer)
+        store = AwaitedStore(self._url, uuid.uuid4(), signer=self._signer)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(store.run())
             await self._warm_up(store_pair(store), tenants, concurrency)

@@ -29,12 +29,12 @@ from pathlib import Path
 import psycopg
 from psycopg.types.json import Json
 
-from bench.admission import Cases, create_tenants, new_admit, quantile_ms, server
+from bench.admission import AwaitedStore, Cases, create_tenants, new_admit, quantile_ms, server
 from bench.admission_peers import INPUT_TOKENS, OUTPUT_TOKENS
 from bench.processes import children_of, cpu_s, postgres_pid
 from metering.core.models import Outcome
 from metering.export.deliveries import export_usage
-from metering.holds.holds import NOTICE_INTERVAL_S, HoldStore, UsageNotices
+from metering.holds.holds import NOTICE_INTERVAL_S, UsageNotices
 from metering.holds.operations import Settle
 from metering.ledger.rating import rate_all_pending
 from metering.quotas.quota_rules import Payer
@@ -192,7 +192,7 @@ async def seconds_to_ledger(database_url: str, payer: Payer, request_count: int)
     """From the answer to a settlement until the event is rated, one request at a time."""
     engine = create_engine(database_url, pool_size=2)
     notices, waits = UsageNotices(create_sessions(engine)), []
-    store = HoldStore(database_url, uuid.uuid4(), used=notices.used)
+    store = AwaitedStore(database_url, uuid.uuid4(), used=notices.used)
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as looking:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(store.run()), tasks.create_task(notices.run())]

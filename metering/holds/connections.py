@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -149,10 +148,7 @@ class HoldConnection:
         return self._known is not None and seems_to_fit(self._known, op)
 
     async def execute(self, batch: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
-        """Answer each operation in order. After `StoreAway` it is unknown whether the operation was done.
-
-        An empty batch asks whether the database is there, which the gate knows then.
-        """
+        """Answer each operation in order. After `StoreAway` it is unknown whether the operation was done."""
         if self._known is not None and (missing := unknown_rules(self._known, self._own, batch)):
             await self._execute(partial(self._learn_rules, missing), [])
             if self._known is not None:
@@ -299,11 +295,6 @@ class HoldConnection:
         return connection
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Asks whether the database answers at all."""
-
-
 class PairedConnections:
     """Runs one batch at a time on each. What needs both takes the turns of both, that of admissions first."""
 
@@ -360,7 +351,7 @@ class PairedConnections:
         """Whether nothing has been heard of the database for so long."""
         return self._answered_at is None or self._leases.now() - self._answered_at >= for_s
 
-    async def execute(self, operations: Sequence[HoldOperation | Probe]) -> Sequence[HoldAnswer | Exception]:
+    async def execute(self, operations: Sequence[HoldOperation]) -> Sequence[HoldAnswer | Exception]:
         """A batch of all but admissions."""
         if not (self._has_given() or Renew in map(type, operations)):
             async with self._turn:
@@ -375,7 +366,7 @@ class PairedConnections:
         """Whether an admission fits by all that was read for others, which is a guess. Sends no query."""
         return not self._has_given() and self._admitting.seems_to_fit(op)
 
-    async def execute_admissions(self, operations: Sequence[HoldOperation | Probe]) -> Sequence[HoldAnswer | Exception]:
+    async def execute_admissions(self, operations: Sequence[HoldOperation]) -> Sequence[HoldAnswer | Exception]:
         """A batch of admissions."""
         async with self._admission_turn:
             if self._has_given():
@@ -385,17 +376,14 @@ class PairedConnections:
             return await self._execute_on(self._admitting, operations)
 
     async def _execute_on(
-        self, connection: HoldConnection, operations: Sequence[HoldOperation | Probe]
+        self, connection: HoldConnection, operations: Sequence[HoldOperation]
     ) -> Sequence[HoldAnswer | Exception]:
         sent_at = self._leases.now()
-        batch = [self._renewal() if isinstance(op, Renew) else op for op in operations if not isinstance(op, Probe)]
+        batch = [self._renewal() if isinstance(op, Renew) else op for op in operations]
         answers = await connection.execute(batch)
         self._note(batch, answers, sent_at)
         self._note_answer()
-        if len(batch) == len(operations):
-            return answers
-        there, given = Ended(done=self._gate.away_s is None), iter(answers)
-        return [there if isinstance(op, Probe) else next(given) for op in operations]
+        return answers
 
     def _note_answer(self) -> None:
         """Note whether the database is there; tell that it is again after an outage or a broken connection."""

@@ -21,12 +21,13 @@ from sqlalchemy import text
 from common.incidents import Retries
 from metering.core.errors import HoldEnded, MeteringError, StoreAway
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds.connections import BATCH_SIZE_MAX, EXPIRY_S, PairedConnections, Probe
+from metering.holds.connections import BATCH_SIZE_MAX, EXPIRY_S, PairedConnections
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import (
     Admit,
     Admitted,
     Ended,
+    Expire,
     Extend,
     Extended,
     Fits,
@@ -43,6 +44,7 @@ from metering.receipts.chaining import BatchSigner
 from metering.store.db import Sessions, StoreGate
 from metering.store.group_commit import (
     WORTHWHILE_COUNT,
+    Answered,
     Entry,
     GroupCommit,
     GroupCommitStatistics,
@@ -62,6 +64,8 @@ ANSWER_WAIT_S = 5.0  # a client that waits longer for its admission has lost the
 PROBE_INTERVAL_S = 1.0  # so soon an idle process finds out that the database is away
 
 LOOP_RETRY_S_MIN, LOOP_RETRY_S_MAX = 0.1, 5.0  # a hold lapses after a minute: its loops are never left alone for long
+
+PROBE = Expire(uuid.UUID(int=0))  # of no hold: asks whether the database answers at all
 
 TEND_INTERVAL_S = 1.0  # so soon something stands for a key that has begun to ask
 
@@ -86,7 +90,7 @@ class HoldStatistics:
     refusals: Mapping[tuple[QuotaDimension, QuotaSubject], int]
 
 
-Execute = Callable[[Sequence[HoldOperation | Probe]], Awaitable[Sequence[HoldAnswer | Exception]]]
+Execute = Callable[[Sequence[HoldOperation]], Awaitable[Sequence[HoldAnswer | Exception]]]
 
 
 class HoldStore:
@@ -130,17 +134,19 @@ class HoldStore:
             came_back=self._came_back,
         )
         self._tending = asyncio.Lock()  # held while holds are being set aside: none may come after all were given back
-        self._put_off: dict[Entry[HoldOperation | Probe], asyncio.TimerHandle] = {}
+        self._put_off: dict[Entry[HoldOperation], asyncio.TimerHandle] = {}
         self._measured = measured
         self._began_at = self._leases.now()
         self._closed = False
         late = f"the quota store has not answered within {answer_wait_s:g} s"
         self._commits = self._group_commit(self._connections.execute)
         self._admissions = self._group_commit(
-            self._connections.execute_admissions, Patience(answer_wait_s, lambda: StoreAway(late))
+            self._connections.execute_admissions,
+            patience=Patience(answer_wait_s, lambda: StoreAway(late)),
+            refused=self.gate.refusal,
         )
 
-    def _group_commit(self, execute: Execute, patience: Patience | None = None) -> GroupCommit[HoldOperation | Probe, HoldAnswer]:
+    def _group_commit(self, execute: Execute, **options: Any) -> GroupCommit[HoldOperation, HoldAnswer]:
         return GroupCommit(
             execute,
             orphaned=self._orphaned,
@@ -151,7 +157,7 @@ class HoldStore:
             put_off=self._puts_off,
             fair_share=self._fair_share,
             measured=self._measured,
-            patience=patience,
+            **options,
         )
 
     def _fair_share(self) -> int:
@@ -186,15 +192,9 @@ class HoldStore:
         done: told of `Admitted` or of QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled,
         StoreAway; never inside this call. Once the answer is abandoned the hold is given back.
         """
-        if self._standing is not None:
-            return BackedAdmission(self, self._standing, op, done)
-        return self.ask(op, done)
-
-    def ask(self, op: Admit, done: Callable[[Admitted | Exception], None]) -> Pending:
-        """As `begin_admit`, from the database alone."""
-        if (away := self.gate.refusal()) is not None:
-            return self._admissions.refuse(op, done, away)
-        return self._admissions.begin(op, done)
+        if self._standing is None:
+            return self._admissions.begin(op, done)
+        return BackedAdmission(self._standing, self._admissions.begin, self._void_all, op, done)
 
     def begin_settle(self, op: Settle, done: Callable[[Settled | Exception], None]) -> None:
         """End a hold with its usage. Tries until the database has answered.
@@ -207,22 +207,6 @@ class HoldStore:
     def begin_void(self, hold_id: uuid.UUID, done: Callable[[Ended | Exception], None]) -> None:
         """End a hold as if it had never been. Tries until the database has answered. done: as of `begin_settle`, with `Ended`."""
         self._commits.begin(Void(hold_id), done)
-
-    async def admit(self, op: Admit) -> Admitted:
-        """As `begin_admit`. Raises: what that tells."""
-        admitted = await awaited(partial(self.begin_admit, op), partial(self._orphaned, op))
-        assert isinstance(admitted, Admitted)
-        return admitted
-
-    async def settle(self, op: Settle) -> Settled:
-        """As `begin_settle`, also after the caller was cancelled. Raises: what that tells."""
-        settled = await self._commits.submit(op)
-        assert isinstance(settled, Settled)
-        return settled
-
-    async def void(self, hold_id: uuid.UUID) -> None:
-        """As `begin_void`, also after the caller was cancelled. Raises: what that tells."""
-        await self._commits.submit(Void(hold_id))
 
     async def check_room(self, op: Admit) -> None:
         """Raise what the admission would be refused with now; it is not taken. Only where it is unlikely to fit this takes time.
@@ -271,7 +255,7 @@ class HoldStore:
         with contextlib.suppress(TimeoutError, StoreAway):
             async with asyncio.timeout(self._answer_wait_s), self._tending:
                 released = asyncio.Event()
-                self.give_back(self._standing.release_all(), released.set)
+                self._void_all(self._standing.release_all(), released.set)
                 await released.wait()
 
     def statistics(self) -> HoldStatistics:
@@ -281,7 +265,7 @@ class HoldStore:
         open_count, owed_count = self._commits.open_count + self._admissions.open_count, len(self._put_off)
         return HoldStatistics(len(self._leases), standing_count, open_count, owed_count, commits, self._connections.refusals)
 
-    def give_back(self, hold_ids: Sequence[uuid.UUID], then: Callable[[], None]) -> None:
+    def _void_all(self, hold_ids: Sequence[uuid.UUID], then: Callable[[], None]) -> None:
         """Void holds, and call `then` once they have ended, as far as the database answers in time; never inside this call."""
         left = len(hold_ids)
 
@@ -301,7 +285,7 @@ class HoldStore:
         wait_s = self._answer_wait_s if voids and self.gate.away_s is None else 0.0
         timer = asyncio.get_running_loop().call_later(wait_s, give_up)
 
-    def _puts_off(self, entry: Entry[HoldOperation | Probe], error: Exception) -> bool:
+    def _puts_off(self, entry: Entry[HoldOperation], error: Exception) -> bool:
         """Try what a request cannot go without again, soon, and as soon as the database answers."""
         op = entry.op
         if not isinstance(error, StoreAway) or not isinstance(op, Settle | Void | Extend) or self._closed:
@@ -314,7 +298,7 @@ class HoldStore:
         self._put_off[entry] = asyncio.get_running_loop().call_later(delay_s, self._try_again, entry)
         return True
 
-    def _try_again(self, entry: Entry[HoldOperation | Probe]) -> None:
+    def _try_again(self, entry: Entry[HoldOperation]) -> None:
         self._put_off.pop(entry).cancel()
         self._commits.again(entry)
 
@@ -329,19 +313,19 @@ class HoldStore:
 
     def _came_back(self) -> None:
         """Renew at once what may soon lapse after an outage; and end by that what was taken without an answer."""
-        self._admissions.begin(Probe(), None)  # a connection that the outage has broken is found before a request finds it
+        self._admissions.begin(PROBE, None)  # a connection that the outage has broken is found before a request finds it
         self._try_again_now()
         self._commits.begin(Renew(self.owner_id, frozenset()), None)
 
     async def _probe_regularly(self) -> None:
         """See to it that an idle process, too, knows whether the database answers, and that someone tries while nobody asks."""
         for commits in (self._commits, self._admissions):
-            commits.begin(Probe(), None)
+            commits.begin(PROBE, None)
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S if self.gate.away_s is None else self.gate.pause_s)
-            if self._connections.is_quiet(PROBE_INTERVAL_S / 2) and self._commits.empty():
-                self._commits.begin(Probe(), None)
-                self._admissions.begin(Probe(), None)
+            if self._connections.is_quiet(PROBE_INTERVAL_S / 2) and not self._commits.open_count:
+                self._commits.begin(PROBE, None)
+                self._admissions.begin(PROBE, None)
 
     async def _tend_regularly(self, standing: StandingHolds) -> None:
         """Keep enough set aside for each key in use."""
@@ -358,7 +342,7 @@ class HoldStore:
                     if isinstance(answer, Admitted):
                         standing.taken(op, answer)
 
-    def _orphaned(self, op: HoldOperation | Probe, answer: HoldAnswer | Exception) -> None:
+    def _orphaned(self, op: HoldOperation, answer: HoldAnswer | Exception) -> None:
         """Nobody takes the answer: end what an admission obtained, and log the end that was refused."""
         if isinstance(answer, Admitted):
             # Not ours any more: a renewal voids it too, before its request can be bound to what was given to it meanwhile.
@@ -371,15 +355,24 @@ class HoldStore:
 class BackedAdmission:
     """One admission in a process that has holds set aside: given back where it does not fit, given to it in an outage."""
 
-    __slots__ = ("_asked", "_done", "_has_released", "_op", "_standing", "_store")
+    __slots__ = ("_ask", "_asked", "_done", "_give_back", "_has_released", "_op", "_standing")
 
-    def __init__(self, store: HoldStore, standing: StandingHolds, op: Admit, done: Callable[[Any], None]) -> None:
-        self._store = store
+    def __init__(
+        self,
+        standing: StandingHolds,
+        ask: Callable[[Admit, Answered], Pending],
+        give_back: Callable[[Sequence[uuid.UUID], Callable[[], None]], None],
+        op: Admit,
+        done: Answered,
+    ) -> None:
+        """ask: the database. give_back: holds, and what to call then."""
         self._standing = standing
+        self._ask = ask
+        self._give_back = give_back
         self._op = op
-        self._done: Callable[[Any], None] | None = done
+        self._done: Answered | None = done
         self._has_released = False
-        self._asked = store.ask(op, self._answered)
+        self._asked = ask(op, self._answered)
 
     def abandon(self) -> None:
         """As `Pending`."""
@@ -391,7 +384,7 @@ class BackedAdmission:
         if isinstance(answer, QuotaExceeded) and not self._has_released:
             self._has_released = True
             if released := standing.release(op.payer.organization_id):
-                self._store.give_back(released, self._ask_again)
+                self._give_back(released, self._ask_again)
                 return
         if isinstance(answer, StoreAway):
             try:
@@ -405,7 +398,7 @@ class BackedAdmission:
 
     def _ask_again(self) -> None:
         if self._done is not None:
-            self._asked = self._store.ask(self._op, self._answered)
+            self._asked = self._ask(self._op, self._answered)
 
 
 CHANNEL = "weir_usage"

@@ -95,6 +95,7 @@ class GroupCommit(Generic[Op, Result]):
     orphaned: told of each answer, result or error, that nobody takes: of a posted operation, or of one that was abandoned after its
     batch began, or has lost patience. So nothing that it obtained is lost, and nothing that it had to do.
     droppable: whether an operation may be left out when it is abandoned before its batch begins.
+    refused: asked when an operation comes: why it is not even tried now.
     put_off: asked about each error whether the operation is tried again, by `again`; the error is not told then.
     patience: None: whoever waits waits until there is an answer.
     fair_share: how many operations the next batch may take, where the rest is better left for the one after; None: all that wait.
@@ -110,6 +111,7 @@ class GroupCommit(Generic[Op, Result]):
         batch_size_max: int,
         waiting_count_max: int,
         overflow: Callable[[], Exception],
+        refused: Callable[[], Exception | None] = lambda: None,
         put_off: Callable[[Entry[Op], Exception], bool] = lambda entry, error: False,
         fair_share: Callable[[], int] | None = None,
         measured: Callable[[int, float], None] | None = None,
@@ -122,6 +124,7 @@ class GroupCommit(Generic[Op, Result]):
         self._batch_size_max = batch_size_max
         self._waiting_count_max = waiting_count_max
         self._overflow = overflow
+        self._refused = refused
         self._put_off = put_off
         self._fair_share = fair_share
         self._patience = patience
@@ -139,7 +142,7 @@ class GroupCommit(Generic[Op, Result]):
     def begin(self, op: Op, done: Answered | None) -> Entry[Op]:
         """Run one operation in the next batch. done: None: its answer goes to `orphaned`.
 
-        Told is what `execute` answers; or the error of `patience`; `overflow()` if too many wait and the operation is droppable
+        Told is what `execute` answers; or the errors of `refused` and `patience`; `overflow()` if too many wait and it is droppable
         (others are always taken, since their number is bounded by what was admitted before); what `close` was given, from then on.
         """
         entry = Entry(op, done, asyncio.get_running_loop().time())
@@ -148,11 +151,11 @@ class GroupCommit(Generic[Op, Result]):
 
     def again(self, entry: Entry[Op]) -> None:
         """Queue an operation, also one that was put off."""
-        if self._closed is not None:
-            self._answer([entry], [self._closed])
-            return
-        if len(self._queue) >= self._waiting_count_max and self._droppable(entry.op):
-            self._answer([entry], [self._overflow()])
+        refusal = self._closed or self._refused()
+        if refusal is None and len(self._queue) >= self._waiting_count_max and self._droppable(entry.op):
+            refusal = self._overflow()
+        if refusal is not None:
+            self._answer([entry], [refusal])
             return
         self._queue.append(entry)
         if self._arrived is not None and not self._arrived.done():
@@ -160,12 +163,6 @@ class GroupCommit(Generic[Op, Result]):
         if self._patience is not None and self._overdue_check is None:
             loop = asyncio.get_running_loop()
             self._overdue_check = loop.call_later(self._patience.wait_s, self._answer_overdue, self._patience)
-
-    def refuse(self, op: Op, done: Answered, error: Exception) -> Entry[Op]:
-        """As `begin`, with an operation whose answer is known."""
-        entry = Entry(op, done, 0.0)
-        self._answer([entry], [error])
-        return entry
 
     async def submit(self, op: Op) -> Result:
         """Run one operation in the next batch, and wait for its answer. Raises: what `begin` would tell."""
@@ -243,10 +240,6 @@ class GroupCommit(Generic[Op, Result]):
                 if self._measured is not None:
                     self._measured(len(batch), time.monotonic() - began_at)
             self._answer(batch, answers)
-
-    def empty(self) -> bool:
-        """Whether nothing waits."""
-        return not self._queue
 
     @property
     def open_count(self) -> int:

@@ -18,13 +18,12 @@ from api.generation.admission import Admission, Capacity, Lease, answered
 from api.generation.outbox import UsageSoFar
 from metering.core.errors import HoldEnded, RequestInFlight
 from metering.core.models import Outcome, QuotaDimension
-from metering.holds.holds import HoldStore
 from metering.holds.journal import Delivered, UsageJournal
 from metering.holds.operations import Admit, new_hold_id
 from metering.holds.recovery import sweep_expired_holds
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
-from tests.metering.hold_world import HoldWorld, hold_world, until_idle
+from tests.metering.hold_world import AwaitedStore, HoldWorld, hold_world, until_idle
 from tests.metering.invariants import check_invariants
 
 SETTINGS = Settings(lease_slice_tokens=20, lease_least_tokens=5, lease_margin_tokens=4)
@@ -40,7 +39,7 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 class Rig:
     admission: Admission
     capacity: Capacity
-    holds: HoldStore
+    holds: AwaitedStore
     journal: UsageJournal
 
     @asynccontextmanager
@@ -70,7 +69,7 @@ class Rig:
 @asynccontextmanager
 async def running(world: HoldWorld, directory: Path, *, settings: Settings = SETTINGS, permits: int = 10) -> AsyncIterator[Rig]:
     journal = UsageJournal(directory, uuid.uuid4())
-    holds = HoldStore(world.url, journal.owner_id)
+    holds = AwaitedStore(world.url, journal.owner_id)
     capacity = Capacity(permits)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(holds.run())

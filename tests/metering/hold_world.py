@@ -10,6 +10,7 @@ import contextlib
 import uuid
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -19,11 +20,12 @@ from psycopg import sql
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
 from metering.holds.connections import HoldConnection
 from metering.holds.holds import HoldStore
-from metering.holds.operations import Admit, HoldAnswer, HoldOperation, Settle
+from metering.holds.operations import Admit, Admitted, HoldAnswer, HoldOperation, Settle, Settled, Void
 from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import Payer
 from metering.receipts.signing import Signer
 from metering.store.db import psycopg_conninfo
+from metering.store.group_commit import awaited
 
 MODEL = "demo"
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -255,7 +257,27 @@ def of_type(kind: type[Any], answers: Iterable[object]) -> list[Any]:
     return [answer for answer in answers if isinstance(answer, kind)]
 
 
-async def until_idle(store: HoldStore, payer: Payer) -> None:
+class AwaitedStore(HoldStore):
+    """A store that a test waits for. Cancelling a call abandons an admission, and ends a hold all the same."""
+
+    async def admit(self, op: Admit) -> Admitted:
+        """As `begin_admit`. Raises: what that tells."""
+        admitted = await awaited(partial(self.begin_admit, op), partial(self._orphaned, op))
+        assert isinstance(admitted, Admitted)
+        return admitted
+
+    async def settle(self, op: Settle) -> Settled:
+        """As `begin_settle`. Raises: what that tells."""
+        settled = await self._commits.submit(op)
+        assert isinstance(settled, Settled)
+        return settled
+
+    async def void(self, hold_id: uuid.UUID) -> None:
+        """As `begin_void`. Raises: what that tells."""
+        await self._commits.submit(Void(hold_id))
+
+
+async def until_idle(store: AwaitedStore, payer: Payer) -> None:
     """Until what was asked or posted before has been done in both queues, and what followed from an admission too."""
     op = admit(payer)
     await store.admit(op)

@@ -73,6 +73,7 @@ async def running(
     droppable: Callable[[int], bool] = lambda op: True,
     patience: Patience | None = None,
     put_off: Callable[[Entry[int], Exception], bool] = lambda entry, error: False,
+    refused: Callable[[], Exception | None] = lambda: None,
 ) -> AsyncIterator[Rig]:
     store = Store()
     orphans: list[tuple[int, int | Exception]] = []
@@ -85,6 +86,7 @@ async def running(
         overflow=Overflow,
         patience=patience,
         put_off=put_off,
+        refused=refused,
     )
 
     async with asyncio.TaskGroup() as tasks:
@@ -280,10 +282,11 @@ class Told:
 
 async def test_a_callback_is_told_once_and_never_inside_the_call_that_begins() -> None:
     told = Told()
-    async with running(waiting_count_max=1) as rig:
+    refusals: list[Exception | None] = [None, None, Late()]
+    async with running(waiting_count_max=1, refused=lambda: refusals.pop(0)) as rig:
         rig.commits.begin(2, told.of(2))
         rig.commits.begin(4, told.of(4))  # there is no room for it
-        refused = rig.commits.refuse(6, told.of(6), Late())
+        refused = rig.commits.begin(6, told.of(6))
         assert told.answers == []
 
         rig.store.may_answer.release()

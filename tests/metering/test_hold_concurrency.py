@@ -16,11 +16,20 @@ import pytest
 
 from metering.core.errors import HoldEnded, MeteringError, RequestIdReused, RequestInFlight, StoreAway
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject
-from metering.holds.holds import HoldStore
 from metering.holds.operations import Admit, Admitted, Ended, Expire, Extend, Renew, RequestSettled, Settle, Settled
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import psycopg_conninfo
-from tests.metering.hold_world import INPUT_PICOS, OUTPUT_PICOS, HoldWorld, admit, hold_world, of_type, settle, until_idle
+from tests.metering.hold_world import (
+    INPUT_PICOS,
+    OUTPUT_PICOS,
+    AwaitedStore,
+    HoldWorld,
+    admit,
+    hold_world,
+    of_type,
+    settle,
+    until_idle,
+)
 from tests.metering.invariants import check_invariants
 
 
@@ -31,9 +40,9 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 @asynccontextmanager
-async def running_stores(database_url: str, count: int = 1, *, expiry_s: float = 60.0) -> AsyncIterator[list[HoldStore]]:
+async def running_stores(database_url: str, count: int = 1, *, expiry_s: float = 60.0) -> AsyncIterator[list[AwaitedStore]]:
     """Stores as so many processes would have them."""
-    stores = [HoldStore(database_url, uuid.uuid4(), expiry_s=expiry_s) for _ in range(count)]
+    stores = [AwaitedStore(database_url, uuid.uuid4(), expiry_s=expiry_s) for _ in range(count)]
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(store.run()) for store in stores]
         yield stores
@@ -41,7 +50,7 @@ async def running_stores(database_url: str, count: int = 1, *, expiry_s: float =
             task.cancel()
 
 
-async def admit_all(stores: Sequence[HoldStore], requests: Sequence[Admit]) -> list[Admitted | BaseException]:
+async def admit_all(stores: Sequence[AwaitedStore], requests: Sequence[Admit]) -> list[Admitted | BaseException]:
     """All at once, dealt out to the stores."""
     return await asyncio.gather(
         *(stores[index % len(stores)].admit(op) for index, op in enumerate(requests)), return_exceptions=True
@@ -110,7 +119,7 @@ async def test_demand_that_remains_fills_what_others_give_back(world: HoldWorld)
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
 
-    async def client(store: HoldStore) -> int:
+    async def client(store: AwaitedStore) -> int:
         """Ask until there is really no room; every request uses 10 + 5 tokens of the 10 + 20 it holds."""
         done = 0
         while True:
@@ -168,7 +177,7 @@ async def test_invariants_hold_under_any_mix_of_operations_from_several_processe
 
     async with running_stores(world.url, 3) as stores:
 
-        async def request(store: HoldStore) -> None:
+        async def request(store: AwaitedStore) -> None:
             sent, wanted, embeds = chance.randint(0, 30), chance.randint(1, 40), chance.random() < 0.2
             op = admit(chance.choice(payers), input_tokens=sent, slice_tokens=wanted, embedding=embeds)
             leased = (await store.admit(op)).leased_token_count
@@ -379,7 +388,7 @@ async def test_after_run_has_ended_nobody_waits_for_ever(world: HoldWorld) -> No
     assert [type(error) for error in told] == [StoreAway, StoreAway]
 
 
-async def call(store: HoldStore, act: str, op: Admit) -> None:
+async def call(store: AwaitedStore, act: str, op: Admit) -> None:
     """One call of a store by its name."""
     match act:
         case "admit":

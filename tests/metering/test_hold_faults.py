@@ -19,7 +19,6 @@ from metering.core.errors import MeteringError, StoreAway
 from metering.core.models import QuotaDimension
 from metering.holds import connections
 from metering.holds.connections import HoldConnection
-from metering.holds.holds import HoldStore
 from metering.holds.operations import Extend, HoldAnswer, HoldOperation, Settled
 from metering.holds.recovery import sweep_expired_holds
 from metering.quotas.quotas import QuotaExceeded
@@ -27,7 +26,7 @@ from metering.store import embedded_postgres
 from metering.store.exchange import Connection
 from metering.store.migrations_runner import migrate
 from tests.metering.cutting_proxy import CuttingProxy, Side
-from tests.metering.hold_world import HoldWorld, admit, hold_world, settle, until_idle
+from tests.metering.hold_world import AwaitedStore, HoldWorld, admit, hold_world, settle, until_idle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_hold_concurrency import running_stores
 
@@ -236,7 +235,7 @@ async def test_killing_postgresql_under_load_loses_and_doubles_nothing(postgres_
             world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 3_000)
             world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 6)
 
-    async def client(store: HoldStore, number: int, stopping: asyncio.Event) -> None:
+    async def client(store: AwaitedStore, number: int, stopping: asyncio.Event) -> None:
         while not stopping.is_set():
             op = admit(payers[number % 4])
             try:

@@ -16,7 +16,6 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from metering.core.models import Outcome, QuotaDimension
-from metering.holds.holds import HoldStore
 from metering.holds.journal import Delivered, UsageJournal
 from metering.holds.operations import Expire, Extend, Settled, Void
 from metering.holds.recovery import recover_journals, sweep_expired_holds
@@ -25,7 +24,7 @@ from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import NO_HASH, micros
 from metering.receipts.merkle import root_by_path
 from metering.receipts.signing import Signer, ensure_key, is_signed
-from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.hold_world import NOON, AwaitedStore, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.receipt_invariants import check_receipts
 from tests.service import until
@@ -215,10 +214,10 @@ async def test_many_processes_write_one_chain(world: HoldWorld) -> None:
     """Four of them, one without a key; each batch has requests of the shared project and of others."""
     payers = [world.tenant("shared"), world.tenant("other"), world.tenant("third")]
     signers = [new_signer(), new_signer(), new_signer(), None]
-    stores = [HoldStore(world.url, uuid.uuid4(), signer=each) for each in signers]
+    stores = [AwaitedStore(world.url, uuid.uuid4(), signer=each) for each in signers]
     answers: list[Settled] = []
 
-    async def client(store: HoldStore, number: int) -> None:
+    async def client(store: AwaitedStore, number: int) -> None:
         for turn in range(6):
             op = admit(payers[(number + turn) % 4 % 3])
             await store.admit(op)
@@ -244,15 +243,14 @@ async def test_many_processes_write_one_chain(world: HoldWorld) -> None:
 
 SETTLING = """
 import asyncio, sys, uuid
-from metering.holds.holds import HoldStore
 from metering.quotas.quota_rules import Payer
 from metering.receipts.signing import read_key
 from pathlib import Path
-from tests.metering.hold_world import admit, settle
+from tests.metering.hold_world import AwaitedStore, admit, settle
 
 async def main():
     payer = Payer(*map(uuid.UUID, sys.argv[3:6]), "USD")
-    store = HoldStore(sys.argv[1], uuid.uuid4(), signer=read_key(Path(sys.argv[2])))
+    store = AwaitedStore(sys.argv[1], uuid.uuid4(), signer=read_key(Path(sys.argv[2])))
     async def client():
         while True:
             op = admit(payer)

@@ -16,7 +16,6 @@ from metering.core.errors import RequestIdReused, RequestInFlight, StoreAway
 from metering.core.models import QuotaDimension
 from metering.holds import connections, standing_holds
 from metering.holds.connections import HoldConnection
-from metering.holds.holds import HoldStore
 from metering.holds.journal import Bind, BindingLog, read_bindings
 from metering.holds.operations import Admit, Admitted, Ended, Expire, HoldAnswer, Renew, Settled
 from metering.holds.standing_holds import GraceTerms
@@ -26,7 +25,7 @@ from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import psycopg_conninfo
 from metering.store.exchange import Connection
 from tests.metering.cutting_proxy import CuttingProxy
-from tests.metering.hold_world import HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.hold_world import AwaitedStore, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_hold_faults import until
 
@@ -136,11 +135,11 @@ async def test_a_request_that_was_billed_elsewhere_is_not_billed_again(world: Ho
 
 
 @asynccontextmanager
-async def store_with_grace(url: str, directory: Path, *, expiry_s: float = 60.0) -> AsyncIterator[HoldStore]:
+async def store_with_grace(url: str, directory: Path, *, expiry_s: float = 60.0) -> AsyncIterator[AwaitedStore]:
     """A process's store, with something set aside for each key in use."""
     owner_id = uuid.uuid4()
     log = BindingLog(directory, owner_id)
-    store = HoldStore(url, owner_id, expiry_s=expiry_s, answer_wait_s=1.0, grace=(TERMS, log))
+    store = AwaitedStore(url, owner_id, expiry_s=expiry_s, answer_wait_s=1.0, grace=(TERMS, log))
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(store.run())
         yield store
@@ -148,7 +147,7 @@ async def store_with_grace(url: str, directory: Path, *, expiry_s: float = 60.0)
     log.close(keep=False)
 
 
-async def in_use(store: HoldStore, payer: Payer) -> None:
+async def in_use(store: AwaitedStore, payer: Payer) -> None:
     """Let one request of the payer in, and wait until something is set aside for the next."""
     op = admit(payer)
     await store.admit(op)
