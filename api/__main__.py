@@ -21,8 +21,7 @@ import uvloop
 
 from api.access.tls import open_tls
 from api.admin.admin_service import AdminServicer
-from api.billing.billing_service import BillingServicer, ReceiptServicer
-from api.billing.billing_wire import Reports
+from api.billing.billing_service import BillingServicer, ReceiptServicer, Reports
 from api.composition import (
     allow_open_files,
     build_safety,

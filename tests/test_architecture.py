@@ -42,7 +42,7 @@ def test_the_walk_sees_the_repository(sources: list[Source]) -> None:
 
 
 IMPORT_FAULTS = [
-    ("api/admin/admin_live.py", "from sqlalchemy import select", "sqlalchemy.select"),
+    ("api/admin/admin_service.py", "from sqlalchemy import select", "sqlalchemy.select"),
     ("api/access/tls.py", "from weir_client.connection import is_local", "weir_client.connection.is_local"),
     (
         "api/generation/client_stream.py",
@@ -103,7 +103,7 @@ IMPORT_FAULTS = [
     ("api/queue/fair_queue.py", "from api.generation.live import Live", "api.generation.live"),
     ("api/console/console.py", "from metering.invoicing.month_report import month_bounds", "metering.invoicing.month_report"),
     ("api/openai/door.py", "from api.console.console import Console", "api.console.console"),
-    ("api/generation/live.py", "from api.admin.admin_live import AdminLive", "api.admin.admin_live"),
+    ("api/generation/live.py", "from api.admin.admin_service import AdminLive", "api.admin.admin_service"),
 ]
 
 

@@ -1,22 +1,34 @@
-"""`AdminService`: tenants, keys, quotas and audit log here; prices, live requests and configurations in the modules beside it."""
+"""`AdminService`: tenants, keys, quotas, prices, plans, credit, webhooks, audit log, whole configurations, and what runs.
+
+One transaction each, an admin's key, and ids that make a repetition safe.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import copy
+import json
 import uuid
-from collections.abc import Awaitable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any, Protocol
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
+from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import alerts_pb2 as alert_pb
+from weir.v1 import configuration_pb2
+from weir.v1 import live_requests_pb2 as live_pb
+from weir.v1 import plans_pb2 as plan_pb
+from weir.v1 import prices_pb2 as price_pb
+from weir.v1 import replicas_pb2 as replica_pb
 from weir.v1.types_pb2 import QuotaStatus
 
 from api.access.auth import Authenticator
-from api.admin.admin_calls import AdminCalls
-from api.admin.admin_configuration import WEIGHTS, ConfigurationCalls, json_text
-from api.admin.admin_live import LiveCalls, ReplicaCalls
-from api.admin.admin_terms import PriceCalls, TermCalls
 from api.core import wire
+from api.core.accounts import find_generation
 from api.core.interceptor import Context
 from api.core.messages import (
     alert_message,
@@ -29,23 +41,656 @@ from api.core.messages import (
 from inference.routing.router import Router
 from metering.alerts import delivering as webhooks
 from metering.alerts.alerts import find_alert
+from metering.configuration.applying import apply_configuration, present_state
+from metering.configuration.configuration import (
+    Action,
+    Change,
+    Configuration,
+    KeySpec,
+    Mistake,
+    OrganizationSpec,
+    PriceSpec,
+    ProjectSpec,
+    QuotaPlace,
+    QuotaSpec,
+    said_thresholds,
+)
+from metering.control import live
+from metering.control.live import ReplicaRow
+from metering.control.stop_orders import ReplicaDrain, order_end_of_request
 from metering.core import audit
+from metering.core.audit import record_change
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import AuditEntry, Organization, Project
+from metering.core.models import AuditEntry, Organization, Project, TokenKind
+from metering.holds.recovery import sweep_expired_holds
+from metering.ledger.ledger import month_bounds
+from metering.plans import plan_admin, prepaid, simulation
+from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
+from metering.pricing import prices
+from metering.pricing.prices import CustomerPrice, ModelPrice
 from metering.quotas import quota_admin, quota_states
 from metering.quotas.quota_rules import QuotaState
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
 from metering.tenants import admin_requests, tenants
+from metering.tenants.admin_requests import take_changes_lock
 from metering.tenants.billing_profiles import BillingProfile, billing_profile, billing_profiles, set_billing_profile
-from metering.tenants.networks import shuts_out
-from metering.tenants.tenants import find_api_key, subject_ids
+from metering.tenants.networks import in_one_form, shuts_out
+from metering.tenants.tenants import Principal, find_api_key, find_organization, organization_names, subject_ids
 
 
-class TenantCalls(AdminCalls):
+class Repeatable(Protocol):
+    """A request with an id that its client minted."""
+
+    request_id: str
+
+    def SerializeToString(self, *, deterministic: bool = ...) -> bytes:
+        """Its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acting:
+    """One transaction of a caller. actor: as the audit log names them."""
+
+    session: AsyncSession
+    principal: Principal
+
+    @property
+    def actor(self) -> str:
+        return self.principal.key_prefix
+
+    async def earlier(self, request: Repeatable) -> str | None:
+        """The id of what the same call made before; None for the first, which then must call `made`. Raises: InvalidRequest."""
+        if not request.request_id:
+            return None
+        request_id, rest = wire.parse_request_id(request.request_id), copy.copy(request)
+        rest.request_id = ""  # which may be written in several ways
+        payload = rest.SerializeToString(deterministic=True)
+        return await admin_requests.earlier_subject(self.session, request_id, type(request).__name__, payload)
+
+    async def made(self, request: Repeatable, subject_id: object) -> None:
+        """Remember what the first call made."""
+        if request.request_id:
+            await admin_requests.made(self.session, wire.parse_request_id(request.request_id), str(subject_id))
+
+
+class AdminCalls:
+    """The base of the classes that each answer some of the calls."""
+
+    def __init__(self, authenticator: Authenticator, sessions: Sessions) -> None:
+        self._authenticator = authenticator
+        self._sessions = sessions
+
+    async def _caller(self, context: Context) -> Principal:
+        """Who calls. Raises: Unauthenticated, KeyInvalid, PermissionDenied."""
+        return await self._authenticator.principal(context)
+
+    @contextlib.asynccontextmanager
+    async def _acting(self, context: Context, *, alone: bool = False) -> AsyncIterator[Acting]:
+        """A transaction that commits at the end of the block. alone: no other change is made meanwhile."""
+        principal = await self._caller(context)
+        async with self._sessions.begin() as session:
+            await take_changes_lock(session, alone=alone)
+            yield Acting(session, principal)
+
+    @contextlib.asynccontextmanager
+    async def _transaction(self, context: Context) -> AsyncIterator[tuple[AsyncSession, str]]:
+        async with self._acting(context) as acting:
+            yield acting.session, acting.actor
+
+
+WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
+
+# Columns whose times the contract names as times.
+NAMES = {"expires_at": "expire_time", "raised_until": "raised_until_time", "effective_at": "effective_time"}
+Quotas = tuple[tuple[QuotaPlace, QuotaSpec], ...]
+
+
+class Parsing:
+    """A configuration being read. Whatever cannot be read is noted, and read as something that can."""
+
+    def __init__(self) -> None:
+        self.mistakes: list[Mistake] = []
+
+    def configuration(self, message: configuration_pb2.Configuration) -> Configuration:
+        organizations = (self.organization(f"organizations[{n}]", each) for n, each in enumerate(message.organizations))
+        prices = (price_spec(f"prices[{n}]", each) for n, each in enumerate(message.prices))
+        return Configuration(tuple(organizations), tuple(prices))
+
+    def organization(self, path: str, message: configuration_pb2.OrganizationConfiguration) -> OrganizationSpec:
+        projects = (self.project(f"{path}.projects[{n}]", each) for n, each in enumerate(message.projects))
+        quotas = self.quotas(path, message.quotas)
+        profile = parse_billing_profile(message.billing_profile) if message.HasField("billing_profile") else None
+        return OrganizationSpec(message.name, message.currency_code, quotas, tuple(projects), message.prune_quotas, profile)
+
+    def project(self, path: str, message: configuration_pb2.ProjectConfiguration) -> ProjectSpec:
+        keys = (self.key(f"{path}.keys[{n}]", each) for n, each in enumerate(message.keys))
+        quotas = self.quotas(path, message.quotas)
+        return ProjectSpec(message.name, quotas, tuple(keys), message.prune_quotas, message.prune_keys)
+
+    def key(self, path: str, message: configuration_pb2.ApiKeyConfiguration) -> KeySpec:
+        return KeySpec(
+            name=message.name,
+            prefix=message.prefix,
+            scopes=tuple(sorted(set(message.scopes))) or ("inference",),
+            models=tuple(sorted(set(message.models))),
+            allowed_networks=in_one_form(message.allowed_networks),
+            max_input_tokens=message.max_input_tokens or None,
+            max_output_tokens=message.max_output_tokens or None,
+            expires_at=wire.given_time(message, "expire_time", f"{path}.expire_time"),
+            quotas=self.quotas(path, message.quotas),
+            prune_quotas=message.prune_quotas,
+        )
+
+    def quotas(self, path: str, messages: Iterable[configuration_pb2.QuotaConfiguration]) -> Quotas:
+        return tuple(self.quota(f"{path}.quotas[{n}]", each) for n, each in enumerate(messages))
+
+    def quota(self, path: str, message: configuration_pb2.QuotaConfiguration) -> tuple[QuotaPlace, QuotaSpec]:
+        dimension = wire.DIMENSIONS_BY_NUMBER.get(message.dimension)
+        if dimension is None:
+            self.mistakes.append(Mistake(f"{path}.dimension", "give what the quota counts"))
+        said = {field.name for field, _ in message.ListFields()}
+        given = [message.HasField("raised_limit_value"), message.HasField("raised_until_time"), bool(message.raise_reason)]
+        if any(given) and not all(given):
+            self.mistakes.append(
+                Mistake(f"{path}.raised_limit_value", "a raise has a limit, an end and a reason: give all three or none")
+            )
+        place = QuotaPlace(dimension or next(iter(wire.DIMENSIONS)), message.model, message.for_new_keys)
+        values = {name: getattr(message, name) for name in ("enforced", *WEIGHTS) if name in said}
+        if message.HasField("alert_at"):
+            values["alert_at"] = said_thresholds(place.dimension, message.alert_at.values)
+        if all(given):
+            values |= {"raised_limit_value": message.raised_limit_value, "raise_reason": message.raise_reason}
+            values["raised_until"] = wire.parse_timestamp(message.raised_until_time, f"{path}.raised_until_time")
+        return place, QuotaSpec(limit_value=message.limit_value, **values)
+
+
+def price_spec(path: str, message: configuration_pb2.PriceConfiguration) -> PriceSpec:
+    return PriceSpec(
+        model=message.model,
+        currency_code=message.currency_code or ("" if message.organization else "USD"),
+        organization=message.organization,
+        embedding_picos_per_token=wire.given(message, "embedding_picos_per_token"),
+        batch_multiplier_milli=wire.given(message, "batch_multiplier_milli"),
+        effective_at=wire.given_time(message, "effective_time", f"{path}.effective_time"),
+        input_picos_per_token=message.input_picos_per_token,
+        cached_input_picos_per_token=message.cached_input_picos_per_token,
+        output_picos_per_token=message.output_picos_per_token,
+    )
+
+
+def configuration_message(configuration: Configuration) -> configuration_pb2.Configuration:
+    return configuration_pb2.Configuration(
+        organizations=[
+            configuration_pb2.OrganizationConfiguration(
+                name=organization.name,
+                currency_code=organization.currency_code,
+                quotas=map(quota_message, organization.quotas),
+                projects=map(project_configuration, organization.projects),
+                billing_profile=(
+                    None if organization.billing_profile is None else billing_profile_message(organization.billing_profile)
+                ),
+            )
+            for organization in configuration.organizations
+        ],
+        prices=[
+            wire.message_of(configuration_pb2.PriceConfiguration, price, effective_time=None) for price in configuration.prices
+        ],
+    )
+
+
+def project_configuration(project: ProjectSpec) -> configuration_pb2.ProjectConfiguration:
+    keys = (
+        wire.message_of(
+            configuration_pb2.ApiKeyConfiguration,
+            key,
+            expire_time=key.expires_at,
+            quotas=map(quota_message, key.quotas),
+            prune_quotas=None,
+        )
+        for key in project.keys
+    )
+    return configuration_pb2.ProjectConfiguration(name=project.name, quotas=map(quota_message, project.quotas), keys=keys)
+
+
+def quota_message(quota: tuple[QuotaPlace, QuotaSpec]) -> configuration_pb2.QuotaConfiguration:
+    """One limit; what is as usual stays unset."""
+    place, spec = quota
+    message = place_message(place)
+    usual = QuotaSpec(limit_value=spec.limit_value)
+    message.limit_value = spec.limit_value
+    for name in ("enforced", *WEIGHTS):
+        if getattr(spec, name) != getattr(usual, name):
+            setattr(message, name, getattr(spec, name))
+    if spec.alert_at is not None:
+        message.alert_at.SetInParent()
+        message.alert_at.values.extend(spec.alert_at)
+    if spec.raised_until is not None:
+        message.raised_limit_value = spec.raised_limit_value or 0
+        message.raised_until_time.FromDatetime(spec.raised_until)
+        message.raise_reason = spec.raise_reason or ""
+    return message
+
+
+def place_message(place: QuotaPlace) -> configuration_pb2.QuotaConfiguration:
+    dimension = wire.DIMENSIONS[place.dimension]
+    return configuration_pb2.QuotaConfiguration(dimension=dimension, model=place.model, for_new_keys=place.for_new_keys)
+
+
+def change_message(change: Change, *, secrets: bool) -> configuration_pb2.ConfigurationChange:
+    """What was done. secrets: whether those of new keys hold; after a dry run they do not."""
+    is_unmade = change.kind == "key" and change.action is Action.CREATE and not secrets
+    return wire.message_of(
+        configuration_pb2.ConfigurationChange,
+        change,
+        quota=None if change.quota is None else place_message(change.quota),
+        fields=[
+            configuration_pb2.FieldChange(
+                field=NAMES.get(each.name, each.name),
+                before_json=json_text(each.before, ensure_ascii=False),
+                after_json=json_text(each.after, ensure_ascii=False),
+            )
+            for each in change.fields
+        ],
+        api_key_prefix="" if is_unmade else change.key_prefix,
+        secret=change.secret if secrets else "",
+    )
+
+
+def json_text(value: object, **form: Any) -> str:
+    """As JSON; empty for none."""
+    return "" if value is None else json.dumps(value, **form)
+
+
+class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
     """See `proto/weir/v1/admin_service.proto`."""
 
-    _router: Router
+    def __init__(
+        self,
+        router: Router,
+        authenticator: Authenticator,
+        sessions: Sessions,
+        database_url: str,
+        signer: Signer | None = None,
+        *,
+        private_webhooks: bool = False,
+    ) -> None:
+        """signer: of the receipts of overdue requests, if they are signed. private_webhooks: see `alerts/delivering.py`."""
+        super().__init__(authenticator, sessions)
+        self._router = router
+        self._database_url = database_url
+        self._signer = signer
+        self._private_webhooks = private_webhooks
+
+    async def ApplyConfiguration(
+        self, request: configuration_pb2.ApplyConfigurationRequest, context: Context
+    ) -> configuration_pb2.ApplyConfigurationResponse:
+        """Makes what is into what should be; a dry run does the same and undoes it."""
+        async with self._acting(context, alone=True) as acting:
+            parsing = Parsing()
+            wanted = parsing.configuration(request.configuration)
+            work = await apply_configuration(
+                acting.session,
+                wanted,
+                actor=acting.actor,
+                own_key_id=acting.principal.api_key_id,
+                own_address=acting.principal.address,
+                models=[model.name for model in self._router.models()],
+                dry_run=request.dry_run or bool(parsing.mistakes),
+            )
+            if mistakes := [*parsing.mistakes, *work.mistakes]:
+                await acting.session.rollback()
+                told = [configuration_pb2.ConfigurationMistake(field=each.path, description=each.message) for each in mistakes]
+                return configuration_pb2.ApplyConfigurationResponse(mistakes=told)
+            if request.dry_run:
+                await acting.session.rollback()
+            changes = [change_message(change, secrets=not request.dry_run) for change in work.changes]
+            kept = [change_message(change, secrets=False) for change in work.kept]
+            return configuration_pb2.ApplyConfigurationResponse(changes=changes, kept=kept)
+
+    async def ExportConfiguration(
+        self, request: configuration_pb2.ExportConfigurationRequest, context: Context
+    ) -> configuration_pb2.ExportConfigurationResponse:
+        async with self._acting(context, alone=True) as acting:
+            present = await present_state(acting.session, organization=request.organization or None)
+            return configuration_pb2.ExportConfigurationResponse(configuration=configuration_message(present))
+
+    async def ListLiveRequests(
+        self, request: live_pb.ListLiveRequestsRequest, context: Context
+    ) -> live_pb.ListLiveRequestsResponse:
+        await self._caller(context)
+        async with self._sessions() as session:
+            organization = await tenants.find_organization(session, request.organization) if request.organization else None
+        view = await live.live_view(
+            self._sessions,
+            organization_id=organization.id if organization else None,
+            page_size=request.page_size or PAGE_SIZE,
+            stuck_only=request.stuck_only,
+        )
+        return live_pb.ListLiveRequestsResponse(
+            requests=map(live_request_message, view.requests),
+            organizations=[wire.message_of(live_pb.LiveOrganization, each) for each in view.organizations],
+            request_count=view.request_count,
+            silent_owner_ids=map(str, view.silent_owner_ids),
+        )
+
+    async def GetRequest(self, request: live_pb.GetRequestRequest, context: Context) -> live_pb.GetRequestResponse:
+        await self._caller(context)
+        request_id = wire.parse_request_id(request.request_id)
+        async with self._sessions() as session:
+            project_id = (await tenants.find_project(session, request.project)).id if request.project else None
+            owner = await self._owner(session, request_id, project_id)
+            return live_pb.GetRequestResponse(
+                generation=await find_generation(session, owner.project_id, request_id),
+                organization_name=owner.organization_name,
+                project_name=owner.project_name,
+                api_key_prefix=owner.api_key_prefix,
+            )
+
+    async def _owner(self, session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None) -> live.RequestOwner:
+        """Whose request it is. Raises: NotFound; InvalidValue if several projects have one of this id."""
+        owners = await live.find_request_owners(session, request_id, project_id)
+        if not owners:
+            raise NotFound("request", str(request_id))
+        if len(owners) > 1:
+            names = ", ".join(sorted(f"{each.organization_name}/{each.project_name}" for each in owners))
+            raise InvalidValue("project", f"several projects have a request of this id, say which: {names}")
+        return owners[0]
+
+    async def KillRequest(self, request: live_pb.KillRequestRequest, context: Context) -> live_pb.KillRequestResponse:
+        await self._caller(context)
+        request_id = wire.parse_request_id(request.request_id)
+        check_reason(request.reason)
+        place, had_ended = await self._place(request_id, request.project)
+        if had_ended:
+            return await self._killed(live_pb.KillRequestResponse.RESULT_HAD_ENDED, request_id, place)
+        async with self._transaction(context) as (session, actor):
+            await record_kill(session, actor, request_id, place, request.reason)
+            await order_end_of_request(session, project_id=place.project_id, request_id=request_id, reason=request.reason)
+        ended = await self._wait_for_end(request_id, place)
+        result = live_pb.KillRequestResponse.RESULT_ENDED if ended else live_pb.KillRequestResponse.RESULT_PENDING
+        return await self._killed(result, request_id, place)
+
+    async def EndOverdueHolds(self, request: live_pb.EndOverdueHoldsRequest, context: Context) -> live_pb.EndOverdueHoldsResponse:
+        """Does what the worker's sweep does."""
+        await self._caller(context)
+        ended_count = await sweep_expired_holds(self._database_url, signer=self._signer)
+        if ended_count:
+            async with self._transaction(context) as (session, actor):
+                after = {"ended_count": ended_count}
+                await record_change(session, actor=actor, action="holds.end_overdue", subject_id="", before=None, after=after)
+        return live_pb.EndOverdueHoldsResponse(ended_count=ended_count)
+
+    async def _place(self, request_id: uuid.UUID, project: str) -> tuple[live.Place, bool]:
+        """Where a request is, and whether it had ended. Raises: NotFound; InvalidValue if it runs in several projects."""
+        async with self._sessions() as session:
+            project_id = (await tenants.find_project(session, project)).id if project else None
+            places = await live.find_places(session, request_id, project_id)
+        running = [place for place in places if place.is_held] or await live.find_waiting(self._sessions, request_id, project_id)
+        found = running or places
+        if not found:
+            raise NotFound("request", str(request_id))
+        if len(found) > 1:
+            async with self._sessions() as session:
+                names = await tenants.project_names(session, [place.project_id for place in found])
+            raise InvalidValue("project", f"several projects know a request of this id, say which: {', '.join(names)}")
+        return found[0], not running
+
+    async def _wait_for_end(self, request_id: uuid.UUID, place: live.Place) -> bool:
+        """Wait until a request has ended; False if its process does not answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_WAIT_S):
+                while await self._runs(request_id, place):  # noqa: ASYNC110  # it runs in another process
+                    await asyncio.sleep(END_POLL_S)
+                return True
+        return False
+
+    async def _runs(self, request_id: uuid.UUID, place: live.Place) -> bool:
+        if not place.is_held and await live.find_waiting(self._sessions, request_id, place.project_id):
+            return True
+        async with self._sessions() as session:  # what waited may have got its hold in the meantime
+            return any(found.is_held for found in await live.find_places(session, request_id, place.project_id))
+
+    async def _killed(
+        self, result: live_pb.KillRequestResponse.Result.ValueType, request_id: uuid.UUID, place: live.Place
+    ) -> live_pb.KillRequestResponse:
+        answer = live_pb.KillRequestResponse(result=result)
+        with contextlib.suppress(NotFound):
+            async with self._sessions() as session:
+                answer.generation.CopyFrom(await find_generation(session, place.project_id, request_id))
+                if result == live_pb.KillRequestResponse.RESULT_PENDING and (
+                    hold := await live.find_running_hold(session, place.project_id, request_id)
+                ):
+                    answer.expire_time.FromDatetime(hold.expires_at)
+        return answer
+
+    async def ListReplicas(self, request: replica_pb.ListReplicasRequest, context: Context) -> replica_pb.ListReplicasResponse:
+        await self._caller(context)
+        view = await live.replica_view(self._sessions)
+        async with self._sessions() as session:
+            drains = await live.list_drains(session)
+        rows = [row for row in view.replicas if not request.model or row.is_of(request.model)]
+        drains = [drain for drain in drains if not request.model or live.is_of(drain.model, request.model)]
+        if request.model and not (rows or drains or self._own(request.model)):
+            raise NotFound("model with replicas", request.model)
+        return replica_pb.ListReplicasResponse(
+            replicas=map(replica_message, rows),
+            drains=map(drain_message, drains),
+            silent_owner_ids=map(str, view.silent_owner_ids),
+        )
+
+    async def DrainReplica(self, request: replica_pb.DrainReplicaRequest, context: Context) -> replica_pb.DrainReplicaResponse:
+        await self._caller(context)
+        check_reason(request.reason)
+        move_after = wire.given_duration(request, "move_after")
+        model = await self._served_name(request.model, request.replica)
+        async with self._transaction(context) as (session, actor):
+            order = await live.order_drain(
+                session, model=model, replica=request.replica, reason=request.reason, move_after=move_after, actor=actor
+            )
+            drain = drain_message(order)
+        view = await live.replica_view(self._sessions)
+        return replica_pb.DrainReplicaResponse(
+            drain=drain,
+            replicas=map(replica_message, view.named(model, request.replica)),
+            silent_owner_ids=map(str, view.silent_owner_ids),
+        )
+
+    async def UndrainReplica(
+        self, request: replica_pb.UndrainReplicaRequest, context: Context
+    ) -> replica_pb.UndrainReplicaResponse:
+        await self._caller(context)
+        check_reason(request.reason)
+        model = await self._served_name(request.model, request.replica)
+        async with self._transaction(context) as (session, actor):
+            undrained = await live.end_drain(session, model=model, replica=request.replica, reason=request.reason, actor=actor)
+        view = await live.replica_view(self._sessions)
+        return replica_pb.UndrainReplicaResponse(
+            undrained=undrained,
+            replicas=map(replica_message, view.named(model, request.replica)),
+            silent_owner_ids=map(str, view.silent_owner_ids),
+        )
+
+    async def _served_name(self, model: str, replica: str) -> str:
+        """The name that a replica serves, of all that processes and orders know. Raises: NotFound, InvalidValue."""
+        view = await live.replica_view(self._sessions)
+        async with self._sessions() as session:
+            known = {(drain.model, drain.replica) for drain in await live.list_drains(session)}
+        known |= {(row.model, row.replica) for row in view.replicas}
+        of_model = sorted({entry for entry in known if live.is_of(entry[0], model)} | self._own(model))
+        if not of_model:
+            raise NotFound("model with replicas", model)
+        served = [served for served, name in of_model if name == replica]
+        if not served:
+            raise NotFound("replica", replica)
+        if len(served) > 1:
+            raise InvalidValue("model", f"several versions have a replica of this name, say which: {', '.join(served)}")
+        return served[0]
+
+    def _own(self, model: str) -> set[tuple[str, str]]:
+        """What this process has of a model, which a busy one may not have told in time."""
+        return {(served, report.name) for served, report in self._router.reports() if live.is_of(served, model)}
+
+    async def SimulatePrices(self, request: plan_pb.SimulatePricesRequest, context: Context) -> plan_pb.SimulatePricesResponse:
+        await self._caller(context)
+        async with self._sessions() as session:
+            found = await simulation.simulate(
+                session,
+                month=request.month,
+                prices=[proposed_price(each) for each in request.prices],
+                plans=[proposed_plan(f"plans[{index}]", each) for index, each in enumerate(request.plans)],
+                organization=request.organization,
+            )
+        return plan_pb.SimulatePricesResponse(customers=map(simulated_message, found))
+
+    async def CreatePlan(self, request: plan_pb.CreatePlanRequest, context: Context) -> plan_pb.CreatePlanResponse:
+        async with self._acting(context) as acting:
+            plan, existed = await plan_admin.create_plan(
+                acting.session,
+                name=request.plan.name,
+                currency_code=request.plan.currency_code or "USD",
+                rules=rules_of("plan", request.plan),
+                actor=acting.actor,
+            )
+            return plan_pb.CreatePlanResponse(plan=plan_message(plan), existed=existed)
+
+    async def ListPlans(self, request: plan_pb.ListPlansRequest, context: Context) -> plan_pb.ListPlansResponse:
+        async with self._transaction(context) as (session, _):
+            assigned = await plan_admin.list_assignments(session, organization=request.organization)
+            wanted = [each for each in assigned if not request.name or (each.plan and each.plan.name == request.name)]
+            names = await organization_names(session, {each.organization_id for each in wanted})
+            return plan_pb.ListPlansResponse(
+                plans=map(plan_message, await plan_admin.list_plans(session, name=request.name)),
+                assignments=[assignment_message(each, names) for each in wanted],
+            )
+
+    async def AssignPlan(self, request: plan_pb.AssignPlanRequest, context: Context) -> plan_pb.AssignPlanResponse:
+        async with self._acting(context) as acting:
+            assignment, existed = await plan_admin.assign_plan(
+                acting.session,
+                organization=request.organization,
+                plan=request.plan,
+                version=request.version,
+                first_month=parse_month(request.first_month, "first_month"),
+                actor=acting.actor,
+            )
+            names = await organization_names(acting.session, {assignment.organization_id})
+            return plan_pb.AssignPlanResponse(assignment=assignment_message(assignment, names), existed=existed)
+
+    async def GrantCredit(self, request: plan_pb.GrantCreditRequest, context: Context) -> plan_pb.GrantCreditResponse:
+        """Grants credit; a prepaid organization may use it at once."""
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is None:
+                last_month = parse_month(request.last_month, "last_month")
+                if last_month is None:
+                    raise InvalidValue("last_month", "give the last month that the credit is good for, as YYYY-MM")
+                grant = await prepaid.grant_credit(
+                    acting.session,
+                    organization=request.organization,
+                    amount_picos=request.amount_picos,
+                    first_month=parse_month(request.first_month, "first_month"),
+                    last_month=last_month,
+                    reason=request.reason,
+                    actor=acting.actor,
+                )
+                await prepaid.refresh(acting.session, grant.organization_id, actor=acting.actor, granted_picos=grant.amount_picos)
+                await acting.made(request, grant.id)
+            else:
+                grant = await prepaid.find_grant(acting.session, uuid.UUID(earlier))
+            names = await organization_names(acting.session, {grant.organization_id})
+            return plan_pb.GrantCreditResponse(grant=grant_message(grant, names))
+
+    async def ListCreditGrants(
+        self, request: plan_pb.ListCreditGrantsRequest, context: Context
+    ) -> plan_pb.ListCreditGrantsResponse:
+        async with self._transaction(context) as (session, _):
+            found = await prepaid.list_grants(session, organization=request.organization)
+            names = await organization_names(session, {each.organization_id for each in found})
+            return plan_pb.ListCreditGrantsResponse(grants=[grant_message(each, names) for each in found])
+
+    async def GetCreditBalance(
+        self, request: plan_pb.GetCreditBalanceRequest, context: Context
+    ) -> plan_pb.GetCreditBalanceResponse:
+        async with self._transaction(context) as (session, _):
+            balance = await prepaid.credit_balance(session, organization=request.organization)
+            currency_code = balance.organization.currency_code
+            names = {"organization_id": balance.organization.id, "organization_name": balance.organization.name}
+            return wire.message_of(plan_pb.GetCreditBalanceResponse, balance, currency_code, **names)
+
+    async def SetPrepaid(self, request: plan_pb.SetPrepaidRequest, context: Context) -> plan_pb.SetPrepaidResponse:
+        """Keeps an organization to its credit, or no longer."""
+        async with self._acting(context) as acting:
+            _, existed = await prepaid.set_prepaid(
+                acting.session,
+                organization=request.organization,
+                prepaid=request.prepaid,
+                alert_at=request.alert_at.values if request.HasField("alert_at") else None,
+                actor=acting.actor,
+            )
+            return plan_pb.SetPrepaidResponse(existed=existed)
+
+    async def SetPrice(self, request: pb.SetPriceRequest, context: Context) -> pb.SetPriceResponse:
+        """Adds a price version, and one for the batch tier where that pays another price."""
+        effective_at = wire.given_time(request, "effective_time")
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                price = await prices.get_price(acting.session, int(earlier))
+            else:
+                price = await prices.set_price(
+                    acting.session,
+                    model=request.model,
+                    currency_code=request.currency_code,
+                    input_picos_per_token=request.input_picos_per_token,
+                    cached_input_picos_per_token=request.cached_input_picos_per_token,
+                    output_picos_per_token=request.output_picos_per_token,
+                    embedding_picos_per_token=wire.given(request, "embedding_picos_per_token"),
+                    organization=request.organization,
+                    batch_multiplier_milli=wire.given(request, "batch_multiplier_milli"),
+                    effective_at=effective_at,
+                    actor=acting.actor,
+                )
+                await acting.made(request, price.prices.version)
+            written = await prices.written_with(acting.session, price)
+            names = await owner_names(acting.session, written)
+            return pb.SetPriceResponse(version=price.prices.version, versions=[version_message(each, names) for each in written])
+
+    async def WithdrawPrice(self, request: price_pb.WithdrawPriceRequest, context: Context) -> price_pb.WithdrawPriceResponse:
+        effective_at = wire.given_time(request, "effective_time")
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                price = await prices.get_price(acting.session, int(earlier))
+            else:
+                price, *_ = await prices.withdraw_price(
+                    acting.session,
+                    model=request.model,
+                    organization=request.organization,
+                    effective_at=effective_at,
+                    actor=acting.actor,
+                )
+                await acting.made(request, price.prices.version)
+            written = await prices.written_with(acting.session, price)
+            names = await owner_names(acting.session, written)
+            return price_pb.WithdrawPriceResponse(versions=[version_message(each, names) for each in written])
+
+    async def ListPrices(self, request: price_pb.ListPricesRequest, context: Context) -> price_pb.ListPricesResponse:
+        """Tells who pays what, where that comes from and since when."""
+        at = wire.given_time(request, "time")
+        async with self._transaction(context) as (session, _):
+            owner = await find_organization(session, request.organization) if request.organization else None
+            owner_id = None if owner is None else owner.id
+            currency_code = request.currency_code or (owner.currency_code if owner else None)
+            model = request.model or None
+            found = await prices.versions_in_force(
+                session, model=model, currency_code=currency_code, organization_id=owner_id, at=at
+            )
+            history: list[ModelPrice] = []
+            if request.history:
+                history = await prices.price_history(session, model=model, currency_code=currency_code, organization_id=owner_id)
+            names = {} if owner is None else {owner.id: owner.name}
+            return price_pb.ListPricesResponse(
+                prices=[applied_message(each, names) for each in prices.customer_prices(found, owner_id)],
+                versions=[version_message(each, names) for each in history],
+            )
 
     async def CreateOrganization(self, request: pb.CreateOrganizationRequest, context: Context) -> pb.CreateOrganizationResponse:
         async with self._acting(context) as acting:
@@ -179,37 +824,6 @@ class TenantCalls(AdminCalls):
             self._router.check_own_name(model)
         return tuple(models)
 
-
-def organization_message(organization: Organization, profile: BillingProfile | None) -> pb.Organization:
-    addressee = None if profile is None else billing_profile_message(profile)
-    return wire.message_of(pb.Organization, organization, organization_id=organization.id, billing_profile=addressee)
-
-
-def project_message(project: Project) -> pb.Project:
-    return wire.message_of(pb.Project, project, project_id=project.id)
-
-
-def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
-    return wire.message_of(
-        pb.ApiKey,
-        key,
-        api_key_id=key.id,
-        scopes=sorted(key.scopes),
-        models=sorted(key.models),
-        expire_time=key.expires_at,
-        overlap_end_time=key.overlap_ends_at,
-        last_use_time=key.last_used_at,
-        use_known_since_time=key.uses_known_since,
-        max_input_tokens=key.bounds.max_input_tokens,
-        max_output_tokens=key.bounds.max_output_tokens,
-    )
-
-
-class AlertWebhookCalls(AdminCalls):
-    """See `proto/weir/v1/alerts.proto`."""
-
-    _private_webhooks: bool
-
     async def SetAlertWebhook(self, request: alert_pb.SetAlertWebhookRequest, context: Context) -> alert_pb.SetAlertWebhookResponse:
         """Gives an organization a webhook and shows its secret, once."""
         async with self._acting(context) as acting:
@@ -250,36 +864,6 @@ class AlertWebhookCalls(AdminCalls):
                 alert_id = await webhooks.try_webhook(acting.session, organization=request.organization)
                 await acting.made(request, alert_id)
             return alert_pb.TestAlertWebhookResponse(alert=alert_message(await find_alert(acting.session, alert_id)))
-
-
-async def done(removal: Awaitable[object], *, allow_missing: bool) -> bool:
-    """Whether there was anything to remove. Raises: NotFound unless that is allowed."""
-    try:
-        await removal
-    except NotFound:
-        if not allow_missing:
-            raise
-        return False
-    return True
-
-
-class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, ReplicaCalls, AlertWebhookCalls, LiveCalls):
-    """See `proto/weir/v1/admin_service.proto`. One call, one transaction."""
-
-    def __init__(
-        self,
-        router: Router,
-        authenticator: Authenticator,
-        sessions: Sessions,
-        database_url: str,
-        signer: Signer | None = None,
-        *,
-        private_webhooks: bool = False,
-    ) -> None:
-        """signer: of the receipts of overdue requests, if they are signed. private_webhooks: see `alerts/delivering.py`."""
-        super().__init__(authenticator, sessions, database_url, signer)
-        self._router = router
-        self._private_webhooks = private_webhooks
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:
         subject, dimension = wire.SUBJECTS_BY_NUMBER.get(request.subject), wire.DIMENSIONS_BY_NUMBER.get(request.dimension)
@@ -360,6 +944,210 @@ class AdminServicer(TenantCalls, ConfigurationCalls, PriceCalls, TermCalls, Repl
                 end_at=end_at,
             )
             return pb.ListAuditEntriesResponse(entries=map(audit_message, entries))
+
+
+REASON_CHARS_MAX = 200
+PAGE_SIZE = 200
+END_WAIT_S = 2.0  # a process that is well ends a request within some milliseconds
+END_POLL_S = 0.005
+
+
+async def record_kill(session: AsyncSession, actor: str, request_id: uuid.UUID, place: live.Place, reason: str) -> None:
+    hold = await live.find_running_hold(session, place.project_id, request_id)
+    before: dict[str, object] = {"project_id": str(place.project_id), "state": "waiting"}
+    if hold is not None:
+        before |= {"organization_id": str(hold.organization_id), "api_key_id": str(hold.api_key_id), "model": hold.model}
+        before |= {"state": hold.state, "delivered_token_count": hold.delivered_token_count}
+    after = before | {"state": "ordered to end", "reason": reason}
+    await record_change(session, actor=actor, action="request.kill", subject_id=str(request_id), before=before, after=after)
+
+
+def live_request_message(row: live.LiveRequestRow) -> live_pb.LiveRequest:
+    times = {"admit_time": row.admitted_at, "expire_time": row.expires_at}
+    return wire.message_of(live_pb.LiveRequest, row, age=wire.duration(max(row.age_s, 0.0)), **times)
+
+
+def check_reason(reason: str) -> None:
+    """Raises: InvalidValue."""
+    if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
+        raise InvalidValue("reason", f"give at most {REASON_CHARS_MAX} printable characters")
+
+
+def replica_message(row: ReplicaRow) -> replica_pb.Replica:
+    return wire.message_of(replica_pb.Replica, row, drained=row.is_drained)
+
+
+def drain_message(order: ReplicaDrain) -> replica_pb.ReplicaDrain:
+    move_after = None if order.move_after_ms is None else wire.duration(order.move_after_ms / 1000)
+    return wire.message_of(replica_pb.ReplicaDrain, order, drain_time=order.drained_at, move_after=move_after)
+
+
+KINDS = {str(kind): kind for kind in TokenKind}
+Names = Mapping[uuid.UUID, str]
+
+
+def parse_month(text: str, field: str) -> date | None:
+    """The first day of a month `YYYY-MM`; None for nothing. Raises: InvalidValue naming the field."""
+    try:
+        return month_bounds(text)[0].date() if text else None
+    except InvalidValue as wrong:
+        raise InvalidValue(field, wrong.remedy) from None
+
+
+def rules_of(path: str, message: plan_pb.PlanConfiguration) -> PlanRules:
+    """What a plan says. Raises: InvalidValue naming the field in `path`."""
+    try:
+        return PlanRules(
+            tuple(Allowance(selector_of(each.selector), each.token_count) for each in message.allowances),
+            tuple(
+                TieredPrice(
+                    PlanLineKind(each.kind) if each.kind in set(PlanLineKind) else PlanLineKind.COMMITMENT,
+                    selector_of(each.selector),
+                    tuple(map(step_of, each.steps)),
+                )
+                for each in message.tiered_prices
+            ),
+            message.commitment_picos,
+        )
+    except InvalidValue as wrong:
+        raise InvalidValue(f"{path}.{wrong.field}", wrong.remedy) from None
+
+
+def selector_of(message: plan_pb.TokenSelector) -> Selector:
+    """Which tokens. Raises: InvalidValue."""
+    if message.token_kind and message.token_kind not in KINDS:
+        raise InvalidValue("token_kind", f"{message.token_kind[:64]!r} is none of {', '.join(KINDS)}")
+    return Selector(message.model, KINDS.get(message.token_kind), wire.TIERS[message.tier] if message.tier else None)
+
+
+def step_of(message: plan_pb.PlanPriceStep) -> PriceStep:
+    return PriceStep(*(wire.given(message, name) for name in ("up_to_token_count", "price_picos", "price_milli")))
+
+
+def plan_message(plan: plan_admin.Plan) -> plan_pb.Plan:
+    configuration = plan_pb.PlanConfiguration(
+        name=plan.name, currency_code=plan.currency_code, commitment_picos=plan.rules.commitment_picos
+    )
+    for allowance in plan.rules.allowances:
+        configuration.allowances.add(
+            selector=wire.message_of(plan_pb.TokenSelector, allowance.selector), token_count=allowance.token_count
+        )
+    for tiered in plan.rules.tiered_prices:
+        steps = (wire.message_of(plan_pb.PlanPriceStep, step) for step in tiered.steps)
+        configuration.tiered_prices.add(
+            selector=wire.message_of(plan_pb.TokenSelector, tiered.selector), kind=str(tiered.kind), steps=steps
+        )
+    return plan_pb.Plan(configuration=configuration, version=plan.version, create_time=wire.timestamp(plan.created_at))
+
+
+def assignment_message(assignment: plan_admin.Assignment, names: Names) -> plan_pb.PlanAssignment:
+    plan = assignment.plan
+    return wire.message_of(
+        plan_pb.PlanAssignment,
+        assignment,
+        organization_name=names[assignment.organization_id],
+        first_month=f"{assignment.first_month:%Y-%m}",
+        plan=plan and plan.name,
+        version=plan and plan.version,
+    )
+
+
+def grant_message(grant: prepaid.Grant, names: Names) -> plan_pb.CreditGrant:
+    return wire.message_of(
+        plan_pb.CreditGrant,
+        grant,
+        grant_id=grant.id,
+        organization_name=names[grant.organization_id],
+        first_month=f"{grant.first_month:%Y-%m}",
+        last_month=f"{grant.last_month:%Y-%m}",
+    )
+
+
+def proposed_price(message: configuration_pb2.PriceConfiguration) -> simulation.ProposedPrice:
+    return simulation.ProposedPrice(
+        model=message.model,
+        currency_code=message.currency_code,
+        rates=tuple(getattr(message, name) for name in prices.RATES),
+        organization=message.organization,
+        batch_multiplier_milli=wire.given(message, "batch_multiplier_milli"),
+    )
+
+
+def proposed_plan(path: str, message: plan_pb.PlanConfiguration) -> simulation.ProposedPlan:
+    """A plan as it would have been. Raises: InvalidValue."""
+    rules = rules_of(path, message)
+    return simulation.ProposedPlan(message.name, message.currency_code or "USD", rules, frozenset(message.organizations))
+
+
+def simulated_message(customer: simulation.SimulatedCustomer) -> plan_pb.SimulatedCustomer:
+    amounts = {"old_amount": customer.old_picos, "new_amount": customer.new_picos}
+    return wire.message_of(plan_pb.SimulatedCustomer, customer, difference=customer.new_picos - customer.old_picos, **amounts)
+
+
+async def owner_names(session: AsyncSession, versions: Collection[ModelPrice]) -> dict[uuid.UUID, str]:
+    """Of the customers whose own prices are among the versions."""
+    return await organization_names(session, (each.organization_id for each in versions if each.organization_id is not None))
+
+
+def version_message(version: ModelPrice, names: Names) -> price_pb.PriceVersion:
+    owner = version.organization_id
+    return wire.message_of(
+        price_pb.PriceVersion,
+        version.prices,
+        model=version.model,
+        tier=version.tier,
+        organization_id=owner,
+        organization_name=owner and names[owner],
+        multiplier_milli=version.multiplier_milli,
+        effective_time=version.effective_at,
+        withdrawn=version.withdrawn,
+    )
+
+
+def applied_message(applied: CustomerPrice, names: Names) -> price_pb.AppliedPrice:
+    is_own = applied.price.organization_id is not None
+    return price_pb.AppliedPrice(
+        model=applied.price.model,
+        tier=wire.TIER_NUMBERS[applied.tier],
+        source=price_pb.AppliedPrice.SOURCE_ORGANIZATION if is_own else price_pb.AppliedPrice.SOURCE_LIST,
+        version=version_message(applied.price, names),
+    )
+
+
+def organization_message(organization: Organization, profile: BillingProfile | None) -> pb.Organization:
+    addressee = None if profile is None else billing_profile_message(profile)
+    return wire.message_of(pb.Organization, organization, organization_id=organization.id, billing_profile=addressee)
+
+
+def project_message(project: Project) -> pb.Project:
+    return wire.message_of(pb.Project, project, project_id=project.id)
+
+
+def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
+    return wire.message_of(
+        pb.ApiKey,
+        key,
+        api_key_id=key.id,
+        scopes=sorted(key.scopes),
+        models=sorted(key.models),
+        expire_time=key.expires_at,
+        overlap_end_time=key.overlap_ends_at,
+        last_use_time=key.last_used_at,
+        use_known_since_time=key.uses_known_since,
+        max_input_tokens=key.bounds.max_input_tokens,
+        max_output_tokens=key.bounds.max_output_tokens,
+    )
+
+
+async def done(removal: Awaitable[object], *, allow_missing: bool) -> bool:
+    """Whether there was anything to remove. Raises: NotFound unless that is allowed."""
+    try:
+        await removal
+    except NotFound:
+        if not allow_missing:
+            raise
+        return False
+    return True
 
 
 def audit_message(entry: AuditEntry) -> pb.AuditEntry:

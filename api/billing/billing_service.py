@@ -1,4 +1,4 @@
-"""`BillingService`: reports, months, invoices, corrections; usage by group, the forecast, and the files of a month.
+"""`BillingService` and `ReceiptService`: reports, months, invoices, corrections, usage by group, forecast, and receipts.
 
 Reading is for `billing` and `admin` keys, changing for `admin` alone.
 """
@@ -6,12 +6,14 @@ Reading is for `billing` and `admin` keys, changing for `admin` alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import pickle
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -25,33 +27,25 @@ from weir.v1 import reconciliation_pb2 as reconcile_pb
 from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.access.auth import Authenticator, Scope
-from api.billing.billing_wire import (
-    BillingCalls,
-    Reports,
-    adjustment_message,
-    invoice_message,
-    may_see,
-    month_message,
-    report_message,
-    visible,
-    visible_or_own,
-)
+from api.admin.admin_service import AdminCalls
 from api.core import wire
+from api.core.errors import TooManyReports
 from api.core.interceptor import Context
-from api.core.messages import alert_message, receipt_messages
+from api.core.messages import alert_message, billing_profile_message, receipt_messages
 from common.child_environment import inherited
 from metering.alerts.alerts import list_alerts
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import Organization, TokenKind
 from metering.core.money import round_to_minor_unit
 from metering.export.reconciliation import Difference, StageSum, reconciled_here
-from metering.export.stripe_inbox import payments_by_month
+from metering.export.stripe_inbox import InvoicePayment, payments_by_month
 from metering.invoicing import adjustments
+from metering.invoicing.adjustments import AdjustmentRecord
 from metering.invoicing.closing import CloseTerms, check_month, close_month
 from metering.invoicing.invoice_document import InvoiceDocument, Issuer, invoice_document, letterhead_of
-from metering.invoicing.invoices import find_invoice_row, invoice_of_month, read_invoice
-from metering.invoicing.month_report import to_csv, to_json
-from metering.invoicing.months import list_months, month_entry, month_report, verify_month
+from metering.invoicing.invoices import Invoice, find_invoice_row, invoice_of_month, read_invoice
+from metering.invoicing.month_report import TAX_NOTE, MonthReport, to_csv, to_json
+from metering.invoicing.months import MonthEntry, list_months, month_entry, month_report, verify_month
 from metering.ledger.ledger import month_bounds, month_text
 from metering.receipts.months import BEGINNING, PageMark, list_receipt_keys, receipt_month, receipts_page
 from metering.reports.focus import FOCUS_VERSION, focus_csv
@@ -67,66 +61,102 @@ from metering.reports.usage_reports import (
     usage_page,
     usage_total,
 )
-from metering.store.db import Sessions, database_now
+from metering.store.db import Sessions, database_now, patience, read_one_moment
 from metering.tenants.tenants import Principal, find_api_key, find_organization, find_project
 
-DRAWING_S = 25.0  # an invoice of a thousand lines takes three on a busy machine; clients give a call half a minute
-TIME_ZONE = "UTC"
-CHUNK_BYTES = 64 * 1024  # of a file in one message: far below the limit of any client
-FILE_BYTES_IN_MEMORY = 8 * 2**20  # beyond it a file waits on disk while a slow client fetches it
-GROUPINGS: Mapping[int, Grouping] = {
-    usage_pb.USAGE_GROUPING_ORGANIZATION: Grouping.ORGANIZATION,
-    usage_pb.USAGE_GROUPING_DAY: Grouping.DAY,
-    usage_pb.USAGE_GROUPING_PROJECT: Grouping.PROJECT,
-    usage_pb.USAGE_GROUPING_API_KEY: Grouping.API_KEY,
-    usage_pb.USAGE_GROUPING_MODEL: Grouping.MODEL,
-    usage_pb.USAGE_GROUPING_REQUEST: Grouping.REQUEST,
-}
-
-# Every kind of token has its field: one without would be billed and not told.
-COUNT_FIELDS: Mapping[TokenKind, str] = {kind: f"{kind}_token_count" for kind in TokenKind}
+WAITING_PER_KEY_MAX = 16  # reports of one key, beside those that run: a page of the console asks for some at once
+REPORT_S = 25.0  # a month of many millions of requests is summed up in some seconds; clients give a call half a minute
 
 
-class DrawingFailed(RuntimeError):
-    """The child has ended without a file; the message is what it said."""
+def report_message(report: MonthReport) -> pb.GetMonthReportResponse:
+    closed, currency = report.closed, report.currency_code
+    parts = iter(report.rounded_parts_picos)
+    return wire.message_of(
+        pb.GetMonthReportResponse,
+        report,
+        lines=[wire.message_of(pb.MonthReportLine, each, currency, rounded_amount=next(parts)) for each in report.lines],
+        charges=[wire.message_of(months_pb2.MonthCharge, each, currency, rounded_amount=next(parts)) for each in report.charges],
+        prepaid_credit=report.credit,
+        tax_note=TAX_NOTE,
+        report_format=report.format_version,
+        billing_profile=None if report.billing_profile is None else billing_profile_message(report.billing_profile),
+        invoice_number=None if closed is None else closed.invoice_number,
+        close_time=None if closed is None else closed.closed_at,
+        closed_by=None if closed is None else closed.closed_by,
+        receipts_root=None if closed is None else closed.receipts_root,
+    )
 
 
-class InvoiceDrawer:
-    """Draws one document at a time."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Semaphore(1)
-
-    async def draw(self, document: InvoiceDocument) -> bytes:
-        """The document as PDF. Raises: DrawingFailed, TimeoutError."""
-        async with self._turn, asyncio.timeout(DRAWING_S):
-            child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "metering.invoicing.invoice_pdf",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=inherited(),
-            )
-            try:
-                pdf, said = await child.communicate(pickle.dumps(document))
-            finally:
-                if child.returncode is None:
-                    child.kill()
-                    await child.wait()
-        if child.returncode != 0:
-            raise DrawingFailed(said.decode(errors="replace").strip())
-        return pdf
+def month_message(entry: MonthEntry, payments: Sequence[InvoicePayment]) -> months_pb2.Month:
+    """Where one month stands, and how far Stripe's invoices of it are paid."""
+    return wire.message_of(months_pb2.Month, entry, closing_time=entry.closing_at, payments=map(payment_message, payments))
 
 
-class UsageCalls(BillingCalls, billing_grpc.BillingServiceServicer):
-    """See `proto/weir/v1/usage_reports.proto`."""
+def payment_message(payment: InvoicePayment) -> months_pb2.InvoicePayment:
+    times = {"pay_time": payment.paid_at, "failure_time": payment.payment_failed_at}
+    return wire.message_of(months_pb2.InvoicePayment, payment, **times)
+
+
+def invoice_message(invoice: Invoice, payments: Sequence[InvoicePayment]) -> months_pb2.Invoice:
+    """A whole invoice, and how far Stripe's invoices of its month are paid."""
+    currency = invoice.currency_code
+    return wire.message_of(
+        months_pb2.Invoice,
+        invoice,
+        lines=[wire.message_of(months_pb2.InvoiceLine, each, currency, exact_amount=each.exact_picos) for each in invoice.lines],
+        exact_total=invoice.exact_picos,
+        tax_note=TAX_NOTE,
+        payments=map(payment_message, payments),
+    )
+
+
+def adjustment_message(record: AdjustmentRecord) -> months_pb2.Adjustment:
+    return wire.message_of(months_pb2.Adjustment, record, adjustment_id=record.id)
+
+
+class Reports:
+    """The database connections for reports, of which one key has all but one at most. Others of the key wait, a bounded number."""
+
+    def __init__(self, sessions: Sessions, connections_max: int) -> None:
+        """sessions: on a pool of so many connections, which nothing else uses."""
+        self._sessions = sessions
+        self._per_key_max = max(connections_max - 1, 1)
+        self._turns: dict[uuid.UUID, asyncio.Semaphore] = {}
+        self._counts: Counter[uuid.UUID] = Counter()  # of each key, its reports that run or wait
+
+    @contextlib.asynccontextmanager
+    async def turn(self, reader: Principal) -> AsyncIterator[Sessions]:
+        """Sessions for one report, once the key may have one. Raises: TooManyReports."""
+        key_id = reader.api_key_id
+        if self._counts[key_id] >= self._per_key_max + WAITING_PER_KEY_MAX:
+            raise TooManyReports(self._counts[key_id])
+        self._counts[key_id] += 1
+        try:
+            async with self._turns.setdefault(key_id, asyncio.Semaphore(self._per_key_max)):
+                yield self._sessions
+        finally:
+            self._counts[key_id] -= 1
+            if not self._counts[key_id]:
+                del self._counts[key_id], self._turns[key_id]
+
+
+class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
+    """See `proto/weir/v1/billing_service.proto`. `api/access/auth.py` says which call is for whom."""
 
     def __init__(self, authenticator: Authenticator, sessions: Sessions, reports: Reports, issuer: Issuer) -> None:
-        super().__init__(authenticator, sessions, reports)
+        """sessions: for what admins change. reports: for everything that only reads."""
+        super().__init__(authenticator, sessions)
+        self._reports = reports
         self._issuer = issuer
         self._drawer = InvoiceDrawer()
+
+    @contextlib.asynccontextmanager
+    async def _reading(self, reader: Principal) -> AsyncIterator[AsyncSession]:
+        """A session whose statements see one moment and may take as long as a report takes. Raises: TooManyReports."""
+        with patience(REPORT_S + 2):
+            async with self._reports.turn(reader) as sessions, sessions() as session:
+                await read_one_moment(session, REPORT_S)
+                yield session
 
     async def GetUsage(self, request: usage_pb.GetUsageRequest, context: Context) -> usage_pb.GetUsageResponse:
         principal = await self._caller(context)
@@ -185,99 +215,6 @@ class UsageCalls(BillingCalls, billing_grpc.BillingServiceServicer):
             while chunk := file.read(CHUNK_BYTES):
                 await context.write(usage_pb.ExportMonthResponse(chunk=chunk))
 
-
-async def usage_filter(session: AsyncSession, principal: Principal, request: usage_pb.GetUsageRequest) -> tuple[UsageFilter, str]:
-    """What is asked for, in ids, and the currency of it. Raises: NotFound, InvalidValue."""
-    everyone = not request.organization and "admin" in principal.scopes
-    if everyone:
-        if request.project or request.api_key:
-            raise InvalidValue("organization", "say whose project or API key it is")
-        return UsageFilter(request.month, day=parse_day(request.day), model=request.model), ""
-    owner = await visible_or_own(session, principal, request.organization)
-    project_id = api_key_id = None
-    if request.project:
-        project = await find_project(session, request.project, organization=owner.name)
-        if project.organization_id != owner.id:
-            raise NotFound("project", request.project)
-        project_id = project.id
-    if request.api_key:
-        key = await find_api_key(session, request.api_key)
-        if key.organization_id != owner.id:
-            raise NotFound("API key", request.api_key)
-        api_key_id = key.id
-    of = UsageFilter(request.month, owner.id, parse_day(request.day), project_id, api_key_id, request.model)
-    return of, owner.currency_code
-
-
-def parse_day(day: str) -> date | None:
-    """`YYYY-MM-DD`; None if empty. Raises: InvalidValue."""
-    if not day:
-        return None
-    try:
-        return datetime.strptime(day, "%Y-%m-%d").date()
-    except ValueError:
-        raise InvalidValue("day", f"{day[:64]!r} is not a day: give it as YYYY-MM-DD") from None
-
-
-def usage_row(row: UsageRow, currency_code: str) -> usage_pb.UsageRow:
-    """One row; what it is not grouped by stays empty."""
-    return usage_pb.UsageRow(
-        organization_id=str(row.organization_id or ""),
-        organization_name=row.organization_name or "",
-        day=str(row.day or ""),
-        project_id=str(row.project_id or ""),
-        project_name=row.project_name or "",
-        api_key_id=str(row.api_key_id or ""),
-        api_key_name=row.api_key_name or "",
-        api_key_prefix=row.api_key_prefix or "",
-        model=row.model or "",
-        request_id=str(row.request_id or ""),
-        outcome=(row.outcome or "").upper(),
-        settle_time=wire.timestamp(row.settled_at),
-        late=row.late,
-        request_count=row.request_count,
-        migration_count=row.migration_count,
-        **{COUNT_FIELDS[kind]: count for kind, count in row.token_counts.items()},
-        cancelled=usage_share(row.cancelled, currency_code),
-        limited=usage_share(row.limited, currency_code),
-        failed=usage_share(row.failed, currency_code),
-        amount=wire.money(currency_code, row.amount_picos),
-        pending_amount=wire.money(currency_code, row.pending_picos),
-    )
-
-
-def usage_share(share: Share, currency_code: str) -> usage_pb.UsageShare:
-    return usage_pb.UsageShare(
-        request_count=share.request_count, token_count=share.token_count, amount=wire.money(currency_code, share.amount_picos)
-    )
-
-
-def forecast_message(seen: Forecast, owner: Organization, month: str, now: datetime) -> usage_pb.GetForecastResponse:
-    """An estimate has the digits of a coin: more would say more than it knows."""
-    currency_code = owner.currency_code
-    estimates = {"expected": seen.expected_picos, "low": seen.low_picos, "high": seen.high_picos}
-    coins = {name: None if picos is None else round_to_minor_unit(picos, currency_code) for name, picos in estimates.items()}
-    return wire.message_of(
-        usage_pb.GetForecastResponse,
-        seen,
-        currency_code,
-        organization_name=owner.name,
-        month=month,
-        time_zone=TIME_ZONE,
-        as_of_time=now,
-        confidence_percent=round(CONFIDENCE * 100),
-        **coins,
-    )
-
-
-DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}
-PAGE_SIZE = 500
-COUNTS = [field.name for field in reconcile_pb.StageSum.DESCRIPTOR.fields if field.name.endswith("_token_count")]
-
-
-class AlertCalls(BillingCalls):
-    """See `proto/weir/v1/alerts.proto`."""
-
     async def ListAlerts(self, request: alert_pb.ListAlertsRequest, context: Context) -> alert_pb.ListAlertsResponse:
         reader = await self._caller(context)
         async with self._reading(reader) as session:
@@ -287,10 +224,6 @@ class AlertCalls(BillingCalls):
                 session, organization_id=organization_id, page_size=request.page_size or 100, page_token=request.page_token
             )
             return alert_pb.ListAlertsResponse(alerts=map(alert_message, found), next_page_token=next_token)
-
-
-class ReconciliationCalls(BillingCalls):
-    """See `proto/weir/v1/reconciliation.proto`."""
 
     async def GetReconciliation(
         self, request: reconcile_pb.GetReconciliationRequest, context: Context
@@ -308,10 +241,6 @@ class ReconciliationCalls(BillingCalls):
             exported=is_exported,
             due_time=wire.timestamp(found.ours.until),
         )
-
-
-class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
-    """See `proto/weir/v1/billing_service.proto`."""
 
     async def GetMonthReport(self, request: pb.GetMonthReportRequest, context: Context) -> pb.GetMonthReportResponse:
         reader = await self._caller(context)
@@ -462,6 +391,163 @@ class BillingServicer(UsageCalls, AlertCalls, ReconciliationCalls):
             organization = await visible(session, reader, request.organization)
             found = await adjustments.list_adjustments(session, organization.id, undecided_only=request.undecided_only)
             return months_pb2.ListAdjustmentsResponse(adjustments=map(adjustment_message, found))
+
+
+def may_see(reader: Principal, organization_id: object) -> bool:
+    """A `billing` key sees its own organization; any other one does not exist for it."""
+    return Scope.ADMIN in reader.scopes or organization_id == reader.organization_id
+
+
+async def visible(session: AsyncSession, reader: Principal, ref: str) -> Organization:
+    """The organization by name or id. Raises: NotFound, also for one that the reader may not see."""
+    organization = await find_organization(session, ref)
+    if not may_see(reader, organization.id):
+        raise NotFound("organization", ref)
+    return organization
+
+
+async def visible_or_own(session: AsyncSession, reader: Principal, ref: str) -> Organization:
+    """The same; the reader's own if none is named."""
+    return await visible(session, reader, ref or str(reader.organization_id))
+
+
+DRAWING_S = 25.0  # an invoice of a thousand lines takes three on a busy machine; clients give a call half a minute
+TIME_ZONE = "UTC"
+CHUNK_BYTES = 64 * 1024  # of a file in one message: far below the limit of any client
+FILE_BYTES_IN_MEMORY = 8 * 2**20  # beyond it a file waits on disk while a slow client fetches it
+GROUPINGS: Mapping[int, Grouping] = {
+    usage_pb.USAGE_GROUPING_ORGANIZATION: Grouping.ORGANIZATION,
+    usage_pb.USAGE_GROUPING_DAY: Grouping.DAY,
+    usage_pb.USAGE_GROUPING_PROJECT: Grouping.PROJECT,
+    usage_pb.USAGE_GROUPING_API_KEY: Grouping.API_KEY,
+    usage_pb.USAGE_GROUPING_MODEL: Grouping.MODEL,
+    usage_pb.USAGE_GROUPING_REQUEST: Grouping.REQUEST,
+}
+
+# Every kind of token has its field: one without would be billed and not told.
+COUNT_FIELDS: Mapping[TokenKind, str] = {kind: f"{kind}_token_count" for kind in TokenKind}
+
+
+class DrawingFailed(RuntimeError):
+    """The child has ended without a file; the message is what it said."""
+
+
+class InvoiceDrawer:
+    """Draws one document at a time."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Semaphore(1)
+
+    async def draw(self, document: InvoiceDocument) -> bytes:
+        """The document as PDF. Raises: DrawingFailed, TimeoutError."""
+        async with self._turn, asyncio.timeout(DRAWING_S):
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "metering.invoicing.invoice_pdf",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=inherited(),
+            )
+            try:
+                pdf, said = await child.communicate(pickle.dumps(document))
+            finally:
+                if child.returncode is None:
+                    child.kill()
+                    await child.wait()
+        if child.returncode != 0:
+            raise DrawingFailed(said.decode(errors="replace").strip())
+        return pdf
+
+
+async def usage_filter(session: AsyncSession, principal: Principal, request: usage_pb.GetUsageRequest) -> tuple[UsageFilter, str]:
+    """What is asked for, in ids, and the currency of it. Raises: NotFound, InvalidValue."""
+    everyone = not request.organization and "admin" in principal.scopes
+    if everyone:
+        if request.project or request.api_key:
+            raise InvalidValue("organization", "say whose project or API key it is")
+        return UsageFilter(request.month, day=parse_day(request.day), model=request.model), ""
+    owner = await visible_or_own(session, principal, request.organization)
+    project_id = api_key_id = None
+    if request.project:
+        project = await find_project(session, request.project, organization=owner.name)
+        if project.organization_id != owner.id:
+            raise NotFound("project", request.project)
+        project_id = project.id
+    if request.api_key:
+        key = await find_api_key(session, request.api_key)
+        if key.organization_id != owner.id:
+            raise NotFound("API key", request.api_key)
+        api_key_id = key.id
+    of = UsageFilter(request.month, owner.id, parse_day(request.day), project_id, api_key_id, request.model)
+    return of, owner.currency_code
+
+
+def parse_day(day: str) -> date | None:
+    """`YYYY-MM-DD`; None if empty. Raises: InvalidValue."""
+    if not day:
+        return None
+    try:
+        return datetime.strptime(day, "%Y-%m-%d").date()
+    except ValueError:
+        raise InvalidValue("day", f"{day[:64]!r} is not a day: give it as YYYY-MM-DD") from None
+
+
+def usage_row(row: UsageRow, currency_code: str) -> usage_pb.UsageRow:
+    """One row; what it is not grouped by stays empty."""
+    return usage_pb.UsageRow(
+        organization_id=str(row.organization_id or ""),
+        organization_name=row.organization_name or "",
+        day=str(row.day or ""),
+        project_id=str(row.project_id or ""),
+        project_name=row.project_name or "",
+        api_key_id=str(row.api_key_id or ""),
+        api_key_name=row.api_key_name or "",
+        api_key_prefix=row.api_key_prefix or "",
+        model=row.model or "",
+        request_id=str(row.request_id or ""),
+        outcome=(row.outcome or "").upper(),
+        settle_time=wire.timestamp(row.settled_at),
+        late=row.late,
+        request_count=row.request_count,
+        migration_count=row.migration_count,
+        **{COUNT_FIELDS[kind]: count for kind, count in row.token_counts.items()},
+        cancelled=usage_share(row.cancelled, currency_code),
+        limited=usage_share(row.limited, currency_code),
+        failed=usage_share(row.failed, currency_code),
+        amount=wire.money(currency_code, row.amount_picos),
+        pending_amount=wire.money(currency_code, row.pending_picos),
+    )
+
+
+def usage_share(share: Share, currency_code: str) -> usage_pb.UsageShare:
+    return usage_pb.UsageShare(
+        request_count=share.request_count, token_count=share.token_count, amount=wire.money(currency_code, share.amount_picos)
+    )
+
+
+def forecast_message(seen: Forecast, owner: Organization, month: str, now: datetime) -> usage_pb.GetForecastResponse:
+    """An estimate has the digits of a coin: more would say more than it knows."""
+    currency_code = owner.currency_code
+    estimates = {"expected": seen.expected_picos, "low": seen.low_picos, "high": seen.high_picos}
+    coins = {name: None if picos is None else round_to_minor_unit(picos, currency_code) for name, picos in estimates.items()}
+    return wire.message_of(
+        usage_pb.GetForecastResponse,
+        seen,
+        currency_code,
+        organization_name=owner.name,
+        month=month,
+        time_zone=TIME_ZONE,
+        as_of_time=now,
+        confidence_percent=round(CONFIDENCE * 100),
+        **coins,
+    )
+
+
+DOCUMENTS = {months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json, months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv}
+PAGE_SIZE = 500
+COUNTS = [field.name for field in reconcile_pb.StageSum.DESCRIPTOR.fields if field.name.endswith("_token_count")]
 
 
 def sum_message(each: StageSum) -> reconcile_pb.StageSum:

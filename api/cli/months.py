@@ -1,12 +1,20 @@
-"""`weir month`, `weir adjustment` and `weir credit-note`: closing a month, and corrections by hand, which another one approves."""
+"""`weir report`, `weir month`, `weir adjustment` and `weir credit-note`: usage and money by month, as tables, CSV, JSON or a plot;
+closing a month, and corrections by hand, which another one approves.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 from weir_client import (
     Aborted,
@@ -22,18 +30,31 @@ from weir_client import (
     Invoice,
     Money,
     Month,
+    MonthExportFormat,
+    MonthReport,
     MonthVerification,
     NotFound,
     Unavailable,
+    UsageForecast,
+    UsageGrouping,
+    UsagePage,
+    UsageRow,
     WeirError,
 )
 
 from api.cli.connection import AddressOption, KeyOption, Output, admin_client, billing_client, calls, organization_or_default
 from api.cli.render import (
+    Cell,
     JsonOption,
+    checked_month,
+    csv_text,
+    decimal_places,
     decimal_text,
+    fail,
+    jsonable,
     money_text,
     month_report,
+    month_report_csv,
     note,
     parse_picos,
     parsed,
@@ -41,9 +62,420 @@ from api.cli.render import (
     put,
     show,
     table,
+    table_of,
     time_text,
+    to_text,
 )
 from api.cli.tenants import OrganizationOption
+
+HEIGHT_ROWS = 7  # with the head and two lines of axis it is a third of a small terminal
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+COLUMN_CELLS_MAX = 3  # wider columns look like a table
+AXIS_CELLS = 7  # `999.9M ` before the columns
+Field = Callable[[UsageRow], object]
+# By the words of `--by`: what rows are for, and their column; requests have a table of their own.
+KEYS: Mapping[str, tuple[UsageGrouping, str, Callable[[UsageRow], str]]] = {
+    "org": (UsageGrouping.ORGANIZATION, "organization", lambda row: row.organization_name),
+    "day": (UsageGrouping.DAY, "day", lambda row: row.day),
+    "project": (UsageGrouping.PROJECT, "project", lambda row: row.project_name),
+    "key": (UsageGrouping.API_KEY, "key", lambda row: f"{row.api_key_name} ({row.api_key_prefix})"),
+    "model": (UsageGrouping.MODEL, "model", lambda row: row.model),
+    "request": (UsageGrouping.REQUEST, "request", lambda row: row.request_id),
+}
+KEY_COLUMNS = {grouping: (column, key) for grouping, column, key in KEYS.values()}
+KIND_COLUMNS: Mapping[str, Callable[[UsageRow], Cell]] = {
+    "input": lambda row: row.input_token_count,
+    "cached": lambda row: row.cached_input_token_count,
+    "output": lambda row: row.output_token_count,
+    "embedded": lambda row: row.embedding_token_count,
+}
+
+report = typer.Typer(help="Report usage and money by month.", no_args_is_help=True)
+
+FILE_WIDTH = 120  # columns of a table that goes to a file
+TABLE_ROWS_MAX = 1_000  # beyond it nobody reads a table
+PAGE_ROWS = 5_000  # a page of a sheet: far below the size of a message
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """One day: its number in the month, and its tokens; None for a day that has not begun."""
+
+    number: int
+    token_count: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DailyPlot:
+    """Tokens by day. The title stands above, with the peak."""
+
+    title: str
+    days: Sequence[Day]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draws at the width there is: columns get narrower, then the axis goes, then days share a column."""
+        marks = "  ..:::##" if options.ascii_only else EIGHTHS
+        cells, axis, columns = layout(self.days, options.max_width)
+        counts = [sum(day.token_count or 0 for day in column) for column in columns]
+        top = max(counts, default=0)
+        yield Text(self._head(len(self.days) > len(columns)), style="bold")
+        gap = " " if cells > 1 else ""
+        for row in range(HEIGHT_ROWS, 0, -1):
+            bars = "".join(mark(count, top, row, marks) * max(cells - len(gap), 1) + gap for count in counts)
+            shown = {HEIGHT_ROWS: top, HEIGHT_ROWS // 2 + 1: top * (HEIGHT_ROWS // 2 + 1) // HEIGHT_ROWS}.get(row)
+            label = short_count(shown) if shown else ""
+            yield Text.assemble(f"{label:>{axis - 1}} " if axis else "", (bars.rstrip(), "cyan"))
+        line = "-" if options.ascii_only else "─"
+        yield Text(" " * axis + line * (cells * len(columns)), style="dim")
+        yield Text(" " * axis + day_labels(columns, cells), style="dim")
+
+    def _head(self, shared: bool) -> str:
+        known = [day for day in self.days if day.token_count]
+        if not known:
+            return f"{self.title}: none"
+        peak = max(known, key=lambda day: day.token_count or 0)
+        several = ", several days a column" if shared else ""
+        return f"{self.title}, most on day {peak.number}: {peak.token_count:,}{several}"
+
+
+def layout(days: Sequence[Day], width: int) -> tuple[int, int, list[list[Day]]]:
+    """Cells of a column, cells of the axis, and the days of each column."""
+    axis = AXIS_CELLS if width >= AXIS_CELLS + len(days) else 0
+    per_column = max(1, -(-len(days) // max(width - axis, 1)))
+    columns = [list(days[start : start + per_column]) for start in range(0, len(days), per_column)]
+    cells = max(1, min(COLUMN_CELLS_MAX, (width - axis) // max(len(columns), 1)))
+    return cells, axis, columns
+
+
+def mark(count: int, top: int, row: int, marks: str) -> str:
+    """What a column shows in a row, counted from below; a day with any tokens shows something."""
+    if not count:
+        return " "
+    eighths = max(1, round(count * HEIGHT_ROWS * 8 / top)) - (row - 1) * 8
+    return marks[max(0, min(eighths, 8))]
+
+
+def day_labels(columns: Sequence[Sequence[Day]], cells: int) -> str:
+    """The first day and every fifth under their columns, where there is room."""
+    text = ""
+    for index, column in enumerate(columns):
+        at = index * cells
+        wanted = index == 0 or any(day.number % 5 == 0 for day in column)
+        if wanted and len(text) < at + (index == 0):
+            text = f"{text:<{at}}{column[0].number if index == 0 else next(d.number for d in column if d.number % 5 == 0)}"
+    return text
+
+
+def short_count(count: int) -> str:
+    """A count in at most six characters: `950`, `12.3k`, `4.5M`."""
+    if count < 1_000:
+        return str(count)
+    for limit, unit, letter in ((10**6, 10**3, "k"), (10**9, 10**6, "M"), (10**12, 10**9, "G"), (10**15, 10**12, "T")):
+        if count < limit:
+            tenths = count * 10 // unit
+            return f"{tenths // 10}.{tenths % 10}{letter}"
+    return f"{count:.0e}"
+
+
+CSV_FIELDS: tuple[tuple[str, Field], ...] = (
+    ("organization", lambda row: row.organization_name),
+    ("organization_id", lambda row: row.organization_id),
+    ("day", lambda row: row.day),
+    ("project", lambda row: row.project_name),
+    ("project_id", lambda row: row.project_id),
+    ("api_key", lambda row: row.api_key_name),
+    ("api_key_prefix", lambda row: row.api_key_prefix),
+    ("api_key_id", lambda row: row.api_key_id),
+    ("model", lambda row: row.model),
+    ("request_id", lambda row: row.request_id),
+    ("outcome", lambda row: row.outcome),
+    ("settle_time", lambda row: time_text(row.settle_time, "")),
+    ("time_zone", lambda row: "UTC"),
+    ("late", lambda row: str(row.late).lower()),
+    ("request_count", lambda row: row.request_count),
+    ("input_token_count", lambda row: row.input_token_count),
+    ("cached_input_token_count", lambda row: row.cached_input_token_count),
+    ("output_token_count", lambda row: row.output_token_count),
+    ("cancelled_request_count", lambda row: row.cancelled.request_count),
+    ("cancelled_token_count", lambda row: row.cancelled.token_count),
+    ("cancelled_amount", lambda row: plain(row.cancelled.amount)),
+    ("limited_request_count", lambda row: row.limited.request_count),
+    ("limited_token_count", lambda row: row.limited.token_count),
+    ("limited_amount", lambda row: plain(row.limited.amount)),
+    ("failed_request_count", lambda row: row.failed.request_count),
+    ("failed_token_count", lambda row: row.failed.token_count),
+    ("failed_amount", lambda row: plain(row.failed.amount)),
+    ("amount", lambda row: plain(row.amount)),
+    ("pending_amount", lambda row: plain(row.pending_amount)),
+    ("currency_code", lambda row: row.amount.currency_code),
+    ("embedding_token_count", lambda row: row.embedding_token_count),
+    ("migration_count", lambda row: row.migration_count),
+)
+
+
+def plain(money: Money) -> str:
+    return f"{money.amount:f}"
+
+
+def usage_table(rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: UsageRow | None, title: str) -> RenderableType:
+    """Rows by group with what ended early apart, and the total of all that was asked for, shown or not."""
+    if UsageGrouping.REQUEST in by:
+        return request_table(rows, total, title)
+    shown = [*rows, *([total] if total else [])]
+    places, pending = money_places(shown), any(row.pending_amount.picos for row in shown)
+    numbers: dict[str, Callable[[UsageRow], Cell]] = {
+        "requests": lambda row: row.request_count,
+        **kinds_of(shown),
+        "cancelled": lambda row: row.cancelled.request_count,
+        "limited": lambda row: row.limited.request_count,
+        "failed": lambda row: row.failed.request_count,
+        "amount": lambda row: decimal_text(row.amount.amount, places),
+    }
+    if pending:
+        numbers["pending"] = lambda row: decimal_text(row.pending_amount.amount, places)
+    keys = {KEY_COLUMNS[each][0]: KEY_COLUMNS[each][1] for each in by}
+    last, last_key = list(keys.items())[-1]
+    keys[last] = lambda row: last_key(row) + (" (late)" if row.late else "")
+    extra = {"currency": lambda row: row.amount.currency_code} if len({row.amount.currency_code for row in rows}) > 1 else {}
+    drawn = table_of(rows, keys | numbers | extra, right=numbers, title=title)
+    if total is not None:
+        drawn.add_section()
+        drawn.add_row("total", *[""] * (len(by) - 1), *(number(total) for number in numbers.values()), style="bold")
+    return drawn
+
+
+def request_table(rows: Sequence[UsageRow], total: UsageRow | None, title: str) -> RenderableType:
+    shown = [*rows, *([total] if total else [])]
+    places = money_places(shown)
+    numbers: dict[str, Callable[[UsageRow], Cell]] = {
+        **kinds_of(shown),
+        "amount": lambda row: decimal_text(total_of(row), places),
+    }
+    keys: dict[str, Callable[[UsageRow], Cell]] = {
+        "settled": lambda row: row.settle_time,
+        "id": lambda row: row.request_id,
+        "project": lambda row: row.project_name,
+        "key": lambda row: row.api_key_prefix,
+        "model": lambda row: row.model,
+        "outcome": lambda row: row.outcome,
+    }
+    drawn = table_of(rows, keys | numbers, right=numbers, title=title)
+    if total is not None:
+        drawn.add_section()
+        drawn.add_row("total", f"{total.request_count:,} requests", *[""] * 4, *(number(total) for number in numbers.values()))
+    return drawn
+
+
+def total_of(row: UsageRow) -> Decimal:
+    """Posted and pending together."""
+    return Money(row.amount.currency_code, row.amount.picos + row.pending_amount.picos).amount
+
+
+def kinds_of(rows: Iterable[UsageRow]) -> Mapping[str, Callable[[UsageRow], Cell]]:
+    """The columns of tokens: what most customers have none of is left out where nobody has any."""
+    return KIND_COLUMNS if any(row.embedding_token_count for row in rows) else dict(list(KIND_COLUMNS.items())[:-1])
+
+
+def money_places(rows: Iterable[UsageRow]) -> int:
+    """Digits after the point that the finest amount needs."""
+    return max([2, *(decimal_places(money.amount) for row in rows for money in (row.amount, row.pending_amount))])
+
+
+def usage_csv(rows: Iterable[UsageRow], *, header: bool) -> str:
+    """Rows as CSV with exact plain numbers and no totals, so that a sheet can sum them up itself."""
+    return csv_text([name for name, _ in CSV_FIELDS], ([field(row) for _, field in CSV_FIELDS] for row in rows), header=header)
+
+
+def forecast_lines(forecast: UsageForecast) -> list[Text]:
+    """The forecast in words: the numbers first, then what they rest on."""
+    currency = forecast.so_far.currency_code
+    if forecast.expected is None:
+        expected = "no forecast yet"
+    else:
+        expected = f"forecast {decimal_text(forecast.expected.amount)} {currency} by the end of {forecast.month}"
+        if forecast.low is not None and forecast.high is not None:
+            low, high = decimal_text(forecast.low.amount), decimal_text(forecast.high.amount)
+            expected += f" ({low} to {high} in {forecast.confidence_percent} of 100 cases)"
+    so_far = f"so far    {decimal_text(forecast.so_far.amount)} {currency} until {time_text(forecast.as_of_time)}"
+    why = " ".join((forecast.method, *forecast.cautions))
+    return [Text(so_far), Text(expected, style="bold"), Text(why, style="dim")]
+
+
+Format = Literal["table", "csv", "json", "focus"]  # how a report is written
+
+
+@report.command("month")
+@calls(billing_client)
+def report_month(
+    client: BillingClient,
+    month: Annotated[str, typer.Argument(help="The month in UTC, as YYYY-MM.")],
+    organization: OrganizationOption = None,
+    form: Annotated[
+        Format,
+        typer.Option("--format", help="table for people, csv for sheets (lines only), json for programs, focus for FinOps tools."),
+    ] = "table",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
+    pdf: Annotated[Path | None, typer.Option("--pdf", help="Write the invoice, or its draft, as PDF to this file.")] = None,
+    by: Annotated[
+        str, typer.Option("--by", help="Take it apart by day, project, key, model, or several with commas; or by request.")
+    ] = "",
+    day: Annotated[str, typer.Option("--day", help="With --by: only of this day, YYYY-MM-DD in UTC.")] = "",
+    project: Annotated[str, typer.Option("--project", help="With --by: only of this project.")] = "",
+    key: Annotated[str, typer.Option("--key", help="With --by: only of this API key, by prefix or id.")] = "",
+    everyone: Annotated[bool, typer.Option("--all-orgs", help="With --by: of all organizations. Needs an admin key.")] = False,
+    plot: Annotated[
+        bool | None, typer.Option("--plot/--no-plot", help="Draw the tokens of each day. Else on a terminal only.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+) -> None:
+    """Report one month of one organization from the ledger: tokens by kind, unit price, amount, and the check against usage."""
+    checked_month(month)
+    form = "json" if as_json else form
+    groups = parse_groups(by)
+    if groups and (pdf or form == "focus"):
+        raise typer.BadParameter("--pdf and --format focus are of the whole month: leave --by away", param_hint="--by")
+    if not groups and (day or project or key or everyone):
+        raise typer.BadParameter("--day, --project, --key and --all-orgs need --by", param_hint="--by")
+    if everyone and organization:
+        raise typer.BadParameter("give --org or --all-orgs", param_hint="--all-orgs")
+    owner = "" if everyone else organization_or_default(organization, client.address)
+    if groups:
+        write_usage(client, form, output, pages(client, month, groups, owner, day, project, key), groups, month)
+    elif pdf is not None:
+        save(client, month, MonthExportFormat.INVOICE_PDF, owner, pdf)
+    elif form == "focus":
+        save(client, month, MonthExportFormat.FOCUS_CSV, owner, output)
+    else:
+        write_month(client.get_month_report(owner, month), form, output)
+        if form == "table" and output is None:
+            add_outlook(client, month, owner, plot)
+
+
+@report.command("forecast")
+@calls(billing_client)
+def forecast(
+    client: BillingClient,
+    organization: OrganizationOption = None,
+) -> Output:
+    """Tell what the present month has cost so far, what it will have cost by its end, and how sure that is."""
+    found = client.get_forecast(organization_or_default(organization, client.address))
+    return found, *forecast_lines(found)
+
+
+def parse_groups(by: str) -> list[UsageGrouping]:
+    """The groupings of `--by`. Raises: typer.BadParameter."""
+    names = [name.strip() for name in by.split(",") if name.strip()]
+    if wrong := [name for name in names if name not in KEYS]:
+        raise typer.BadParameter(f"{wrong[0]!r} is none of {', '.join(KEYS)}", param_hint="--by")
+    return [KEYS[name][0] for name in names]
+
+
+def pages(
+    client: BillingClient, month: str, groups: list[UsageGrouping], organization: str, day: str, project: str, key: str
+) -> Iterator[UsagePage]:
+    """The pages one after the other, fetched as they are read."""
+    token = ""
+    while True:
+        page = client.get_usage(
+            month, groups, organization=organization, day=day, project=project, api_key=key, page_size=PAGE_ROWS, page_token=token
+        )
+        yield page
+        if not (token := page.next_page_token):
+            return
+
+
+def write_usage(
+    client: BillingClient, form: Format, output: Path | None, found: Iterator[UsagePage], groups: list[UsageGrouping], month: str
+) -> None:
+    """Rows as a table, a sheet or a document. A sheet is written page by page, however long it is."""
+    if form == "csv":
+        put(output, (usage_csv(page.rows, header=not index) for index, page in enumerate(found)))
+        return
+    first = next(found)
+    if form == "json":
+        rows = [*first.rows, *(row for page in found for row in page.rows)]
+        document = {"month": month, "time_zone": "UTC", "rows": jsonable(rows), "total": jsonable(first.total)}
+        put(output, [json.dumps(document, ensure_ascii=False, indent=2) + "\n"])
+        return
+    rows = list(first.rows[:TABLE_ROWS_MAX])
+    currency = first.rows[0].amount.currency_code if first.rows else ""
+    title = " · ".join(filter(None, (month + " (UTC)", f"amounts in {currency}, before tax" if currency else "no usage")))
+    drawn = usage_table(rows, groups, first.total, title)
+    if output is None:
+        show(drawn)
+    else:
+        put(output, [to_text(drawn, FILE_WIDTH)])
+    if first.next_page_token or len(first.rows) > TABLE_ROWS_MAX:
+        note(f"the first {len(rows):,} rows: --format csv has them all, --day, --project and --key narrow it down")
+
+
+def write_month(found: MonthReport, form: Format, output: Path | None) -> None:
+    """The report of the month, and what is wrong with it, if anything."""
+    if output is not None:
+        put(output, [written(found, form)])
+        note(f"{output}: {len(found.lines)} lines, total {found.total_rounded}{_beside_usage(found, form)}")
+    elif form == "table":
+        show(month_report(found))
+    else:
+        typer.echo(written(found, form), nl=False)
+    if form == "csv" and (found.unrated_event_count or not found.reconciliation.balanced):
+        note(f"{found.unrated_event_count:,} usage events are not in the lines yet; --format table shows the check")
+    if not found.reconciliation.balanced:
+        fail("the ledger and the usage events do not agree")
+
+
+def _beside_usage(found: MonthReport, form: Format) -> str:
+    """Says so where the rows of a CSV, which are usage alone, do not come to the total that is told beside them."""
+    usage_picos = sum(line.amount.picos for line in found.lines)
+    if form != "csv" or usage_picos == found.total.picos:
+        return ""
+    return (
+        f"; the lines are usage alone and come to {Money(found.total.currency_code, usage_picos)}: "
+        f"`weir month show {found.month} --format csv` has plan, credit and adjustments too"
+    )
+
+
+def written(report: MonthReport, form: Format) -> str:
+    if form == "table":
+        return to_text(month_report(report), FILE_WIDTH)
+    if form == "csv":
+        return month_report_csv(report)
+    return json.dumps(jsonable(report), ensure_ascii=False, indent=2) + "\n"
+
+
+def add_outlook(client: BillingClient, month: str, organization: str, plot: bool | None) -> None:
+    """Below the table: of the present month the forecast, and the tokens of each day where somebody looks."""
+    today = present_day()
+    if month == f"{today:%Y-%m}":
+        show(*forecast_lines(client.get_forecast(organization, month)))
+    if plot or (plot is None and sys.stdout.isatty()):
+        by_day = {row.day: row.token_count for row in client.get_usage(month, [UsageGrouping.DAY], organization=organization).rows}
+        show("", daily_plot(month, by_day, today))
+
+
+def present_day() -> date:
+    """Today in UTC."""
+    return datetime.now(UTC).date()
+
+
+def daily_plot(month: str, by_day: dict[str, int], today: date) -> DailyPlot:
+    """Every day of the month; those to come are empty. Usage of other months, found late, is left out."""
+    begins = date.fromisoformat(f"{month}-01")
+    ends = (begins + timedelta(days=31)).replace(day=1)
+    days = [begins + timedelta(days=index) for index in range((ends - begins).days)]
+    return DailyPlot(
+        f"tokens per day of {month} (UTC)", [Day(day.day, by_day.get(str(day), 0) if day <= today else None) for day in days]
+    )
+
+
+def save(client: BillingClient, month: str, form: MonthExportFormat, organization: str, path: Path | None) -> None:
+    """A file of the month as the server makes it; to stdout without a path."""
+    file = client.export_month(month, form, organization=organization)
+    target = path / file.file_name if path is not None and path.is_dir() else path
+    put(target, [file.content])
+    if target is not None:
+        note(f"{target}: {len(file.content):,} bytes")
+
 
 month = typer.Typer(help="Close months, read them, and prove that they are what they were.", no_args_is_help=True)
 

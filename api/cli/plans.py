@@ -11,9 +11,8 @@ import typer
 from rich.console import RenderableType
 from weir_client import AdminClient, AppliedPrice, CreditGrant, Plan, PlanAssignment, PriceVersion, SimulatedCustomer
 
-from api.cli.apply import content_of, tell_mistakes
+from api.cli.configuration import PROPOSAL, content_of, read_document, tell_mistakes
 from api.cli.connection import Output, admin_client, calls
-from api.cli.document import PROPOSAL, read_document
 from api.cli.render import (
     JsonOption,
     csv_text,

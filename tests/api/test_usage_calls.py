@@ -25,8 +25,7 @@ from weir_client import (
 )
 
 from api.access.auth import Authenticator
-from api.billing.billing_service import COUNT_FIELDS, BillingServicer
-from api.billing.billing_wire import Reports
+from api.billing.billing_service import COUNT_FIELDS, BillingServicer, Reports
 from api.core.interceptor import Guard, GuardedServices
 from metering.core.models import TokenKind
 from metering.invoicing.invoice_document import Issuer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from api.cli import report as report_module
+from api.cli import months as report_module
 from api.cli.main import app
 from tests.cli.scripted_weir import ScriptedAccounts, scripted_inference
 from tests.sdk import scripted

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import configuration_pb2
 
-from api.cli import document
-from api.cli.document import QUOTA, read_document, write_document
+from api.cli import configuration as document
+from api.cli.configuration import QUOTA, read_document, write_document
 
 GOOD = """\
 version: 1

@@ -22,6 +22,7 @@ from weir_client import (
 
 from api.cli.audit import changed
 from api.cli.connection import flag_of
+from api.cli.months import usage_csv, usage_table
 from api.cli.render import (
     decimal_text,
     duration_text,
@@ -37,7 +38,6 @@ from api.cli.render import (
     usage_line,
     waterfall,
 )
-from api.cli.report import usage_csv, usage_table
 from api.cli.requests import traced
 from api.cli.tenants import key_state
 
