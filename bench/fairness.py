@@ -23,8 +23,7 @@ from typing import Literal
 from weir_client import AsyncClient
 
 from api.cli.demo import percentile
-from api.cli.local import create_key, ensure_tenant, open_sessions
-from api.cli.stack import run_stack
+from api.cli.stack import create_key, ensure_tenant, open_sessions, run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
 from metering.store import embedded_postgres
 from metering.store.migrations_runner import migrate

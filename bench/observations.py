@@ -23,8 +23,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.generation.live import Caller
 from api.generation.start_frame import parse_start
 from api.metrics.operator_http import Families, request_metrics
-from api.observability.counts import STAGES
-from api.observability.observer import Ending, Observer, record_of
+from api.observability.observer import STAGES, Ending, Observer, record_of
 from api.observability.otlp import OtlpSender
 from api.observability.spans import TraceContext
 from metering.core.models import Outcome

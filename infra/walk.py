@@ -31,8 +31,7 @@ import grpc
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.cli.local import ensure_receipt_key
-from api.cli.stack import Child, child_environment, wait_until_serving
+from api.cli.stack import Child, child_environment, ensure_receipt_key, wait_until_serving
 from api.core.endpoint import make_private
 from api.core.settings import Settings, bundled_models
 from bench.admission import server

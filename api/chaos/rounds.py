@@ -35,8 +35,8 @@ from rich.markup import escape
 from weir_client import AsyncClient, WeirError
 
 from api.chaos.system import BOUNDS, ENGINES, EXPORT_FILE, JOURNALS, System, children_of, running_system
-from api.cli.local import clear_failures
 from api.cli.render import JsonOption, duration_text, make_console, note, print_json, show, table
+from api.cli.stack import clear_failures
 from api.core.settings import Settings
 from metering.holds.journal import abandoned_journals
 from metering.proof.fsck import CHECKS, fsck

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from api.cli.connection import Connection
-from api.cli.local import bootstrap, ensure_receipt_key
-from api.cli.stack import Child, StackFailed, child_environment, is_serving
+from api.cli.stack import Child, StackFailed, bootstrap, child_environment, ensure_receipt_key, is_serving
 from api.core.settings import Settings
 from api.fleet.fleet_file import model_names
 from metering.receipts.signing import KEY_FILE

@@ -17,9 +17,8 @@ from rich.markup import escape
 from weir_client import AdminClient, AuditEntry
 
 from api.cli.connection import Output, admin_client, calls
-from api.cli.local import HomeOption, clear_failures, open_sessions
 from api.cli.render import JsonOption, duration_text, fail, make_console, parse_span, print_json, table
-from api.cli.stack import domain_errors, local_database
+from api.cli.stack import HomeOption, clear_failures, domain_errors, local_database, open_sessions
 from metering.invoicing.months import changed_months
 from metering.proof.fsck import CHECKS, SAMPLE_MAX, Check, Moment, Verdict, Violation, chosen_checks
 from metering.proof.fsck import fsck as run_checks

@@ -29,9 +29,8 @@ from weir_client import (
     WeirError,
 )
 
-from api.cli.local import clear_failures, read_settings
 from api.cli.render import fail, make_console, month_report, result_line, table, waterfall
-from api.cli.stack import Stack, run_stack
+from api.cli.stack import Stack, clear_failures, read_settings, run_stack
 from api.core.endpoint import read_endpoint
 from api.core.settings import DEMO_MODEL_NAME, Settings
 from demo import corpus

@@ -34,9 +34,9 @@ class Entry:
 OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what writing to a full or broken disk says
 SERVE, ASK, MANAGE, PAY = "Run Weir", "Use models", "Manage access", "See usage and money"
 COMMANDS = {
-    "up": Entry("api.cli.up:up", "Start everything on this machine.", SERVE),
-    "env": Entry("api.cli.up:env", "Tell programs where `weir up` listens, and its keys.", SERVE),
-    "console": Entry("api.cli.up:console", "Tell where the page for people is; open it.", SERVE),
+    "up": Entry("api.cli.stack:up", "Start everything on this machine.", SERVE),
+    "env": Entry("api.cli.stack:env", "Tell programs where `weir up` listens, and its keys.", SERVE),
+    "console": Entry("api.cli.stack:console", "Tell where the page for people is; open it.", SERVE),
     "serve": Entry("api.cli.processes:serve", "Start one API server.", SERVE),
     "demo": Entry("api.cli.demo:demo", "Show the whole path of a request, live.", SERVE),
     "chaos": Entry("api.chaos.rounds:chaos", "Break a Weir of its own, and account for every token.", SERVE),

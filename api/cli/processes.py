@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from api.cli.local import HomeOption, ListenOption, clear_failures, read_settings, stderr
 from api.cli.render import JsonOption, fail, print_json, show, table
+from api.cli.stack import HomeOption, ListenOption, clear_failures, read_settings, stderr
 from metering.worker import worker_command
 
 GRANT_HELP = (
@@ -96,7 +96,7 @@ def init(
     On this machine it makes the key that signs receipts, where there is none and WEIR_RECEIPT_KEY_FILE does not say `off`.
     What exists stays as it is; each run makes one more admin key. Its secret is printed once and can never be shown again.
     """
-    from api.cli.local import create_admin, ensure_receipt_key
+    from api.cli.stack import create_admin, ensure_receipt_key
     from api.fleet.fleet_file import model_names
     from metering.store.migrations_runner import is_current
 

@@ -192,7 +192,7 @@ def rotate() -> None:
 
     Servers use it from their next start. Receipts that the old key signed stay valid: its public half is kept.
     """
-    from api.cli.local import read_settings
+    from api.cli.stack import read_settings
     from metering.receipts.signing import key_path, replace_key
 
     path = key_path(read_settings().to_environment())

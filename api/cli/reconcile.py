@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from api.cli.local import HomeOption
 from api.cli.render import JsonOption, csv_text, duration_text, make_console, note, print_json, show, table
-from api.cli.stack import run
+from api.cli.stack import HomeOption, run
 from metering.core.models import TokenKind
 from metering.core.money import exact_text
 from metering.export.export_settings import Destination, ExportSettings, export_settings

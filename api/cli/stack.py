@@ -1,6 +1,7 @@
-"""All of Weir on one machine: PostgreSQL, api server with its engines, Celery worker and beat.
+"""`weir up`: all of Weir on one machine, in the foreground; and what commands that run Weir itself share.
 
-Only the settings differ from a deployment on many machines, never the code path. A process that dies is started again.
+PostgreSQL, api server with its engines, Celery worker and beat: only the settings differ from a deployment on many machines, never
+the code path. A process that dies is started again.
 """
 
 from __future__ import annotations
@@ -9,30 +10,195 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shlex
+import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+import webbrowser
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Annotated, TypeVar
 
 import grpc
+import typer
 from grpc_health.v1 import health_pb2
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
 
-from api.cli.connection import Connection
-from api.cli.local import HomeOption, bootstrap, clear_failures, ensure_receipt_key, open_sessions, read_settings
-from api.cli.render import fail
-from api.core.endpoint import forget_endpoint, make_private, read_endpoint
-from api.core.settings import Settings
+from api.cli.connection import CONNECTION_FILE, Connection, ConnectionProblem, connection_path, read_connection_file, reported
+from api.cli.render import fail, note
+from api.core.endpoint import Told, forget_endpoint, make_private, read_endpoint
+from api.core.settings import SettingInvalid, Settings, listen_address
 from api.fleet.fleet_file import model_names
 from common.backoff import Backoff
-from metering.core.errors import InvalidValue, MeteringError
+from inference.errors import CheckpointInvalid
+from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, MeteringError
 from metering.export.export_settings import export_settings, webhook_settings
+from metering.pricing.prices import list_current_prices, set_price
+from metering.receipts.signing import ensure_key, key_path
 from metering.store import embedded_postgres
-from metering.store.db import Sessions
+from metering.store.db import Sessions, create_engine, create_sessions
+from metering.store.embedded_postgres import PostgresNotStarted
 from metering.store.migrations_runner import migrate
+from metering.tenants.tenants import authenticate, create_api_key, create_organization, create_project
 from metering.worker import READY_FILE, worker_command
+
+ListenOption = Annotated[str, typer.Option("--listen", help="Address and port; port 0 lets the system choose.", show_default=False)]
+HomeOption = Annotated[
+    Path | None, typer.Option("--home", help="Directory for everything that is kept. [default: WEIR_HOME or ~/.weir]")
+]
+
+stderr = Console(stderr=True, highlight=False)
+
+ACTOR = "system"
+ORGANIZATION = "demo"
+PROJECT = "default"
+ADMIN_SCOPES = ("admin", "billing", "inference")
+
+# USD per million tokens: 0.15 input, half of it cached, 0.60 output; usual for a small hosted model.
+MODEL_PICOS_PER_TOKEN = (150_000, 75_000, 600_000)
+EMBEDDING_PICOS_PER_TOKEN = 20_000  # USD 0.02 per million tokens, for models that embed
+
+
+def read_settings(home: Path | None = None, listen: str = "") -> Settings:
+    """Settings of the environment, flags before them; absolute, so that child processes mean the same directory."""
+    try:
+        settings = Settings.from_environment()
+    except SettingInvalid as error:
+        fail(str(error), 2)
+    settings = replace(settings, home=(home or settings.home).expanduser().absolute())
+    if not listen:
+        return settings
+    try:
+        return replace(settings, listen_address=listen_address(listen))
+    except ValueError as error:
+        fail(f"--listen {error}, not {listen!r}", 2)
+
+
+def said(error: Exception) -> str:
+    """What PostgreSQL or the way to it has said, in one line, without the wrapping of libraries."""
+    return " ".join(str(getattr(error, "orig", None) or error).split())
+
+
+@contextlib.contextmanager
+def lone_errors() -> Iterator[None]:
+    """An error that ends a task group alone leaves without the group; several stay together."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        error: Exception = group
+        while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        if error is group:
+            raise
+        raise error from None
+
+
+@contextlib.contextmanager
+def clear_failures() -> Iterator[None]:
+    """Errors of starting up, without a traceback."""
+    import psycopg
+    import sqlalchemy.exc
+
+    try:
+        with lone_errors():
+            yield
+    except (StackFailed, PostgresNotStarted, CheckpointInvalid, SettingInvalid) as error:
+        fail(str(error))
+    except (psycopg.OperationalError, sqlalchemy.exc.OperationalError) as error:
+        fail(f"the database of WEIR_DATABASE_URL does not answer: {said(error)}")
+    except OSError as error:
+        fail(str(error))
+
+
+def ensure_receipt_key(settings: Settings) -> Path | None:
+    """Make the key that signs receipts where there is none; its file if one was made."""
+    path = key_path(settings.to_environment())
+    return path if path is not None and ensure_key(path) else None
+
+
+async def bootstrap(database_url: str, home: Path, models: Collection[str], encoders: Collection[str] = ()) -> Connection:
+    """Make sure that the local customer, its keys and a price for each model exist. The address is not known yet."""
+    async with open_sessions(database_url) as sessions:
+        await ensure_tenant(sessions, ORGANIZATION, PROJECT)
+        await ensure_prices(sessions, models, encoders)
+        with contextlib.suppress(ConnectionProblem):
+            standing = read_connection_file(home / CONNECTION_FILE)
+            if await keys_work(sessions, standing):
+                return standing
+        api_key = await create_key(sessions, ORGANIZATION, PROJECT, "local", ("inference",))
+        admin_key = await create_key(sessions, ORGANIZATION, PROJECT, "local-admin", ADMIN_SCOPES)
+        return Connection("", api_key, admin_key, ORGANIZATION, PROJECT)
+
+
+async def create_admin(
+    database_url: str, organization: str, project: str, models: Collection[str], encoders: Collection[str] = ()
+) -> str:
+    """Make sure that customer, project and prices exist, and create one more admin key; its secret."""
+    async with open_sessions(database_url) as sessions:
+        await ensure_tenant(sessions, organization, project)
+        await ensure_prices(sessions, models, encoders)
+        return await create_key(sessions, organization, project, "admin", ADMIN_SCOPES)
+
+
+@contextlib.asynccontextmanager
+async def open_sessions(database_url: str) -> AsyncIterator[Sessions]:
+    engine = create_engine(database_url)
+    try:
+        yield create_sessions(engine)
+    finally:
+        await engine.dispose()
+
+
+async def create_key(sessions: Sessions, organization: str, project: str, name: str, scopes: Collection[str]) -> str:
+    async with sessions.begin() as session:
+        _, secret = await create_api_key(session, organization=organization, project=project, name=name, scopes=scopes, actor=ACTOR)
+    return secret
+
+
+async def ensure_tenant(sessions: Sessions, organization: str, project: str) -> None:
+    """The customer and its project, each created where it is missing."""
+    with contextlib.suppress(AlreadyExists):
+        async with sessions.begin() as session:
+            await create_organization(session, name=organization, actor=ACTOR)
+    with contextlib.suppress(AlreadyExists):
+        async with sessions.begin() as session:
+            await create_project(session, organization=organization, name=project, actor=ACTOR)
+
+
+async def ensure_prices(sessions: Sessions, models: Collection[str], encoders: Collection[str]) -> None:
+    """A price for each model that has none: without one it cannot be sold. encoders: those that embed."""
+    async with sessions.begin() as session:
+        priced = {price.model for price in await list_current_prices(session, currency_code="USD")}
+        rates = dict.fromkeys(encoders, (0, 0, 0, EMBEDDING_PICOS_PER_TOKEN)) | dict.fromkeys(
+            models, (*MODEL_PICOS_PER_TOKEN, None)
+        )
+        for model in sorted(rates.keys() - priced):
+            asked, cached, answered, embedded = rates[model]
+            await set_price(
+                session,
+                model=model,
+                input_picos_per_token=asked,
+                cached_input_picos_per_token=cached,
+                output_picos_per_token=answered,
+                embedding_picos_per_token=embedded,
+                actor=ACTOR,
+            )
+
+
+async def keys_work(sessions: Sessions, connection: Connection) -> bool:
+    """Whether the stored keys belong to this database and are good."""
+    try:
+        async with sessions() as session:
+            for secret in (connection.api_key, connection.admin_key):
+                await authenticate(session, secret)
+    except KeyInvalid:
+        return False
+    return True
+
 
 Result = TypeVar("Result")
 READY_TIMEOUT_S = 300.0  # a large checkpoint from a cold disk
@@ -286,3 +452,96 @@ async def is_serving(address: str) -> bool:
         except grpc.aio.AioRpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def up(listen: ListenOption = "", home: HomeOption = None) -> None:
+    """Start everything on this machine: PostgreSQL, API server, engine, Celery worker and beat. Ctrl-C stops it all.
+
+    Everything is kept in the home directory. With WEIR_DATABASE_URL or WEIR_BROKER_URL set, those servers are used instead of
+    embedded ones.
+    """
+    with clear_failures():
+        asyncio.run(run_until_stopped(listen, home))
+
+
+async def run_until_stopped(listen: str, home: HomeOption) -> None:
+    """Run the stack until SIGINT or SIGTERM."""
+    settings = read_settings(home, listen)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, stopping.set)
+    with stderr.status("Starting") as status:
+        async with asyncio.TaskGroup() as tasks, run_stack(settings, status.update) as stack:
+            status.stop()
+            stderr.print(welcome(stack.connection.address, settings.home, read_endpoint(settings.home)))
+            supervisor = tasks.create_task(stack.supervise(lambda message: stderr.print(f"[yellow]{message}[/yellow]")))
+            await stopping.wait()
+            supervisor.cancel()
+            stderr.print("Stopping: running requests finish first")
+
+
+def welcome(address: str, home: Path, told: Told) -> Panel:
+    """What to do next. told: by the server, of its doors over HTTP."""
+    openai = f"\nOpenAI's clients take [bold]base_url={told.openai_url}[/bold] with the same keys." if told.openai_url else ""
+    metrics = f"\nPrometheus scrapes {told.metrics_url}." if told.metrics_url else ""
+    weir = command_name()
+    sign_in = f"sign in with a key of `{escape(weir)} env`"
+    console = f"\nThe console is at [bold]{told.console_url}[/bold]: {sign_in}." if told.console_url else ""
+    elsewhere = (
+        ""
+        if home == Path.home() / ".weir"
+        else f"  export WEIR_HOME={shlex.quote(str(home))}   where the commands find this server\n"
+    )
+    return Panel(
+        f"Weir listens on [bold]{address}[/bold].{openai}{console}{metrics} In another terminal:\n\n"
+        f"{escape(elsewhere)}"
+        f'  {weir} generate "Hello"\n'
+        f"  {weir} quota set tokens-per-month 1000000 --org demo\n"
+        f"  {weir} report month --help\n"
+        f'  eval "$({weir} env)"   for programs that use the SDKs\n\n'
+        f"Keys are in {home}/connection.json, logs in {home}/logs. Ctrl-C stops everything.",
+        title="weir up",
+        expand=False,
+    )
+
+
+def command_name() -> str:
+    """How this program is called from this directory: `weir`, or its path where a shell would not find it by that name."""
+    called = sys.argv[0]
+    known = Path(called).name != "weir" or shutil.which("weir") == called
+    return "weir" if known else shlex.quote(called)
+
+
+def env() -> None:
+    """Print where `weir up` listens and its keys, for the shell: eval "$(weir env)".
+
+    The SDKs, and every command, then find that server from any directory and any language.
+    """
+    with reported(None):
+        file = read_connection_file()
+        if not file.address:
+            raise ConnectionProblem(f"there is no {connection_path()}: start a server with `weir up`")
+        variables = {"WEIR_ADDRESS": file.address, "WEIR_API_KEY": file.api_key, "WEIR_ADMIN_KEY": file.admin_key}
+        for name, value in variables.items():
+            if value:
+                typer.echo(f"export {name}={shlex.quote(value)}")
+
+
+def console(
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in the browser of this machine.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Print where the console of the server on this machine is.
+
+    It asks for an API key and shows what that key may see. `weir env` prints the keys that `weir up` made.
+    """
+    settings = read_settings(home)
+    told = read_endpoint(settings.home)
+    if not told.serving:
+        fail(f"no server of {settings.home} serves now: start one with `weir up`")
+    if not told.console_url:
+        fail("the server has no console: it was started with WEIR_CONSOLE=0 or WEIR_OPENAI_LISTEN=off")
+    typer.echo(told.console_url)
+    if open_browser and not webbrowser.open(told.console_url):
+        note("no browser could be opened here: open the address in yours")

@@ -11,9 +11,8 @@ from typing import Annotated
 
 import typer
 
-from api.cli.local import HomeOption
 from api.cli.render import JsonOption, fail, note, print_json, show, table
-from api.cli.stack import domain_errors, run
+from api.cli.stack import HomeOption, domain_errors, run
 from metering.core.errors import BillingDetailsMissing, InvalidValue
 from metering.core.money import exact_text
 from metering.export.export_models import PaymentState

@@ -32,7 +32,7 @@ from api.core.endpoint import bound_socket, local_url
 from api.core.health import Health, store_is_well
 from api.generation.life import PHASES
 from api.generation.process import Process
-from api.observability.counts import Histogram, RequestCounts
+from api.observability.observer import Histogram, RequestCounts
 from api.observability.spans import SpanCounts
 from api.queue.fair_queue import QueueStatistics
 from common.incidents import INCIDENT_COUNTS

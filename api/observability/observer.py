@@ -1,6 +1,7 @@
-"""What the rest of the process tells operators through: the few calls that requests make when something of them has ended.
+"""What became of requests, told by the few calls that they make when something of them has ended, and counted in memory.
 
-Whoever calls waits for nothing and never sees an error. Prompts and answers do not come here.
+Whoever calls waits for nothing and never sees an error. Labels are names of models, tiers, reasons and kinds, of which a deployment
+has some dozens; never who asked, nor which request. A request costs some microseconds here, a token nothing.
 """
 
 from __future__ import annotations
@@ -8,18 +9,163 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
 from api.core.statuses import reason_of
-from api.observability.counts import UNKNOWN_MODEL, Histogram, RequestCounts
 from api.observability.spans import Record, Spans, TraceContext
 from metering.core.models import Outcome, ServiceTier
 from metering.holds.operations import Settled
 from metering.quotas.quota_rules import Payer
+from metering.quotas.quotas import QuotaExceeded
+
+# Of a request, in the order in which they come. One that waits twice, for an engine or for its turn, has both waits in one.
+STAGES = ("auth", "tokenize", "admission", "cold_start", "queue", "prefill", "decode", "client_stall", "settle")
+# In ms: from what a lookup in memory takes to what nobody waits for. Two or three to a decade: a quantile is then right to a third.
+STAGE_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 120_000)
+TOTAL_BOUNDS_MS = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 20_000, 30_000, 60_000, 120_000, 300_000, 600_000)
+TOKEN_BOUNDS_MS = (1, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 250, 500, 1000, 2500)
+COLD_START_MS_MIN = 10.0  # below it no engine was waited for: none starts so quickly, and a busy process looks at its clock so late
+UNKNOWN_MODEL = ""  # of requests for models that there are not: what clients write there is no label
+WATCHED_CALLS = ("Generate", "Embed", "http")  # incidents of others are told from their second on
+INCIDENT = "INTERNAL"
+Labels = tuple[str, ...]
+
+
+class Histogram:
+    """Counts of values by the first bound that they do not exceed, and their sum."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """bounds: ascending; one more bucket takes what exceeds them all."""
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """The same value so many times."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def copy(self) -> Histogram:
+        made = Histogram(self.bounds)
+        made.counts, made.sum = self.counts[:], self.sum
+        return made
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def buckets(self, unit: float = 1.0) -> list[tuple[str, float]]:
+        """Bounds, in so many of their units, and how many values do not exceed each: as the exposition format wants them."""
+        found, below = [], 0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            below += count
+            found.append((f"{bound * unit:g}", float(below)))
+        found.append(("+Inf", float(below + self.counts[-1])))
+        return found
+
+
+class Times:
+    """Histograms of the requests to one model in one tier, in ms."""
+
+    def __init__(self) -> None:
+        self.stages = {stage: Histogram(STAGE_BOUNDS_MS) for stage in STAGES}
+        self.first_token = Histogram(STAGE_BOUNDS_MS)
+        self.inter_token = Histogram(TOKEN_BOUNDS_MS)
+        self.total = Histogram(TOTAL_BOUNDS_MS)
+        self._by_key = [(f"{stage}_ms", histogram) for stage, histogram in self.stages.items() if stage != "cold_start"]
+
+    def copy(self) -> Times:
+        made = Times()
+        made.stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
+        made.first_token, made.inter_token, made.total = self.first_token.copy(), self.inter_token.copy(), self.total.copy()
+        return made
+
+    def add(self, timings: Mapping[str, float], later_token_count: int) -> None:
+        """One request that has ended. later_token_count: of each choice after its first one; they came at their mean pace."""
+        for key, histogram in self._by_key:  # as `Histogram.observe` does, without a call for each stage
+            value = timings[key]
+            histogram.counts[bisect_left(STAGE_BOUNDS_MS, value)] += 1
+            histogram.sum += value
+        if timings["cold_start_ms"] >= COLD_START_MS_MIN:
+            self.stages["cold_start"].observe(timings["cold_start_ms"])
+        if "ttft_ms" in timings:
+            self.first_token.observe(timings["ttft_ms"])
+        if later_token_count > 0:
+            self.inter_token.observe(timings["decode_ms"] / later_token_count, later_token_count)
+        self.total.observe(timings["total_ms"])
+
+
+class RequestCounts:
+    """All of them. Not thread-safe: one event loop counts and reads."""
+
+    def __init__(self, models: Iterable[str]) -> None:
+        """models: their own names; what is asked of any other is counted as one."""
+        self._models = frozenset(models)
+        self.ends: dict[Labels, int] = defaultdict(int)  # by model, tier and outcome
+        self.refusals: dict[Labels, int] = defaultdict(int)  # by model, reason, and the quota's dimension and subject
+        self.tokens: dict[Labels, int] = defaultdict(int)  # by model and kind
+        self.failed_calls: dict[Labels, int] = defaultdict(int)  # by call and reason
+        self.times: dict[tuple[str, ServiceTier], Times] = {}
+        self.migration_count = 0
+        # From zero: else the first incident would be a series that has always been 1, and no growth that anybody is woken by.
+        for model in [*self._models, UNKNOWN_MODEL]:
+            self.ends[model, ServiceTier.INTERACTIVE, INCIDENT.lower()] = 0
+        for call in WATCHED_CALLS:
+            self.failed_calls[call, INCIDENT] = 0
+
+    def copy(self) -> RequestCounts:
+        """As they are now, for whoever takes longer to read them than the event loop should wait."""
+        made = RequestCounts(self._models)
+        made.ends, made.refusals = self.ends.copy(), self.refusals.copy()
+        made.tokens, made.failed_calls = self.tokens.copy(), self.failed_calls.copy()
+        made.times = {of: times.copy() for of, times in self.times.items()}
+        made.migration_count = self.migration_count
+        return made
+
+    def finished(
+        self, model: str, tier: ServiceTier, outcome: str, timings: Mapping[str, float], settled: Settled | None, choice_count: int
+    ) -> None:
+        """A request that ran has come to its end. choice_count: outputs side by side; 0: their pace is not known."""
+        self.ends[model, tier, outcome] += 1
+        times = self.times.get((model, tier))
+        if times is None:
+            times = self.times[model, tier] = Times()
+        later_token_count = 0
+        if settled is not None:
+            self._add_tokens(model, settled)
+            if choice_count:
+                later_token_count = settled.generated_token_count // choice_count - 1
+        times.add(timings, later_token_count)
+
+    def failed(self, model: str, tier: ServiceTier, error: Exception, settled: Settled | None) -> None:
+        """A request was refused, or broke. settled: what is billed of it all the same; without it, it was refused."""
+        model, reason = model if model in self._models else UNKNOWN_MODEL, reason_of(error)
+        self.ends[model, tier, reason.lower()] += 1
+        if settled is not None:
+            self._add_tokens(model, settled)
+            return
+        dimension = subject = ""
+        if isinstance(error, QuotaExceeded):
+            dimension, subject = error.failing[0].dimension, error.failing[0].subject
+        self.refusals[model, reason, dimension, subject] += 1
+
+    def _add_tokens(self, model: str, settled: Settled) -> None:
+        """What is billed. Input that the cache had is told apart from what was computed: both together are the prompt."""
+        tokens, cached = self.tokens, settled.cached_input_token_count
+        tokens[model, "input"] += settled.input_token_count - cached
+        tokens[model, "cached_input"] += cached
+        tokens[model, "output"] += settled.delivered_token_count
+        if settled.embedding_token_count:
+            tokens[model, "embedding"] += settled.embedding_token_count
+
 
 BATCH_SECONDS_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000)
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_contex
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from api.observability.counts import STAGES
+from api.observability.observer import STAGES
 from api.observability.spans import Record
 
 NS_PER_MS = 1_000_000

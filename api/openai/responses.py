@@ -18,23 +18,30 @@ from api.openai.parameters import (
     ROLES,
     Asked,
     ChatTemplateKwargs,
+    Choice,
     ContentPart,
+    Format,
     Int32,
     Int64,
     SharedParameters,
+    ToolParameter,
     Turns,
     Unserved,
+    as_given,
     check_shared,
+    choice_as_given,
     fill_shared,
     fill_thinking,
+    fill_tools,
     refuse_given,
     refuse_unless,
+    response_format,
     text_of,
     tier_name,
+    tools_as_given,
     unserved,
 )
 from api.openai.refusals import Refusal, check_count, wrong_parameter
-from api.openai.tools import Choice, Format, ToolParameter, as_given, choice_as_given, fill_tools, response_format, tools_as_given
 
 MESSAGE, CALL, RESULT = "message", "function_call", "function_call_output"
 KINDS = (MESSAGE, CALL, RESULT)

@@ -11,8 +11,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.live import Caller
 from api.generation.start_frame import parse_start
-from api.observability.counts import STAGES
-from api.observability.observer import Ending
+from api.observability.observer import STAGES, Ending
 from api.observability.spans import NO_TRACE, TraceContext
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer

@@ -20,8 +20,7 @@ from structlog.testing import capture_logs
 from api.core.settings import Settings
 from api.metrics import operator_http as scrape
 from api.metrics.operator_http import MetricsListener
-from api.observability.counts import COLD_START_MS_MIN, Histogram, RequestCounts
-from api.observability.observer import LoopLag, Observer
+from api.observability.observer import COLD_START_MS_MIN, Histogram, LoopLag, Observer, RequestCounts
 from metering.core.errors import StoreAway
 from metering.core.models import ServiceTier
 from metering.holds.journal import Delivered, UsageJournal, journal_backlog

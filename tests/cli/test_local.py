@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from api.cli.render import to_text
-from api.cli.up import welcome
+from api.cli.stack import welcome
 from api.core.endpoint import Told
 from tests.cli.conftest import Run
 from tests.conftest import APPLICATION_ROLE
