@@ -26,8 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from inference.encoder.engine import TorchEncoder
-from inference.encoder.settings import EncoderSettings
+from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.engine import EmbeddingRequest
 
 KINDS = {"queries": (6, 24), "passages": (64, 256)}  # tokens of a text, least and most

@@ -41,7 +41,6 @@ from api.core.messages import (
 from inference.routing.router import Router
 from metering.alerts import delivering as webhooks
 from metering.alerts.alerts import find_alert
-from metering.configuration.applying import apply_configuration, present_state
 from metering.configuration.configuration import (
     Action,
     Change,
@@ -53,6 +52,8 @@ from metering.configuration.configuration import (
     ProjectSpec,
     QuotaPlace,
     QuotaSpec,
+    apply_configuration,
+    present_state,
     said_thresholds,
 )
 from metering.control import live

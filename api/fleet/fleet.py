@@ -24,8 +24,7 @@ from inference.adapters.tensorrt_settings import TensorRtOptions, TensorRtSettin
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.capabilities import combined
 from inference.core.cost_model import CostModel
-from inference.encoder.engine import TorchEncoder
-from inference.encoder.settings import EncoderSettings
+from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.engine import Encoder, Engine
 from inference.native.packed_file import PackedPlace
 from inference.routing.encoder_set import EncoderReplica, EncoderSet

@@ -11,10 +11,9 @@ import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from inference.encoder.config import read_encoder_config
-from inference.encoder.settings import BatchEncoded, EncodeBatch, LoadEncoder
 from inference.errors import CheckpointInvalid, EngineStartFailed
 from inference.workers.child import (
     EXIT_LOAD_FAILED,
@@ -37,6 +36,33 @@ if TYPE_CHECKING:
 
 IMPORT_FRACTION = 0.6  # share of loading that importing torch takes, measured on a model of 23 million parameters
 _log = logging.getLogger("weir.inference.encoder")
+
+
+class LoadEncoder(Message, tag="load_encoder", frozen=True):
+    """The first message: what to load and how. See `EncoderSettings`."""
+
+    directory: str
+    compute_dtype: Literal["float32", "bfloat16", "int8"]
+    device: Literal["cpu", "cuda"]
+    torch_thread_count: int
+
+
+class EncodeBatch(Message, tag="encode", frozen=True):
+    """Texts to embed, as token ids. number: of the batch; its answer bears the same."""
+
+    number: int
+    texts: list[tuple[int, ...]]
+
+
+class BatchEncoded(Message, tag="encoded", frozen=True):
+    """The vectors of a batch in the order of its texts, each as its floats in the machine's own fp32.
+
+    fault: why there are none; then `vectors` is empty.
+    """
+
+    number: int
+    vectors: list[bytes]
+    fault: str | None = None
 
 
 def serve(connection: socket.socket) -> int:

@@ -1,19 +1,47 @@
-"""What should be, as values: organizations, projects, keys, limits and prices; and the differences that lead there. Pure.
+"""What should be, as values: organizations, projects, keys, limits and prices; the differences that lead there, and making them.
 
 Field names are those of the published configuration, and those of a limit are the columns that hold them: one more attribute of a
 limit is one more line in `QuotaSpec`.
+
+The very functions that single calls use make the changes, so a configuration may say what they allow and nothing else. Each
+change runs in a savepoint, in the transaction of the caller, and a refusal becomes a mistake at its place in the document. A name
+that is refused is replaced by one that holds, so that what stands below it is tried too: whoever gets mistakes must roll the
+transaction back. A dry run is the same thing, rolled back as well.
+
+A price version is added where those in force differ; none is removed. Limits of a subject are set, raised or removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import partial
+from typing import TypeVar
 
-from metering.core.models import Quota, QuotaDimension
-from metering.quotas.quota_rules import usual_thresholds
-from metering.tenants.billing_profiles import BillingProfile
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.core.errors import InvalidValue, MeteringError
+from metering.core.models import ApiKey, Organization, Project, Quota, QuotaDimension, QuotaSubject, ServiceTier, record_of
+from metering.core.money import checked_currency
+from metering.pricing.prices import MULTIPLIER_SCALE, ModelPrice, set_price, versions_in_force
+from metering.quotas.quota_admin import delete_quota, raise_quota, set_quota
+from metering.quotas.quota_recount import Uncounted, recount
+from metering.quotas.quota_rules import Weights, usual_thresholds
+from metering.tenants.billing_profiles import BillingProfile, billing_profile, billing_profiles, set_billing_profile
+from metering.tenants.networks import Address, shuts_out
+from metering.tenants.tenants import (
+    create_api_key,
+    create_organization,
+    create_project,
+    find_organization,
+    revoke_api_key,
+    update_api_key,
+)
 
 Value = str | int | bool | None | list[str] | list[int]
 
@@ -199,3 +227,456 @@ def named_twice(path: str, field_name: str, names: Sequence[object]) -> Iterator
     for index, name in enumerate(names):
         if (earlier := first.setdefault(name, index)) != index:
             yield Mistake(f"{path}[{index}].{field_name}", f"named before, at {path}[{earlier}]: give each once")
+
+
+Answer = TypeVar("Answer")
+Made = TypeVar("Made", Organization, Project)
+
+# What single calls name otherwise than a document does.
+FIELDS = {
+    "weights.input_milli": "input_weight_milli",
+    "weights.cached_input_milli": "cached_input_weight_milli",
+    "weights.output_milli": "output_weight_milli",
+    "weights": "input_weight_milli",
+    "lifetime": "expire_time",
+}
+
+
+PLACE = ("model", "currency_code", "organization", "effective_at")  # what says which price; the rest is how it is
+PLAIN = QuotaSpec(limit_value=-1)  # what a new limit is compared with, so that only what it says otherwise is told
+RAISE = ("raised_limit_value", "raised_until", "raise_reason")
+RAISE_FIELDS = {"limit_value": "raised_limit_value", "expire_time": "raised_until_time", "reason": "raise_reason"}
+# What a key is good for.
+KEY_FIELDS = ("scopes", "models", "allowed_networks", "max_input_tokens", "max_output_tokens", "expires_at")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What limits hang on: its place in the document, what people are told of it, its kind and its id."""
+
+    path: str
+    shown: str
+    kind: QuotaSubject
+    id: uuid.UUID
+
+
+@dataclass(slots=True)
+class Attempts:
+    """One configuration on its way: changes that were made, and those that were refused.
+
+    now: the time of the transaction. models: those that are served. own_key_id: the key that asks for it, from `own_address`; it
+    must not be shut out by it. created: subjects of limits that were made. uncounted: limits that do not count the past yet.
+    """
+
+    session: AsyncSession
+    actor: str
+    now: datetime
+    models: Collection[str]
+    own_key_id: uuid.UUID
+    own_address: Address | None
+    changes: list[Change] = field(default_factory=list)
+    kept: list[Change] = field(default_factory=list)
+    mistakes: list[Mistake] = field(default_factory=list)
+    created: set[uuid.UUID] = field(default_factory=set)
+    uncounted: list[Uncounted] = field(default_factory=list)
+
+    async def apply(self, wanted: Configuration) -> None:
+        """Do it all. What was done is in the changes; if there are mistakes, the caller must roll back."""
+        self.mistakes += named_twice("organizations", "name", [each.name for each in wanted.organizations])
+        self.mistakes += named_twice("prices", "model", [tuple(getattr(each, name) for name in PLACE) for each in wanted.prices])
+        for index, organization in enumerate(wanted.organizations):
+            await self._organization(f"organizations[{index}]", organization)
+        for index, price in enumerate(wanted.prices):
+            await self._price(f"prices[{index}]", price)
+
+    async def count_past(self) -> None:
+        """Make new limits count what was used before: after all else, since nobody is let in from here to the end.
+
+        What did not exist before has used nothing.
+        """
+        await recount(self.session, [each for each in self.uncounted if each[0].subject_id not in self.created])
+
+    async def _attempt(self, path: str, act: Callable[[], Awaitable[Answer]], names: dict[str, str] | None = None) -> Answer | None:
+        """What the act answers; None if it was refused, which is then noted. names: of fields that the document calls otherwise."""
+        try:
+            async with self.session.begin_nested():
+                return await act()
+        except InvalidValue as refusal:
+            self._wrong(f"{path}.{(names or FIELDS).get(refusal.field, refusal.field)}", refusal.remedy)
+        except MeteringError as refusal:
+            self._wrong(path, str(refusal))
+        return None
+
+    def _wrong(self, path: str, message: str) -> None:
+        self.mistakes.append(Mistake(path, message))
+
+    async def _made(self, path: str, name: str, create: Callable[[str], Awaitable[Made]]) -> Made:
+        """A new thing of this name; if the name is refused, one that will be rolled back with everything else."""
+        made = await self._attempt(path, lambda: create(name))
+        if made is None:
+            made = await create(f"x{uuid.uuid4().hex}")
+        self.created.add(made.id)
+        return made
+
+    async def _organization(self, path: str, wanted: OrganizationSpec) -> None:
+        query = select(Organization).where(Organization.name == wanted.name)
+        standing: Organization | None = await self.session.scalar(query)
+        if standing is None:
+            code = self._currency(path, wanted.currency_code or "USD")
+            standing = await self._made(
+                path,
+                wanted.name,
+                lambda name: create_organization(self.session, name=name, currency_code=code, actor=self.actor),
+            )
+            changes = (FieldChange("currency_code", None, code),)
+            self.changes.append(Change(Action.CREATE, "organization", wanted.name, changes))
+        elif wanted.currency_code not in ("", standing.currency_code):
+            self._wrong(
+                f"{path}.currency_code", f"it is {standing.currency_code}, which never changes: create another organization"
+            )
+        if wanted.billing_profile is not None:
+            await self._billing_profile(f"{path}.billing_profile", wanted.name, standing, wanted.billing_profile)
+        await self._quotas(Subject(path, wanted.name, QuotaSubject.ORGANIZATION, standing.id), wanted)
+        query_projects = select(Project).where(Project.organization_id == standing.id)
+        projects = {project.name: project for project in await self.session.scalars(query_projects)}
+        self.mistakes += named_twice(f"{path}.projects", "name", [each.name for each in wanted.projects])
+        for index, project in enumerate(wanted.projects):
+            shown = f"{wanted.name}/{project.name}"
+            await self._project(f"{path}.projects[{index}]", shown, standing, project, projects.pop(project.name, None))
+        self.kept += [Change(Action.KEEP, "project", f"{wanted.name}/{name}") for name in sorted(projects)]
+
+    def _currency(self, path: str, code: str) -> str:
+        """The code; if it is none, one that holds, so that what stands below is tried too."""
+        try:
+            return checked_currency(code)
+        except InvalidValue as refusal:
+            self._wrong(f"{path}.{refusal.field}", refusal.remedy)
+            return "USD"
+
+    async def _billing_profile(self, path: str, shown: str, owner: Organization, wanted: BillingProfile) -> None:
+        before = await billing_profile(self.session, owner.id) or BillingProfile()
+        changes = differences(before, wanted, [each.name for each in fields(BillingProfile)])
+        if not changes:
+            return
+        change = partial(set_billing_profile, self.session, organization=str(owner.id), profile=wanted, actor=self.actor)
+        if await self._attempt(path, change) is not None:
+            self.changes.append(Change(Action.UPDATE, "billing_profile", shown, changes))
+
+    async def _project(self, path: str, shown: str, owner: Organization, wanted: ProjectSpec, standing: Project | None) -> None:
+        if standing is None:
+            standing = await self._made(
+                path,
+                wanted.name,
+                lambda name: create_project(self.session, organization=str(owner.id), name=name, actor=self.actor),
+            )
+            self.changes.append(Change(Action.CREATE, "project", shown))
+        await self._quotas(Subject(path, shown, QuotaSubject.PROJECT, standing.id), wanted)
+        query = select(ApiKey).where(ApiKey.project_id == standing.id, ApiKey.revoked_at.is_(None)).order_by(ApiKey.created_at)
+        left = {key.prefix: key for key in await self.session.scalars(query)}
+        self.mistakes += named_twice(f"{path}.keys", "name", [each.prefix or each.name for each in wanted.keys])
+        named = {each.prefix for each in wanted.keys}
+        for index, key in enumerate(wanted.keys):
+            of_name = [prefix for prefix, found in left.items() if found.name == key.name and prefix not in named]
+            await self._key(f"{path}.keys[{index}]", f"{shown}/{key.name}", key, standing, left, of_name)
+        for surplus in left.values():
+            await self._surplus_key(path, f"{shown}/{surplus.name}", surplus, prune=wanted.prune_keys)
+
+    async def _key(
+        self, path: str, shown: str, wanted: KeySpec, owner: Project, left: dict[str, ApiKey], of_name: list[str]
+    ) -> None:
+        """One key. left: by prefix those that are not named so far; it is taken out of them.
+
+        of_name: the prefixes of those that have its name and are not named by prefix.
+        """
+        for model in sorted(set(wanted.models) - set(self.models)):
+            self._wrong(f"{path}.models", f"no model {model!r} is served: give some of {', '.join(sorted(self.models))}")
+        standing: ApiKey | None = None
+        if wanted.prefix:
+            if (standing := left.pop(wanted.prefix, None)) is None:
+                self._wrong(f"{path}.prefix", "the project has no such key that is not revoked: leave it out to create one")
+                return
+        elif len(of_name) > 1:
+            self._wrong(f"{path}.name", f"{len(of_name)} keys have this name: say which by `prefix`, one of {', '.join(of_name)}")
+            for prefix in of_name:
+                left.pop(prefix)
+            return
+        elif of_name:
+            standing = left.pop(of_name[0])
+        if standing is None:
+            standing = await self._new_key(path, shown, owner, wanted)
+        else:
+            await self._changed_key(path, shown, wanted, standing)
+        if standing is not None:
+            # What a key has got without being asked is as wanted as it is above the key, and is left alone.
+            limits = select(Quota).where(Quota.subject_id.in_((owner.organization_id, owner.id)), Quota.for_new_keys)
+            templates = await self.session.scalars(limits.where(Quota.deleted_at.is_(None)))
+            defaults = frozenset(replace(place_of(row), for_new_keys=False) for row in templates)
+            await self._quotas(Subject(path, shown, QuotaSubject.API_KEY, standing.id), wanted, defaults)
+
+    async def _new_key(self, path: str, shown: str, owner: Project, wanted: KeySpec) -> ApiKey | None:
+        made = await self._attempt(
+            path,
+            lambda: create_api_key(
+                self.session,
+                organization=str(owner.organization_id),
+                project=str(owner.id),
+                name=wanted.name,
+                scopes=wanted.scopes,
+                models=wanted.models,
+                allowed_networks=wanted.allowed_networks,
+                max_input_tokens=wanted.max_input_tokens,
+                max_output_tokens=wanted.max_output_tokens,
+                lifetime=None if wanted.expires_at is None else wanted.expires_at - self.now,
+                actor=self.actor,
+            ),
+        )
+        if made is None:
+            return None
+        record, secret = made
+        self.created.add(record.id)
+        standing = await self.session.get_one(ApiKey, record.id)
+        says = differences(None, standing, KEY_FIELDS)
+        self.changes.append(Change(Action.CREATE, "key", shown, says, key_prefix=record.prefix, secret=secret))
+        return standing
+
+    async def _changed_key(self, path: str, shown: str, wanted: KeySpec, standing: ApiKey) -> None:
+        changes = differences(standing, wanted, ("name", *KEY_FIELDS))
+        if not changes:
+            return
+        if standing.id == self.own_key_id and ("admin" not in wanted.scopes or (wanted.expires_at or self.now) < self.now):
+            told = "this very call is made with this key, which would lose `admin` or expire: use another key"
+            self._wrong(f"{path}.scopes", told)
+        if standing.id == self.own_key_id and shuts_out(wanted.allowed_networks, self.own_address):
+            told = "this very call is made with this key from outside of them: use another key"
+            self._wrong(f"{path}.allowed_networks", told)
+        await self._attempt(
+            path,
+            lambda: update_api_key(
+                self.session,
+                api_key=str(standing.id),
+                name=wanted.name,
+                scopes=wanted.scopes,
+                models=wanted.models,
+                all_models=not wanted.models,
+                allowed_networks=wanted.allowed_networks,
+                all_networks=not wanted.allowed_networks,
+                max_input_tokens=wanted.max_input_tokens or 0,
+                max_output_tokens=wanted.max_output_tokens or 0,
+                expires_at=wanted.expires_at,
+                never_expires=wanted.expires_at is None,
+                actor=self.actor,
+            ),
+        )
+        self.changes.append(Change(Action.UPDATE, "key", shown, changes, key_prefix=standing.prefix))
+
+    async def _surplus_key(self, path: str, shown: str, key: ApiKey, *, prune: bool) -> None:
+        change = Change(Action.DELETE if prune else Action.KEEP, "key", shown, key_prefix=key.prefix)
+        if not prune:
+            self.kept.append(change)
+        elif key.id == self.own_key_id:
+            told = f"this very call is made with the key {key.name!r}, which would be revoked: name it too"
+            self._wrong(f"{path}.keys", told)
+        else:
+            await self._attempt(path, lambda: revoke_api_key(self.session, api_key=str(key.id), actor=self.actor))
+            self.changes.append(change)
+
+    async def _quotas(
+        self, subject: Subject, wanted: OrganizationSpec | ProjectSpec | KeySpec, defaults: Collection[QuotaPlace] = ()
+    ) -> None:
+        """The limits of one subject. defaults: those that stay though they are not named."""
+        query = select(Quota).where(Quota.subject_id == subject.id, Quota.deleted_at.is_(None)).order_by(Quota.created_at, Quota.id)
+        query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)  # which follows from grants
+        rows = {place_of(row): row for row in await self.session.scalars(query.execution_options(populate_existing=True))}
+        self.mistakes += named_twice(f"{subject.path}.quotas", "dimension", [place for place, _ in wanted.quotas])
+        for index, (place, spec) in enumerate(wanted.quotas):
+            at = f"{subject.path}.quotas[{index}]"
+            if place.model and place.model not in self.models:
+                served = ", ".join(sorted(self.models))
+                self._wrong(f"{at}.model", f"no model of this name is served: give one of {served}, or none")
+            await self._quota(at, subject, place, spec.without_past_raise(self.now), rows.pop(place, None))
+        for place, row in rows.items():
+            if place in defaults:
+                continue
+            change = Change(Action.DELETE if wanted.prune_quotas else Action.KEEP, "quota", subject.shown, quota=place)
+            if wanted.prune_quotas:
+                await self._attempt(subject.path, partial(delete_quota, self.session, quota_id=str(row.id), actor=self.actor))
+            (self.changes if wanted.prune_quotas else self.kept).append(change)
+
+    async def _quota(self, path: str, subject: Subject, place: QuotaPlace, wanted: QuotaSpec, row: Quota | None) -> None:
+        """One limit. row: as it stands, if it does."""
+        standing = None if row is None else QuotaSpec.of(row, self.now)
+        named = [each.name for each in fields(QuotaSpec)]
+        if wanted.raised_until is None:  # nothing is said of a raise: one that stands stays
+            named = [name for name in named if name not in RAISE]
+        new_fields = [name for name in named if standing is not None or getattr(wanted, name) != getattr(PLAIN, name)]
+        changes = differences(standing, wanted, new_fields)
+        if standing is not None and not changes:
+            return
+        state = await self._attempt(
+            path,
+            lambda: set_quota(
+                self.session,
+                subject=subject.kind,
+                subject_ref=str(subject.id),
+                model=place.model,
+                dimension=place.dimension,
+                limit_value=wanted.limit_value,
+                weights=Weights(wanted.input_weight_milli, wanted.cached_input_weight_milli, wanted.output_weight_milli),
+                enforced=wanted.enforced,
+                for_new_keys=place.for_new_keys,
+                alert_at=usual_thresholds(place.dimension) if wanted.alert_at is None else wanted.alert_at,
+                actor=self.actor,
+                later=self.uncounted,
+            ),
+        )
+        if state is not None and wanted.raised_until is not None:
+            raised = partial(raise_quota, self.session, quota_id=str(state.quota_id), actor=self.actor)
+            limit, until, reason = wanted.raised_limit_value or 0, wanted.raised_until, wanted.raise_reason or ""
+            await self._attempt(path, lambda: raised(limit_value=limit, until=until, reason=reason), RAISE_FIELDS)
+        action = Action.UPDATE if standing else Action.CREATE
+        self.changes.append(Change(action, "quota", subject.shown, changes, quota=place))
+
+    async def _price(self, path: str, wanted: PriceSpec) -> None:
+        """Make one price what the document says, from its time on or from now. What is unset of it stays."""
+        at = None if wanted.effective_at is None or wanted.effective_at <= self.now else wanted.effective_at
+        owner = owner_id = None
+        if wanted.organization:
+            owner = await self._attempt(f"{path}.organization", lambda: find_organization(self.session, wanted.organization))
+            if owner is None:
+                return
+            owner_id = owner.id
+        named = replace(wanted, currency_code=wanted.currency_code or (owner.currency_code if owner else "USD"))
+        found = await versions_in_force(
+            self.session, model=named.model, currency_code=named.currency_code, organization_id=owner_id, at=at
+        )
+        standing = spec_of([each for each in found if each.organization_id == owner_id and not each.withdrawn], named)
+        names = [each.name for each in fields(PriceSpec) if each.name not in PLACE and getattr(named, each.name) is not None]
+        changes = differences(standing, named, names)
+        if not changes:
+            return
+        terms = {each.name: getattr(named, each.name) for each in fields(PriceSpec)} | {"effective_at": at}
+        await self._attempt(path, lambda: set_price(self.session, **terms, actor=self.actor))
+        whose = f" of {named.organization}" if named.organization else ""
+        since = f" from {at:%Y-%m-%d %H:%M:%SZ}" if at else ""
+        action = Action.UPDATE if standing else Action.CREATE
+        self.changes.append(Change(action, "price", f"{named.model} in {named.currency_code}{whose}{since}", changes))
+
+
+def place_of(quota: Quota) -> QuotaPlace:
+    return QuotaPlace(QuotaDimension(quota.dimension), quota.model, quota.for_new_keys)
+
+
+async def apply_configuration(
+    session: AsyncSession,
+    wanted: Configuration,
+    *,
+    actor: str,
+    own_key_id: uuid.UUID,
+    own_address: Address | None = None,
+    models: Collection[str],
+    dry_run: bool = False,
+) -> Attempts:
+    """Make what is into what is wanted; what was done, what was left, and what is wrong. Roll back if anything is.
+
+    own_key_id: the key that the caller came with, from `own_address`. models: those that are served.
+    dry_run: the caller will roll back in any case, so nobody has to wait while limits are made to count the past.
+    """
+    now = (await session.scalars(select(func.now()))).one()
+    work = Attempts(session, actor, now, models, own_key_id, own_address)
+    await work.apply(wanted)
+    if not dry_run and not work.mistakes:
+        await work.count_past()
+    return work
+
+
+async def price_specs(session: AsyncSession, names: dict[uuid.UUID, str], *, listed: bool) -> tuple[PriceSpec, ...]:
+    """The prices in force: own ones of the named organizations, by id, and with `listed` those of the list."""
+    found = await versions_in_force(session, everyones=True)
+    of_place: dict[tuple[str, str, uuid.UUID | None], list[ModelPrice]] = {}
+    for each in found:
+        if not each.withdrawn and (each.organization_id in names or (listed and each.organization_id is None)):
+            of_place.setdefault((each.model, each.prices.currency_code, each.organization_id), []).append(each)
+    specs = []
+    for (model, currency_code, owner), versions in of_place.items():
+        place = PriceSpec(model, currency_code, 0, 0, 0, organization="" if owner is None else names[owner])
+        if (spec := spec_of(versions, place)) is not None:
+            multiplier = None if spec.batch_multiplier_milli == MULTIPLIER_SCALE else spec.batch_multiplier_milli
+            embedding = spec.embedding_picos_per_token or None
+            specs.append(replace(spec, embedding_picos_per_token=embedding, batch_multiplier_milli=multiplier))
+    return tuple(specs)
+
+
+def spec_of(versions: list[ModelPrice], place: PriceSpec) -> PriceSpec | None:
+    """The price that versions of one place make, one per tier; None if there is none."""
+    tiers = {each.tier: each for each in versions}
+    if ServiceTier.INTERACTIVE not in tiers:
+        return None
+    prices, batch = tiers[ServiceTier.INTERACTIVE].prices, tiers.get(ServiceTier.BATCH)
+    rates = {each.name: getattr(prices, each.name) for each in fields(PriceSpec) if each.name.endswith("_picos_per_token")}
+    return replace(place, **rates, batch_multiplier_milli=batch.multiplier_milli if batch else MULTIPLIER_SCALE)
+
+
+Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaPlace, QuotaSpec], ...]]
+
+
+async def present_state(session: AsyncSession, *, organization: str | None = None) -> Configuration:
+    """Everything, with the prices in force; or one organization, by name or id, with its own prices. Raises: NotFound."""
+    owners = select(Organization).order_by(Organization.name)
+    if organization:
+        owners = owners.where(Organization.id == (await find_organization(session, organization)).id)
+    organizations = (await session.scalars(owners)).all()
+    ids = [each.id for each in organizations]
+    projects = (await session.scalars(select(Project).where(Project.organization_id.in_(ids)).order_by(Project.name))).all()
+    project_ids = [each.id for each in projects]
+    working = select(ApiKey).where(ApiKey.project_id.in_(project_ids), ApiKey.revoked_at.is_(None))
+    keys = (await session.scalars(working.order_by(ApiKey.name, ApiKey.created_at, ApiKey.id))).all()
+    now = (await session.scalars(select(func.now()))).one()
+    quotas = await quotas_of(session, [*ids, *project_ids, *(key.id for key in keys)], now)
+    keys_of: dict[uuid.UUID, list[ApiKey]] = defaultdict(list)
+    for key in keys:
+        keys_of[key.project_id].append(key)
+    projects_of: dict[uuid.UUID, list[ProjectSpec]] = defaultdict(list)
+    for project in projects:
+        spec = ProjectSpec(project.name, quotas.get(project.id, ()), key_specs(keys_of[project.id], quotas))
+        projects_of[project.organization_id].append(spec)
+    profiles = await billing_profiles(session)
+    specs = (
+        OrganizationSpec(
+            each.name,
+            each.currency_code,
+            quotas.get(each.id, ()),
+            tuple(projects_of[each.id]),
+            billing_profile=profiles.get(each.id),
+        )
+        for each in organizations
+    )
+    names = {each.id: each.name for each in organizations}
+    return Configuration(tuple(specs), await price_specs(session, names, listed=not organization))
+
+
+def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
+    """The keys of one project; those that share a name are told apart by their prefix."""
+    keys = list(keys)
+    count = Counter(key.name for key in keys)
+    return tuple(
+        record_of(
+            KeySpec,
+            key,
+            prefix=key.prefix if count[key.name] > 1 else "",
+            scopes=tuple(sorted(key.scopes)),
+            models=tuple(sorted(key.models)),
+            allowed_networks=tuple(sorted(key.allowed_networks)),
+            quotas=quotas.get(key.id, ()),
+        )
+        for key in keys
+    )
+
+
+async def quotas_of(session: AsyncSession, subject_ids: list[uuid.UUID], now: datetime) -> Quotas:
+    """The limits of each subject, in the order in which they were set."""
+    query = select(Quota).where(Quota.subject_id.in_(subject_ids), Quota.deleted_at.is_(None))
+    query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)  # which follows from grants
+    found: dict[uuid.UUID, list[tuple[QuotaPlace, QuotaSpec]]] = defaultdict(list)
+    for quota in await session.scalars(query.order_by(Quota.created_at, Quota.id)):
+        found[quota.subject_id].append((place_of(quota), QuotaSpec.of(quota, now)))
+    return {subject_id: tuple(quotas) for subject_id, quotas in found.items()}

@@ -18,10 +18,9 @@ from safetensors.numpy import load_file, save_file
 from torch.nn.functional import cosine_similarity
 
 from inference.encoder.config import read_encoder_config, read_encoder_info
-from inference.encoder.engine import TorchEncoder
+from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.encoder.network import EncoderNetwork
-from inference.encoder.settings import EncodeBatch, EncoderSettings, LoadEncoder
-from inference.encoder.worker import encode_batch, load_network
+from inference.encoder.worker import EncodeBatch, LoadEncoder, encode_batch, load_network
 from inference.engine import EmbeddingRequest, Embeddings, EngineState
 from inference.errors import (
     CheckpointInvalid,

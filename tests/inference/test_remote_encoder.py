@@ -13,8 +13,7 @@ import pytest
 
 from inference.adapters.remote_encoder import RemoteEncoder
 from inference.adapters.remote_settings import RemoteSettings, Service
-from inference.encoder.engine import TorchEncoder
-from inference.encoder.settings import EncoderSettings
+from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.engine import EmbeddingRequest, EngineState
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
 from tests.inference.checkpoints import TinyCheckpoint

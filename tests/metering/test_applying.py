@@ -7,8 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from metering.configuration.applying import Attempts, apply_configuration
-from metering.configuration.configuration import Configuration, KeySpec, OrganizationSpec, ProjectSpec, QuotaPlace, QuotaSpec
+from metering.configuration.configuration import (
+    Attempts,
+    Configuration,
+    KeySpec,
+    OrganizationSpec,
+    ProjectSpec,
+    QuotaPlace,
+    QuotaSpec,
+    apply_configuration,
+)
 from metering.core.models import QuotaDimension
 from metering.store.db import Sessions
 from tests.metering.hold_world import MODEL, HoldWorld, admit, hold_world, settle

@@ -19,8 +19,7 @@ from smg_grpc_proto.generated import trtllm_service_pb2_grpc, vllm_engine_pb2_gr
 
 from inference.adapters.remote_settings import Service, Target
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
-from inference.encoder.engine import TorchEncoder
-from inference.encoder.settings import EncoderSettings
+from inference.encoder.engine import EncoderSettings, TorchEncoder
 from tests.remote_servers.backend import Backend
 from tests.remote_servers.certificates import Certificates
 from tests.remote_servers.trtllm import TrtllmServicer
