@@ -131,7 +131,7 @@ class LiveRequest:
         else:
             buffer = process.replays.open(caller.payer.organization_id)
             self.output = ReplayOutput(receiver, start.model, flow, self.life, self.update, start.keep_s, buffer)
-        self._reply = Reply(self.output, start, self.life)
+        self._reply = Reply(self.output, start, self.life, process.admission.settings)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._route: Route | None = None  # once it is known where it goes
         self._work_s = 0.0  # of processor time, for its prompt
@@ -293,9 +293,8 @@ class LiveRequest:
         assert request is not None, "it is prepared before it is admitted"
         assert lease is not None
         assert route is not None
-        settings = process.admission.settings
         self._limits = limits = OutputLimits(lease.admitted.prices, request.stop.max_output_tokens, start.max_cost)
-        self._reply.open(lease, limits, settings, process.safety, self._run, self._wind_up)
+        self._reply.open(lease, limits, process.safety, self._run, self._wind_up)
         limits.check_input(len(request.prompt_token_ids))
         self.output.fence = self._may_send
         predicted = route.engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)

@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from weir.v1 import inference_service_pb2 as pb
 
@@ -179,12 +180,17 @@ class Output(ABC):
         """
         self._then = then
         if stall_max_s is not None:
-            self._stall = asyncio.get_running_loop().call_later(stall_max_s, self._look_for_stall, self.progress, stall_max_s)
+            self._watch_reading(stall_max_s, self.progress, None)
         self.moved()
 
-    def _look_for_stall(self, before: tuple[int, int, int], stall_max_s: float) -> None:
-        if (progress := self.progress) != before:
-            self._stall = asyncio.get_running_loop().call_later(stall_max_s, self._look_for_stall, progress, stall_max_s)
+    def _watch_reading(self, stall_max_s: float, progress: tuple[int, int, int], before: tuple[int, int, int] | None) -> None:
+        # Two looks: where this process was stopped, the first one comes before anything that the client has done meanwhile.
+        look = partial(self._look_at_reading, stall_max_s, progress, before)
+        self._stall = asyncio.get_running_loop().call_later(stall_max_s / 2, look)
+
+    def _look_at_reading(self, stall_max_s: float, last: tuple[int, int, int], before: tuple[int, int, int] | None) -> None:
+        if (now := self.progress) != last or last != before:
+            self._watch_reading(stall_max_s, now, last)
             return
         self._stall = None
         if self._life is not None:

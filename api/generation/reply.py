@@ -39,7 +39,7 @@ def closed(*_: object) -> None:
 class Reply:
     """The frames of one request. No output is handed on before `open`, nor once the request was stopped."""
 
-    def __init__(self, output: Output, start: ValidStart, life: Life) -> None:
+    def __init__(self, output: Output, start: ValidStart, life: Life, settings: Settings) -> None:
         self.output = output
         self.exhausted: tuple[QuotaState, ...] = ()  # the quotas that ended the request, if any did
         self._start = start
@@ -51,7 +51,7 @@ class Reply:
         self._parsers: dict[int, ToolCallParser] = {}  # by choice, while output may come
         self._limits: OutputLimits
         self._lease: Lease
-        self._settings: Settings
+        self._settings = settings
         self._run: Callable[[Coroutine[None, None, None]], object] = closed
         self._on_end: Callable[[], None] = closed
         self._late: deque[Told] | None = None  # while a task hands it on
@@ -61,7 +61,6 @@ class Reply:
         self,
         lease: Lease,
         limits: OutputLimits,
-        settings: Settings,
         safety: SafetyChecker | None,
         run: Callable[[Coroutine[None, None, None]], object],
         on_end: Callable[[], None],
@@ -72,7 +71,7 @@ class Reply:
         on_end: called when all output has been handed on.
         """
         self._run, self._on_end = run, on_end
-        self._lease, self._limits, self._settings = lease, limits, settings
+        self._lease, self._limits = lease, limits
         self.output.hold_id = lease.admitted.hold_id
         if self._start.usage_interval_tokens is not None:
             self.output.usage_telling = UsageTelling(self._start.usage_interval_tokens, lease.admitted.prices)

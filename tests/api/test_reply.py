@@ -56,10 +56,10 @@ def journal(tmp_path: Path) -> Iterator[UsageJournal]:
     journal.close()
 
 
-def reply_of(outbox: Outbox, start: ValidStart, stopped: list[Outcome]) -> Reply:
+def reply_of(outbox: Outbox, start: ValidStart, stopped: list[Outcome], settings: Settings) -> Reply:
     """Of a request that came on this outbox's stream. stopped: where it is noted why it was stopped."""
     receiver, life = Receiver(outbox, start.given_id, lambda _: None), Life(lambda end: stopped.append(end.outcome))
-    return Reply(LiveOutput(receiver, start.model, Flow(None, 60.0, lambda: None), life, lambda _: None), start, life)
+    return Reply(LiveOutput(receiver, start.model, Flow(None, 60.0, lambda: None), life, lambda _: None), start, life, settings)
 
 
 class Handing:
@@ -70,10 +70,10 @@ class Handing:
         self.has_ended = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    def open(self, settings: Settings, safety: SafetyChecker | None = None) -> None:
+    def open(self, safety: SafetyChecker | None = None) -> None:
         """Let output come, under a lease that covers everything."""
         limits = OutputLimits(PRICES, 1000, None)
-        self.reply.open(cast(Lease, Covered()), limits, settings, safety, self._run, lambda: setattr(self, "has_ended", True))
+        self.reply.open(cast(Lease, Covered()), limits, safety, self._run, lambda: setattr(self, "has_ended", True))
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         self._tasks.append(asyncio.ensure_future(work))
@@ -103,12 +103,12 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
         sent += sum(len(frame.delta.token_ids) for frame in pb.GenerateResponse.FromString(data).frames)
 
     outbox = Outbox(journal)
-    reply = reply_of(outbox, start, stopped)
     settings = cast(
         Settings, SimpleNamespace(outbox_tokens_per_request_max=OUTBOX_TOKENS, client_stall_max_s=60.0, lease_margin_tokens=0)
     )
+    reply = reply_of(outbox, start, stopped, settings)
     handing = Handing(reply)
-    handing.open(settings)
+    handing.open()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.write_all(write))
         for index in range(500):
@@ -142,8 +142,8 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     replies = []
     for _ in range(2):
         start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi"))
-        replies.append(Handing(reply_of(outbox, start, stopped)))
-        replies[-1].open(settings)
+        replies.append(Handing(reply_of(outbox, start, stopped, settings)))
+        replies[-1].open()
     first, last = replies
 
     async def write(data: bytes) -> None:
@@ -178,11 +178,11 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
     settings = cast(Settings, SimpleNamespace(outbox_tokens_per_request_max=1000, client_stall_max_s=60.0, lease_margin_tokens=0))
     ends: list[Outcome] = []
     outbox = Outbox(journal)
-    reply = reply_of(outbox, start, ends)
+    reply = reply_of(outbox, start, ends, settings)
     if start.tool_use.tools:
         reply.call_reading = CallReading(CallFormat.HERMES, ("book",), ends_with_call=False)
     handing = Handing(reply)
-    handing.open(settings, rules)
+    handing.open(rules)
     taken: list[pb.DeltaFrame] = []
 
     async def write(data: bytes) -> None:
