@@ -271,8 +271,11 @@ def read_config(directory: Path) -> DecoderConfig:
         raise CheckpointInvalid(str(path), "quantized checkpoints are not supported; use the unquantized one")
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointInvalid(str(path), f"activation {raw['hidden_act']} is not supported; supported: silu")
-    refuse_unknown_entries(raw, architecture, path)
-    _refuse_sizes_below_one(raw, path)
+    refuse_entries_beside(_COMMON_ENTRIES | ARCHITECTURES[architecture].entries, raw, architecture, path)
+    for name in _SIZES:
+        value = raw.get(name)
+        if isinstance(value, int | float) and value < 1:
+            raise CheckpointInvalid(str(path), f"entry {name} = {value!r} is not a count of at least 1")
     try:
         config = _read_sizes(raw, architecture, read_end_token_ids(directory, raw), path)
     except KeyError as error:
@@ -291,13 +294,6 @@ def read_config(directory: Path) -> DecoderConfig:
             str(path), f"eos_token_id {sorted(config.end_token_ids)} is not within vocab_size {config.vocabulary_size}"
         )
     return config
-
-
-def _refuse_sizes_below_one(raw: Mapping[str, Any], path: Path) -> None:
-    for name in _SIZES:
-        value = raw.get(name)
-        if isinstance(value, int | float) and value < 1:
-            raise CheckpointInvalid(str(path), f"entry {name} = {value!r} is not a count of at least 1")
 
 
 def _read_sizes(raw: Mapping[str, Any], architecture: str, end_token_ids: frozenset[int], path: Path) -> DecoderConfig:
@@ -472,7 +468,7 @@ ARCHITECTURES: dict[str, Family] = {
     ),
 }
 
-# Read by `checkpoint.py` and `rope_config.py` for every architecture.
+# Read for every architecture.
 _READ = """
     architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act
     rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings original_max_position_embeddings
@@ -492,11 +488,6 @@ _WITHOUT_EFFECT = """
 
 _ENTRIES_WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 _COMMON_ENTRIES = frozenset(_READ.split())
-
-
-def refuse_unknown_entries(raw: Mapping[str, Any], architecture: str, path: Path) -> None:
-    """Raises `CheckpointInvalid` with the first entry that this engine does not understand, and its value."""
-    refuse_entries_beside(_COMMON_ENTRIES | ARCHITECTURES[architecture].entries, raw, architecture, path)
 
 
 def refuse_entries_beside(known: frozenset[str], raw: Mapping[str, Any], architecture: str, path: Path) -> None:

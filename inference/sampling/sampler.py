@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,18 +76,24 @@ class SeenTokens:
         self._counts[slot] += 1
 
 
-class Ruled(Protocol):
-    """What decides about one row. seen: there if the parameters penalise. held_off_ids: ids that must not be chosen now."""
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How one row is sampled. seed: any integer; index: of the output token, from 0.
 
-    @property
-    def params(self) -> SamplingParams: ...
-    @property
-    def seen(self) -> SeenTokens | None: ...
-    @property
-    def held_off_ids(self) -> tuple[int, ...]: ...
+    seen: there if the parameters penalise. held_off_ids: ids that must not be chosen now. grammar: what the output has to follow,
+    where it stands now. candidate_count: of a beam, how many continuations are wanted; 0 for all others.
+    """
+
+    params: SamplingParams
+    seed: int
+    index: int
+    seen: SeenTokens | None = None
+    held_off_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+    candidate_count: int = 0
 
 
-def apply_rules(logits: Tensor, rows: Sequence[Ruled]) -> None:
+def apply_rules(logits: Tensor, rows: Sequence[Draw]) -> None:
     """Change logits (R, V) fp32 in place as each row's request asks."""
     biased = [row for row, ruled in enumerate(rows) if ruled.params.logit_bias]
     if biased:
@@ -107,7 +113,7 @@ def _add_biases(logits: Tensor, rows: list[int], params: list[SamplingParams]) -
     logits.index_put_((torch.tensor(row_ids), torch.tensor(token_ids)), torch.tensor(biases, dtype=logits.dtype), accumulate=True)
 
 
-def _penalise(logits: Tensor, rows: list[int], ruled: list[Ruled]) -> None:
+def _penalise(logits: Tensor, rows: list[int], ruled: list[Draw]) -> None:
     seen = [each.seen for each in ruled if each.seen is not None]
     lengths = torch.tensor([len(each.token_ids) for each in seen])
 
@@ -123,21 +129,6 @@ def _penalise(logits: Tensor, rows: list[int], ruled: list[Ruled]) -> None:
     values -= counts * spread([each.params.frequency_penalty for each in ruled])
     values -= (counts > 0) * spread([each.params.presence_penalty for each in ruled])
     logits[row_ids, token_ids] = values
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How one row is sampled. seed: any integer; index: of the output token, from 0. seen, held_off_ids: see `Ruled`. grammar: what
-    the output has to follow, where it stands now. candidate_count: of a beam, how many continuations are wanted; 0 for all others.
-    """
-
-    params: SamplingParams
-    seed: int
-    index: int
-    seen: SeenTokens | None = None
-    held_off_ids: tuple[int, ...] = ()
-    grammar: Grammar | None = None
-    candidate_count: int = 0
 
 
 class Chosen(NamedTuple):
@@ -290,17 +281,10 @@ def _pick(weights: Numbers, uniform: float) -> int:
     return int(min(index, np.searchsorted(sums, sums[-1], side="left")))
 
 
-class BeamDraw(Protocol):
-    """What decides about one row. candidate_count: of the beam's next token; 0 if the row is none of a beam."""
-
-    @property
-    def candidate_count(self) -> int: ...
-
-
 class BeamRows:
     """Taken from a step's logits before rules change them; asked for candidates afterwards."""
 
-    def __init__(self, logits: Tensor, draws: Sequence[BeamDraw]) -> None:
+    def __init__(self, logits: Tensor, draws: Sequence[Draw]) -> None:
         """Replaces the rows of beams in logits (R, V) fp32 by their log-softmax, since in beam search rules act on that."""
         self._counts = {row: draw.candidate_count for row, draw in enumerate(draws) if draw.candidate_count}
         if self._counts:

@@ -300,23 +300,19 @@ async def look_for_alerts(sessions: Sessions) -> int:
     for _ in range(STATEMENTS_MAX):
         async with sessions.begin() as session:
             now: datetime = (await session.scalars(select(func.now()))).one()
-            found = await _look(session, now)
+            windows = looked_at(now)
+            parameters = {
+                "dimensions": [str(dimension) for dimension, _, _ in windows],
+                "starts": [starts_at for _, starts_at, _ in windows],
+                "ends": [ends_at for _, _, ends_at in windows],
+                "month": window_start(QuotaDimension.COST_PICOS_PER_MONTH, now).date(),
+                "limit": ALERTS_MAX,
+            }
+            found = int((await session.execute(LOOK, parameters)).scalar_one())
         fired_count += found
         if found < ALERTS_MAX:
             break
     return fired_count
-
-
-async def _look(session: AsyncSession, now: datetime) -> int:
-    windows = looked_at(now)
-    parameters = {
-        "dimensions": [str(dimension) for dimension, _, _ in windows],
-        "starts": [starts_at for _, starts_at, _ in windows],
-        "ends": [ends_at for _, _, ends_at in windows],
-        "month": window_start(QuotaDimension.COST_PICOS_PER_MONTH, now).date(),
-        "limit": ALERTS_MAX,
-    }
-    return int((await session.execute(LOOK, parameters)).scalar_one())
 
 
 def looked_at(now: datetime) -> list[tuple[QuotaDimension, datetime, datetime]]:

@@ -14,7 +14,6 @@ log."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -27,6 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from importlib.metadata import version
@@ -146,30 +146,19 @@ async def look_up(host: str, port: int) -> Found:
 
     Raises: OSError.
     """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Found] = loop.create_future()
-
-    def tell(found: Found | OSError) -> None:
-        if answer.done():
-            return
-        if isinstance(found, OSError):
-            answer.set_exception(found)
-        else:
-            answer.set_result(found)
+    answer: Future[Found] = Future()
+    answer.set_running_or_notify_cancel()  # whoever waits may leave, and the answer comes all the same
 
     def ask() -> None:
-        found: Found | OSError
         try:
-            found = [*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-        except OSError as error:
-            found = error
+            answer.set_result([*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
         except UnicodeError as error:
-            found = OSError(f"{host} is no name: {error}")
-        with contextlib.suppress(RuntimeError):  # nobody waits any more
-            loop.call_soon_threadsafe(tell, found)
+            answer.set_exception(OSError(f"{host} is no name: {error}"))
+        except OSError as error:
+            answer.set_exception(error)
 
     threading.Thread(target=ask, name="webhook look-up", daemon=True).start()
-    return await answer
+    return await asyncio.wrap_future(answer)
 
 
 SECRET_PREFIX = "wh_"  # so that scanners of leaked secrets can tell it

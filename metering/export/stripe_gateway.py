@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -80,35 +80,27 @@ class StripeGateway:
         formed again after a failover may have another one, and a key with other parameters is refused.
         """
         stream = quantity.stream
-        try:
-            await asyncio.to_thread(
-                self._client.v1.billing.meter_events.create,
-                {
-                    "event_name": self.event_name(stream.price_version, stream.token_kind),
-                    "identifier": quantity.identifier,
-                    "timestamp": int(quantity.at.timestamp()),
-                    "payload": {"stripe_customer_id": quantity.customer, "value": str(quantity.token_count)},
-                },
-                {"idempotency_key": f"{quantity.identifier}-{quantity.token_count}-{quantity.attempt}"},
-            )
-        except stripe.StripeError as error:
-            return classified(error)
-        return DELIVERED
+        return await answered(
+            self._client.v1.billing.meter_events.create,
+            {
+                "event_name": self.event_name(stream.price_version, stream.token_kind),
+                "identifier": quantity.identifier,
+                "timestamp": int(quantity.at.timestamp()),
+                "payload": {"stripe_customer_id": quantity.customer, "value": str(quantity.token_count)},
+            },
+            {"idempotency_key": f"{quantity.identifier}-{quantity.token_count}-{quantity.attempt}"},
+        )
 
     async def take_back(self, identifier: str, event_name: str) -> Answer:
         """Cancel a meter event. Delivered means here: it is not counted any more.
 
         One idempotency key for all attempts: unlike an event, a cancellation has no name by which Stripe would know a second one.
         """
-        try:
-            await asyncio.to_thread(
-                self._client.v1.billing.meter_event_adjustments.create,
-                {"event_name": event_name, "type": "cancel", "cancel": {"identifier": identifier}},
-                {"idempotency_key": f"{identifier}-cancel"},
-            )
-        except stripe.StripeError as error:
-            return classified(error)
-        return DELIVERED
+        return await answered(
+            self._client.v1.billing.meter_event_adjustments.create,
+            {"event_name": event_name, "type": "cancel", "cancel": {"identifier": identifier}},
+            {"idempotency_key": f"{identifier}-cancel"},
+        )
 
     async def call(self, method: str, path: str, /, idempotency_key: str = "", **parameters: Any) -> dict[str, Any]:
         """One administrative call; its answer as plain JSON. Raises: StripeFailed."""
@@ -141,8 +133,14 @@ class StripeGateway:
             parameters["starting_after"] = page["data"][-1]["id"]
 
     async def meter_errors(self, event_id: str) -> MeterErrors:
-        """What is in an error report, which the webhook only announces. Raises: StripeFailed."""
-        return meter_errors_in(await self.call("get", f"/v2/core/events/{event_id}"))
+        """The errors of a report, which the webhook only announces, by the identifier that Stripe names. Raises: StripeFailed."""
+        reason = (await self.call("get", f"/v2/core/events/{event_id}"))["data"]["reason"]
+        named = {
+            sample["request"]["identifier"]: f"{kind['code']}: {sample['error_message']}"
+            for kind in reason["error_types"]
+            for sample in kind["sample_errors"]
+        }
+        return MeterErrors(int(reason["error_count"]), named)
 
 
 def verify_signature(body: bytes, header: str, secrets: Sequence[str]) -> None:
@@ -156,15 +154,13 @@ def verify_signature(body: bytes, header: str, secrets: Sequence[str]) -> None:
     raise InvalidValue("Stripe-Signature", "the body is not signed with WEIR_STRIPE_WEBHOOK_SECRET, or too long ago")
 
 
-def meter_errors_in(event: Mapping[str, Any]) -> MeterErrors:
-    """The errors of a fetched report, each with the identifier that Stripe names."""
-    reason = event["data"]["reason"]
-    named = {
-        sample["request"]["identifier"]: f"{kind['code']}: {sample['error_message']}"
-        for kind in reason["error_types"]
-        for sample in kind["sample_errors"]
-    }
-    return MeterErrors(int(reason["error_count"]), named)
+async def answered(create: Callable[..., object], *arguments: object) -> Answer:
+    """What a call about a meter event came to."""
+    try:
+        await asyncio.to_thread(create, *arguments)
+    except stripe.StripeError as error:
+        return classified(error)
+    return DELIVERED
 
 
 def classified(error: stripe.StripeError) -> Answer:
