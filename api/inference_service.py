@@ -14,11 +14,10 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api.access.auth import Authenticator, StandingKey, bearer_token, check_model, metadata_values, payer
 from api.core import wire
-from api.core.accounts import find_generation, models_for, restrictions
 from api.core.addresses import Origin
 from api.core.errors import AddressNotAllowed, FieldViolation, InvalidRequest, Overloaded
 from api.core.interceptor import METHOD, Context
-from api.core.messages import effective_quota_statuses
+from api.core.messages import effective_quota_statuses, find_generation, models_for, restrictions
 from api.core.pace import VISIT
 from api.generation.client_stream import ClientStream, remaining_s
 from api.generation.conversation import thinking_of

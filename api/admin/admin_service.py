@@ -28,12 +28,12 @@ from weir.v1.types_pb2 import QuotaStatus
 
 from api.access.auth import Authenticator
 from api.core import wire
-from api.core.accounts import find_generation
 from api.core.interceptor import Context
 from api.core.messages import (
     alert_message,
     billing_profile_message,
     effective_quota_statuses,
+    find_generation,
     parse_billing_profile,
     quota_status,
     webhook_message,

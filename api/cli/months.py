@@ -47,7 +47,7 @@ from api.cli.render import (
     Cell,
     JsonOption,
     checked_month,
-    csv_text,
+    csv_of,
     decimal_places,
     decimal_text,
     fail,
@@ -72,7 +72,6 @@ HEIGHT_ROWS = 7  # with the head and two lines of axis it is a third of a small 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 COLUMN_CELLS_MAX = 3  # wider columns look like a table
 AXIS_CELLS = 7  # `999.9M ` before the columns
-Field = Callable[[UsageRow], object]
 # By the words of `--by`: what rows are for, and their column; requests have a table of their own.
 KEYS: Mapping[str, tuple[UsageGrouping, str, Callable[[UsageRow], str]]] = {
     "org": (UsageGrouping.ORGANIZATION, "organization", lambda row: row.organization_name),
@@ -177,40 +176,40 @@ def short_count(count: int) -> str:
     return f"{count:.0e}"
 
 
-CSV_FIELDS: tuple[tuple[str, Field], ...] = (
-    ("organization", lambda row: row.organization_name),
-    ("organization_id", lambda row: row.organization_id),
-    ("day", lambda row: row.day),
-    ("project", lambda row: row.project_name),
-    ("project_id", lambda row: row.project_id),
-    ("api_key", lambda row: row.api_key_name),
-    ("api_key_prefix", lambda row: row.api_key_prefix),
-    ("api_key_id", lambda row: row.api_key_id),
-    ("model", lambda row: row.model),
-    ("request_id", lambda row: row.request_id),
-    ("outcome", lambda row: row.outcome),
-    ("settle_time", lambda row: time_text(row.settle_time, "")),
-    ("time_zone", lambda row: "UTC"),
-    ("late", lambda row: str(row.late).lower()),
-    ("request_count", lambda row: row.request_count),
-    ("input_token_count", lambda row: row.input_token_count),
-    ("cached_input_token_count", lambda row: row.cached_input_token_count),
-    ("output_token_count", lambda row: row.output_token_count),
-    ("cancelled_request_count", lambda row: row.cancelled.request_count),
-    ("cancelled_token_count", lambda row: row.cancelled.token_count),
-    ("cancelled_amount", lambda row: plain(row.cancelled.amount)),
-    ("limited_request_count", lambda row: row.limited.request_count),
-    ("limited_token_count", lambda row: row.limited.token_count),
-    ("limited_amount", lambda row: plain(row.limited.amount)),
-    ("failed_request_count", lambda row: row.failed.request_count),
-    ("failed_token_count", lambda row: row.failed.token_count),
-    ("failed_amount", lambda row: plain(row.failed.amount)),
-    ("amount", lambda row: plain(row.amount)),
-    ("pending_amount", lambda row: plain(row.pending_amount)),
-    ("currency_code", lambda row: row.amount.currency_code),
-    ("embedding_token_count", lambda row: row.embedding_token_count),
-    ("migration_count", lambda row: row.migration_count),
-)
+CSV_FIELDS: Mapping[str, Callable[[UsageRow], object]] = {
+    "organization": lambda row: row.organization_name,
+    "organization_id": lambda row: row.organization_id,
+    "day": lambda row: row.day,
+    "project": lambda row: row.project_name,
+    "project_id": lambda row: row.project_id,
+    "api_key": lambda row: row.api_key_name,
+    "api_key_prefix": lambda row: row.api_key_prefix,
+    "api_key_id": lambda row: row.api_key_id,
+    "model": lambda row: row.model,
+    "request_id": lambda row: row.request_id,
+    "outcome": lambda row: row.outcome,
+    "settle_time": lambda row: time_text(row.settle_time, ""),
+    "time_zone": lambda row: "UTC",
+    "late": lambda row: str(row.late).lower(),
+    "request_count": lambda row: row.request_count,
+    "input_token_count": lambda row: row.input_token_count,
+    "cached_input_token_count": lambda row: row.cached_input_token_count,
+    "output_token_count": lambda row: row.output_token_count,
+    "cancelled_request_count": lambda row: row.cancelled.request_count,
+    "cancelled_token_count": lambda row: row.cancelled.token_count,
+    "cancelled_amount": lambda row: plain(row.cancelled.amount),
+    "limited_request_count": lambda row: row.limited.request_count,
+    "limited_token_count": lambda row: row.limited.token_count,
+    "limited_amount": lambda row: plain(row.limited.amount),
+    "failed_request_count": lambda row: row.failed.request_count,
+    "failed_token_count": lambda row: row.failed.token_count,
+    "failed_amount": lambda row: plain(row.failed.amount),
+    "amount": lambda row: plain(row.amount),
+    "pending_amount": lambda row: plain(row.pending_amount),
+    "currency_code": lambda row: row.amount.currency_code,
+    "embedding_token_count": lambda row: row.embedding_token_count,
+    "migration_count": lambda row: row.migration_count,
+}
 
 
 def plain(money: Money) -> str:
@@ -283,7 +282,7 @@ def money_places(rows: Iterable[UsageRow]) -> int:
 
 def usage_csv(rows: Iterable[UsageRow], *, header: bool) -> str:
     """Rows as CSV with exact plain numbers and no totals, so that a sheet can sum them up itself."""
-    return csv_text([name for name, _ in CSV_FIELDS], ([field(row) for _, field in CSV_FIELDS] for row in rows), header=header)
+    return csv_of(rows, CSV_FIELDS, header=header)
 
 
 def forecast_lines(forecast: UsageForecast) -> list[Text]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from api.cli.configuration import PROPOSAL, content_of, read_document, tell_mist
 from api.cli.connection import Output, admin_client, calls
 from api.cli.render import (
     JsonOption,
-    csv_text,
+    csv_of,
     decimal_text,
     parse_picos,
     parse_price,
@@ -192,17 +192,17 @@ SinceOption = Annotated[datetime | None, typer.Option(help="Since when it holds,
 KINDS = ("input", "cached input", "output", "embedding")
 TITLE = "prices per million tokens"
 TIMEOUT_S = 300.0  # a month of millions of events is one statement, and a long one
-CSV_COLUMNS = (
-    "organization_name",
-    "organization_id",
-    "currency_code",
-    "token_count",
-    "old_amount",
-    "new_amount",
-    "difference",
-    "old_plan",
-    "new_plan",
-)
+CSV_COLUMNS: Mapping[str, Callable[[SimulatedCustomer], object]] = {
+    "organization_name": lambda each: each.organization_name,
+    "organization_id": lambda each: each.organization_id,
+    "currency_code": lambda each: each.old_amount.currency_code,
+    "token_count": lambda each: each.token_count,
+    "old_amount": lambda each: f"{each.old_amount.amount:f}",
+    "new_amount": lambda each: f"{each.new_amount.amount:f}",
+    "difference": lambda each: f"{each.difference.amount:f}",
+    "old_plan": lambda each: each.old_plan,
+    "new_plan": lambda each: each.new_plan,
+}
 
 
 @price.command("set")
@@ -334,25 +334,9 @@ def simulate(
         raise typer.BadParameter("give --csv or --json, not both")
     found = client.simulate_prices(month, read_proposal(file), organization=organization)
     if as_csv:
-        put(None, [simulated_csv(found)])
+        put(None, [csv_of(found, CSV_COLUMNS, line_end="\r\n")])
         return None
     return found, simulated_table(found) if found else f"nothing was used in {month}"
-
-
-def simulated_csv(customers: list[SimulatedCustomer]) -> str:
-    rows = (
-        (
-            each.organization_name,
-            each.organization_id,
-            each.old_amount.currency_code,
-            each.token_count,
-            *(f"{money.amount:f}" for money in (each.old_amount, each.new_amount, each.difference)),
-            each.old_plan,
-            each.new_plan,
-        )
-        for each in customers
-    )
-    return csv_text(CSV_COLUMNS, rows, line_end="\r\n")
 
 
 def simulated_table(customers: list[SimulatedCustomer]) -> RenderableType:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from api.cli.render import JsonOption, csv_text, duration_text, make_console, note, print_json, show, table
+from api.cli.render import JsonOption, csv_of, duration_text, make_console, note, print_json, show, table
 from api.cli.stack import HomeOption, run
 from metering.core.models import TokenKind
 from metering.core.money import exact_text
@@ -147,9 +148,7 @@ def document(found: MonthReconciliation) -> dict[str, object]:
 
 def sheet(differences: Sequence[Difference]) -> str:
     """For `--csv`, RFC 4180 with a header."""
-    rows = []
-    for each in differences:
-        facts = asdict(each) | {"amount": exact_text(each.amount_picos, each.currency_code) if each.currency_code else ""}
-        facts |= {"since": each.since.astimezone(UTC).isoformat() if each.since else ""}
-        rows.append([facts[name] for name in CSV_COLUMNS])
-    return csv_text(CSV_COLUMNS, rows, line_end="\r\n")
+    columns: dict[str, Callable[[Difference], object]] = {name: attrgetter(name) for name in CSV_COLUMNS}
+    columns["amount"] = lambda each: exact_text(each.amount_picos, each.currency_code) if each.currency_code else ""
+    columns["since"] = lambda each: each.since.astimezone(UTC).isoformat() if each.since else ""
+    return csv_of(differences, columns, line_end="\r\n")

@@ -23,7 +23,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
-from weir_client import Money, MonthReport, Price, QuotaDimension, Receipt, Result, Timings, Usage
+from weir_client import Money, MonthReport, MonthReportLine, Price, QuotaDimension, Receipt, Result, Timings, Usage
 
 T = TypeVar("T")
 
@@ -47,21 +47,6 @@ STAGES = (
     ("decode", "decode_ms", "compute the answer"),
     ("client stall", "client_stall_ms", "wait for the client"),
     ("settle", "settle_ms", "write the usage"),
-)
-
-REPORT_CSV_COLUMNS = (
-    "organization",
-    "month",
-    "model",
-    "price_version",
-    "token_kind",
-    "request_count",
-    "token_count",
-    "cancelled_token_count",
-    "unit_price_per_million",
-    "unit_price_picos",
-    "amount",
-    "currency_code",
 )
 
 
@@ -251,12 +236,12 @@ def show(*parts: RenderableType) -> None:
         console.print(part, crop=False)  # a line too long for the terminal is wrapped by it, never cut
 
 
-def csv_text(columns: Sequence[str], rows: Iterable[Iterable[object]], *, header: bool = True, line_end: str = "\n") -> str:
-    """Rows as CSV."""
+def csv_of(found: Iterable[T], columns: Mapping[str, Callable[[T], object]], *, header: bool = True, line_end: str = "\n") -> str:
+    """CSV by what stands in its columns."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator=line_end)
     writer.writerows([columns] if header else [])
-    writer.writerows(rows)
+    writer.writerows([cell(each) for cell in columns.values()] for each in found)
     return text.getvalue()
 
 
@@ -528,21 +513,18 @@ def decimal_places(value: Decimal) -> int:
 
 def month_report_csv(report: MonthReport) -> str:
     """The lines of a month as CSV: exact plain numbers, a header, no totals, so that a sheet can sum it up itself."""
-    rows = (
-        (
-            report.organization_name,
-            report.month,
-            line.model,
-            line.price_version,
-            line.token_kind.value,
-            line.request_count,
-            line.token_count,
-            line.cancelled_token_count,
-            f"{per_million(line.unit_price_picos):f}",
-            line.unit_price_picos,
-            f"{line.amount.amount:f}",
-            line.amount.currency_code,
-        )
-        for line in report.lines
-    )
-    return csv_text(REPORT_CSV_COLUMNS, rows)
+    columns: dict[str, Callable[[MonthReportLine], object]] = {
+        "organization": lambda line: report.organization_name,
+        "month": lambda line: report.month,
+        "model": lambda line: line.model,
+        "price_version": lambda line: line.price_version,
+        "token_kind": lambda line: line.token_kind.value,
+        "request_count": lambda line: line.request_count,
+        "token_count": lambda line: line.token_count,
+        "cancelled_token_count": lambda line: line.cancelled_token_count,
+        "unit_price_per_million": lambda line: f"{per_million(line.unit_price_picos):f}",
+        "unit_price_picos": lambda line: line.unit_price_picos,
+        "amount": lambda line: f"{line.amount.amount:f}",
+        "currency_code": lambda line: line.amount.currency_code,
+    }
+    return csv_of(report.lines, columns)

@@ -19,9 +19,9 @@ from msgspec import Struct
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator, StandingKey, check_model, payer
-from api.core.accounts import models_for
 from api.core.addresses import FORWARDED_FOR
 from api.core.errors import Draining
+from api.core.messages import models_for
 from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from api.core.statuses import status_of
 from api.generation.embedding import EmbedCaller
@@ -30,7 +30,7 @@ from api.generation.process import Process
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
 from api.openai import answers
-from api.openai.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts, cost_facts
+from api.openai.answers import Answer, ChatAnswer, CompletionAnswer, ResponseAnswer, TokenTexts, cost_facts
 from api.openai.exchange import JSON, Arrival, Exchange, plain_headers, refused
 from api.openai.listener import peer_of, read_body, secret_of
 from api.openai.parameters import (
@@ -39,13 +39,14 @@ from api.openai.parameters import (
     CompletionParameters,
     Int32,
     Prompt,
+    ResponseParameters,
     chat_asked,
     completion_asked,
     decode,
     prompts_of,
+    response_asked,
 )
 from api.openai.refusals import HttpFault, headers_of, refusal_of, wrong_parameter
-from api.openai.responses import ResponseAnswer, ResponseParameters, response_asked
 from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal

@@ -1,4 +1,4 @@
-"""Parameters of OpenAI's chat, completion and embedding requests, checked and turned into requests of ours.
+"""Parameters of OpenAI's chat, completion, response and embedding requests, checked and turned into requests of ours.
 
 Tools are functions, and nothing but functions. The chat API wraps what the responses API does not.
 """
@@ -737,3 +737,198 @@ def with_prompt(start: pb.StartFrame, prompt: str | Sequence[int]) -> pb.StartFr
     else:
         complete.token_ids.ids.extend(prompt)
     return complete
+
+
+MESSAGE, CALL, RESULT = "message", "function_call", "function_call_output"
+KINDS = (MESSAGE, CALL, RESULT)
+
+# The fields of each kind; `id` and `status` are those with which an answer's items come back.
+FIELDS = {
+    MESSAGE: frozenset({"type", "id", "status", "role", "content", "phase"}),
+    CALL: frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
+    RESULT: frozenset({"type", "id", "status", "call_id", "output"}),
+}
+
+RESPONSE_NAMES = COMMON_NAMES | {
+    "prompt": "input",
+    "tools[].parameters_json_schema": "tools[].parameters",
+    "tool_choice.single": "parallel_tool_calls",
+    "response_format.json_schema": "text.format.schema",
+}
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class Item(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One item of any kind."""
+
+    type: str | None = None
+    id: str | None = None
+    status: str | None = None
+    role: str | None = None
+    content: str | list[ContentPart] | None = None
+    phase: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+    # What others have beside: refused by name.
+    caller: Any = None
+    namespace: Any = None
+    refusal: Any = None
+    summary: Any = None
+    encrypted_content: Any = None
+
+
+def conversation_of(items: Sequence[Item], instructions: str | None) -> Turns:
+    """The conversation for a start frame. Calls belong to the assistant's turn that they follow. Raises: InvalidRequest."""
+    if not items:
+        raise wrong_parameter("input", "must hold at least one item")
+    check_count(items, "input", MESSAGE_COUNT_MAX)
+    turns: list[pb.Message] = []
+    names: dict[str, str] = {}
+    if instructions:
+        turns.append(pb.Message(role=pb.ROLE_SYSTEM, content=instructions))
+        names["conversation.messages[0]"] = "instructions"
+    for index, item in enumerate(items):
+        field = f"input[{index}]"
+        kind = _kind(item, field)
+        if kind == CALL:
+            if not (turns and turns[-1].role == pb.ROLE_ASSISTANT):
+                turns.append(pb.Message(role=pb.ROLE_ASSISTANT))
+            turns[-1].tool_calls.append(_call(item, field))
+            call = f"conversation.messages[{len(turns) - 1}].tool_calls[{len(turns[-1].tool_calls) - 1}]"
+            names |= {f"{call}.id": f"{field}.call_id", f"{call}.arguments_json": f"{field}.arguments", call: field}
+            continue
+        turns.append(_message(item, field) if kind == MESSAGE else _result(item, field))
+        turn = f"conversation.messages[{len(turns) - 1}]"
+        names |= {f"{turn}.tool_call_id": f"{field}.call_id", turn: field}
+    return Turns(pb.Conversation(messages=turns), names | {"conversation.messages": "input"})
+
+
+def _kind(item: Item, field: str) -> str:
+    """Which of the kinds it is, and nothing of another one. Raises: InvalidRequest."""
+    kind = item.type or MESSAGE
+    if kind not in KINDS:
+        raise wrong_parameter(f"{field}.type", f"must be one of {', '.join(KINDS)}: other items are not supported")
+    for name in Item.__struct_fields__:
+        if name not in FIELDS[kind] and getattr(item, name) is not None:
+            raise wrong_parameter(f"{field}.{name}", f"is not supported in an item of the type {kind}: leave it out")
+    return kind
+
+
+def _message(item: Item, field: str) -> pb.Message:
+    role = item.role or ""
+    if role not in ROLES or role == "tool":
+        known = ", ".join(role for role in ROLES if role != "tool")
+        raise wrong_parameter(f"{field}.role", f"must be one of {known}; what came of a call is an item {RESULT}")
+    if item.content is None:
+        raise wrong_parameter(f"{field}.content", "must be text")
+    return pb.Message(role=ROLES[role], content=text_of(item.content, f"{field}.content"))
+
+
+def _call(item: Item, field: str) -> pb.ToolCall:
+    for name in ("call_id", "name", "arguments"):
+        if getattr(item, name) is None:
+            raise wrong_parameter(f"{field}.{name}", "is required")
+    return pb.ToolCall(id=item.call_id or "", name=item.name or "", arguments_json=item.arguments or "")
+
+
+def _result(item: Item, field: str) -> pb.Message:
+    for name in ("call_id", "output"):
+        if getattr(item, name) is None:
+            raise wrong_parameter(f"{field}.{name}", "is required")
+    return pb.Message(role=pb.ROLE_TOOL, tool_call_id=item.call_id or "", content=text_of(item.output or "", f"{field}.output"))
+
+
+class Text(Struct, forbid_unknown_fields=True):
+    """How the text of the answer is to be."""
+
+    format: Format | None = None
+    verbosity: Any = None
+
+
+class Reasoning(Struct, forbid_unknown_fields=True):
+    """`reasoning` of a response. Thinking is part of the answer's text, so no field can be set apart from effort `none`."""
+
+    effort: Any = None
+    summary: Any = None
+    generate_summary: Any = None
+    context: Any = None
+    mode: Any = None
+
+
+class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):
+    """What `client.responses.create` may send."""
+
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: Int64 | None = None
+    text: Text | None = None
+    include: list[str] | None = None
+    top_logprobs: Int32 | None = None
+    truncation: str | None = None
+    reasoning: Reasoning | None = None
+    tools: list[ToolParameter] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: ChatTemplateKwargs | None = None  # not OpenAI's: as vLLM has it
+    access_programs: Unserved = None
+    background: Unserved = None
+    context_management: Unserved = None
+    conversation: Unserved = None
+    image: Unserved = None
+    max_tool_calls: Unserved = None
+    moderation: Unserved = None
+    prompt: Unserved = None
+    prompt_cache_options: Unserved = None
+    # Of these one value asks for what happens.
+    previous_response_id: Any = None
+    prompt_cache_retention: Any = None
+
+
+def response_asked(given: ResponseParameters) -> Asked:
+    """What a response asks for. Raises: InvalidRequest."""
+    check_shared(given)
+    check_unserved(given)
+    items = [Item(role="user", content=given.input)] if isinstance(given.input, str) else given.input
+    turns = conversation_of(items, given.instructions)
+    start = pb.StartFrame(conversation=turns.conversation)
+    fill_shared(start, given)
+    fill_thinking(start, given.chat_template_kwargs)
+    fill_tools(start, given.tools, given.tool_choice, given.parallel_tool_calls, wrapped=False)
+    if given.max_output_tokens is not None:
+        start.max_output_tokens = given.max_output_tokens
+    if wants_logprobs(given):
+        if given.tools:
+            raise wrong_parameter("tools", "cannot be combined with log-probabilities: a call has no place for its own")
+        start.top_logprobs = given.top_logprobs or 0
+    if (wanted := response_format(None if given.text is None else given.text.format, "text.format")) is not None:
+        start.response_format.CopyFrom(wanted)
+    names = RESPONSE_NAMES | turns.names
+    return Asked((start,), given.model, streams=bool(given.stream), includes_usage=True, names=names, given=given)
+
+
+def check_unserved(given: ResponseParameters) -> None:
+    """Refuse what asks for something that does not happen here. Raises: InvalidRequest."""
+    if given.previous_response_id is not None:
+        raise wrong_parameter("previous_response_id", "responses are not stored: send the conversation so far as input")
+    refuse_given(given, *unserved(ResponseParameters))
+    refuse_unless(given.prompt_cache_retention, "prompt_cache_retention", *NO_RETENTION)
+    if given.text is not None:
+        refuse_unless(given.text.verbosity, "text.verbosity", *NO_VERBOSITY)
+    if given.reasoning is not None:
+        refuse_unless(given.reasoning.effort, "reasoning.effort", *NO_EFFORT)
+        for name in ("summary", "generate_summary", "context", "mode"):
+            if getattr(given.reasoning, name) is not None:
+                raise wrong_parameter(f"reasoning.{name}", f"is not supported: {NO_EFFORT[1]}; leave it out")
+    if given.truncation not in (None, "disabled"):
+        raise wrong_parameter("truncation", "must be disabled: an input that does not fit is refused, not cut")
+    for index, each in enumerate(given.include or ()):
+        if each != LOGPROBS:
+            raise wrong_parameter(f"include[{index}]", f"only {LOGPROBS} is supported")
+
+
+def wants_logprobs(given: ResponseParameters) -> bool:
+    """Whether the answer carries log-probabilities: they are asked for in either of two ways."""
+    return LOGPROBS in (given.include or ()) or given.top_logprobs is not None

@@ -20,10 +20,8 @@ from api.core.statuses import KINDS, status_of
 from api.generation.conversation import MESSAGE_COUNT_MAX
 from api.openai import answers
 from api.openai.parameters import CHAT_NAMES as NAMES
-from api.openai.parameters import Message, conversation, decode
+from api.openai.parameters import RESPONSE_NAMES, Item, Message, ResponseParameters, conversation, conversation_of, decode
 from api.openai.refusals import HTTP_STATUSES, duration_text, headers_of, parameter, refusal_of
-from api.openai.responses import NAMES as RESPONSE_NAMES
-from api.openai.responses import Item, ResponseParameters, conversation_of
 from inference.capabilities import RequestField
 from inference.errors import RequestImpossible
 

@@ -30,8 +30,15 @@ from typing_extensions import get_type_hints, is_typeddict
 
 from api.core.errors import InvalidRequest
 from api.openai.door import EmbeddingParameters, check_dimensions, embed_request
-from api.openai.parameters import ChatParameters, CompletionParameters, chat_asked, completion_asked, decode
-from api.openai.responses import ResponseParameters, response_asked
+from api.openai.parameters import (
+    ChatParameters,
+    CompletionParameters,
+    ResponseParameters,
+    chat_asked,
+    completion_asked,
+    decode,
+    response_asked,
+)
 from infra.architecture import ROOT
 
 DOCUMENT = ROOT / "docs" / "openai.md"

@@ -22,8 +22,7 @@ from hypothesis.strategies import SearchStrategy
 from msgspec import inspect
 
 from api.openai.door import EmbeddingParameters
-from api.openai.parameters import ChatParameters, CompletionParameters
-from api.openai.responses import ResponseParameters
+from api.openai.parameters import ChatParameters, CompletionParameters, ResponseParameters
 from metering.core.models import QuotaDimension
 from tests.service import MODEL, PATIENCE_S, Service, Tenant, log_events
 

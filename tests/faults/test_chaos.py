@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from api.chaos.rounds import (
+    EXPORT_FILE,
+    JOURNALS,
     WEIGHTS,
     Asked,
     Kill,
@@ -23,7 +25,6 @@ from api.chaos.rounds import (
     exported_quantities,
     run_rounds,
 )
-from api.chaos.system import EXPORT_FILE, JOURNALS
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions

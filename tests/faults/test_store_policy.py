@@ -14,7 +14,7 @@ import grpc
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.chaos.system import crash_postgres
+from api.chaos.rounds import crash_postgres
 from metering.core.errors import StoreAway
 from metering.core.models import QuotaDimension
 from metering.holds.recovery import sweep_expired_holds

@@ -15,7 +15,7 @@ import pytest
 from smg_grpc_proto.generated import common_pb2
 from typer.testing import CliRunner
 
-from api.cli.processes import doctor as commands
+from api.cli.stack import doctor as commands
 from api.core.settings import SettingInvalid, Settings
 from api.fleet.fleet import build_serving
 from inference.adapters import remote_doctor as doctor
