@@ -10,21 +10,45 @@ moved, not set: so two such batches, of one process or of several, are exact in 
 The long way (`execute_batch`) locks what it decides by: read, decide in memory, write back. Within a batch what ends goes first, so
 that its room serves what is admitted.
 
+`HoldConnection` runs them. It is opened when needed and dropped after every failure. Every operation is answered whatever happens:
+a conflict is repeated, a database that is away or too slow answers `StoreAway`, and an operation that breaks its batch is found by
+running each one alone.
+
 The decisions are in `decide.py`; what is read and locked in `read.py`, what is written in `write.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
 
-from metering.core.errors import MeteringError
+import psycopg
+import structlog
+
+from metering.core.errors import InvariantViolated, MeteringError, StoreAway
 from metering.core.models import HoldState
 from metering.holds.decide import LATEST, BatchReads, BatchWrites, Decisions
+from metering.holds.journal import Bind
 from metering.holds.known import Known, OwnHolds, known_of, remember
-from metering.holds.operations import Admit, Admitted, Expire, Extend, HoldAnswer, HoldOperation, Renew, Renewed, Settle, Void
+from metering.holds.operations import (
+    Admit,
+    Admitted,
+    Ended,
+    Expire,
+    Extend,
+    HoldAnswer,
+    HoldOperation,
+    Renew,
+    Renewed,
+    Settle,
+    Void,
+)
 from metering.holds.read import (
     BEGIN_ADMITTING,
     LOCK_CHAINS,
@@ -35,13 +59,68 @@ from metering.holds.read import (
     read_and_lock,
     rules_of_rows,
 )
+from metering.holds.standing_holds import execute_binds
 from metering.holds.write import GuardFailed, changed_holds, counter_writes, moved_counters, new_holds, renewals, usage_writes
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey, window_starts
 from metering.quotas.quotas import Counters, QuotaExceeded, Unsure
 from metering.quotas.refusals import Refusals, Refused
 from metering.receipts.chaining import BatchSigner, Chains
+from metering.store.db import CONNECT_TIMEOUT_S, KEEPALIVES, BoundedConnection, StoreGate, connection_options, psycopg_conninfo
 from metering.store.exchange import Connection, Statement, columns, exchange, id_array, id_number_array
+
+EXPIRY_S = 60.0  # a process may be silent so long (a pause, a slow database) before its holds are taken from it
+
+BATCH_SIZE_MAX = 128  # a batch is decided in one turn of the event loop, at some 0.03 ms for each operation (bench/admission.py)
+
+CONFLICT_ATTEMPTS_MAX = 5  # two processes racing for the same new request id need one repetition
+
+BATCH_TIMEOUT_S = 8.0  # above the server's own time limits: only a frozen server or a network that swallows all takes longer
+
+SERVER_LIMITS = (
+    # Batches take milliseconds. A process that sleeps so long between two statements of one is frozen, and has counters locked that
+    # every other process waits for.
+    "idle_in_transaction_session_timeout=2000",
+    "lock_timeout=4000",  # above it, so that a batch outwaits a frozen one
+    "statement_timeout=6000",
+)
+
+# Every statement of a batch finds its rows by key. So it is planned once, since planning takes as long as running it; and for the
+# indexes, whatever the tables look like then: a plan that was made while they were empty would go on reading all of them.
+PLANS = (
+    "plan_cache_mode=force_generic_plan",
+    "enable_seqscan=off",
+    "enable_hashjoin=off",
+    "enable_mergejoin=off",
+    "jit=off",
+)
+
+
+# On each new connection: the database may be another one than before, and nobody could verify what a key signed that it lacks.
+PUBLISH_KEY = "INSERT INTO receipt_keys (id, public_key) VALUES (%s, %s) ON CONFLICT DO NOTHING"
+
+
+log = structlog.get_logger(__name__)
+
+
+Op = TypeVar("Op")
+
+IDLE = psycopg.pq.TransactionStatus.IDLE
+
+Answers = Coroutine[Any, Any, list[HoldAnswer | Exception]]
+
+
+CONFLICTS = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure, psycopg.errors.UniqueViolation)
+
+# OSError includes the time-out; a server that is read-only has just lost its place to another one; and it is this process that has
+# slept in a transaction if the server has ended that.
+AWAY = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    psycopg.errors.ReadOnlySqlTransaction,
+    psycopg.errors.IdleInTransactionSessionTimeout,
+    OSError,
+)
 
 MINUTE = timedelta(minutes=1)
 EARLIEST = datetime.min.replace(tzinfo=UTC)
@@ -110,12 +189,6 @@ def unknown_rules(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -
                 missing.update(hold.terms.quota_ids)
             hold.rules = rules
     return missing
-
-
-async def learn_rules(connection: Connection, known: Known, numbers: Collection[int]) -> None:
-    """Read rules; what changes them from now on is seen by the checks of every batch."""
-    [rows] = await exchange(connection, [(SELECT_RULES_BY_ID, (id_number_array(list(numbers)),))])
-    known.add_rules(rules_of_rows(connection, rows).values())
 
 
 def plan_ends(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> Trip | None:
@@ -383,3 +456,193 @@ def refused_of(operations: Sequence[HoldOperation], answers: Mapping[int, HoldAn
         if isinstance(op, Admit) and isinstance(answer := answers[index], QuotaExceeded):
             found.append(Refused(op.payer.organization_id, answer, (op.payer.project_id, op.request_id), op.payer.api_key_id))
     return found
+
+
+class HoldConnection:
+    """Runs one batch at a time. Use as context manager, or `close` it."""
+
+    def __init__(
+        self,
+        database_url: str,
+        owner_id: uuid.UUID,
+        *,
+        expiry_s: float = EXPIRY_S,
+        gate: StoreGate | None = None,
+        signer: BatchSigner | None = None,
+        own: OwnHolds | None = None,
+    ) -> None:
+        """gate: shared with all others of this process that connect to the same database.
+
+        signer: of the receipts, if they are signed. own: shared with all others that act for the same owner.
+        """
+        self._conninfo = psycopg_conninfo(database_url)
+        self._owner_id = owner_id
+        self._owner = str(owner_id)
+        self._expiry_s = expiry_s
+        self._gate = gate or StoreGate()
+        self._signer = signer
+        self._own: OwnHolds = {} if own is None else own
+        self.refusals = Refusals()
+        self._connection: BoundedConnection | None = None
+        self._known: Known | None = None  # what the connection knows
+
+    async def __aenter__(self) -> HoldConnection:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    def seems_to_fit(self, op: Admit) -> bool:
+        """Whether an admission fits by all that this connection has read, which is a guess. Sends no query."""
+        return self._known is not None and seems_to_fit(self._known, op)
+
+    async def execute(self, batch: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
+        """Answer each operation in order. After `StoreAway` it is unknown whether the operation was done."""
+        if self._known is not None and (missing := unknown_rules(self._known, self._own, batch)):
+            await self._execute(partial(self._learn_rules, missing), [])
+            if self._known is not None:
+                unknown_rules(self._known, self._own, batch)
+        done: dict[int, HoldAnswer | Exception] = {}
+        for plan in (plan_admissions, plan_ends, plan_extensions):  # what ends comes before what is extended
+            if self._known is not None and (trip := plan(self._known, self._own, batch)) is not None:
+                found = await self._execute(partial(self._take, trip), [op for _, op, _ in trip.decided])
+                done |= zip([place for place, _, _ in trip.decided], found, strict=False)
+                if len(done) == len(batch):
+                    break
+        if len(done) == len(batch) > 0:
+            answers = [done[place] for place in range(len(batch))]
+        else:
+            left = iter(await self._execute(self._lock_and_decide, [op for place, op in enumerate(batch) if place not in done]))
+            answers = [done[place] if place in done else next(left) for place in range(len(batch))]
+        for op, answer in zip(batch, answers, strict=True) if self.refusals.awaits_returns else ():
+            if isinstance(op, Admit) and isinstance(answer, Admitted):
+                self.refusals.let_in((op.payer.project_id, op.request_id))
+        return answers
+
+    async def _lock_and_decide(self, connection: Connection, operations: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
+        """The long way."""
+        return await execute_batch(
+            connection,
+            operations,
+            owner_id=self._owner_id,
+            expiry_s=self._expiry_s,
+            refusals=self.refusals,
+            signer=self._signer,
+            own=self._own,
+        )
+
+    async def _learn_rules(
+        self, missing: Collection[int], connection: Connection, _: Sequence[HoldOperation]
+    ) -> list[HoldAnswer | Exception]:
+        """Read what of the rules of own holds is not known; where that fails they go the long way.
+
+        What changes them from now on is seen by the checks of every batch.
+        """
+        [rows] = await exchange(connection, [(SELECT_RULES_BY_ID, (id_number_array(list(missing)),))])
+        known_of(connection).add_rules(rules_of_rows(connection, rows).values())
+        return []
+
+    async def _take(self, trip: Trip, connection: Connection, operations: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
+        """All of the operations at once, or none, which then go the long way: nothing is committed and nothing answered."""
+        try:
+            assert self._known is not None, "a connection that is open is known"
+            await take(connection, self._known, self._own, trip, owner=self._owner, expiry_s=self._expiry_s, signer=self._signer)
+        except (*CONFLICTS, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
+            log.debug("batch_goes_the_long_way", cause=type(unforeseen).__name__, operation_count=len(operations))
+            if connection.pgconn.transaction_status != IDLE:
+                await exchange(connection, [("ROLLBACK", ())])
+            return []
+        except AWAY:
+            raise
+        except Exception as broken:  # the plan is of all together: only the long way can find out whom it is about
+            log.warning("batch_goes_the_long_way", cause=repr(broken), operation_count=len(operations))
+            await self.close()
+            return []
+        return [answer for _, _, answer in trip.decided]
+
+    async def bind(self, binds: Sequence[Bind], renewal: Renew) -> list[HoldAnswer | Exception]:
+        """The same for requests that were let in without the database.
+
+        renewal: of all that its owner knows. It comes first, since it voids what admissions obtained whose answers were lost, under
+        the same request ids; so nothing else may be under way. Where one of these is taken all the same, it comes once more: what a
+        frozen server commits as it wakes up stands there now.
+        """
+        answers: list[HoldAnswer | Exception] = []
+        for _ in range(2):
+            [renewed] = await self.execute([renewal])
+            if isinstance(renewed, StoreAway):
+                return [renewed] * len(binds)
+            answers = await self._execute(execute_binds, binds)
+            if Ended(done=False) not in answers:
+                break
+        return answers
+
+    async def _execute(
+        self, run: Callable[[Connection, Sequence[Op]], Answers], batch: Sequence[Op]
+    ) -> list[HoldAnswer | Exception]:
+        for _ in range(CONFLICT_ATTEMPTS_MAX):
+            try:
+                return await self._execute_in_time(run, batch)
+            except StoreAway as away:
+                return [away] * len(batch)
+            except CONFLICTS as conflict:
+                log.info("hold_batch_repeated", cause=type(conflict).__name__, operation_count=len(batch))
+                await self.close()
+            except AWAY as away:
+                log.warning("database_away", cause=str(away).strip() or type(away).__name__)
+                await self.close()
+                return [StoreAway("the database does not answer", retry_after_s=max(self._gate.pause_s, 1.0))] * len(batch)
+            except Exception as broken:
+                await self.close()
+                if len(batch) > 1:
+                    return [answer for op in batch for answer in await self._execute(run, [op])]
+                log.exception("hold_operation_failed", operation=[type(op).__name__ for op in batch])
+                return [InvariantViolated(f"{type(op).__name__} failed: {broken!r}") for op in batch]
+            except BaseException:
+                await self.close()
+                raise
+        return [StoreAway("the database reports one conflict after another")] * len(batch)
+
+    async def close(self) -> None:
+        """Drop the connection. The next batch opens another one."""
+        connection, self._connection, self._known = self._connection, None, None
+        if connection is not None:
+            await connection.close()
+
+    async def _execute_in_time(
+        self, run: Callable[[Connection, Sequence[Op]], Answers], batch: Sequence[Op]
+    ) -> list[HoldAnswer | Exception]:
+        """One attempt. A connection that breaks is no outage: the database may have been restarted. One that says nothing is."""
+        connection = self._connection or await self._connect()
+        silent = False
+
+        def give_up() -> None:
+            nonlocal silent
+            silent = True
+            connection.abort()
+
+        timer = asyncio.get_running_loop().call_later(BATCH_TIMEOUT_S, give_up)
+        try:
+            answers = await run(connection, batch)
+        except AWAY:
+            if silent:
+                self._gate.failed()
+            raise
+        finally:
+            timer.cancel()
+        self._gate.answered()
+        return answers
+
+    async def _connect(self) -> BoundedConnection:
+        with self._gate.attempt():
+            connection = await BoundedConnection.connect(
+                self._conninfo,
+                autocommit=True,
+                connect_timeout=CONNECT_TIMEOUT_S,
+                options=connection_options((*SERVER_LIMITS, *PLANS)),
+                **KEEPALIVES,
+            )
+            self._connection, self._known = connection, known_of(connection)
+            if self._signer is not None:
+                await connection.execute(PUBLISH_KEY, (self._signer.key_id, self._signer.public_key))
+        return connection

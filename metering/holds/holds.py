@@ -19,9 +19,10 @@ import structlog
 from sqlalchemy import text
 
 from common.incidents import Retries
-from metering.core.errors import HoldEnded, MeteringError, StoreAway
+from metering.core.errors import HoldEnded, InvariantViolated, MeteringError, StoreAway
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds.connections import BATCH_SIZE_MAX, EXPIRY_S, PairedConnections
+from metering.holds.batch import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
+from metering.holds.known import OwnHolds
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import (
     Admit,
@@ -34,6 +35,7 @@ from metering.holds.operations import (
     HoldAnswer,
     HoldOperation,
     Renew,
+    Renewed,
     Settle,
     Settled,
     Void,
@@ -94,7 +96,11 @@ Execute = Callable[[Sequence[HoldOperation]], Awaitable[Sequence[HoldAnswer | Ex
 
 
 class HoldStore:
-    """The one way in which this process touches holds. `run` must be running for any other call to return."""
+    """The one way in which this process touches holds. `run` must be running for anything to be answered.
+
+    Admissions have a connection of their own, so that a batch of them and one of all else are under way at the same time. From the
+    answers follows what is known of this process's holds: which are live, until when they are ours, whether the database is there.
+    """
 
     def __init__(
         self,
@@ -122,26 +128,26 @@ class HoldStore:
         self._answer_wait_s = answer_wait_s
         self._leases = LeaseClock(expiry_s)
         self._standing = StandingHolds(*grace, self._leases) if grace else None
-        self._connections = PairedConnections(
-            database_url,
-            owner_id,
-            expiry_s=expiry_s,
-            gate=self.gate,
-            signer=signer,
-            leases=self._leases,
-            standing=self._standing,
-            used=used,
-            came_back=self._came_back,
+        self._own: OwnHolds = {}
+        self._others, self._admitting = (
+            HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer, own=self._own)
+            for _ in range(2)
         )
+        self._admission_turn, self._turn = asyncio.Lock(), asyncio.Lock()  # who needs both takes that of admissions first
+        self._spared: set[uuid.UUID] = set()
+        self._used = used
+        self._answered_at: float | None = None
+        self._is_answering = False
+        self._has_lost_admissions = False  # whose answers never came: whatever they have taken stands in the way of a second try
         self._tending = asyncio.Lock()  # held while holds are being set aside: none may come after all were given back
         self._put_off: dict[Entry[HoldOperation], asyncio.TimerHandle] = {}
         self._measured = measured
         self._began_at = self._leases.now()
         self._closed = False
         late = f"the quota store has not answered within {answer_wait_s:g} s"
-        self._commits = self._group_commit(self._connections.execute)
+        self._commits = self._group_commit(self._execute)
         self._admissions = self._group_commit(
-            self._connections.execute_admissions,
+            self._execute_admissions,
             patience=Patience(answer_wait_s, lambda: StoreAway(late)),
             refused=self.gate.refusal,
         )
@@ -184,7 +190,8 @@ class HoldStore:
             for commits in (self._commits, self._admissions):
                 commits.close(StoreAway("this process is shutting down"))
             self._try_again_now()
-            await self._connections.close()
+            for connection in (self._others, self._admitting):
+                await connection.close()
 
     def begin_admit(self, op: Admit, done: Callable[[Admitted | Exception], None]) -> Pending:
         """Take a hold: from the database, or while that is away from what was set aside.
@@ -213,7 +220,7 @@ class HoldStore:
 
         While the database is away nothing is raised where holds are set aside for that. Raises: as `admit`.
         """
-        if not self._connections.seems_to_fit(op):
+        if self._has_given() or not self._admitting.seems_to_fit(op):
             await awaited(partial(self.begin_admit, replace(op, only_asks=True)), lambda _: None)
 
     async def extend(self, op: Extend) -> Extended:
@@ -232,7 +239,7 @@ class HoldStore:
     @property
     def has_answered(self) -> bool:
         """Whether the database has answered this process at all."""
-        return self._connections.has_answered
+        return self._answered_at is not None
 
     @property
     def away_s(self) -> float | None:
@@ -263,7 +270,7 @@ class HoldStore:
         standing_count = self._standing.standing_count if self._standing else 0
         commits = self._commits.statistics().plus(self._admissions.statistics())
         open_count, owed_count = self._commits.open_count + self._admissions.open_count, len(self._put_off)
-        return HoldStatistics(len(self._leases), standing_count, open_count, owed_count, commits, self._connections.refusals)
+        return HoldStatistics(len(self._leases), standing_count, open_count, owed_count, commits, self._admitting.refusals.counts)
 
     def _void_all(self, hold_ids: Sequence[uuid.UUID], then: Callable[[], None]) -> None:
         """Void holds, and call `then` once they have ended, as far as the database answers in time; never inside this call."""
@@ -306,6 +313,98 @@ class HoldStore:
         for entry in list(self._put_off):
             self._try_again(entry)
 
+    async def _execute(self, operations: Sequence[HoldOperation]) -> Sequence[HoldAnswer | Exception]:
+        """A batch of all but admissions."""
+        if not (self._has_given() or Renew in map(type, operations)):
+            async with self._turn:
+                return await self._execute_on(self._others, operations)
+        # Whoever renews ends what nobody knows of: no admission may be half known then.
+        async with self._admission_turn, self._turn:
+            if not await self._bind():
+                return [StoreAway("the database does not answer")] * len(operations)
+            return await self._execute_on(self._others, operations)
+
+    async def _execute_admissions(self, operations: Sequence[HoldOperation]) -> Sequence[HoldAnswer | Exception]:
+        """A batch of admissions."""
+        async with self._admission_turn:
+            if self._has_given():
+                async with self._turn:
+                    if not await self._bind():
+                        return [StoreAway("the database does not answer")] * len(operations)
+            return await self._execute_on(self._admitting, operations)
+
+    async def _execute_on(
+        self, connection: HoldConnection, operations: Sequence[HoldOperation]
+    ) -> Sequence[HoldAnswer | Exception]:
+        sent_at = self._leases.now()
+        batch = [self._renewal() if isinstance(op, Renew) else op for op in operations]
+        answers = await connection.execute(batch)
+        self._note(batch, answers, sent_at)
+        self._note_answer()
+        return answers
+
+    def _note_answer(self) -> None:
+        """Note whether the database is there; tell that it is again after an outage or a broken connection."""
+        if self.gate.away_s is not None:
+            self._is_answering = False
+            return
+        was_away = self._answered_at is not None and not self._is_answering
+        self._answered_at, self._is_answering = self._leases.now(), True
+        if was_away or self._has_lost_admissions:
+            self._has_lost_admissions = False
+            self._came_back()
+
+    def _note(self, batch: Sequence[HoldOperation], answers: Sequence[HoldAnswer | Exception], sent_at: float) -> None:
+        """Keep the list of live holds, and until when they are ours, as the database has just answered."""
+        begun: list[uuid.UUID] = []
+        ended: list[uuid.UUID] = []
+        has_used = False
+        for op, answer in zip(batch, answers, strict=True):
+            if isinstance(answer, Admitted):
+                begun.append(answer.hold_id)
+            elif isinstance(answer, StoreAway):
+                self._has_lost_admissions = self._has_lost_admissions or type(op) is Admit
+            elif isinstance(op, Settle | Void):
+                ended.append(op.hold_id)
+                has_used = has_used or isinstance(answer, Settled)
+                if self._standing is not None:
+                    self._standing.ended(op.hold_id)
+                if isinstance(answer, InvariantViolated):
+                    # Voiding it would lose what was delivered, renewing it would hold its quotas for ever.
+                    self._spared.add(op.hold_id)
+            elif isinstance(op, Extend) and isinstance(answer, Extended):
+                self._leases.extend(op.hold_id, sent_at)
+            elif isinstance(answer, Renewed):
+                self._leases.renew(answer.hold_ids, sent_at)
+        self._leases.begin(begun, sent_at)
+        self._leases.end(ended)
+        if has_used:
+            self._used()
+
+    def _renewal(self) -> Renew:
+        """Of all holds that are live now."""
+        return Renew(self.owner_id, frozenset(self._leases.hold_ids), frozenset(self._spared))
+
+    def _has_given(self) -> bool:
+        """Whether requests were let in that the database does not know of yet."""
+        return self._standing is not None and bool(self._standing.given)
+
+    async def _bind(self) -> bool:
+        """After an outage, before all else: tell the database which request has which hold. Whether it was told."""
+        standing = self._standing
+        if standing is None or not standing.given:
+            return True
+        given = standing.given
+        answers = await self._others.bind(given, self._renewal())
+        if any(isinstance(answer, StoreAway) for answer in answers):
+            self._note_answer()
+            return False
+        for bind, answer in zip(given, answers, strict=True):
+            standing.bound(bind.hold_id)
+            if answer != Ended(done=True):
+                log.error("request_not_bound", hold_id=str(bind.hold_id), request_id=str(bind.request_id), cause=str(answer))
+        return True
+
     async def _renew_regularly(self) -> None:
         while True:
             await asyncio.sleep(self._expiry_s * RENEW_INTERVAL_S / EXPIRY_S)
@@ -323,7 +422,8 @@ class HoldStore:
             commits.begin(PROBE, None)
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S if self.gate.away_s is None else self.gate.pause_s)
-            if self._connections.is_quiet(PROBE_INTERVAL_S / 2) and not self._commits.open_count:
+            is_quiet = self._answered_at is None or self._leases.now() - self._answered_at >= PROBE_INTERVAL_S / 2
+            if is_quiet and not self._commits.open_count:
                 self._commits.begin(PROBE, None)
                 self._admissions.begin(PROBE, None)
 

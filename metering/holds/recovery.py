@@ -17,7 +17,7 @@ import structlog
 from common.incidents import Retries
 from metering.core.errors import StoreAway
 from metering.core.models import Outcome
-from metering.holds.connections import BATCH_SIZE_MAX, HoldConnection
+from metering.holds.batch import BATCH_SIZE_MAX, HoldConnection
 from metering.holds.journal import AbandonedJournal, Bind, Delivered, abandoned_journals
 from metering.holds.operations import Ended, Expire, HoldAnswer, HoldOperation, Renew, Settle, Settled
 from metering.receipts.chaining import BatchSigner

@@ -450,7 +450,7 @@ def with_long_prompt(world: World) -> StreamRun:
 
 def ask_always(world: World) -> None:
     """Nothing that is known of a key spares asking whether there is room."""
-    cast(Any, world.here.holds._connections).seems_to_fit = lambda op: False
+    cast(Any, world.here.holds._admitting).seems_to_fit = lambda op: False
 
 
 def with_credit(world: World) -> StreamRun:

@@ -25,7 +25,7 @@ from typing import assert_never
 
 from metering.core.errors import MeteringError
 from metering.core.models import Outcome, QuotaDimension
-from metering.holds.connections import HoldConnection
+from metering.holds.batch import HoldConnection
 from metering.holds.operations import (
     Admit,
     Admitted,

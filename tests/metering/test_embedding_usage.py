@@ -20,7 +20,7 @@ from metering.export.export_settings import StripeSettings
 from metering.export.reconciliation import reconcile
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_sync import Sync
-from metering.holds.connections import HoldConnection
+from metering.holds.batch import HoldConnection
 from metering.holds.journal import Delivered, UsageJournal
 from metering.holds.operations import Admitted, Expire, Extend, Settled
 from metering.holds.recovery import Recovered, recover_journals

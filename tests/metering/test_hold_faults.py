@@ -17,8 +17,8 @@ import pytest
 
 from metering.core.errors import MeteringError, StoreAway
 from metering.core.models import QuotaDimension
-from metering.holds import connections
-from metering.holds.connections import HoldConnection
+from metering.holds import batch
+from metering.holds.batch import HoldConnection
 from metering.holds.operations import Extend, HoldAnswer, HoldOperation, Settled
 from metering.holds.recovery import sweep_expired_holds
 from metering.quotas.quotas import QuotaExceeded
@@ -210,7 +210,7 @@ async def test_ends_by_calls_are_tried_until_the_database_answers_or_the_process
 async def test_a_network_that_swallows_everything_is_told_from_a_slow_database(
     world: HoldWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "BATCH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(batch, "BATCH_TIMEOUT_S", 0.2)
     op = admit(world.tenant())
     async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url) as [store]:
         await store.admit(op)
@@ -299,7 +299,7 @@ async def test_a_batch_that_conflicts_again_and_again_is_refused_not_repeated_fo
     async def conflicting(*_: object, **__: object) -> list[object]:
         raise psycopg.errors.DeadlockDetected("again")
 
-    monkeypatch.setattr(connections, "execute_batch", conflicting)
+    monkeypatch.setattr(batch, "execute_batch", conflicting)
 
     (answer,) = await world.run(admit(world.tenant(), hold_id=uuid.uuid4()))
 

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from metering.holds import batch, known, read, standing_holds, write
-from metering.holds.connections import PLANS
+from metering.holds.batch import PLANS
 from metering.store.db import connection_options, psycopg_conninfo
 from metering.store.exchange import _query
 

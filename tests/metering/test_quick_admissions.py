@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from metering.core.errors import InvariantViolated, KeyInvalid, RequestIdReused, RequestInFlight
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds import batch, connections
+from metering.holds import batch
 from metering.holds import read as reading
-from metering.holds.connections import HoldConnection
+from metering.holds.batch import HoldConnection
 from metering.holds.known import known_of
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, Renew, Settled, Void
 from metering.pricing.prices import TokenPrices
@@ -352,14 +352,14 @@ async def test_an_error_that_nobody_foresaw_gives_each_admission_its_own_hold(
     await holds.execute([admit(first), admit(second)])
     failures = [psycopg.errors.InternalError_("tuple concurrently updated")] * 2
 
-    take = vars(connections)["take"]
+    take = vars(batch)["take"]
 
     async def failing(*arguments: Any, **named: Any) -> Any:
         if failures:
             raise failures.pop()
         return await take(*arguments, **named)
 
-    monkeypatch.setattr(connections, "take", failing)
+    monkeypatch.setattr(batch, "take", failing)
     ops = [admit(first), admit(second), admit(first)]
     answers = await holds.execute(ops)
 

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.models import Outcome, Quota, QuotaDimension, QuotaSubject
 from metering.holds import batch
 from metering.holds import read as reading
-from metering.holds.connections import HoldConnection
+from metering.holds.batch import HoldConnection
 from metering.holds.decide import BatchReads, Decisions, Hold, HoldTerms
 from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, Settle, Settled, Void
 from metering.pricing.prices import TokenPrices, embedding_terms
@@ -144,7 +144,7 @@ async def test_a_store_settles_unread_on_one_connection_what_it_has_taken_on_the
             await store.settle(settle(op.hold_id, 5))
 
         assert not any(read)  # a probe reads none
-        assert len(store._connections.own) == 0
+        assert len(store._own) == 0
     check_invariants(world.url, all_ended=True)
 
 

@@ -15,7 +15,7 @@ from metering.core.errors import HoldEnded, InvariantViolated
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds import batch
 from metering.holds import read as reading
-from metering.holds.connections import HoldConnection
+from metering.holds.batch import HoldConnection
 from metering.holds.operations import Admit, Admitted, Extend, Extended, HoldAnswer, Settle, Settled
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded

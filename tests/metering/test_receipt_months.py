@@ -14,7 +14,7 @@ from weir_client import verify_receipts, wire_receipts
 from api.cli.receipts import read_report
 from api.core.messages import receipt_message
 from metering.core.errors import InvalidValue
-from metering.holds.connections import HoldConnection
+from metering.holds.batch import HoldConnection
 from metering.holds.operations import Settled
 from metering.invoicing.closing import close_month
 from metering.invoicing.month_report import to_json

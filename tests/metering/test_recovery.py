@@ -172,16 +172,16 @@ async def test_a_recovery_killed_anywhere_is_finished_by_the_next(world: HoldWor
     await dead_process(world, tmp_path, delivered=(3, 5, 0, 7))
     program = (
         "import asyncio, os, sys, pathlib\n"
-        "from metering.holds import connections\n"
+        "from metering.holds import batch\n"
         "from metering.holds.recovery import recover_journals\n"
-        "real, left = connections.execute_batch, int(sys.argv[3])\n"
+        "real, left = batch.execute_batch, int(sys.argv[3])\n"
         "async def killed(*a, **n):\n"
         "    global left\n"
         "    answer = await real(*a, **n)\n"
         "    left -= 1\n"
         "    if left == 0: os.kill(os.getpid(), 9)\n"
         "    return answer\n"
-        "connections.execute_batch = killed\n"
+        "batch.execute_batch = killed\n"
         "asyncio.run(recover_journals(pathlib.Path(sys.argv[1]), sys.argv[2]))\n"
     )
     for batches in ("1", "2"):

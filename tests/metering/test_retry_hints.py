@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds.connections import HoldConnection
+from metering.holds.batch import HoldConnection
 from metering.holds.operations import Admitted, Extend
 from metering.pricing.prices import TokenPrices
 from metering.quotas import quotas, refusals

@@ -10,7 +10,7 @@ import pytest
 
 from metering.core.errors import KeyInvalid, RequestIdReused, RequestInFlight
 from metering.core.models import QuotaDimension
-from metering.holds.connections import HoldConnection
+from metering.holds.batch import HoldConnection
 from metering.holds.operations import Admit, Admitted, Fits, HoldAnswer
 from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle

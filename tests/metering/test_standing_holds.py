@@ -14,8 +14,8 @@ import pytest
 
 from metering.core.errors import RequestIdReused, RequestInFlight, StoreAway
 from metering.core.models import QuotaDimension
-from metering.holds import connections, standing_holds
-from metering.holds.connections import HoldConnection
+from metering.holds import batch, standing_holds
+from metering.holds.batch import HoldConnection
 from metering.holds.journal import Bind, BindingLog, read_bindings
 from metering.holds.operations import Admit, Admitted, Ended, Expire, HoldAnswer, Renew, Settled
 from metering.holds.standing_holds import GraceTerms
@@ -235,7 +235,7 @@ async def test_an_admission_that_a_frozen_server_commits_as_it_wakes_up_does_not
             assert of_type(Admitted, await world.run(*late, owner_id=store.owner_id))
         return await execute_binds(connection, binds)
 
-    monkeypatch.setattr(connections, "execute_binds", woken)
+    monkeypatch.setattr(batch, "execute_binds", woken)
     async with CuttingProxy(world.url).listening() as proxy, store_with_grace(proxy.url, tmp_path) as store:
         await in_use(store, payer)
         proxy.refusing = True
@@ -302,15 +302,24 @@ async def test_a_request_that_needs_what_is_set_aside_gets_it(world: HoldWorld, 
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_request_that_is_abandoned_while_room_is_made_for_it_takes_none(world: HoldWorld, tmp_path: Path) -> None:
+async def test_a_request_that_is_abandoned_while_room_is_made_for_it_takes_none(
+    world: HoldWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     payer = world.tenant()
     tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 900)
     answers: list[object] = []
     async with store_with_grace(world.url, tmp_path) as store:
         await in_use(store, payer)
+        standing = store._standing
+        assert standing is not None
+        release = standing.release
+
+        def abandoning(organization_id: uuid.UUID) -> list[uuid.UUID]:
+            pending.abandon()
+            return release(organization_id)
+
+        monkeypatch.setattr(standing, "release", abandoning)
         pending = store.begin_admit(admit(payer, input_tokens=600, slice_tokens=25, least_tokens=25), answers.append)
-        await until(lambda: store.statistics().standing_hold_count == 0)
-        pending.abandon()
         await until(lambda: world.counters(tokens) == [(15, 0)])
         await store.void(uuid.uuid4())
 
