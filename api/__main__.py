@@ -59,7 +59,7 @@ from common.incidents import IncidentTaskGroup, Retries
 from inference.engine import Backend
 from inference.errors import EngineError
 from inference.routing.router import Router
-from inference.safety.safety_classifiers import ClassifierProcess
+from inference.safety.safety_file import ClassifierProcess
 from inference.workers.process import SpareHosts
 from metering.control.control_channel import ControlChannel
 from metering.core.errors import StoreAway

@@ -13,7 +13,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 import metering.alerts.alerts
-import metering.control.stop_orders
+import metering.control.live
 import metering.export.export_models
 import metering.invoicing.invoice_document
 import metering.invoicing.invoices

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 from api.chaos import rounds as system
 from common.child_environment import inherited
-from inference.safety.safety_classifiers import CHILD_ENVIRONMENT as CLASSIFIER_ENVIRONMENT
+from inference.safety.safety_file import CHILD_ENVIRONMENT as CLASSIFIER_ENVIRONMENT
 from inference.workers import process
 from inference.workers.process import CHILD_ENVIRONMENT
 from tests.forks import ANSWER_BYTES_MAX, ENVIRONMENT, Forked, ForkedChild, Server, send

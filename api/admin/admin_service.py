@@ -57,8 +57,7 @@ from metering.configuration.configuration import (
     said_thresholds,
 )
 from metering.control import live
-from metering.control.live import ReplicaRow
-from metering.control.stop_orders import ReplicaDrain, order_end_of_request
+from metering.control.live import ReplicaDrain, ReplicaRow, order_end_of_request
 from metering.core import audit
 from metering.core.audit import record_change
 from metering.core.errors import InvalidValue, NotFound

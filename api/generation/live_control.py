@@ -12,7 +12,7 @@ from api.access.auth import SECRET_REPLACED, Authenticator
 from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
 from api.generation.life import State
 from api.generation.process import Process, Running
-from metering.control.stop_orders import DrainOrder, StopOrder
+from metering.control.live import DrainOrder, StopOrder
 from metering.core.models import Outcome
 from metering.tenants.networks import allows, networks_of
 

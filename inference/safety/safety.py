@@ -1,8 +1,8 @@
 """The safety stage: what a prompt and an output are checked for, and what a check answers.
 
 Off unless configured. A checker sees text only; what follows from a hit is its caller's business. The output is checked while it
-comes: text is let go once its checker has found nothing in it. Classifiers are in
-`safety_classifiers.py`; rules, and the file that names both, in `safety_file.py`.
+comes: text is let go once its checker has found nothing in it. Rules, classifiers and the file that names them are in
+`safety_file.py`.
 """
 
 from __future__ import annotations

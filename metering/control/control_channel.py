@@ -23,7 +23,7 @@ import structlog
 
 from common.backoff import Backoff
 from common.incidents import Retries
-from metering.control.stop_orders import CHANNEL, PEERS, REPORT, DrainOrder, StopOrder
+from metering.control.live import CHANNEL, PEERS, REPORT, DrainOrder, StopOrder
 from metering.store.db import KEEPALIVES, BoundedConnection, connection_options, patience, psycopg_conninfo
 
 GOSSIP_CHANNEL = "weir_gossip"

@@ -24,7 +24,7 @@ from sqlalchemy import Double, Select, and_, bindparam, case, cast, delete, func
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.control.stop_orders import order_end_of_key, order_look_at_key
+from metering.control.live import order_end_of_key, order_look_at_key
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, KeyRevoked, NotFound
 from metering.core.models import ApiKey, ApiKeyUse, Organization, Project, Quota, QuotaSubject, SupersededSecret, record_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.child_environment import inherited
-from inference.safety import safety_classifiers as classifier_process
+from inference.safety import safety_file as classifier_process
 from inference.workers.process import CHILD_ENVIRONMENT, SPARE_MODULE, open_host
 
 pytestmark = pytest.mark.usefixtures("executed_hosts")

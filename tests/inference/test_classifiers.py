@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import inference.safety.safety_classifiers as classifier_process
+import inference.safety.safety_file as classifier_process
 from inference.errors import CheckpointInvalid, SafetyUnavailable
 from inference.safety.classifier_host import Classifier, ClassifyBatch, score_batch
 from inference.safety.safety import SafetyRulesInvalid, Verdict
-from inference.safety.safety_classifiers import (
+from inference.safety.safety_file import (
     HOLD_S_MAX,
     PIECE_CHARS,
     PIECE_OVERLAP_CHARS,
@@ -29,8 +29,8 @@ from inference.safety.safety_classifiers import (
     ClassifierRule,
     ClassifierTerms,
     pieces_of,
+    read_safety,
 )
-from inference.safety.safety_file import read_safety
 from tests.inference.classifier_checkpoints import ARCHITECTURES, edit_config, make_danger_classifier, make_random_classifier
 from tests.service import until
 

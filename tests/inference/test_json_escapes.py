@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.safety.safety import EscapedOutputCheck, SafetyStage, Unescaper, Verdict
-from inference.safety.safety_classifiers import ClassifierOutputCheck, ClassifierTerms
-from inference.safety.safety_file import Rule, RuleChecker
+from inference.safety.safety_file import ClassifierOutputCheck, ClassifierTerms, Rule, RuleChecker
 from tests.inference.test_safety import at_once
 
 PATTERN = regex.compile(r"\bsecret\s+\d\d|🙂x")

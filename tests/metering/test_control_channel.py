@@ -16,8 +16,7 @@ from structlog.testing import capture_logs
 
 from metering.control import control_channel
 from metering.control.control_channel import ControlChannel
-from metering.control.live import end_drain, live_view, order_drain
-from metering.control.stop_orders import DrainOrder, StopOrder, order_end_of_key, order_end_of_request
+from metering.control.live import DrainOrder, StopOrder, end_drain, live_view, order_drain, order_end_of_key, order_end_of_request
 from metering.core.models import AuditEntry
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.books import Customer
