@@ -52,9 +52,9 @@ def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
     return status
 
 
-def admitted_message(states: QuotaStates) -> pb.AdmittedFrame:
-    """All limits that an admission met, in order, and what is left of each. To be copied: the next admission fills it anew."""
-    message, quotas = _met_quotas(states.rules)
+def admitted_frame(states: QuotaStates) -> pb.ServerFrame:
+    """All limits that an admission met, in order, and what is left of each. To be sent at once: the next one fills it anew."""
+    frame, quotas = _met_quotas(states.rules)
     ends, counts = resets(states.now), states.counts
     for place, status, limit_value, window in quotas:
         used, held = counts[place]
@@ -62,20 +62,20 @@ def admitted_message(states: QuotaStates) -> pb.AdmittedFrame:
         if (reset := ends[window]) is not None:
             delay = status.reset_delay
             status.reset_time.seconds, delay.seconds, delay.nanos = reset
-    return message
+    return frame
 
 
 @functools.lru_cache(maxsize=8192)  # keys in use, by what limits them; some 20 MB at most
-def _met_quotas(rules: tuple[QuotaRule, ...]) -> tuple[pb.AdmittedFrame, list[tuple[int, types_pb2.QuotaStatus, int, int]]]:
-    """Return a message of these limits, and of each its place in `rules`, its part of the message, its value and its window.
+def _met_quotas(rules: tuple[QuotaRule, ...]) -> tuple[pb.ServerFrame, list[tuple[int, types_pb2.QuotaStatus, int, int]]]:
+    """Return a frame of these limits, and of each its place in `rules`, its part of the message, its value and its window.
 
     Only numbers are set in them again and again: a text would grow the memory of the message each time.
     """
-    message = pb.AdmittedFrame()
+    frame = pb.ServerFrame()
     places = sorted(range(len(rules)), key=lambda place: order(rules[place]))
-    message.quotas.extend(quota_in_force(rules[place], "", "") for place in places)
-    found = zip(places, message.quotas, strict=True)
-    return message, [(place, status, status.limit_value, rules[place].window) for place, status in found]
+    frame.admitted.quotas.extend(quota_in_force(rules[place], "", "") for place in places)
+    found = zip(places, frame.admitted.quotas, strict=True)
+    return frame, [(place, status, status.limit_value, rules[place].window) for place, status in found]
 
 
 @functools.lru_cache(maxsize=64)  # what was admitted together has one time

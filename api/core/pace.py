@@ -107,14 +107,13 @@ class FramePace:
             return ((owner, ADDRESS_SHARES * self._share),)
         return (owner.api_key_id.int, self._share), (owner.organization_id.int, min(ORGANIZATION_SHARES * self._share, 1.0))
 
-    def held(self, owner: Payer, cost_s: float) -> None:
-        """The event loop was held for so long, in one piece, for this key."""
-        self.spent(owner, cost_s * min(max(cost_s / STALL_S, 1.0), STALL_FACTOR_MAX))
+    def held(self, owner: Payer, cost_s: float, more_s: float = 0.0) -> None:
+        """The event loop was held for so long, in one piece, for this key. more_s: what was spent besides."""
+        self.spent(owner, cost_s * min(max(cost_s / STALL_S, 1.0), STALL_FACTOR_MAX) + more_s)
 
     def read(self, owner: Payer, cost_s: float, byte_count: int) -> None:
         """A message of this size was parsed in so long."""
-        self.held(owner, cost_s)
-        self.spent(owner, BYTE_COST_S * byte_count)
+        self.held(owner, cost_s, BYTE_COST_S * byte_count)
         if (visit := VISIT.get()) is not None:
             visit.was_counted(cost_s)
 

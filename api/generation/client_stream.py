@@ -171,9 +171,9 @@ class ClientStream:
                 if time.monotonic() - slice_began_at + self._lookup_s > SLICE_S:
                     break
         finally:
-            self._process.pace.held(self._key.principal, read_s + time.thread_time() - began_at - self._begun_s)
+            held_s = read_s + time.thread_time() - began_at - self._begun_s
             transport_s = 0.0 if index_before else MESSAGE_COST_S + READ_BYTES.get() * BYTE_COST_S
-            self._process.pace.spent(self._key.principal, self._lookup_s + transport_s)
+            self._process.pace.held(self._key.principal, held_s, self._lookup_s + transport_s)
         return index
 
     def _obey(self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:
@@ -214,7 +214,7 @@ class ClientStream:
                 if here is not None:
                     here.output.attach(receiver, 0, start.initial_credit_tokens or 0)
                 else:
-                    told = trace_of(frame.traceparent, frame.tracestate)
+                    told = trace_of(frame.traceparent, frame.tracestate) if frame.traceparent else NO_TRACE
                     trace = told if told.traceparent else self._trace
                     principal = self._key.principal
                     caller = Caller(

@@ -11,9 +11,10 @@ from weir.v1 import types_pb2
 
 from api.core import wire
 from api.core.errors import Violations
-from api.core.messages import quota_statuses, receipt_messages
+from api.core.messages import quota_statuses
 from api.core.wire import payload_hash
-from api.generation.frames import settled_usage
+from api.generation.frames import tell_settled
+from api.generation.outbox import varint
 from api.queue.fair_queue import ServiceTier
 from inference.engine import ModelInfo, Vector
 from metering.holds.operations import Admitted, Settled
@@ -107,13 +108,9 @@ def embed_response(
 ) -> pb.EmbedResponse:
     """The answer of a request that was settled."""
     response = pb.EmbedResponse(
-        usage=settled_usage(settled),
-        cost=wire.money(settled.currency_code, settled.cost_picos),
-        timings=types_pb2.Timings(**timings),
-        receipts=receipt_messages(settled.receipts),
-        price_version=admitted.prices.version,
-        quotas=quota_statuses(admitted.quotas),
+        timings=types_pb2.Timings(**timings), price_version=admitted.prices.version, quotas=quota_statuses(admitted.quotas)
     )
+    tell_settled(settled, response)
     response.embeddings.extend(embedding_message(text, vector) for text, vector in zip(texts, vectors, strict=True))
     return response
 
@@ -125,13 +122,3 @@ def embedding_message(text: TokenizedText, vector: Vector) -> pb.Embedding:
     message.token_count = len(text.token_ids)
     message.truncated = text.truncated
     return message
-
-
-def varint(number: int) -> bytes:
-    """A length as the wire has it: seven bits a byte, the lowest first."""
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)

@@ -9,7 +9,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
-from api.core.messages import admitted_message, quota_statuses, receipt_message, receipt_messages
+from api.core.messages import admitted_frame, quota_statuses, receipt_message
 from api.generation.admission import Lease
 from api.generation.outbox import UsageSoFar
 from api.generation.output_limits import OutputLimits
@@ -24,15 +24,14 @@ from metering.quotas.quota_rules import QuotaState
 def admitted(
     admission: Admitted, request: GenerationRequest, predicted_cached_token_count: int, *, bounded_by_key: bool
 ) -> pb.ServerFrame:
-    """The request was let in. bounded_by_key: its output, since it does not say how much it wants."""
-    said = admitted_message(admission.quotas)
+    """The request was let in. bounded_by_key: its output, since it does not say how much it wants. To be sent at once."""
+    frame = admitted_frame(admission.quotas)
+    said = frame.admitted
     said.input_token_count = len(request.prompt_token_ids)
     said.predicted_cached_token_count = predicted_cached_token_count
     said.price_version = admission.prices.version
     said.max_output_token_count = request.stop.max_output_tokens * request.choice_count
     said.bounded_by_key = bounded_by_key
-    frame = pb.ServerFrame()
-    frame.admitted.CopyFrom(said)
     return frame
 
 
@@ -101,16 +100,19 @@ def attached(after_seq: int, last_seq: int, so_far: UsageSoFar, *, running: bool
     )
 
 
-def settled_usage(settled: Settled) -> types_pb2.Usage:
-    """The counts that are billed."""
-    return types_pb2.Usage(
-        input_token_count=settled.input_token_count,
-        cached_input_token_count=settled.cached_input_token_count,
-        generated_token_count=settled.generated_token_count,
-        delivered_token_count=settled.delivered_token_count,
-        billed_token_count=settled.billed_token_count,
-        embedding_token_count=settled.embedding_token_count,
-    )
+def tell_settled(settled: Settled, said: pb.FinishedFrame | pb.FailedFrame | pb.EmbedResponse) -> None:
+    """Put into an answer what is billed, and the receipts. In place: a message that is put into another one is copied."""
+    usage, cost = said.usage, said.cost
+    usage.input_token_count = settled.input_token_count
+    usage.cached_input_token_count = settled.cached_input_token_count
+    usage.generated_token_count = settled.generated_token_count
+    usage.delivered_token_count = settled.delivered_token_count
+    usage.billed_token_count = settled.billed_token_count
+    usage.embedding_token_count = settled.embedding_token_count
+    cost.currency_code = settled.currency_code
+    cost.units, cost.picos = divmod(settled.cost_picos, wire.PICOS_PER_UNIT)
+    for receipt in settled.receipts:
+        receipt_message(receipt, said.receipts.add)
 
 
 def finished(
@@ -126,16 +128,17 @@ def finished(
     called_choices: indices of those with tool calls in them.
     """
     assert lease.outcome is not None, "a request without outcome has failed"
-    outcome, settled = Outcome(lease.outcome), lease.settled
-    frame = pb.ServerFrame()  # filled in place: a message that is put into another one is copied
+    settled = lease.settled
+    frame = pb.ServerFrame()
     said = frame.finished
-    said.reason = wire.finish_reason(outcome, called=0 in called_choices)
-    said.usage.CopyFrom(settled_usage(settled) if settled else types_pb2.Usage())
-    said.cost.CopyFrom(wire.money(lease.admitted.prices.currency_code, settled.cost_picos if settled else 0))
+    said.reason = wire.finish_reason(lease.outcome, called=0 in called_choices)
+    if settled is None:
+        said.usage.SetInParent()
+        said.cost.currency_code = lease.admitted.prices.currency_code
+    else:
+        tell_settled(settled, said)
     said.timings.CopyFrom(types_pb2.Timings(**timings))
     said.migration_count = migration_count
-    for receipt in settled.receipts if settled else ():
-        receipt_message(receipt, said.receipts.add)
     if exhausted:
         said.exhausted_quotas.extend(quota_statuses(exhausted))
     for index, end in sorted(choice_ends.items()):
@@ -145,9 +148,7 @@ def finished(
 
 def failed(status: status_pb2.Status, settled: Settled | None, *, duplicate_start: bool = False) -> pb.ServerFrame:
     """The end of a request that did not run, or broke."""
-    frame = pb.FailedFrame(status=status, duplicate_start=duplicate_start)
+    frame = pb.ServerFrame(failed=pb.FailedFrame(status=status, duplicate_start=duplicate_start))
     if settled is not None:
-        frame.usage.CopyFrom(settled_usage(settled))
-        frame.cost.CopyFrom(wire.money(settled.currency_code, settled.cost_picos))
-        frame.receipts.extend(receipt_messages(settled.receipts))
-    return pb.ServerFrame(failed=frame)
+        tell_settled(settled, frame.failed)
+    return frame

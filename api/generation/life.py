@@ -185,9 +185,7 @@ class Stopwatch:
 
     def timings(self) -> dict[str, float]:
         """All stages so far as `<stage>_ms`, with `ttft_ms` and `total_ms`; names as in `weir.v1.Timings`."""
-        result = self._stages_ms.copy()
-        for name, time_ms in self._stages_ms.items():
-            result[name] = round(time_ms, 3)
+        result = {name: round(time_ms, 3) for name, time_ms in self._stages_ms.items()}
         if self._first_token_at is not None:
             result["ttft_ms"] = round((self._first_token_at - self._received_at) * 1000, 3)
         result["total_ms"] = round((time.monotonic() - self._received_at) * 1000, 3)

@@ -90,10 +90,11 @@ class Stopped(Exception):
     """The request was stopped before it reached the engine."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Caller:
-    """Who asks, with what key, and since when. received_at and deadline, the latest time to begin, on the monotonic clock.
+    """Who asks, with what key, and since when. Not changed by anybody.
 
+    received_at and deadline, the latest time to begin, on the monotonic clock.
     bounds: what the key may have in one request. address: from where; None: not known. trace: the one that it belongs to.
     secret_hash: of the secret that it came with. let_in: called once the request is admitted.
     """

@@ -98,11 +98,12 @@ class Receiver:
         """Pushed frames that the transport has not taken."""
         return len(self._frames) + self.in_flight_count
 
-    def push(self, frame: pb.ServerFrame) -> None:
-        """Send a frame as soon as possible; dropped if the client is gone."""
+    def push(self, frame: pb.ServerFrame | bytes) -> None:
+        """Send a frame as soon as possible; dropped if the client is gone. frame: without a request id; it may be serialized."""
         if not self.outbox.is_abandoned:
-            frame.request_id = self.given_id
-            self._frames.append(framed(frame.SerializeToString()))
+            body = frame if isinstance(frame, bytes) else frame.SerializeToString()
+            size = len(self.head) + len(body)
+            self._frames.append(b"\x0a%b%b%b" % (varint(size), self.head, body))
             self.outbox.frame_count += 1
             self.outbox.add(self)
 

@@ -115,7 +115,7 @@ class Output(ABC):
         self._life: Life | None = life  # until the request has ended
         self._update = update
         self._last_seq = 0  # of the last delta that there is
-        self._admitted: pb.AdmittedFrame | None = None
+        self._admitted: bytes | None = None  # for a stream that attaches
         self._end: pb.ServerFrame | None = None
         self._has_failed = False
         self._unattended: asyncio.TimerHandle | None = None
@@ -139,10 +139,11 @@ class Output(ABC):
 
     def push(self, frame: pb.ServerFrame) -> None:
         """Send a frame without output to the current receiver."""
-        if frame.HasField("admitted"):
-            self._admitted = frame.admitted
+        data = frame.SerializeToString()
+        if self._admitted is None and frame.HasField("admitted"):
+            self._admitted = data
         if self.receiver is not None:
-            self.receiver.push(frame)
+            self.receiver.push(data)
 
     @property
     def unsent_token_count(self) -> int:
@@ -267,7 +268,7 @@ class Output(ABC):
         self._begin_after(after_seq)
         receiver.push(frames.attached(after_seq, self._last_seq, self.usage, running=is_running))
         if self._admitted is not None:
-            receiver.push(pb.ServerFrame(admitted=self._admitted))
+            receiver.push(self._admitted)
         self._attended()
         self.moved()
         self._watch_credit()

@@ -52,21 +52,22 @@ class Preparation:
         self.work_s = 0.0
         self._start = start
         self._route = route
+        self._tokenizer = tokenizer
         self._safety = safety
+        self._payer = payer
         self._bounds = bounds
+        self._work = work
+        self._check_room = check_room
+        self._asks_first = asks_first
         if start.tool_use.tools:
             call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
-        window = route.engine.model.context_window_tokens
-        most_sent = window - (start.stop.max_output_tokens or 1)
-        if bounds.max_input_tokens is not None:
-            most_sent = min(most_sent, bounds.max_input_tokens)
-        self._job = TextJob(work, payer, tokenizer, window, max(most_sent, 0), check_room, start.thinking, asks_first)
 
     def at_once(self) -> GenerationRequest | None:
         """The request, or None if something has to be waited for. Raises as `request`."""
-        if self._safety is not None or self._job.asks_first:
+        start = self._start
+        if self._safety is not None or self._asks_first:
             return None
-        tokenized = tokenize_at_once(self._job, self._start.prompt, self._start.tool_use.tools)
+        tokenized = tokenize_at_once(self._tokenizer, start.prompt, start.tool_use.tools, start.thinking)
         return None if tokenized is None else self._checked(tokenized)
 
     async def request(self) -> GenerationRequest:
@@ -75,35 +76,40 @@ class Preparation:
         Raises: KeyBoundExceeded, PromptTooLong, PromptTooLarge, InvalidRequest, PromptFiltered, SafetyUnavailable,
         ChatTemplateFailed, PreparationLimit, Overloaded; as `check_room`.
         """
-        start, job = self._start, self._job
+        start, bounds, window = self._start, self._bounds, self._route.engine.model.context_window_tokens
+        wanted = start.stop.max_output_tokens
+        most_sent = window - (wanted or 1)
+        if bounds.max_input_tokens is not None:
+            most_sent = min(most_sent, bounds.max_input_tokens)
+        ours = self._work, self._payer, self._tokenizer, window
+        job = TextJob(*ours, max(most_sent, 0), self._check_room, start.thinking, self._asks_first)
         try:
             tokenized = await tokenize(job, start.prompt, start.tool_use.tools)
         except TokenLimitExceeded as exceeded:
-            check_input_bound(self._bounds, exceeded.least_token_count, "prompt", is_least=True)
-            wanted = start.stop.max_output_tokens
-            raise PromptTooLong(exceeded.least_token_count, wanted, job.window, is_least=True) from None
+            check_input_bound(bounds, exceeded.least_token_count, "prompt", is_least=True)
+            raise PromptTooLong(exceeded.least_token_count, wanted, window, is_least=True) from None
         request = self._checked(tokenized)
         if self._safety is not None:
-            await check_prompt(self._safety, job.tokenizer, start.prompt, start.tool_use.tools)
+            await check_prompt(self._safety, self._tokenizer, start.prompt, start.tool_use.tools)
         return request
 
     def _checked(self, tokenized: Tokenized) -> GenerationRequest:
-        start, bounds, job, model = self._start, self._bounds, self._job, self._route.engine.model
+        start, bounds, model = self._start, self._bounds, self._route.engine.model
         wanted, prompt_token_ids, self.work_s = start.stop.max_output_tokens, tokenized.token_ids, tokenized.work_s
-        room = job.window - len(prompt_token_ids)
+        room = model.context_window_tokens - len(prompt_token_ids)
         if bounds.max_input_tokens is not None:
             check_input_bound(bounds, len(prompt_token_ids), "prompt")
         most = room if bounds.max_output_tokens is None else output_room(bounds, wanted, start.choice_count, room)
         if (wanted or 1) > room:
-            raise PromptTooLong(len(prompt_token_ids), wanted, job.window)
+            raise PromptTooLong(len(prompt_token_ids), wanted, model.context_window_tokens)
         if (size := model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
             raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
-        tools_format = format_of_calls(start.tool_use, job.tokenizer) if start.tool_use.tools else None
+        tools_format = format_of_calls(start.tool_use, self._tokenizer) if start.tool_use.tools else None
         request = GenerationRequest(
             prompt_token_ids=prompt_token_ids,
             sampling=start.sampling.over(model.default_sampling),
             stop=start.stop.within(most),
-            cache_salt=str(job.payer.organization_id),
+            cache_salt=str(self._payer.organization_id),
             response_format=start.response_format or tools_format,
             choice_count=start.choice_count,
             beam_search=start.beam_search,

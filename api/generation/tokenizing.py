@@ -52,21 +52,25 @@ class TextJob:
     asks_first: bool = False
 
 
-def tokenize_at_once(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> Tokenized | None:
+def tokenize_at_once(
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    tools: Sequence[Tool],
+    thinking: bool | None,
+) -> Tokenized | None:
     """Token ids of a prompt that is short, or is given as such; None for any other. Raises: ChatTemplateFailed, InvalidRequest."""
-    tokenizer = job.tokenizer
     if isinstance(prompt, str):
         cost = len(prompt)
         return Tokenized(tokenizer.encode(prompt), INLINE_S_PER_CHAR * cost) if cost <= INLINE_COST_MAX else None
     if isinstance(prompt[0], int):
         return Tokenized(prompt)
-    if job.thinking is not None and not tokenizer.switches_thinking(has_tools=bool(tools)):
+    if thinking is not None and not tokenizer.switches_thinking(has_tools=bool(tools)):
         raise InvalidRequest([FieldViolation("conversation.thinking", NO_SWITCH)])
     chars, part_count = conversation_size(prompt, tools)
     cost = chars + MESSAGE_COST_CHARS * part_count
     if cost > INLINE_COST_MAX:
         return None
-    return Tokenized(tokenizer.encode_chat(prompt, tools, thinking=job.thinking), INLINE_S_PER_CHAR * cost)
+    return Tokenized(tokenizer.encode_chat(prompt, tools, thinking=thinking), INLINE_S_PER_CHAR * cost)
 
 
 async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> Tokenized:
@@ -77,7 +81,7 @@ async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> 
     tokenizer = job.tokenizer
     if job.asks_first and job.check_room is not None and not isinstance(prompt[0], int):
         await job.check_room(1)
-    if (tokenized := tokenize_at_once(job, prompt, tools)) is not None:
+    if (tokenized := tokenize_at_once(tokenizer, prompt, tools, job.thinking)) is not None:
         return tokenized
     if isinstance(prompt, str):
         check_chars("prompt", len(prompt), tokenizer.chars_max(job.window), job.window)

@@ -38,9 +38,12 @@ class QueueLimits:
     fair: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrival:
-    """What the queue has to know of a request. deadline: by the queue's clock; compiles: it has a response format."""
+    """What the queue has to know of a request. deadline: by the queue's clock; compiles: it has a response format.
+
+    Not changed by anybody; `frozen` would cost a microsecond for each.
+    """
 
     request_id: uuid.UUID
     tenant_id: uuid.UUID
