@@ -27,7 +27,7 @@ import torch
 from inference.core.engine_core import EngineCore, EngineOptions
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria
 from inference.limits import EngineLimits
-from inference.workers.protocol import StepReport, encode, statistics_list
+from inference.workers.protocol import StepReport, encode
 
 WARM_UP_STEPS = 20
 
@@ -78,7 +78,7 @@ def measure(core: Any, step_count: int) -> list[dict[str, float]]:
     step = clock.timed("step", core.step)
     report = clock.timed(
         "report",
-        lambda events: encode(StepReport(events, statistics_list(core.statistics()))),
+        lambda events: encode(StepReport(events, core.statistics())),
     )
     rows = []
     for index in range(step_count + WARM_UP_STEPS):

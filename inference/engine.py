@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
+import msgspec
+
 from inference.capabilities import Capabilities
 from inference.errors import EngineError
 from inference.sequences import (
@@ -111,8 +113,7 @@ class Sequence(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStatistics:
+class EngineStatistics(msgspec.Struct, array_like=True, frozen=True):
     """What the engine told after its last step. Counts in blocks, sequences and tokens.
 
     running_sequence_count_max: places in the batch; 0 where they are not known. replica_count: engines that take requests now and

@@ -16,8 +16,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Protocol
+
+import msgspec
 
 from inference.adapters.external_sequences import Answer, Answers, Choice, EmptyAnswers, Request
 from inference.engine import EngineFinishReason, EngineStatistics, GenerationRequest, SequenceEvent, TokensGenerated
@@ -152,7 +153,7 @@ class OutsideCore:
 
     def statistics(self) -> EngineStatistics:
         """Counts of sequences are ours, of blocks and steps the engine's last."""
-        return replace(
+        return msgspec.structs.replace(
             self.told,
             waiting_sequence_count=sum(choice.ended is None for *_, choice in self._waiting),
             running_sequence_count=sum(choice.ended is None for choice in self._inside),

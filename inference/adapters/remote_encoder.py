@@ -193,9 +193,7 @@ class RemoteEncoder(BackendLife):
             yield
         finally:
             self._tasks = None
-
-    def _reachable(self) -> bool:
-        return self._tasks is not None
+            self.unreachable()
 
     def _say_farewell(self) -> None:
         self._link.end("closed")

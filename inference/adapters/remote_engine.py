@@ -158,12 +158,10 @@ class RemoteEngine(EngineLife):
         finally:
             core.abandon()
             self._connection = None
+            self.unreachable()
 
     def _tell(self, number: int, event: SequenceEvent | EngineError) -> None:
         self._deliver(((number, event),))
-
-    def _reachable(self) -> bool:
-        return self._connection is not None
 
     # Both later: the core may tell of a sequence while it adds or cancels it, and its caller is not to be called meanwhile.
     def _send_start(self, sequence: EngineSequence) -> None:

@@ -50,7 +50,6 @@ from inference.workers.protocol import (
     StepReport,
     decoder_to_worker,
     encode,
-    statistics_list,
 )
 
 EXIT_ENGINE_BROKEN = 5
@@ -80,7 +79,7 @@ class TensorRtHost:
 
     def run(self) -> int:
         """Load, then serve until told to stop; returns the exit status."""
-        _, message = self._inbox.wait()
+        message = self._inbox.wait()
         if not isinstance(message, LoadTensorRt):
             _log.error("the first message must be LoadTensorRt, not %s", type(message).__name__)
             return EXIT_PROTOCOL_BROKEN
@@ -133,13 +132,13 @@ class TensorRtHost:
                 task.cancel()
 
     def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Carry messages from the reader's thread to the loop."""
+        """Carry messages to the loop."""
         while True:
-            arrived_at_s, message = self._inbox.wait()
+            message = self._inbox.wait()
             with contextlib.suppress(RuntimeError):  # the loop has ended, and so will this process
-                loop.call_soon_threadsafe(self._handle, message, arrived_at_s)
+                loop.call_soon_threadsafe(self._handle, message)
 
-    def _handle(self, message: Message, arrived_at_s: float) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case StartSequence():
                 request = message.request
@@ -147,7 +146,7 @@ class TensorRtHost:
                 if reason is not None:
                     self._queue((message.number, SequenceRefused(reason)))
                 else:
-                    self._core.add(message.number, request, arrived_at_s)
+                    self._core.add(message.number, request, message.sent_at_s)
             case CancelSequence():
                 self._core.cancel(message.number)
             case Shutdown():
@@ -178,7 +177,7 @@ class TensorRtHost:
     def _flush(self) -> None:
         self._flushing = False
         events, self._unsent = self._unsent, []
-        self._send(StepReport(events, statistics_list(self._core.statistics())))
+        self._send(StepReport(events, self._core.statistics()))
 
     async def _beat(self) -> None:
         while True:

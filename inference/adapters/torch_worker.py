@@ -1,8 +1,8 @@
 """The engine host: `python -m inference.adapters.torch_worker --fd N`, a child of the API process that holds one model.
 
-Two threads. The main thread loads the model and runs the steps; everything of torch happens in it. The reader thread takes
-messages off the socket into an inbox, and ends the whole process when the parent is gone: at once, in mid-load and in mid-step,
-since nothing here is worth saving. It is started before torch is imported for that reason.
+Two threads. The main thread loads the model, takes messages off the socket and runs the steps; everything of torch happens in it.
+The other one waits for the end of the connection, and ends the whole process then: at once, in mid-load and in mid-step, since
+nothing here is worth saving. It is started before torch is imported for that reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inference.adapters.torch_settings import LoadModel
 from inference.engine import (
     EngineFinishReason,
     EngineTimings,
-    GenerationRequest,
+    ResponseFormat,
     SequenceFinished,
     SequenceRefused,
 )
@@ -44,7 +44,6 @@ from inference.workers.protocol import (
     StepReport,
     decoder_to_worker,
     encode,
-    statistics_list,
 )
 
 if TYPE_CHECKING:
@@ -62,14 +61,14 @@ class Host:
         self._connection = connection
         self._inbox: Inbox[Compiled] = Inbox(connection, decoder_to_worker(LoadModel))
         self._unsent: list[Event] = []  # of sequences that the core does not have
-        self._compiling: dict[int, tuple[GenerationRequest, float]] = {}  # with the time of arrival
+        self._compiling: dict[int, StartSequence] = {}
         self._grammar_thread: GrammarThread | None = None
         self._shutting_down = False
 
     def run(self) -> int:
         """Load, then step until told to stop; returns the exit status."""
         self._prepare()
-        _, message = self._inbox.wait()
+        message = self._inbox.wait()
         if not isinstance(message, LoadModel):
             _log.error("the first message must be LoadModel, not %s", type(message).__name__)
             return EXIT_PROTOCOL_BROKEN
@@ -115,24 +114,21 @@ class Host:
 
     def _step(self, core: EngineCore) -> None:
         """Take what has come, compute one step, report once. Waits for a message only if there is nothing to compute."""
-        messages = [self._inbox.wait()] if core.idle else []
-        for arrived_at_s, message in messages + self._inbox.take_all():
-            self._handle(core, message, arrived_at_s)
+        for message in self._inbox.take_all(wait=core.idle):
+            self._handle(core, message)
         events, self._unsent = self._unsent, []
         events += core.step()
-        self._send(StepReport(events, statistics_list(core.statistics())))
+        self._send(StepReport(events, core.statistics()))
 
-    def _handle(self, core: EngineCore, message: Message | Compiled, arrived_at_s: float) -> None:
+    def _handle(self, core: EngineCore, message: Message | Compiled) -> None:
         match message:
-            case StartSequence():
-                request = message.request
-                reason = core.request_fault(request)
-                if reason is not None:
-                    self._refuse(message.number, reason)
+            case StartSequence(number=number, request=request):
+                if (reason := core.request_fault(request)) is not None:
+                    self._refuse(number, reason)
                 elif request.response_format is not None:
-                    self._compile(core, message.number, request, arrived_at_s)
+                    self._compile(core, message, request.response_format)
                 else:
-                    self._add(core, message.number, request, arrived_at_s)
+                    self._add(core, message)
             case CancelSequence():
                 self._cancel_compiling(message.number)
                 core.cancel(message.number)
@@ -148,36 +144,34 @@ class Host:
             case _:
                 self._take_compiled(core, message)
 
-    def _compile(self, core: EngineCore, number: int, request: GenerationRequest, arrived_at_s: float) -> None:
+    def _compile(self, core: EngineCore, start: StartSequence, response_format: ResponseFormat) -> None:
         from inference.sampling.grammar import GrammarThread
 
         if self._grammar_thread is None:
             self._grammar_thread = GrammarThread(core.grammars, self._inbox.put)
-        self._compiling[number] = (request, arrived_at_s)
-        self._grammar_thread.begin(number, request, arrived_at_s)
+        self._compiling[start.number] = start
+        self._grammar_thread.begin(start.number, response_format)
 
     def _take_compiled(self, core: EngineCore, compiled: Compiled) -> None:
-        if self._compiling.pop(compiled.number, None) is None:
+        if (start := self._compiling.pop(compiled.number, None)) is None:
             return  # cancelled meanwhile
         if isinstance(compiled.result, RequestImpossible):
             self._refuse(compiled.number, str(compiled.result), compiled.result.field)
         else:
-            self._add(core, compiled.number, compiled.request, compiled.arrived_at_s, compiled.result)
+            self._add(core, start, compiled.result)
 
     def _cancel_compiling(self, number: int) -> None:
         """End a sequence that waits for its grammar, as if it had waited in the queue."""
-        waiting = self._compiling.pop(number, None)
-        if waiting is not None:
-            request, arrived_at_s = waiting
-            timings = EngineTimings((time.monotonic() - arrived_at_s) * 1e3, 0.0, 0.0)
-            cancelled = SequenceFinished(EngineFinishReason.CANCELLED, "", len(request.prompt_token_ids), 0, 0, timings)
+        start = self._compiling.pop(number, None)
+        if start is not None:
+            timings = EngineTimings((time.monotonic() - start.sent_at_s) * 1e3, 0.0, 0.0)
+            prompt_token_count = len(start.request.prompt_token_ids)
+            cancelled = SequenceFinished(EngineFinishReason.CANCELLED, "", prompt_token_count, 0, 0, timings)
             self._unsent.append((number, cancelled))
 
-    def _add(
-        self, core: EngineCore, number: int, request: GenerationRequest, arrived_at_s: float, grammar: Grammar | None = None
-    ) -> None:
-        if not core.add(number, request, arrived_at_s, grammar):
-            self._unsent.append((number, SequenceRefused("the engine's queue is full", overloaded=True)))
+    def _add(self, core: EngineCore, start: StartSequence, grammar: Grammar | None = None) -> None:
+        if not core.add(start.number, start.request, start.sent_at_s, grammar):
+            self._unsent.append((start.number, SequenceRefused("the engine's queue is full", overloaded=True)))
 
     def _refuse(self, number: int, reason: str, field: str | None = None) -> None:
         self._unsent.append((number, SequenceRefused(reason, field)))

@@ -132,7 +132,7 @@ class TorchEncoder(BackendLife):
         if self._window is not None:
             self._window.cancel()
             self._window = None
-        if not self._reachable() or not self.healthy() or not (batch := self._queue.take_batch()):
+        if not self.healthy() or not (batch := self._queue.take_batch()):
             return
         self._worker.heard()
         self._sent_at_s = asyncio.get_running_loop().time()
@@ -165,9 +165,6 @@ class TorchEncoder(BackendLife):
 
     async def _run(self) -> str:
         return await self._worker.run()
-
-    def _reachable(self) -> bool:
-        return self._worker.pid is not None
 
     def _say_farewell(self) -> None:
         self._worker.send(Shutdown())

@@ -1,6 +1,6 @@
 """The encoder's host: `python -m inference.encoder.worker --fd N`, a child of the API process that holds one encoder.
 
-The main thread loads it and computes batch after batch; the inbox's thread ends the process when the parent is gone, in the middle
+The main thread loads it and computes batch after batch; a thread ends the process when the parent is gone, in the middle
 of a batch too.
 """
 
@@ -72,7 +72,7 @@ def serve(connection: socket.socket) -> int:
         connection.sendall(encode(message))
 
     inbox: Inbox[Message] = Inbox(connection, decoder_to_worker(LoadEncoder, EncodeBatch))
-    _, load = inbox.wait()
+    load = inbox.wait()
     if not isinstance(load, LoadEncoder):
         _log.error("the first message must be LoadEncoder, not %s", type(load).__name__)
         return EXIT_PROTOCOL_BROKEN
@@ -83,7 +83,7 @@ def serve(connection: socket.socket) -> int:
         send(LoadFailed(str(error)))
         return EXIT_LOAD_FAILED
     send(Ready(kv_block_count=0))
-    while not isinstance(message := inbox.wait()[1], Shutdown):
+    while not isinstance(message := inbox.wait(), Shutdown):
         if not isinstance(message, EncodeBatch):
             _log.error("unexpected: %s", type(message).__name__)
             return EXIT_PROTOCOL_BROKEN

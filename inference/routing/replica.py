@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+import msgspec
+
 from common.backoff import Backoff
 from inference.engine import Engine, EngineCondition, EngineState, EngineStatistics
 from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
@@ -320,7 +322,7 @@ def all_drained(replica_count: int) -> EngineUnavailable:
 
 SUMMED = tuple(
     name
-    for name in EngineStatistics.__dataclass_fields__
+    for name in EngineStatistics.__struct_fields__
     if name not in ("step_count", "replica_count", "migration_count", "replacement_count")
 )
 
@@ -342,7 +344,7 @@ class SetStatistics:
             sums = {name: sum(getattr(each, name) for each in told) for name in SUMMED}
             self._sum = EngineStatistics(**sums, step_count=int(self._steps), replica_count=max(ready_count, 1))
         if (self._sum.migration_count, self._sum.replacement_count) != moves:
-            self._sum = replace(self._sum, migration_count=moves[0], replacement_count=moves[1])
+            self._sum = msgspec.structs.replace(self._sum, migration_count=moves[0], replacement_count=moves[1])
         return self._sum
 
     def _count_steps(self, told: Sequence[EngineStatistics]) -> None:

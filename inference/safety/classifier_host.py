@@ -140,7 +140,7 @@ def serve(connection: socket.socket) -> int:
     """Load, then score batch after batch until the parent is gone; the exit status."""
     os.nice(NICENESS)
     inbox: Inbox[Message] = Inbox(connection, decoder_to_worker(LoadClassifiers, ClassifyBatch))
-    _, load = inbox.wait()
+    load = inbox.wait()
     assert isinstance(load, LoadClassifiers), "the first message says what to load"
     import torch
 
@@ -153,7 +153,7 @@ def serve(connection: socket.socket) -> int:
         return EXIT_LOAD_FAILED
     connection.sendall(encode(Ready(kv_block_count=0)))
     while True:
-        _, batch = inbox.wait()
+        batch = inbox.wait()
         assert isinstance(batch, ClassifyBatch), "what is loaded stays"
         connection.sendall(encode(score_batch(classifiers, batch)))
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.engine import GenerationRequest, GrammarKind, ResponseFormat
+from inference.engine import GrammarKind, ResponseFormat
 from inference.errors import RequestImpossible
 from inference.text.tools import JSON_OPTIONS
 
@@ -228,8 +228,6 @@ class Compiled:
     """What came of a request's response format: a grammar, or why there is none."""
 
     number: int
-    request: GenerationRequest
-    arrived_at_s: float
     result: Grammar | RequestImpossible
 
 
@@ -240,22 +238,21 @@ class GrammarThread:
         """deliver: called in the thread, with each result."""
         self._compiler = compiler
         self._deliver = deliver
-        self._jobs: queue.SimpleQueue[tuple[int, GenerationRequest, float]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int, ResponseFormat]] = queue.SimpleQueue()
         self._started = False
 
-    def begin(self, number: int, request: GenerationRequest, arrived_at_s: float) -> None:
-        """Compile the request's response format; the thread starts with the first."""
-        self._jobs.put((number, request, arrived_at_s))
+    def begin(self, number: int, response_format: ResponseFormat) -> None:
+        """Compile a request's response format; the thread starts with the first."""
+        self._jobs.put((number, response_format))
         if not self._started:
             self._started = True
             threading.Thread(target=self._run, name="weir-grammars", daemon=True).start()
 
     def _run(self) -> None:
         while True:
-            number, request, arrived_at_s = self._jobs.get()
-            assert request.response_format is not None, "only those with a format are sent here"
+            number, response_format = self._jobs.get()
             try:
-                result: Grammar | RequestImpossible = self._compiler.compile(request.response_format)
+                result: Grammar | RequestImpossible = self._compiler.compile(response_format)
             except RequestImpossible as fault:
                 result = fault
-            self._deliver(Compiled(number, request, arrived_at_s, result))
+            self._deliver(Compiled(number, result))

@@ -1,4 +1,4 @@
-"""How an engine host begins and what it receives: a thread reads messages, and ends the process when the parent is gone.
+"""How an engine host begins and what it receives: messages, until the parent is gone; a thread ends the process then.
 
 At once, in mid-load and in mid-step, since nothing here is worth saving. No torch: it is started before that is imported.
 """
@@ -6,22 +6,23 @@ At once, in mid-load and in mid-step, since nothing here is worth saving. No tor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
-import queue
+import select
 import signal
 import socket
 import sys
 import threading
-import time
+from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from inference.workers.protocol import (
     Message,
     MessageDecoder,
     ProtocolBroken,
-    receive,
+    split,
 )
 
 EXIT_PARENT_GONE = 0
@@ -29,54 +30,79 @@ EXIT_PROTOCOL_BROKEN = 3
 EXIT_LOAD_FAILED = 4
 
 
+RECEIVE_BYTES = 1 << 18  # bytes taken off the socket at once
 Local = TypeVar("Local")
 
 
 class Inbox(Generic[Local]):
-    """Messages from the parent with the time of their arrival, and what this process's own threads put. One thread takes.
+    """Messages from the parent, and what this process's own threads put. One thread takes.
 
-    Bounded by the parent: it sends no more sequences than the waiting queue takes.
+    A thread of its own waits for the end of the connection, and for nothing else: it ends the process.
     """
 
     def __init__(self, connection: socket.socket, decoder: MessageDecoder, before_exit: Callable[[], None] = lambda: None) -> None:
         """decoder: of the messages of this kind of worker.
 
-        before_exit: called by the reading thread when the parent is gone, to take along what would outlive this process.
+        before_exit: called when the parent is gone, to take along what would outlive this process. By any thread.
         """
         self._connection = connection
         self._decoder = decoder
         self._before_exit = before_exit
-        self._messages: queue.SimpleQueue[tuple[float, Message | Local]] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="weir-host-reader", daemon=True).start()
+        self._received = bytearray()
+        self._messages: deque[Message | Local] = deque()
+        self._put_count = os.eventfd(0, os.EFD_NONBLOCK)  # of what `put` has added since the last look; wakes who waits
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
+        self._arrivals.register(self._put_count, select.POLLIN)
+        threading.Thread(target=self._watch, name="weir-host-watch", daemon=True).start()
 
-    def wait(self) -> tuple[float, Message | Local]:
-        """The next message, when it comes, and its arrival in `time.monotonic()` seconds."""
-        return self._messages.get()
+    def wait(self) -> Message | Local:
+        """The next message, when it comes."""
+        while not self._messages:
+            self._arrivals.poll()
+            self._receive()
+        return self._messages.popleft()
 
-    def take_all(self) -> list[tuple[float, Message | Local]]:
-        """What has come so far."""
-        taken = []
-        while not self._messages.empty():
-            taken.append(self._messages.get())
-        return taken
+    def take_all(self, *, wait: bool = False) -> list[Message | Local]:
+        """What has come so far. wait: until something has."""
+        if wait and not self._messages:
+            self._arrivals.poll()
+        self._receive()
+        return [self._messages.popleft() for _ in range(len(self._messages))]  # other threads may put meanwhile
 
     def put(self, item: Local) -> None:
         """Hand something of this process's own to the thread that takes. Called by any thread."""
-        self._messages.put((time.monotonic(), item))
+        self._messages.append(item)
+        os.eventfd_write(self._put_count, 1)
 
-    def _read(self) -> None:
-        code = EXIT_PARENT_GONE
+    def _receive(self) -> None:
+        """Decode what has come, without waiting."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._put_count)
         try:
-            stream = self._connection.makefile("rb")  # reads what has come at once: the parent writes all of a moment together
-            while (body := receive(stream)) is not None:
-                self._messages.put((time.monotonic(), self._decoder.decode(body)))
+            data = self._connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
         except OSError:
-            pass  # a reset is an end too
+            data = b""  # a reset is an end too
+        if not data:
+            self._exit(EXIT_PARENT_GONE)
+        self._received += data
+        try:
+            self._messages += map(self._decoder.decode, split(self._received))
         except ProtocolBroken as error:
             print(f"weir host: the parent broke the protocol: {error}", file=sys.stderr, flush=True)
-            code = EXIT_PROTOCOL_BROKEN
+            self._exit(EXIT_PROTOCOL_BROKEN)
+
+    def _watch(self) -> None:
+        end = select.poll()
+        end.register(self._connection, select.POLLRDHUP)  # and a hang-up
+        end.poll()
+        self._exit(EXIT_PARENT_GONE)
+
+    def _exit(self, code: int) -> NoReturn:
         self._before_exit()
-        # Not sys.exit: that would end this thread alone, and the main one may be deep inside a step.
+        # Not sys.exit: that would end one thread alone, and the main one may be deep inside a step.
         os._exit(code)
 
 

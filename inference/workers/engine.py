@@ -12,7 +12,6 @@ from typing import Protocol
 
 from common.incidents import Retries
 from inference.engine import (
-    EngineStatistics,
     GenerationRequest,
     ModelInfo,
     Scheduled,
@@ -219,9 +218,6 @@ class HostedEngine(EngineLife):
     async def _run(self) -> str:
         return await self._worker.run()
 
-    def _reachable(self) -> bool:
-        return self._worker.pid is not None
-
     def _say_farewell(self) -> None:
         self._worker.send(Shutdown())
 
@@ -245,7 +241,7 @@ class HostedEngine(EngineLife):
         if not isinstance(message, StepReport):
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
         self._worker.heard()
-        self._statistics = EngineStatistics(*message.statistics)
+        self._statistics = message.statistics
         self._deliver(message.events)
 
     def _owes_answers(self) -> bool:

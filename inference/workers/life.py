@@ -178,10 +178,6 @@ class BackendLife(ABC):
         """One life of the engine: begin, say when it is ready, serve until it is gone. Returns why it is gone."""
 
     @abstractmethod
-    def _reachable(self) -> bool:
-        """Whether a READY engine can be told anything now; it may be gone already."""
-
-    @abstractmethod
     def _say_farewell(self) -> None:
         """Ask the engine to end all sequences and then itself; never blocks."""
 
@@ -198,7 +194,7 @@ class BackendLife(ABC):
         condition = self._condition
         if condition.state is EngineState.FAILED:
             raise EngineStartFailed(condition.reason)
-        if condition.state is not EngineState.READY or not self._reachable():
+        if condition.state is not EngineState.READY:
             raise EngineUnavailable(f"the engine is {condition.state.value}: {condition.reason}", condition.retry_after_s)
 
     def _now_ready(self, loading_time_s: float) -> None:
@@ -235,6 +231,12 @@ class BackendLife(ABC):
         """So much of the loading is done, 0 to 1."""
         left_s = self._load_time_s * (1 - fraction)
         self._set_condition(EngineCondition(EngineState.LOADING, fraction, stage, left_s, "loading"))
+
+    def unreachable(self) -> None:
+        """The engine has gone, or is about to; what becomes of it is told by `_run`."""
+        if self._condition.state is EngineState.READY:
+            reason = "it has just been lost"
+            self._set_condition(EngineCondition(EngineState.RESTARTING, retry_after_s=self._load_time_s, reason=reason))
 
     def cannot_start(self, reason: str) -> None:
         """A person has to see to it: no retry would help."""
@@ -278,7 +280,7 @@ class Worker:
         self._on_ready = on_ready
         self._on_message = on_message
         self._owes_answers = owes_answers
-        self._process: HostProcess | None = None
+        self.process: HostProcess | None = None  # while there is one
         self._began_at_s = -math.inf
         self._hung = False
         self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging)
@@ -287,17 +289,17 @@ class Worker:
     @property
     def pid(self) -> int | None:
         """The child's process id; None while there is none."""
-        return None if self._process is None else self._process.pid
+        return None if self.process is None else self.process.pid
 
     def send(self, message: Message) -> None:
         """Queue a message for the child, if there is one; never blocks."""
-        if self._process is not None:
-            self._process.send(message)
+        if self.process is not None:
+            self.process.send(message)
 
     def kill(self) -> None:
         """End the child at once, if there is one."""
-        if self._process is not None:
-            self._process.kill()
+        if self.process is not None:
+            self.process.kill()
 
     async def run(self) -> str:
         """One life of a child: start, load, serve, until it is gone. Returns why it is gone."""
@@ -306,21 +308,19 @@ class Worker:
             async with self._kind.opener(self._kind.module, self._kind.environment) as process:
                 if self._life.is_closing:
                     return "the engine was closed"  # while the process started; nobody would kill it later
-                self._process = process
+                self.process = process
                 try:
                     await self._load(process)
-                    while self._life.condition().state is not EngineState.FAILED:
-                        message = await process.receive(self._kind.decoder)
-                        if message is None:
-                            break
-                        self._handle(message)
+                    if self._life.condition().state is not EngineState.FAILED:
+                        await process.follow(self._take)
                     return await self._exit_reason(process)
                 except TimeoutError:
                     return f"loading took more than {self._waits.load_timeout_s:.0f} s"
                 except ProtocolBroken as error:
                     return f"the engine process broke the protocol: {error}"
                 finally:
-                    self._process = None
+                    self.process = None
+                    self._life.unreachable()
                     self._watchdog.disarm()
         except OSError as error:
             return f"the engine process could not be started: {error}"
@@ -330,10 +330,21 @@ class Worker:
         process.send(self._kind.load)
         async with asyncio.timeout(self._waits.load_timeout_s):
             while self._life.condition().state is EngineState.LOADING:
-                message = await process.receive(self._kind.decoder)
-                if message is None:
-                    return
-                self._handle(message)
+                match await process.receive(self._kind.decoder):
+                    case Loading(stage=stage, fraction=fraction):
+                        self._life.loading(stage, fraction)
+                    case Ready() as ready:
+                        self._on_ready(ready, asyncio.get_running_loop().time() - self._began_at_s)
+                        self._watchdog.arm()
+                    case LoadFailed(message=reason):
+                        self._life.cannot_start(reason)
+                    case None:
+                        return
+                    case other:
+                        self._on_message(other)
+
+    def _take(self, body: bytes) -> None:
+        self._on_message(self._kind.decoder.decode(body))
 
     async def _exit_reason(self, process: HostProcess) -> str:
         """Why the child is gone, as far as its exit status tells."""
@@ -347,21 +358,9 @@ class Worker:
             return "the engine process was killed: the system ends so what takes more memory than there is"
         return f"the engine process ended with status {process.exit_status}"
 
-    def _handle(self, message: Message) -> None:
-        match message:
-            case Loading():
-                self._life.loading(message.stage, message.fraction)
-            case Ready():
-                self._on_ready(message, asyncio.get_running_loop().time() - self._began_at_s)
-                self._watchdog.arm()
-            case LoadFailed():
-                self._life.cannot_start(message.message)
-            case _:
-                self._on_message(message)
-
     def _kill_hanging(self, silence_s: float) -> None:
         """A child that owes events and sends none is killed; its end is then handled like any other crash."""
-        if self._process is not None and self._owes_answers():
+        if self.process is not None and self._owes_answers():
             _log.error("engine %s: no report for %.0f s, killing the process", self._life.model.name, silence_s)
             self._hung = True
-            self._process.kill()
+            self.process.kill()

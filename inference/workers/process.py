@@ -15,88 +15,13 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, TypeVar
+from typing import Protocol, cast
 
 from common.child_environment import inherited
-from inference.workers.protocol import (
-    LENGTH_PREFIX,
-    Message,
-    MessageDecoder,
-    body_length,
-    decoder_to_parent,
-    encode,
-)
+from inference.workers.protocol import Message, MessageDecoder, decoder_to_parent, encode, split
 
 SOCKET_BUFFER_BYTES = 1 << 20  # bytes: several hundred step reports, so a busy parent does not stall the step loop at once
 REAP_TIMEOUT_S = 5.0  # seconds for the kernel to end a killed child; more means it hangs in a device
-
-
-class ChildProcess:
-    """One running child. Made by `open_child`; each kind adds what it says and hears."""
-
-    def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._unwritten: list[bytes] = []
-
-    @property
-    def pid(self) -> int:
-        """The child's process id."""
-        return self._process.pid
-
-    @property
-    def exit_status(self) -> int | None:
-        """The child's exit status, negative for a signal; None while it lives or has not been waited for."""
-        return self._process.returncode
-
-    def write(self, framed: bytes) -> None:
-        """Queue an encoded message; never blocks. Its kind bounds what is buffered.
-
-        All that is queued in one round of the event loop is written at once: requests and cancellations come in flocks.
-        """
-        if not self._unwritten:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._unwritten.append(framed)
-
-    def _flush(self) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(b"".join(self._unwritten))
-        self._unwritten.clear()
-
-    async def read(self) -> bytes | None:
-        """The body of the child's next message; None when it is gone. Raises `ProtocolBroken`."""
-        try:
-            prefix = await self._reader.readexactly(LENGTH_PREFIX.size)
-            return await self._reader.readexactly(body_length(prefix))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
-
-    def kill(self) -> None:
-        """End the child at once."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-
-    async def wait_gone(self, timeout_s: float) -> None:
-        """Give the child time to exit by itself, then kill it."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._process.wait()
-        except TimeoutError:
-            self.kill()
-            async with asyncio.timeout(REAP_TIMEOUT_S):
-                await self._process.wait()
-
-    async def give_back(self) -> None:
-        """Close the socket, end the child and reap it."""
-        self._writer.close()
-        self.kill()
-        await self.wait_gone(REAP_TIMEOUT_S)
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-
-
-Child = TypeVar("Child", bound=ChildProcess)
 
 
 async def start_process(module: str, fd: int, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
@@ -108,37 +33,6 @@ async def start_process(module: str, fd: int, environment: Mapping[str, str]) ->
         stdout=asyncio.subprocess.DEVNULL,  # it belongs to whoever reads this program's answers; the child's logs go to stderr
         env=environment,
     )
-
-
-@contextlib.asynccontextmanager
-async def open_child(kind: type[Child], module: str, environment: Mapping[str, str]) -> AsyncIterator[Child]:
-    """Start `python -m module --fd N`; on leaving it is dead and reaped, and the socket closed.
-
-    environment: defaults of variables that are read before main; whoever starts Weir may set them otherwise.
-    """
-    parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        for end in (parent_end, child_end):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        parent_end.setblocking(False)
-        process = await start_process(module, child_end.fileno(), {**environment, **inherited()})
-    except BaseException:
-        parent_end.close()  # a child that was started all the same reads the end of the stream and exits
-        raise
-    finally:
-        child_end.close()
-    try:
-        reader, writer = await asyncio.open_unix_connection(sock=parent_end)
-    except BaseException:
-        parent_end.close()
-        process.kill()
-        await process.wait()
-        raise
-    child = kind(process, reader, writer)
-    try:
-        yield child
-    finally:
-        await child.give_back()
 
 
 # Settings of the C library, read before main: they cannot be made inside the child. Each can be overridden from outside.
@@ -164,24 +58,135 @@ class HostOpener(Protocol):
 COMMON_MESSAGES = decoder_to_parent()
 
 
-class HostProcess(ChildProcess):
-    """One running engine host. Made by `open_host`."""
+class HostProcess(asyncio.Protocol):
+    """One running child, and our end of the socket to it. Made by `open_host`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._transport: asyncio.Transport
+        self._received = bytearray()
+        self._bodies: deque[bytes] = deque()  # of messages that nobody has taken
+        self._take: Callable[[bytes], None] = self._keep
+        self._news = asyncio.Event()  # a message that was kept, or the end
+        self._gone = asyncio.Event()
+        self._fault: Exception | None = None  # of the child, or of who takes its messages
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """The child's exit status, negative for a signal; None while it lives or has not been waited for."""
+        return self._process.returncode
 
     def send(self, message: Message) -> None:
         """Queue a message; never blocks. What is buffered is bounded by the sequences that the engine takes."""
-        self.write(encode(message))
+        if not self._transport.is_closing():
+            self._transport.write(encode(message))
 
     async def receive(self, decoder: MessageDecoder = COMMON_MESSAGES) -> Message | None:
         """The child's next message; None when it is gone. Raises `ProtocolBroken`."""
-        body = await self.read()
-        return None if body is None else decoder.decode(body)
+        while not self._bodies:
+            if self._gone.is_set():
+                if self._fault is not None:
+                    raise self._fault
+                return None
+            self._news.clear()
+            await self._news.wait()
+        return decoder.decode(self._bodies.popleft())
+
+    async def follow(self, take: Callable[[bytes], None]) -> None:
+        """Pass on each message when it comes, in a call of the event loop, until the child is gone.
+
+        take: called with an encoded message. Raises `ProtocolBroken` and what `take` raises.
+        """
+        while self._bodies:
+            take(self._bodies.popleft())
+        self._take = take
+        try:
+            await self._gone.wait()
+        finally:
+            self._take = self._keep
+        if self._fault is not None:
+            raise self._fault
+
+    def kill(self) -> None:
+        """End the child at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def wait_gone(self, timeout_s: float) -> None:
+        """Give the child time to exit by itself, then kill it."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            async with asyncio.timeout(REAP_TIMEOUT_S):
+                await self._process.wait()
+
+    async def give_back(self) -> None:
+        """Close the socket, end the child and reap it."""
+        self._transport.close()
+        self.kill()
+        await self.wait_gone(REAP_TIMEOUT_S)
+        await self._gone.wait()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self._received += data
+        try:
+            for body in split(self._received):
+                self._take(body)
+        except Exception as error:  # raised by who waits for messages
+            self._fault = error
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._gone.set()
+        self._news.set()
+
+    def _keep(self, body: bytes) -> None:
+        self._bodies.append(body)
+        self._news.set()
 
 
 @contextlib.asynccontextmanager
 async def open_host(module: str, environment: Mapping[str, str]) -> AsyncIterator[HostProcess]:
-    """Start an engine host; on leaving it is dead and reaped."""
-    async with open_child(HostProcess, module, environment) as host:
+    """Start `python -m module --fd N`; on leaving it is dead and reaped, and the socket closed.
+
+    environment: defaults of variables that are read before main; whoever starts Weir may set them otherwise.
+    """
+    parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        for end in (parent_end, child_end):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        parent_end.setblocking(False)
+        process = await start_process(module, child_end.fileno(), {**environment, **inherited()})
+    except BaseException:
+        parent_end.close()  # a child that was started all the same reads the end of the stream and exits
+        raise
+    finally:
+        child_end.close()
+    try:
+        loop = asyncio.get_running_loop()
+        _, host = await loop.create_unix_connection(lambda: HostProcess(process), sock=parent_end)
+    except BaseException:
+        parent_end.close()
+        process.kill()
+        await process.wait()
+        raise
+    try:
         yield host
+    finally:
+        await host.give_back()
 
 
 class Watchdog:

@@ -10,9 +10,9 @@ the end of the stream as the other's death. No torch, no asyncio: both sides imp
 from __future__ import annotations
 
 import struct
+import time
 from functools import reduce
 from operator import or_
-from typing import BinaryIO
 
 import msgspec
 
@@ -32,10 +32,14 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StartSequence(Message, tag="start", frozen=True):
-    """Run a sequence. number: the parent's handle for it, above all earlier ones."""
+    """Run a sequence. number: the parent's handle for it, above all earlier ones.
+
+    sent_at_s: on the monotonic clock, which is the same in all processes of a machine.
+    """
 
     number: int
     request: GenerationRequest
+    sent_at_s: float = msgspec.field(default_factory=time.monotonic)
 
 
 class CancelSequence(Message, tag="cancel", frozen=True):
@@ -75,7 +79,7 @@ class StepReport(Message, tag="step", frozen=True):
     """All that happened since the last report, in order, and the engine's statistics after it."""
 
     events: list[Event]
-    statistics: list[int]
+    statistics: EngineStatistics
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -93,12 +97,21 @@ def encode(message: Message) -> bytes:
     return LENGTH_PREFIX.pack(len(body)) + body
 
 
-def body_length(prefix: bytes) -> int:
-    """Length of the body that follows a prefix. Raises `ProtocolBroken` if it is beyond the limit."""
-    (length,) = LENGTH_PREFIX.unpack(prefix)
-    if length > MESSAGE_BYTES_MAX:
-        raise ProtocolBroken(f"a message of {length} bytes exceeds {MESSAGE_BYTES_MAX}")
-    return int(length)
+def split(received: bytearray) -> list[bytes]:
+    """Take all whole messages off the beginning of what was received; their bodies. Raises `ProtocolBroken` if one is too long."""
+    bodies = []
+    begin, size = 0, LENGTH_PREFIX.size
+    while len(received) >= begin + size:
+        (length,) = LENGTH_PREFIX.unpack_from(received, begin)
+        if length > MESSAGE_BYTES_MAX:
+            raise ProtocolBroken(f"a message of {length} bytes exceeds {MESSAGE_BYTES_MAX}")
+        end = begin + size + length
+        if len(received) < end:
+            break
+        bodies.append(bytes(received[begin + size : end]))
+        begin = end
+    del received[:begin]
+    return bodies
 
 
 class MessageDecoder:
@@ -124,18 +137,3 @@ def decoder_to_worker(*own: type[Message]) -> MessageDecoder:
 def decoder_to_parent(*own: type[Message]) -> MessageDecoder:
     """Of what the parent of a worker reads. own: the messages that only its kind sends."""
     return MessageDecoder(Loading, Ready, LoadFailed, StepReport, *own)
-
-
-def receive(stream: BinaryIO) -> bytes | None:
-    """The next body from a blocking socket's file; None at the end of the stream, even one inside a message."""
-    prefix = stream.read(LENGTH_PREFIX.size)
-    if len(prefix) < LENGTH_PREFIX.size:
-        return None
-    length = body_length(prefix)
-    body = stream.read(length)
-    return body if len(body) == length else None
-
-
-def statistics_list(statistics: EngineStatistics) -> list[int]:
-    """Wire form: the values in the order of the fields."""
-    return [getattr(statistics, name) for name in EngineStatistics.__dataclass_fields__]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from inference.engine import (
@@ -29,12 +27,10 @@ from inference.workers.protocol import (
     ProtocolBroken,
     StartSequence,
     StepReport,
-    body_length,
     decoder_to_parent,
     decoder_to_worker,
     encode,
-    receive,
-    statistics_list,
+    split,
 )
 from tests.inference.running import make_request
 
@@ -78,13 +74,13 @@ def test_a_request_crosses_unchanged_but_for_its_id() -> None:
 )
 def test_an_event_crosses_unchanged(event: SequenceEvent) -> None:
     statistics = EngineStatistics(*range(1, 13))
-    report = StepReport([(4, event), (5, SequenceRefused("full", overloaded=True))], statistics_list(statistics))
+    report = StepReport([(4, event), (5, SequenceRefused("full", overloaded=True))], statistics)
 
     crossed = decoder_to_parent().decode(encode(report)[LENGTH_PREFIX.size :])
 
     assert isinstance(crossed, StepReport)
     assert crossed.events == [(4, event), (5, SequenceRefused("full", overloaded=True))]
-    assert EngineStatistics(*crossed.statistics) == statistics
+    assert crossed.statistics == statistics
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x93\xa5start\x01", b"\x91\xa7unknown"])
@@ -97,18 +93,19 @@ def test_what_is_no_message_is_refused(body: bytes) -> None:
 
 def test_a_length_beyond_the_limit_is_refused_before_anything_is_read() -> None:
     with pytest.raises(ProtocolBroken, match="exceeds"):
-        body_length(LENGTH_PREFIX.pack(MESSAGE_BYTES_MAX + 1))
+        split(bytearray(LENGTH_PREFIX.pack(MESSAGE_BYTES_MAX + 1)))
 
 
-def test_the_end_of_the_stream_inside_a_message_is_the_end() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(LENGTH_PREFIX.pack(3) + b"abc" + LENGTH_PREFIX.pack(10) + b"abc")
-        theirs.close()
-
-        stream = ours.makefile("rb")
-        assert receive(stream) == b"abc"
-        assert receive(stream) is None
+def test_messages_are_whole_however_the_bytes_come() -> None:
+    bodies = [b"abc", b"", b"x" * 300, b"de"]
+    sent = b"".join(LENGTH_PREFIX.pack(len(body)) + body for body in bodies) + LENGTH_PREFIX.pack(10) + b"abc"
+    for size in (1, 2, 3, 5, 7, 100, len(sent)):
+        received, taken = bytearray(), []
+        for begin in range(0, len(sent), size):
+            received += sent[begin : begin + size]
+            taken += split(received)
+        assert taken == bodies, "one that has not come to its end is not taken"
+        assert received == LENGTH_PREFIX.pack(10) + b"abc"
 
 
 def test_the_hint_knows_what_was_noted_and_forgets_the_oldest() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from inference.engine import EngineCondition, EngineState, EngineStatistics, ModelInfo
 from inference.routing.replica import Replica
@@ -31,7 +33,7 @@ class Slot:
 
     def statistics(self) -> EngineStatistics:
         told = EngineStatistics(running_sequence_count_max=PLACES)
-        return replace(told, running_sequence_count=self.running, waiting_sequence_count=self.waiting)
+        return msgspec.structs.replace(told, running_sequence_count=self.running, waiting_sequence_count=self.waiting)
 
     def fits_now(self) -> bool:
         return self.has_room

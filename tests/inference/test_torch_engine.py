@@ -20,7 +20,6 @@ from inference.adapters.torch_settings import LoadModel
 from inference.engine import (
     EngineFinishReason,
     EngineState,
-    EngineStatistics,
     SamplingParams,
     SequenceFinished,
     SequenceRefused,
@@ -242,7 +241,7 @@ async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -
             reports.append(message)
 
     assert sum(len(report.events) for report in reports) == 10 * (1 + 8 + 1)
-    assert EngineStatistics(*reports[-1].statistics).step_count == len(reports)
+    assert reports[-1].statistics.step_count == len(reports)
 
 
 async def test_a_broken_message_ends_the_host_with_a_status_of_its_own(
@@ -250,7 +249,7 @@ async def test_a_broken_message_ends_the_host_with_a_status_of_its_own(
 ) -> None:
     async with asyncio.timeout(WAIT_S), open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host:
         host.send(load_message(tiny))
-        host._writer.write(b"\x00\x00\x00\x03abc")
+        host._transport.write(b"\x00\x00\x00\x03abc")
         while await host.receive() is not None:
             pass
         await host.wait_gone(WAIT_S)

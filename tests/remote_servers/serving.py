@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
+import msgspec
 from smg_grpc_proto.generated import trtllm_service_pb2_grpc, vllm_engine_pb2_grpc
 
 from inference.adapters.remote_settings import Service, Target
@@ -135,7 +136,7 @@ def control(backend: Backend) -> Handler:
             backend.publish_cleared()
         if asked.get("remove"):
             backend.publish_removed(tuple(asked["remove"]))
-        told = asdict(backend.engine.statistics())
+        told = msgspec.structs.asdict(backend.engine.statistics())
         told |= {"aborted": backend.aborted, "seen": backend.seen_count, "subscribers": backend.subscriber_count}
         return json.dumps(told).encode()
 
