@@ -12,7 +12,8 @@ stands still meanwhile. So the pace is learnt from the steps themselves."""
 
 from __future__ import annotations
 
-import secrets
+import math
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class Choices:
     beams: BeamGroup | None = None
 
 
+CHECK_INTERVAL_S = 0.01  # seconds: every step of a model is longer; steps of a simulation that takes no time are not
 NumberedEvent = tuple[int, SequenceEvent | SequenceRefused]
 
 
@@ -92,6 +94,8 @@ class EngineCore:
         self._runner = open_runner(options, config, tokenizer, on_progress, clock, sleep)
         self._requests: dict[int, Choices] = {}
         self._events: list[NumberedEvent] = []
+        self._seeds = random.Random()  # drawn for requests that have none
+        self._checked_at_s = -math.inf
         self._step_count = 0
         self._prompt_token_count = 0
         self._cached_token_count = 0
@@ -132,7 +136,7 @@ class EngineCore:
             return False
         if grammar is None and request.response_format is not None:
             grammar = self._grammars.compile(request.response_format)
-        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+        seed = self._seeds.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         sequence_count = request.choice_count if request.beam_search is None else 1  # beams follow when there is a prompt to share
         model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
         arrived_at_s = self._clock() if arrived_at_s is None else arrived_at_s
@@ -153,7 +157,8 @@ class EngineCore:
         if request.beam_search is not None:
             choices.beams = BeamGroup(sequences[0], lambda: Detokenizer(self._decoder.open(), ()))
         for sequence in sequences:
-            sequence.rotary_offset = self._rotary_offset(sequence)
+            if self._rotation_switch_tokens is not None:
+                sequence.rotary_offset = self._rotary_offset(sequence)
             self._scheduler.add(sequence)
         if sequences[0].ended_before is not None:  # it is continued, and only its end had not been told
             self._events.append((number, Scheduled(0)))
@@ -185,28 +190,36 @@ class EngineCore:
             chosen = self._runner.run(plan)
             self._scheduler.commit(plan)
             now_s = self._clock()
-            self._pace.note(plan.decoded_count, plan.token_count - plan.decoded_count, now_s - began_s)
+            if self._limits.step_time_target_s is not None:
+                decoded_count = sum(chunk.token_count == 1 for chunk in plan.chunks)
+                self._pace.note(decoded_count, plan.token_count - decoded_count, now_s - began_s)
+            groups: dict[BeamGroup, None] = {}
             for sequence, token in chosen.items():
                 if sequence.group is None:
                     self._append(sequence, token, now_s)
-            for group in {sequence.group: None for sequence in chosen}:
-                if group is not None:
-                    self._advance(group, chosen, now_s)
+                else:
+                    groups[sequence.group] = None
+            for group in groups:
+                self._advance(group, chosen, now_s)
             if self._rotation_switch_tokens is not None:
                 self._turn()
             self._step_count += 1
-            self._scheduler.check_conservation()
+            if now_s - self._checked_at_s >= CHECK_INTERVAL_S:
+                self._checked_at_s = now_s
+                self._scheduler.check_conservation()
         events, self._events = self._events, []
         return events
 
     def statistics(self) -> EngineStatistics:
+        pool, (waiting_count, running_count) = self._pool, self._scheduler.counts()
+        free_count, cached_count = pool.block_count_free, pool.block_count_cached
         return EngineStatistics(
-            waiting_sequence_count=len(self._scheduler.waiting),
-            running_sequence_count=len(self._scheduler.running),
-            kv_block_count_total=self._pool.block_count_total,
-            kv_block_count_free=self._pool.block_count_free,
-            kv_block_count_cached=self._pool.block_count_cached,
-            kv_block_count_held=self._pool.block_count_held,
+            waiting_sequence_count=waiting_count,
+            running_sequence_count=running_count,
+            kv_block_count_total=pool.block_count_total,
+            kv_block_count_free=free_count,
+            kv_block_count_cached=cached_count,
+            kv_block_count_held=pool.block_count_total - free_count - cached_count,
             step_count=self._step_count,
             prompt_token_count=self._prompt_token_count,
             cached_token_count=self._cached_token_count,

@@ -26,11 +26,13 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
+from operator import attrgetter
 
 from inference.core.kv_cache import (
     BlockKey,
     BlockPool,
     PrefixMatch,
+    block_keys,
     matchable_block_count,
 )
 from inference.core.sequence import Sequence
@@ -38,6 +40,8 @@ from inference.core.step_plan import StepPlan
 from inference.errors import InvariantViolated
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.limits import EngineLimits
+
+_precedence = attrgetter("precedence")
 
 
 class Scheduler:
@@ -48,7 +52,7 @@ class Scheduler:
         self._limits = limits
         self._waiting: list[Sequence] = []  # in order of precedence, the preempted ones too
         self._running: list[Sequence] = []  # in order of precedence
-        self._preemption_count = 0
+        self.preemption_count = 0  # how often a running sequence had to give its blocks back
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
@@ -60,16 +64,15 @@ class Scheduler:
         """Sequences with a place, the one that gives it up last first."""
         return tuple(self._running)
 
-    @property
-    def preemption_count(self) -> int:
-        """How often a running sequence had to give its blocks back."""
-        return self._preemption_count
+    def counts(self) -> tuple[int, int]:
+        """Sequences without a place, and with one."""
+        return len(self._waiting), len(self._running)
 
     @property
     def waiting_is_full(self) -> bool:
         """Whether the queue takes no more. Preempted sequences do not count: they were let in before."""
-        fresh = sum(sequence.cached_token_count is None for sequence in self._waiting)
-        return fresh >= self._limits.waiting_sequence_count_max
+        limit = self._limits.waiting_sequence_count_max
+        return len(self._waiting) >= limit and sum(each.cached_token_count is None for each in self._waiting) >= limit
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence into the queue, where its rank and its number place it."""
@@ -95,20 +98,20 @@ class Scheduler:
         prompt_token_count_max: tokens of prompts if there are sequences that decode; None for as many as the step takes.
         """
         plan = StepPlan(self._limits.step_token_count_max)
-        preemption_count = self._preemption_count
+        preemption_count = self.preemption_count
         filling = []
         for sequence in list(self._running):
             if not sequence.may_decode:
                 filling.append(sequence)
             elif sequence.has_room and plan.token_count < plan.token_count_max:
-                if self._preemption_count == preemption_count or sequence in self._running:
+                if self.preemption_count == preemption_count or sequence in self._running:
                     plan.add(sequence, 1)
             else:
                 self._plan_chunk(plan, sequence)
         if plan.chunks and prompt_token_count_max is not None:
             plan.token_count_max = min(plan.token_count_max, plan.token_count + prompt_token_count_max)
         # Who has just been preempted must not come back at once.
-        self._plan_prompts(plan, filling, list(self._waiting) if self._preemption_count == preemption_count else [])
+        self._plan_prompts(plan, filling, list(self._waiting) if self.preemption_count == preemption_count else [])
         if not plan.chunks and (self._running or self._waiting):
             raise InvariantViolated("the scheduler found no work although sequences wait")
         return plan
@@ -129,11 +132,10 @@ class Scheduler:
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """Add what the budget allows of a running sequence, preempting those after it while blocks are short."""
-        budget = plan.token_count_max - plan.token_count
-        token_count = min(sequence.uncomputed_token_count if sequence.may_decode else sequence.fillable_token_count, budget)
+        token_count = min(sequence.plannable_token_count, plan.token_count_max - plan.token_count)
         if token_count <= 0 or sequence not in self._running:
             return
-        missing = sequence.missing_block_count(sequence.computed_token_count + token_count)
+        missing = max(blocks_for(sequence.computed_token_count + token_count) - len(sequence.block_table), 0)
         while missing + self._writes_shared_block(sequence) > self._pool.block_count_available:
             preempted = self._preempt(self._running[-1])
             for each in preempted:
@@ -146,6 +148,8 @@ class Scheduler:
 
     def _writes_shared_block(self, sequence: Sequence) -> bool:
         """Whether its next token goes into a block that another beam reads as well."""
+        if sequence.group is None:
+            return False
         index, slot = divmod(sequence.computed_token_count, KV_BLOCK_TOKENS)
         return slot > 0 and self._pool.is_shared(sequence.block_table[index])
 
@@ -165,7 +169,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> list[Sequence]:
         """Take all blocks back, since others want them. Returns who has lost theirs."""
-        self._preemption_count += 1
+        self.preemption_count += 1
         return self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> list[Sequence]:
@@ -189,9 +193,9 @@ class Scheduler:
             if plan.token_count >= plan.token_count_max:
                 return
             if sequence not in entering:
-                preemption_count = self._preemption_count
+                preemption_count = self.preemption_count
                 self._plan_chunk(plan, sequence)
-                if self._preemption_count > preemption_count:
+                if self.preemption_count > preemption_count:
                     entering.clear()
                 continue
             match = self._pool.match(sequence.prefix_keys, sequence.cache_salt)
@@ -204,7 +208,7 @@ class Scheduler:
 
     def _let_in(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan, commitments: Commitments) -> bool:
         """Let a waiting sequence enter, if there is room or if it may take that of others."""
-        missing_places = self._place_count() + sequence.place_count - self._limits.running_sequence_count_max
+        missing_places = commitments.place_count + sequence.place_count - self._limits.running_sequence_count_max
         wanted = commitments.owed_by(sequence, len(match.blocks)) + self._pool.evictable_count(match)
         missing_blocks = commitments.owed_block_count + wanted - self._pool.block_count_available if self._running else 0
         if missing_places > 0 or missing_blocks > 0:
@@ -213,6 +217,7 @@ class Scheduler:
                 return False
             for each in displaced:
                 commitments.owed_block_count -= commitments.owed_by(each, len(each.block_table))
+                commitments.place_count -= each.place_count
                 self._preempt(each)
                 plan.drop(each)
         self._enter(sequence, match, plan)
@@ -239,10 +244,6 @@ class Scheduler:
                 blocks -= commitments.owed_by(running, len(running.block_table))
                 blocks -= sum(not self._pool.is_shared(each) and each not in matched for each in running.block_table)
         return displaced if places <= 0 and blocks <= 0 else []
-
-    def _place_count(self) -> int:
-        """Places that the running sequences take; beams that are to come have theirs already."""
-        return sum(sequence.place_count for sequence in self._running)
 
     def _enter(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> None:
         self._waiting.remove(sequence)
@@ -283,7 +284,7 @@ class Scheduler:
 
     def _prefix_keys(self, sequence: Sequence) -> list[BlockKey]:
         count = matchable_block_count(len(sequence.token_ids))
-        return self._pool.keys(sequence.token_ids, sequence.cache_salt, count)
+        return block_keys(sequence.token_ids, sequence.cache_salt, count, self._pool.hash_block)
 
     def _release(self, sequence: Sequence) -> None:
         self._pool.release(sequence.block_table)
@@ -293,25 +294,22 @@ class Scheduler:
         sequence.registered_tip = None
 
 
-def _precedence(sequence: Sequence) -> tuple[float, int, int]:
-    return sequence.precedence
-
-
 class Commitments:
     """Those of the sequences that were added."""
 
     def __init__(self, limits: EngineLimits) -> None:
         self.owed_block_count = 0
+        self.place_count = 0  # with places of beams that are to come
         self._limits = limits
-        self._in_progress: dict[
-            int, tuple[float, int, int]
-        ] = {}  # precedence of the first that computes a prefix block, by its key
+        self._in_progress: dict[int, Sequence] = {}  # the first that computes a prefix block, by its key
 
     def add(self, sequence: Sequence) -> None:
         self.owed_block_count += self.owed_by(sequence, len(sequence.block_table))
-        first = sequence.computed_token_count // KV_BLOCK_TOKENS
-        for block in sequence.prefix_keys[first:]:
-            self._in_progress[block.key] = min(self._in_progress.get(block.key, sequence.precedence), sequence.precedence)
+        self.place_count += sequence.place_count
+        for block in sequence.prefix_keys[sequence.computed_token_count // KV_BLOCK_TOKENS :]:
+            first = self._in_progress.setdefault(block.key, sequence)
+            if sequence is not first and sequence.precedence < first.precedence:
+                self._in_progress[block.key] = sequence
 
     def owed_by(self, sequence: Sequence, covered_block_count: int) -> int:
         """Blocks that a sequence, and beams that it is to have, still need for tokens and the reserved share of future output."""
@@ -329,4 +327,4 @@ class Commitments:
         if matched >= len(sequence.prefix_keys):
             return False
         first = self._in_progress.get(sequence.prefix_keys[matched].key)
-        return first is not None and first < sequence.precedence
+        return first is not None and first.precedence < sequence.precedence

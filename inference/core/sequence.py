@@ -36,7 +36,7 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
-from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
+from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.sampling.beam_search import BeamSearch, Hypothesis
 from inference.sampling.grammar import Grammar
 from inference.sampling.sampler import Chosen, Draw, SeenTokens
@@ -96,7 +96,7 @@ class Sequence:
         self.takes_best = self.request.sampling.takes_best and self.grammar is None and self.request.beam_search is None
         for token_id in self.request.output_token_ids:
             # Its text was given out where the token was generated; what was held back there is held back here.
-            self.ended_before = self._take_output(token_id).finish_reason
+            self.ended_before = self.append(token_id, None).finish_reason
 
     @property
     def place(self) -> tuple[int, int]:
@@ -121,7 +121,7 @@ class Sequence:
     @property
     def owed_output_token_count(self) -> int:
         """Output tokens that may still come."""
-        return self.request.stop.max_output_tokens - self.output_token_count
+        return self.request.stop.max_output_tokens - len(self.token_ids) + self.prompt_token_count
 
     @property
     def cache_salt(self) -> str:
@@ -145,19 +145,17 @@ class Sequence:
         return self.computed_token_count % KV_BLOCK_TOKENS > 0 and self.group is None
 
     @property
-    def fillable_token_count(self) -> int:
-        """Tokens that may be computed before it decodes: of one of several beams all but the last."""
-        several = self.group is not None and len(self.group.beams) > 1
-        return self.uncomputed_token_count - several
-
-    def missing_block_count(self, token_count: int) -> int:
-        """Blocks to add so that the table covers `token_count` positions."""
-        return max(blocks_for(token_count) - len(self.block_table), 0)
+    def plannable_token_count(self) -> int:
+        """Tokens that may be computed now: of one of several beams the last one only together with those of all others."""
+        uncomputed_token_count = len(self.token_ids) - self.computed_token_count
+        if self.group is None or len(self.group.beams) == 1 or self.may_decode:
+            return uncomputed_token_count
+        return uncomputed_token_count - 1
 
     @property
     def next_takes_best(self) -> bool:
         """Whether its next token is the one with the largest logit, and nothing else is asked of the row."""
-        return self.takes_best and self.output_token_count >= self.request.stop.min_output_tokens
+        return self.takes_best and len(self.token_ids) - self.prompt_token_count >= self.request.stop.min_output_tokens
 
     def draw(self) -> Draw:
         """How the next token is sampled."""
@@ -182,24 +180,20 @@ class Sequence:
         if self.seen is not None:
             self.seen.add(token_id)
 
-    def append(self, token_id: int, now_s: float) -> AppendedToken:
-        """Take the next output token and decide whether it is the last."""
+    def append(self, token_id: int, now_s: float | None) -> AppendedToken:
+        """Take the next output token and decide whether it is the last. now_s: None for one that was generated elsewhere."""
         if self.grammar is not None:
             self.grammar.advance(token_id)
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
-        return self._take_output(token_id)
-
-    def _take_output(self, token_id: int) -> AppendedToken:
         self.take(token_id)
         if token_id in self.end_token_ids:
             return AppendedToken("", EngineFinishReason.STOP)
-        piece = self.detokenizer.push(token_id, may_stop=self.output_token_count > self.request.stop.min_output_tokens)
+        stop, output_token_count = self.request.stop, len(self.token_ids) - self.prompt_token_count
+        piece = self.detokenizer.push(token_id, may_stop=output_token_count > stop.min_output_tokens)
         if piece.stopped:
             return AppendedToken(piece.text, EngineFinishReason.STOP_SEQUENCE)
-        if self.owed_output_token_count <= 0:
-            return AppendedToken(piece.text, EngineFinishReason.LENGTH)
-        return AppendedToken(piece.text, None)
+        return AppendedToken(piece.text, EngineFinishReason.LENGTH if output_token_count >= stop.max_output_tokens else None)
 
     def timings(self, now_s: float) -> EngineTimings:
         """Durations up to now; a phase that was not reached takes no time."""

@@ -12,17 +12,14 @@ from inference.core.sequence import Sequence
 class Chunk(NamedTuple):
     """The next `token_count` uncomputed tokens of a sequence, to be computed in this step.
 
-    copied: a KV block and the one that its content goes to before anything is computed: beams share the first and write their own.
+    completes: nothing is uncomputed afterwards, so that the next token is wanted. copied: a KV block and the one that its content
+    goes to before anything is computed: beams share the first and write their own.
     """
 
     sequence: Sequence
     token_count: int
+    completes: bool
     copied: tuple[int, int] | None = None
-
-    @property
-    def completes(self) -> bool:
-        """Whether nothing is uncomputed afterwards, so that the next token is wanted."""
-        return self.token_count == self.sequence.uncomputed_token_count
 
 
 @dataclass(slots=True)
@@ -39,13 +36,9 @@ class StepPlan:
 
     def add(self, sequence: Sequence, token_count: int, copied: tuple[int, int] | None = None) -> None:
         """Compute so many more tokens of a sequence. copied: see `Chunk`."""
-        self.chunks.append(Chunk(sequence, token_count, copied))
+        completes = sequence.computed_token_count + token_count == len(sequence.token_ids)
+        self.chunks.append(Chunk(sequence, token_count, completes, copied))
         self.token_count += token_count
-
-    @property
-    def decoded_count(self) -> int:
-        """Sequences of which only the newest token is computed."""
-        return sum(chunk.token_count == 1 for chunk in self.chunks)
 
     def drop(self, sequence: Sequence) -> None:
         """Compute nothing of a sequence after all."""

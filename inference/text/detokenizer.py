@@ -128,10 +128,12 @@ class Detokenizer:
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         """The text that `token_id` lets go. may_stop: look for stop sequences in it; once True, always."""
         text = self._stream.push(token_id)
-        return self._search(text) if may_stop else TextPiece(text)
+        return self._search(text) if may_stop and self._stops else TextPiece(text)
 
     def finish(self) -> TextPiece:
         """What is still held back, once no token follows; it may hold a stop sequence too."""
+        if not self._stops:
+            return TextPiece(self._stream.flush())
         piece = self._search(self._stream.flush())
         rest, self._held = ("" if piece.stopped else self._held), ""
         return TextPiece(piece.text + rest, piece.stopped)
@@ -139,8 +141,6 @@ class Detokenizer:
     def _search(self, new_text: str) -> TextPiece:
         if not new_text:
             return TextPiece("")
-        if not self._stops:
-            return TextPiece(new_text)
         text = self._held + new_text
         start = _first_completed(text, self._stops)
         if start is not None:

@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, cast
+from typing import cast
 
 from common.child_environment import inherited
 from inference.workers.protocol import Message, MessageDecoder, decoder_to_parent, encode, split
@@ -48,13 +48,9 @@ CHILD_ENVIRONMENT = {
 }
 
 
-class HostOpener(Protocol):
-    """Where hosts come from."""
-
-    def __call__(self, module: str, environment: Mapping[str, str]) -> AbstractAsyncContextManager[HostProcess]:
-        """See `open_host`."""
-
-
+HostOpener = Callable[
+    [str, Mapping[str, str]], AbstractAsyncContextManager["HostProcess"]
+]  # where hosts come from: see `open_host`
 COMMON_MESSAGES = decoder_to_parent()
 
 

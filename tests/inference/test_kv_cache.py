@@ -23,7 +23,7 @@ def fill(pool: BlockPool, token_ids: list[int], salt: str = "") -> list[int]:
 
 def cached_tokens(pool: BlockPool, token_ids: list[int], salt: str = "") -> int:
     """What a prompt of these tokens would find."""
-    return pool.match(pool.keys(token_ids, salt, matchable_block_count(len(token_ids))), salt).token_count
+    return pool.match(block_keys(token_ids, salt, matchable_block_count(len(token_ids)), pool.hash_block), salt).token_count
 
 
 def test_a_prefix_is_found_block_by_block_and_the_last_token_is_always_left() -> None:
@@ -77,7 +77,7 @@ def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     old, new = [1] * 32, [2] * 32
     pool.release(fill(pool, old))
     pool.release(fill(pool, new))
-    again = pool.match(pool.keys(old, "", 2), "")
+    again = pool.match(block_keys(old, "", 2), "")
     pool.release(pool.hold(again))
 
     pool.allocate(2)
@@ -91,7 +91,7 @@ def test_a_block_computed_twice_is_findable_once_and_the_chain_goes_on() -> None
     first = fill(pool, TOKENS[:32])
     fill(pool, TOKENS)
 
-    match = pool.match(pool.keys(TOKENS, "", 4), "")
+    match = pool.match(block_keys(TOKENS, "", 4), "")
 
     assert match.token_count == 64
     assert [block.block_id for block in match.blocks[:2]] == first

@@ -299,7 +299,7 @@ class TestTableRows:
                 sequence.block_table += [
                     rng.randrange(1000) for _ in range(rng.randrange(0, width - len(sequence.block_table) + 1))
                 ]
-            chunks = [Chunk(sequence, 1) for sequence in rng.sample(sequences, rng.randrange(1, 10))]
+            chunks = [Chunk(sequence, 1, completes=True) for sequence in rng.sample(sequences, rng.randrange(1, 10))]
 
             starts = rows.starts(chunks)
 
@@ -313,4 +313,4 @@ class TestTableRows:
         sequence.block_table = [0] * 5
 
         with pytest.raises(InvariantViolated, match="5 KV blocks"):
-            TableRows(4).starts([Chunk(sequence, 1)])
+            TableRows(4).starts([Chunk(sequence, 1, completes=True)])
