@@ -42,7 +42,7 @@ from weir_client import AsyncClient, WeirError
 
 from api.cli.connection import Connection
 from api.cli.render import JsonOption, duration_text, make_console, note, print_json, show, table
-from api.cli.stack import Child, StackFailed, bootstrap, child_environment, clear_failures, ensure_receipt_key, is_serving
+from api.cli.stack import Child, StackFailed, bootstrap, child_environment, clear_failures, ensure_receipt_key, serving_pid
 from api.core.settings import Settings
 from api.fleet.fleet_file import model_names
 from metering.holds.journal import abandoned_journals
@@ -118,11 +118,10 @@ LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"  # all processes 
 
 
 @dataclass(slots=True)
-class Part:
+class Part(Child):
     """A process that is kept alive. up: whether it is ready. down_s: how long it took each time until it was again."""
 
-    child: Child
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
     up: bool = True
     killed: bool = False
@@ -131,8 +130,7 @@ class Part:
 
     @property
     def pid(self) -> int | None:
-        process = self.child.process
-        return process.pid if process is not None and process.returncode is None else None
+        return self.process.pid if self.process is not None and self.process.returncode is None else None
 
     def kill(self) -> bool:
         """As `kill -9` does; whether there was anything to kill."""
@@ -146,15 +144,15 @@ class Part:
     async def keep_alive(self) -> None:
         """Start it again whenever it ends, until cancelled."""
         while True:
-            assert self.child.process is not None
-            status = await self.child.process.wait()
+            assert self.process is not None
+            status = await self.process.wait()
             self.up = False
             if not self.killed:
-                self.deaths.append(f"{self.child.name} ended with status {status}, unasked:\n{self.child.log_tail()}")
+                self.deaths.append(f"{self.name} ended with status {status}, unasked:\n{self.log_tail()}")
                 await asyncio.sleep(RESTART_PAUSE_S)
             self.killed = False
             ended_at = time.monotonic()
-            await self.child.start(self.environment)
+            await self.start(self.environment)
             if self.address:
                 await self.ready()
             self.up = self.pid is not None
@@ -163,7 +161,7 @@ class Part:
     async def ready(self) -> None:
         """Wait until it serves, or has ended."""
         while self.pid is not None:
-            if await is_serving(self.address):
+            if self.ready_pid() == self.pid:
                 return
             await asyncio.sleep(READY_POLL_S)
 
@@ -239,7 +237,7 @@ def broker(directory: Path) -> Part:
         raise StackFailed("redis-server is not installed: leave --redis away, or install it")
     socket_path = str(directory / "redis.sock")
     command = [binary, "--port", "0", "--unixsocket", socket_path, "--save", "", "--dir", str(directory)]
-    return Part(Child("Redis", command, directory / LOGS / "redis.log"), dict(os.environ))
+    return Part("Redis", command, directory / LOGS / "redis.log", environment=dict(os.environ))
 
 
 def api_part(directory: Path, index: int, settings: Settings, environment: Mapping[str, str]) -> Part:
@@ -251,7 +249,14 @@ def api_part(directory: Path, index: int, settings: Settings, environment: Mappi
     address = f"127.0.0.1:{free_port()}"
     own = {"WEIR_HOME": str(home), "WEIR_LISTEN": address, "WEIR_OPENAI_LISTEN": "off"}
     log = directory / LOGS / f"api-{index}.log"
-    return Part(Child(f"api process {index}", [sys.executable, "-m", "api"], log), {**environment, **own}, address)
+    return Part(
+        f"api process {index}",
+        [sys.executable, "-m", "api"],
+        log,
+        lambda: serving_pid(home),
+        environment={**environment, **own},
+        address=address,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -274,22 +279,23 @@ async def running_system(directory: Path, settings: Settings, *, with_redis: boo
         environment |= {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(directory / EXPORT_FILE)}
         if redis is not None:
             environment["WEIR_BROKER_URL"] = f"redis+socket://{directory / 'redis.sock'}"
+        exporter = [sys.executable, "-m", "api.chaos.exporter"]
         system = System(
             directory,
             settings,
             postgres,
             connection,
             [api_part(directory, index, settings, environment) for index in range(API_COUNT)],
-            Part(Child("worker", worker_command(), directory / LOGS / "worker.log"), environment),
-            Part(Child("exporter", [sys.executable, "-m", "api.chaos.exporter"], directory / LOGS / "exporter.log"), environment),
+            Part("worker", worker_command(), directory / LOGS / "worker.log", environment=environment),
+            Part("exporter", exporter, directory / LOGS / "exporter.log", environment=environment),
             redis,
         )
         for part in system.parts:
-            await part.child.start(part.environment)
-            cleanup.push_async_callback(part.child.stop)
+            await part.start(part.environment)
+            cleanup.push_async_callback(part.stop)
         await system.all_ready()
         async with asyncio.TaskGroup() as tasks:
-            keepers = [tasks.create_task(part.keep_alive(), name=part.child.name) for part in system.parts]
+            keepers = [tasks.create_task(part.keep_alive(), name=part.name) for part in system.parts]
             try:
                 yield system
             finally:

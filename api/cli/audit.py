@@ -18,7 +18,7 @@ from weir_client import AdminClient, AuditEntry
 
 from api.cli.connection import Output, admin_client, calls
 from api.cli.render import JsonOption, duration_text, fail, make_console, parse_span, print_json, table
-from api.cli.stack import HomeOption, clear_failures, domain_errors, local_database, open_sessions
+from api.cli.stack import HomeOption, clear_failures, local_database, open_sessions
 from metering.invoicing.months import changed_months
 from metering.proof.fsck import CHECKS, SAMPLE_MAX, Check, Moment, Verdict, Violation, chosen_checks
 from metering.proof.fsck import fsck as run_checks
@@ -129,7 +129,7 @@ def fsck(
     moments = tuple(Moment) if at_rest else (Moment.ALWAYS, Moment.SOON)
     names = [name for name in check or () if name != REPRODUCED.name]
     verdicts: list[Verdict] = []
-    with clear_failures(), domain_errors(), schema_of_this_version():
+    with clear_failures(), schema_of_this_version():
         checks = chosen_checks(names, moments) if names or not check else ()
         with local_database(home) as url:
             for verdict in run_checks(url, checks, since=begins, sample_max=sample):

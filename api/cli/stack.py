@@ -21,11 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
-import grpc
 import psycopg
 import sqlalchemy.exc
 import typer
-from grpc_health.v1 import health_pb2
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
@@ -105,11 +103,11 @@ def lone_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def clear_failures() -> Iterator[None]:
-    """Errors of starting up, without a traceback."""
+    """Errors of starting up, and what metering refuses, without a traceback."""
     try:
         with lone_errors():
             yield
-    except (StackFailed, PostgresNotStarted, CheckpointInvalid, SettingInvalid) as error:
+    except (StackFailed, PostgresNotStarted, CheckpointInvalid, SettingInvalid, MeteringError) as error:
         fail(str(error))
     except (psycopg.OperationalError, sqlalchemy.exc.OperationalError) as error:
         fail(f"the database of WEIR_DATABASE_URL does not answer: {said(error)}")
@@ -223,17 +221,8 @@ def run(home: HomeOption, work: Callable[[Sessions], Awaitable[Result]]) -> Resu
             async with open_sessions(url) as sessions:
                 return await work(sessions)
 
-    with clear_failures(), domain_errors():
+    with clear_failures():
         return asyncio.run(connected())
-
-
-@contextlib.contextmanager
-def domain_errors() -> Iterator[None]:
-    """Refusals of metering, without a traceback."""
-    try:
-        yield
-    except MeteringError as error:
-        fail(str(error))
 
 
 @contextlib.contextmanager
@@ -441,20 +430,6 @@ async def wait_until_serving(home: Path, api: Child) -> str:
             return told.address
         await asyncio.sleep(0.05)
     raise StackFailed(f"the api server is not ready after {READY_TIMEOUT_S:.0f} s:\n{api.log_tail()}")
-
-
-async def is_serving(address: str) -> bool:
-    async with grpc.aio.insecure_channel(address) as channel:
-        check = channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        try:
-            answer = await check(health_pb2.HealthCheckRequest(), timeout=2)
-        except grpc.aio.AioRpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def up(listen: ListenOption = "", home: HomeOption = None) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from api.cli.render import JsonOption, fail, note, print_json, show, table
-from api.cli.stack import HomeOption, domain_errors, run
+from api.cli.stack import HomeOption, clear_failures, run
 from metering.core.errors import BillingDetailsMissing, InvalidValue
 from metering.core.money import exact_text
 from metering.export.export_models import PaymentState
@@ -152,7 +152,7 @@ def settle_batch(
 @stripe.command("webhooks")
 def webhooks(home: HomeOption = None) -> None:
     """Take Stripe's events on WEIR_STRIPE_WEBHOOK_LISTEN, until stopped. Behind a proxy that speaks TLS."""
-    with domain_errors():
+    with clear_failures():
         settings = webhook_settings(os.environ)
     if settings is None:
         fail("WEIR_STRIPE_WEBHOOK_SECRET is not set: give the signing secret of the webhook endpoint (whsec_…)", 2)

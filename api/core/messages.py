@@ -12,7 +12,7 @@ from weir.v1 import alerts_pb2, receipts_pb2, types_pb2
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core import wire
-from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, known_time, message_of, timestamp
+from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, known_time, message_of
 from inference.engine import ModelInfo
 from inference.routing.router import Router
 from metering.alerts.alerts import ListedAlert, facts_of
@@ -191,37 +191,33 @@ def _owners(ids: bytes) -> list[str]:
 
 
 def alert_message(listed: ListedAlert) -> alerts_pb2.Alert:
-    alert, quota = listed.alert, listed.quota
-    message = alerts_pb2.Alert(
-        alert_id=str(alert.id),
-        organization_id=str(listed.organization.id),
+    alert, quota, delivery = listed.alert, listed.quota, listed.delivery
+    told = None
+    if delivery is not None:
+        times = {"attempt_time": delivery.attempted_at, "end_time": delivery.ended_at}
+        told = message_of(alerts_pb2.AlertDelivery, delivery, **times)
+    paid = None
+    if alert.invoice_event is not None:
+        paid = message_of(alerts_pb2.AlertInvoice, facts_of(alert), stripe_invoice_id=alert.stripe_invoice_id)
+    return message_of(
+        alerts_pb2.Alert,
+        alert,
+        alert_id=alert.id,
+        organization_id=listed.organization.id,
         organization_name=listed.organization.name,
         currency_code=listed.organization.currency_code,
-        fire_time=timestamp(alert.fired_at),
         kind=listed.kind,
+        quota_id=quota and quota.id,
+        subject=quota and quota.subject,
+        subject_id=quota and quota.subject_id,
+        subject_name=listed.subject_name,
+        model=quota and quota.model,
+        dimension=quota and quota.dimension,
+        used_value=alert.used,
+        window_start_time=None if quota is None or alert.window_start == NO_WINDOW else alert.window_start,
+        invoice=paid,
+        delivery=told,
     )
-    if quota is not None:
-        message.MergeFrom(
-            alerts_pb2.Alert(
-                quota_id=str(quota.id),
-                subject=SUBJECTS[QuotaSubject(quota.subject)],
-                subject_id=str(quota.subject_id),
-                subject_name=listed.subject_name,
-                model=quota.model,
-                dimension=DIMENSIONS[QuotaDimension(quota.dimension)],
-                threshold=alert.threshold or 0,
-                limit_value=alert.limit_value or 0,
-                used_value=alert.used or 0,
-                window_start_time=None if alert.window_start == NO_WINDOW else timestamp(alert.window_start),
-            )
-        )
-    if alert.invoice_event is not None:
-        facts = facts_of(alert)
-        message.invoice.CopyFrom(message_of(alerts_pb2.AlertInvoice, facts, stripe_invoice_id=alert.stripe_invoice_id))
-    if (delivery := listed.delivery) is not None:
-        times = {"attempt_time": delivery.attempted_at, "end_time": delivery.ended_at}
-        message.delivery.CopyFrom(message_of(alerts_pb2.AlertDelivery, delivery, **times))
-    return message
 
 
 def webhook_message(state: WebhookState) -> alerts_pb2.AlertWebhook:

@@ -32,7 +32,7 @@ from api.core.endpoint import bound_socket, local_url
 from api.core.health import Health, store_is_well
 from api.generation.life import PHASES
 from api.generation.process import Process
-from api.observability.observer import Histogram, RequestCounts
+from api.observability.observer import Histogram, RequestCounts, Times
 from api.observability.spans import SpanCounts
 from api.queue.fair_queue import QueueStatistics
 from common.incidents import INCIDENT_COUNTS
@@ -57,6 +57,16 @@ TOTALS: tuple[tuple[str, str, Pick], ...] = (
     ("weir_engine_preemptions", "Sequences that had to give their memory back and begin anew.", lambda it: it.preemption_count),
 )
 
+TIMES: tuple[tuple[str, str, Callable[[Times], Histogram]], ...] = (
+    ("weir_time_to_first_token_seconds", "From the arrival of a start frame to its first token.", lambda it: it.first_token),
+    ("weir_inter_token_seconds", "Between two tokens of a request; all of a request at their mean.", lambda it: it.inter_token),
+    ("weir_request_seconds", "From the arrival of a start frame to the last frame.", lambda it: it.total),
+)
+QUEUES: tuple[tuple[str, str, Callable[[QueueStatistics], float]], ...] = (
+    ("weir_queue_waiting", "Requests that wait for their turn with a model.", lambda it: it.waiting_count),
+    ("weir_queue_engine_pending", "Sequences that had their turn, and have not begun.", lambda it: it.engine_pending_count),
+    ("weir_queue_wait_seconds", "What the last that waits may expect; 0 if nobody waits.", lambda it: it.longest_wait_s or 0.0),
+)
 SEQUENCES: Mapping[str, Pick] = {"running": lambda it: it.running_sequence_count, "waiting": lambda it: it.waiting_sequence_count}
 # Together they are all that there are.
 BLOCKS: Mapping[str, Pick] = {
@@ -118,24 +128,8 @@ def request_metrics(counts: RequestCounts) -> Iterator[Metric]:
 
 def time_metrics(counts: RequestCounts) -> Iterator[Metric]:
     of = [((model, tier.value), times) for (model, tier), times in sorted(counts.times.items())]
-    yield histograms(
-        "weir_time_to_first_token_seconds",
-        "From the arrival of a start frame to its first token.",
-        REQUEST_LABELS,
-        ((labels, times.first_token) for labels, times in of),
-    )
-    yield histograms(
-        "weir_inter_token_seconds",
-        "Between two tokens of a request; all of a request at their mean.",
-        REQUEST_LABELS,
-        ((labels, times.inter_token) for labels, times in of),
-    )
-    yield histograms(
-        "weir_request_seconds",
-        "From the arrival of a start frame to the last frame.",
-        REQUEST_LABELS,
-        ((labels, times.total) for labels, times in of),
-    )
+    for name, what, pick in TIMES:
+        yield histograms(name, what, REQUEST_LABELS, [(labels, pick(times)) for labels, times in of])
     yield histograms(
         "weir_stage_seconds",
         "Where the time of a request went. cold_start counts those alone that waited for an engine to start.",
@@ -187,31 +181,10 @@ def by_state(told: Told, states: Mapping[str, Pick]) -> Iterator[tuple[Labels, f
 
 def queue_metrics(queues: Mapping[str, QueueStatistics]) -> Iterator[Metric]:
     """Of the queue before each engine. queues: by the name that the engine serves."""
-    label = ("model",)
-    yield gauges(
-        "weir_queue_waiting",
-        "Requests that wait for their turn with a model.",
-        label,
-        (((model,), float(it.waiting_count)) for model, it in queues.items()),
-    )
-    yield gauges(
-        "weir_queue_engine_pending",
-        "Sequences that have had their turn, and have not begun.",
-        label,
-        (((model,), float(it.engine_pending_count)) for model, it in queues.items()),
-    )
-    yield gauges(
-        "weir_queue_wait_seconds",
-        "What the last of those that wait may expect; 0 if nobody waits.",
-        label,
-        (((model,), it.longest_wait_s or 0.0) for model, it in queues.items()),
-    )
-    yield counters(
-        "weir_queue_refusals",
-        "Requests that found no place, or would have started too late.",
-        label,
-        (((model,), float(it.refused_count)) for model, it in queues.items()),
-    )
+    for name, what, pick in QUEUES:
+        yield gauges(name, what, ("model",), [((model,), float(pick(it))) for model, it in queues.items()])
+    refused: dict[Labels, float] = {(model,): float(it.refused_count) for model, it in queues.items()}
+    yield counters("weir_queue_refusals", "Requests that found no place, or would have started too late.", ("model",), refused)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from weir.v1 import inference_service_pb2 as pb
@@ -167,35 +167,6 @@ class Bill:
         }
 
 
-class Answer(Protocol):
-    """One API's way of saying what an exchange brings: as events, or as one body."""
-
-    streams_done: bool
-    tells_all_again: bool  # whether the end of a stream repeats all of its output
-
-    def opening(self, outputs: Sequence[Output]) -> bytes:
-        """Events before the first output."""
-        ...
-
-    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
-        """Events of new output, which `output` has already."""
-        ...
-
-    def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes: ...
-
-    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
-        """Events of an answer that broke after it had begun."""
-        ...
-
-    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The answer in one piece, without what `tail` says."""
-        ...
-
-    def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
-        """What is known only when everything is settled."""
-        ...
-
-
 def cost_facts(cost: types_pb2.Money) -> dict[str, Any]:
     """An exact amount, for people and for programs."""
     picos = wire.picos_of(cost)
@@ -221,12 +192,15 @@ def reason_name(reason: types_pb2.FinishReason.ValueType) -> str:
     return types_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_")
 
 
-class _Completion:
-    """What chat and plain completions have in common: each choice ends with its reason, and the last event tells the bill."""
+class Answer:
+    """One API's way of saying what an exchange brings: as events, or as one body.
+
+    Chat and plain completions have in common that each choice ends with its reason, and that the last event tells the bill.
+    """
 
     streams_done = True
-    tells_all_again = False
-    chunk_kind: str
+    tells_all_again = False  # whether the end of a stream repeats all of its output
+    chunk_kind = ""
 
     def __init__(self, asked: Asked, texts: TokenTexts, common: dict[str, Any]) -> None:
         """common: what every event and the body say."""
@@ -234,6 +208,14 @@ class _Completion:
         self._texts = texts
         self._wants_logprobs = asked.starts[0].HasField("top_logprobs")
         self._common = common
+
+    def opening(self, outputs: Sequence[Output]) -> bytes:
+        """Events before the first output."""
+        return b""
+
+    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
+        """Events of new output, which `output` has already."""
+        raise NotImplementedError
 
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
         extension = {"weir": bill.extension(outputs)}
@@ -246,9 +228,15 @@ class _Completion:
         raise NotImplementedError
 
     def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
+        """Events of an answer that broke after it had begun."""
         return event(refusal.body())
 
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The answer in one piece, without what `tail` says."""
+        raise NotImplementedError
+
     def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
+        """What is known only when everything is settled."""
         return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
 
     def _chunk(self, choices: Sequence[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
@@ -256,7 +244,7 @@ class _Completion:
         return event({"object": self.chunk_kind, **self._common, "choices": choices, **usage, **(more or {})})
 
 
-class ChatAnswer(_Completion):
+class ChatAnswer(Answer):
     """One chat completion."""
 
     chunk_kind = "chat.completion.chunk"
@@ -333,7 +321,7 @@ def _call_delta(piece: pb.ToolCallDelta) -> dict[str, Any]:
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
-class CompletionAnswer(_Completion):
+class CompletionAnswer(Answer):
     """One plain completion of one or more prompts."""
 
     chunk_kind = "text_completion"
@@ -343,9 +331,6 @@ class CompletionAnswer(_Completion):
         common = {"id": f"cmpl-{answer_id}", "created": created, "model": asked.model, "system_fingerprint": None}
         super().__init__(asked, texts, common)
         self._offsets: Counter[int] = Counter()  # characters of the tokens so far, by choice
-
-    def opening(self, outputs: Sequence[Output]) -> bytes:
-        return b""
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
         told = None
@@ -374,7 +359,7 @@ def _completion_choice(index: int, text: str, logprobs: dict[str, Any] | None, f
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-class ResponseAnswer:
+class ResponseAnswer(Answer):
     """One response: a message of one text and any number of calls, each an item in the order in which they have begun."""
 
     streams_done = False
@@ -382,9 +367,8 @@ class ResponseAnswer:
 
     def __init__(self, asked: Asked, texts: TokenTexts, answer_id: str, created: int) -> None:
         """answer_id: hexadecimal; created: in seconds since 1970."""
-        self._asked = asked
+        super().__init__(asked, texts, {})
         self._given: ResponseParameters = asked.given
-        self._texts = texts
         self._answer_id = answer_id
         self._created = created
         self._wants_logprobs = wants_logprobs(self._given)
