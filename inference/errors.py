@@ -1,4 +1,4 @@
-"""What can go wrong with an engine. Knows nothing of gRPC; `api/core/statuses.py` maps each class to a status."""
+"""What can go wrong with an engine. Knows nothing of gRPC; `api/core/errors.py` maps each class to a status."""
 
 from __future__ import annotations
 

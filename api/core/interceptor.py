@@ -13,9 +13,8 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
-from api.core.errors import CallMissing, MessageTooLarge, MessageUnreadable, check_texts
+from api.core.errors import STATUS_DETAILS_KEY, CallMissing, MessageTooLarge, MessageUnreadable, check_texts, status_of
 from api.core.pace import VISIT, FramePace, Visit, measured
-from api.core.statuses import STATUS_DETAILS_KEY, status_of
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 Context = grpc.aio.ServicerContext[Any, Any]

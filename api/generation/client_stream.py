@@ -25,10 +25,10 @@ from api.core.errors import (
     PermissionDenied,
     RequestUnderWay,
     UnknownRequest,
+    status_of,
 )
 from api.core.interceptor import READ_BYTES, READ_S, ReceivedMessages
 from api.core.pace import BYTE_COST_S, LOOKUP_COST_S, MESSAGE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
-from api.core.statuses import status_of
 from api.core.wire import parse_request_id
 from api.generation import frames
 from api.generation.live import Caller, LiveRequest

@@ -28,8 +28,8 @@ from api.core.errors import (
     FieldViolation,
     InvalidRequest,
     NotAdmittedYet,
+    status_of,
 )
-from api.core.statuses import status_of
 from api.core.wire import OUTCOMES
 from api.generation import frames
 from api.generation.admission import Lease

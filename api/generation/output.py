@@ -17,8 +17,7 @@ from functools import partial
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import AttachedElsewhere, FieldViolation, InvalidRequest, OutputGone
-from api.core.statuses import status_of
+from api.core.errors import AttachedElsewhere, FieldViolation, InvalidRequest, OutputGone, status_of
 from api.generation import frames
 from api.generation.life import Life
 from api.generation.outbox import Collected, Receiver, UsageSoFar, delta_bytes, delta_frame, framed, varint

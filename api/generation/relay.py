@@ -16,9 +16,8 @@ import structlog
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.core.errors import Overloaded, OwnerAway, RequestOver, UnknownRequest
+from api.core.errors import Overloaded, OwnerAway, RequestOver, UnknownRequest, status_of
 from api.core.messages import find_generation
-from api.core.statuses import status_of
 from api.generation import frames
 from api.generation.outbox import Receiver
 from api.generation.peers import VOUCHER, Identity, Peer, PeerChannels

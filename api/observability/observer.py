@@ -17,7 +17,7 @@ from typing import Protocol
 
 import structlog
 
-from api.core.statuses import reason_of
+from api.core.errors import reason_of
 from api.observability.spans import Record, Spans, TraceContext
 from metering.core.models import Outcome, ServiceTier
 from metering.holds.operations import Settled

@@ -20,10 +20,9 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator, StandingKey, check_model, payer
 from api.core.addresses import FORWARDED_FOR
-from api.core.errors import Draining
+from api.core.errors import Draining, status_of
 from api.core.messages import models_for
 from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
-from api.core.statuses import status_of
 from api.generation.embedding import EmbedCaller
 from api.generation.embedding_wire import parse_embed
 from api.generation.process import Process

@@ -19,9 +19,8 @@ from google.rpc import status_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded
+from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded, status_of
 from api.core.pace import REFUSAL_COST_S, START_FREE_S, VISIT
-from api.core.statuses import status_of
 from api.core.wire import finish_reason
 from api.generation.endings import OUTCOMES
 from api.generation.live import Caller, LiveRequest

@@ -1,4 +1,4 @@
-"""From the one table of errors (`api/core/statuses.py`) to what OpenAI's clients expect: an HTTP status, headers and an error body.
+"""From the one table of errors (`api/core/errors.py`) to what OpenAI's clients expect: an HTTP status, headers and an error body.
 
 Nothing is decided twice: every refusal is a `google.rpc.Status` first, as over gRPC. Only what is wrong as HTTP begins here.
 """

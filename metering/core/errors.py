@@ -1,4 +1,4 @@
-"""What metering refuses. Knows nothing of gRPC; `api/core/statuses.py` maps each class to a status."""
+"""What metering refuses. Knows nothing of gRPC; `api/core/errors.py` maps each class to a status."""
 
 from __future__ import annotations
 

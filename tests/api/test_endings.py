@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from api.core.errors import (
+    CODES,
     AddressNotAllowed,
     CancelledByAdmin,
     CancelledEarly,
@@ -22,7 +23,6 @@ from api.core.errors import (
     KeyRevokedMidway,
     SiblingEnded,
 )
-from api.core.statuses import CODES
 from api.generation.endings import CAUSES, OUTCOMES, PHASES, TABLE, WAYS, Action, Charge, EndPhase, cause_of, charge_of, phase_of
 from api.generation.outbox import UsageSoFar
 from inference.errors import EngineError, EngineFailed, EngineUnavailable, RequestImpossible, SafetyUnavailable

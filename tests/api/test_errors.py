@@ -16,8 +16,7 @@ import api
 import inference
 import metering
 from api.core import errors
-from api.core.errors import ApiError, FieldViolation
-from api.core.statuses import CODES, KINDS, code_of, status_of
+from api.core.errors import CODES, KINDS, ApiError, FieldViolation, code_of, status_of
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
 from metering.core.errors import InvalidValue, MeteringError, NotFound, StoreAway
 from metering.core.models import QuotaDimension, QuotaSubject
