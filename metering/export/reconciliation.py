@@ -20,6 +20,7 @@ from typing import Any
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from metering.core.models import record_of
 from metering.core.money import exact_text
 from metering.export.deliveries import CLOSE_DELAY
 from metering.export.stripe_gateway import PICOS_PER_TOKEN, StripeGateway, minor_unit_picos
@@ -227,18 +228,7 @@ async def reconcile(sessions: Sessions, gateway: StripeGateway, month: str) -> M
         ours = await our_month(session, month)
     counts = await stripe_counts(sessions, gateway, ours)
     sums = (
-        MeterSum(
-            organization_id=each.organization_id,
-            organization=each.organization,
-            model=each.model,
-            price_version=each.price_version,
-            token_kind=each.token_kind,
-            used=each.due,
-            delivered=each.delivered,
-            waiting=each.waiting,
-            rejected=each.rejected,
-            stripe=count,
-        )
+        record_of(MeterSum, each, used=each.due, stripe=count)
         for each, count in zip(ours.sums, counts, strict=True)
         if each.due or each.batched or count
     )
@@ -316,15 +306,11 @@ def settled(row: Row[Any]) -> Iterator[Difference]:
     """Our invoice of a closed month against what the biller has invoiced of it: usage, late usage, and the items made for it."""
     unit = minor_unit_picos(row.currency_code)
     ours, name = int(row.total_picos), f"invoice {row.number}" if row.number else "a month without an invoice"
-    facts: dict[str, Any] = {
-        "stage": Stage.SETTLEMENT,
-        "organization_id": row.organization_id,
-        "organization": row.organization,
-        "currency_code": row.currency_code,
-    }
     if row.settled_at is None or row.waiting_count:
-        yield Difference(
-            **facts,
+        yield record_of(
+            Difference,
+            row,
+            stage=Stage.SETTLEMENT,
             detail=f"{name} of {exact_text(ours, row.currency_code)} {row.currency_code} is not settled at the biller yet",
             remedy="the worker makes the items that are missing once all usage of the month is delivered: see that one runs with "
             "WEIR_EXPORT=stripe; its log says what it waits for",
@@ -332,8 +318,10 @@ def settled(row: Row[Any]) -> Iterator[Difference]:
             since=row.closed_at,
         )
     elif missing := row.due_minor - row.invoiced_minor - row.late_minor - row.item_minor:
-        yield Difference(
-            **facts,
+        yield record_of(
+            Difference,
+            row,
+            stage=Stage.SETTLEMENT,
             detail=f"{name} comes to {exact_text(row.due_minor * unit, row.currency_code)} {row.currency_code}, and what the "
             "biller invoiced of it with all items does not",
             remedy="what is settled never changes: find out what did with weir fsck",
@@ -347,19 +335,15 @@ def invoiced(row: Row[Any]) -> Iterator[Difference]:
 
     Stripe rounds each line, so it may be half a minor unit off per line without anything being wrong.
     """
-    facts: dict[str, Any] = {
-        "organization_id": row.organization_id,
-        "organization": row.organization,
-        "currency_code": row.currency_code,
-    }
     minor_picos = minor_unit_picos(row.currency_code)
     due_picos, late = row.amount_due_minor * minor_picos, int(row.late_picos)
     in_time = int(row.in_time_picos) + row.item_minor * minor_picos
     invoices = f"{', '.join(row.ids)}, finalised {row.finalized_at:%Y-%m-%d %H:%M} UTC"
     if 2 * abs(in_time - due_picos) > row.line_count * minor_picos:
-        yield Difference(
+        yield record_of(
+            Difference,
+            row,
             stage=Stage.INVOICE,
-            **facts,
             detail=f"{exact_text(in_time, row.currency_code)} {row.currency_code} of usage were counted in time, and "
             f"{exact_text(due_picos, row.currency_code)} were invoiced ({invoices})",
             remedy="look for coupons, taxes and hand-made items on the invoice; correct what is left by an item on the next one, "
@@ -368,9 +352,10 @@ def invoiced(row: Row[Any]) -> Iterator[Difference]:
             since=row.finalized_at,
         )
     if late:
-        yield Difference(
+        yield record_of(
+            Difference,
+            row,
             stage=Stage.LATE,
-            **facts,
             detail=f"reached the biller after it had finalised ({invoices}): counted in the old period, and on no invoice",
             remedy="the worker invoices by an item of its own what came more than five minutes late; invoice the rest by hand: "
             f"{exact_text(late, row.currency_code)} {row.currency_code} in all",
@@ -506,15 +491,4 @@ async def stuck(session: AsyncSession, ours: OurMonth, organization_id: uuid.UUI
 
 
 def place(each: StageSum, stage: Stage, token_count: int, detail: str, remedy: str, since: datetime | None = None) -> Difference:
-    return Difference(
-        stage=stage,
-        organization_id=each.organization_id,
-        organization=each.organization,
-        detail=detail,
-        remedy=remedy,
-        model=each.model,
-        price_version=each.price_version,
-        token_kind=each.token_kind,
-        token_count=token_count,
-        since=since,
-    )
+    return record_of(Difference, each, stage=stage, detail=detail, remedy=remedy, token_count=token_count, since=since)

@@ -37,7 +37,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from common.incidents import Retries
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue, NotFound, StoreAway
-from metering.core.models import Base, Organization, Quota, QuotaDimension, QuotaSubject
+from metering.core.models import Base, Organization, Quota, QuotaDimension, QuotaSubject, record_of
 from metering.core.money import to_decimal
 from metering.ledger.ledger import (
     AccountKey,
@@ -182,7 +182,7 @@ async def grant_credit(
         "granted_by": actor,
     }
     row = (await session.scalars(insert(CreditGrant).values(values).returning(CreditGrant))).one()
-    grant = Grant(row.id, owner.id, owner.currency_code, amount_picos, begins, ends, row.reason, actor, row.created_at)
+    grant = record_of(Grant, row)
     # No later than the first month that may spend it, so that no month has spent what it did not have.
     await share_lanes(session, (owner.id,))
     first_open = await first_open_month(session, owner.id) or this_month

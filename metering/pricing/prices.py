@@ -13,7 +13,7 @@ import functools
 import math
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -329,19 +329,13 @@ async def price_history(
     return sorted(map(_model_price, rows), key=lambda price: (*_order(price), price.effective_at))
 
 
-def price_book(versions: Iterable[ModelPrice]) -> PriceBook:
-    """Versions in force, to look prices up in."""
-    book = PriceBook()
-    for each in versions:
-        book.add(each.prices, model=each.model, organization_id=each.organization_id, tier=each.tier, withdrawn=each.withdrawn)
-    return book
-
-
 def customer_prices(
     versions: Sequence[ModelPrice], organization_id: uuid.UUID | None, model: str | None = None
 ) -> list[CustomerPrice]:
     """What one customer, or somebody without a price of its own, pays for each model in each tier, of versions in force."""
-    book, by_version = price_book(versions), {each.prices.version: each for each in versions}
+    book, by_version = PriceBook(), {each.prices.version: each for each in versions}
+    for each in versions:
+        book.add(each.prices, model=each.model, organization_id=each.organization_id, tier=each.tier, withdrawn=each.withdrawn)
     places = dict.fromkeys((each.model, each.prices.currency_code) for each in versions if model in (None, each.model))
     nobody = uuid.UUID(int=0)
     return [

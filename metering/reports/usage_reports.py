@@ -170,11 +170,6 @@ JOIN projects p ON p.id = used.project JOIN api_keys k ON k.id = used.api_key
 ORDER BY used.settled_at, used.id"""
 
 
-def total_statement(of: UsageFilter, parameters: dict[str, Any]) -> str:
-    parts = f"SELECT {PARTS} FROM usage_events u WHERE {where(of, parameters)} GROUP BY {PART_KEYS}"
-    return f"SELECT {SUMS}\nFROM ({parts}) parts"
-
-
 # When the usage of a month begins: before the month only where usage was found late.
 FIRST_USE = text(f"""
 SELECT least(CAST(:begins AS timestamptz), min(t.effective_at)) FROM ledger_transactions t
@@ -308,7 +303,9 @@ async def usage_page(
 
     Rows of a month that is not closed may change between pages. Raises: InvalidValue for a bad month, grouping, size or token.
     """
-    size = checked_page_size(page_size)
+    if not 0 <= page_size <= PAGE_SIZE_MAX:
+        raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}, or 0 for {PAGE_SIZE}")
+    size = page_size or PAGE_SIZE
     parameters = await parameters_of(session, of) | {"limit": size + 1}
     if Grouping.REQUEST in by:
         if len(by) > 1 or of.organization_id is None:
@@ -330,8 +327,8 @@ async def usage_total(session: AsyncSession, of: UsageFilter) -> UsageRow:
     """Everything that the filter lets through, as one row; of one organization, so that it has one currency."""
     assert of.organization_id is not None
     parameters = await parameters_of(session, of)
-    statement = total_statement(of, parameters)
-    return usage_row((await session.execute(text(statement), parameters)).one())
+    parts = f"SELECT {PARTS} FROM usage_events u WHERE {where(of, parameters)} GROUP BY {PART_KEYS}"
+    return usage_row((await session.execute(text(f"SELECT {SUMS} FROM ({parts}) parts"), parameters)).one())
 
 
 async def daily_costs(session: AsyncSession, organization_id: uuid.UUID, month_begins: datetime, now: datetime) -> dict[date, int]:
@@ -339,13 +336,6 @@ async def daily_costs(session: AsyncSession, organization_id: uuid.UUID, month_b
     first = min(month_begins, now - timedelta(days=WINDOW_DAYS)).astimezone(UTC)
     parameters = {"organization_id": organization_id, "first": datetime(first.year, first.month, first.day, tzinfo=UTC), "now": now}
     return {utc_date(row.day): int(row.cost) for row in await session.execute(DAILY_COSTS, parameters)}
-
-
-def checked_page_size(page_size: int) -> int:
-    """The size to use. Raises: InvalidValue."""
-    if not 0 <= page_size <= PAGE_SIZE_MAX:
-        raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}, or 0 for {PAGE_SIZE}")
-    return page_size or PAGE_SIZE
 
 
 def checked_groups(by: Sequence[Grouping], of: UsageFilter) -> tuple[Grouping, ...]:
@@ -457,7 +447,7 @@ def forecast(days: Mapping[date, int], month: date, now: datetime) -> Forecast:
     rate = daily_rate(history, now.date())
     left = days_left(max(month, now.date()), ends, now)
     rest = sum((rate.means[day.weekday()] * share for day, share in left), Fraction(0))
-    expected = so_far + whole(rest)
+    expected = so_far + round(rest)  # nobody owes an estimate, so it has no remainder to carry
     margin = interval_margin(rate, left)
     return Forecast(
         so_far_picos=so_far,
@@ -517,11 +507,6 @@ def interval_margin(rate: Rate, left: Sequence[tuple[date, Fraction]]) -> int | 
     known = [freedom for freedom in T_80 if freedom <= rate.freedom_count]
     t = T_80_FAR if rate.freedom_count >= 20 else T_80[max(known)]
     return math.ceil(t * rate.scatter_picos * math.sqrt(variance))
-
-
-def whole(amount: Fraction) -> int:
-    """Picos of an estimate. Nobody owes an estimate, so it has no remainder to carry."""
-    return round(amount)
 
 
 def method_text(day_count: int) -> str:
