@@ -164,27 +164,16 @@ MESSAGES = decoder_to_parent(BatchScored)
 _log = logging.getLogger("weir.inference.safety")
 
 
-@dataclass(frozen=True, slots=True)
-class ClassifierStatistics:
-    """Counts since the start. waiting_count_peak: of texts that waited at once."""
-
-    waiting_count: int
-    waiting_count_peak: int
-    scored_count: int
-    batch_count: int
-    restart_count: int
-
-
 class ClassifierProcess:
-    """All classifiers of this API process, in one child. Belongs to one event loop."""
+    """All classifiers of this API process, in one child. Belongs to one event loop. queue: of texts; restart_count: of children."""
 
     def __init__(self, directories: Sequence[Path], *, timeout_s: float) -> None:
         """Starts nothing. timeout_s: what a caller waits for scores."""
         self._directories = tuple(directories)
         self._timeout_s = timeout_s
         self._child: HostProcess | None = None
-        self._queue: BatchQueue[tuple[int, str], list[float]] = BatchQueue(BATCH_CHARS_MAX)
-        self._restart_count = 0
+        self.queue: BatchQueue[tuple[int, str], list[float]] = BatchQueue(BATCH_CHARS_MAX)
+        self.restart_count = 0
         self._reason = "they are being loaded"
         self._tried = asyncio.Event()  # the first attempt to load is over
         self._first_failure: str | None = None
@@ -195,17 +184,11 @@ class ClassifierProcess:
         """The child's process id; None while there is none that scores."""
         return None if self._child is None else self._child.pid
 
-    def statistics(self) -> ClassifierStatistics:
-        queue = self._queue
-        return ClassifierStatistics(
-            queue.waiting_count, queue.waiting_count_peak, queue.done_count, queue.batch_count, self._restart_count
-        )
-
     async def score(self, asks: Sequence[tuple[int, str]]) -> list[list[float]]:
         """Scores of each text by the classifier of that index. Raises `SafetyUnavailable`."""
-        if self._queue.waiting_count + len(asks) > WAITING_COUNT_MAX:
-            raise SafetyUnavailable(f"{self._queue.waiting_count} texts wait for the safety classifiers", self._timeout_s)
-        waiting = self._queue.put((ask, len(ask[1])) for ask in asks)
+        if self.queue.waiting_count + len(asks) > WAITING_COUNT_MAX:
+            raise SafetyUnavailable(f"{self.queue.waiting_count} texts wait for the safety classifiers", self._timeout_s)
+        waiting = self.queue.put((ask, len(ask[1])) for ask in asks)
         self._send_next()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -216,7 +199,7 @@ class ClassifierProcess:
                 f"the safety classifiers have not answered within {self._timeout_s:g} s: {why}", self._timeout_s
             ) from None
         finally:
-            self._queue.drop(waiting)
+            self.queue.drop(waiting)
 
     async def loaded(self) -> str | None:
         """Wait until the first attempt to load is over, which `serve` makes; why it failed, None if it did not."""
@@ -233,7 +216,7 @@ class ClassifierProcess:
                 self._first_failure = self._reason
                 self._tried.set()
             _log.error("classifiers: %s", self._reason)
-            self._restart_count += 1
+            self.restart_count += 1
             if clock() - started_at_s > STABLE_AFTER_S:
                 backoff.reset()
             await asyncio.sleep(backoff.next_s())
@@ -276,36 +259,36 @@ class ClassifierProcess:
         return False
 
     def _take(self, message: Message) -> None:
-        if not isinstance(message, BatchScored) or message.number != self._queue.batch_count:
+        if not isinstance(message, BatchScored) or message.number != self.queue.batch_count:
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
-        if message.fault is None and len(message.scores) != self._queue.under_way_count:
-            raise ProtocolBroken(f"{len(message.scores)} scores for {self._queue.under_way_count} texts")
+        if message.fault is None and len(message.scores) != self.queue.under_way_count:
+            raise ProtocolBroken(f"{len(message.scores)} scores for {self.queue.under_way_count} texts")
         self._watchdog.heard()
         if message.fault is None:
-            self._queue.answer(message.scores)
+            self.queue.answer(message.scores)
         else:
             fault = message.fault
-            self._queue.fail_batch(lambda: self._unavailable(fault))
+            self.queue.fail_batch(lambda: self._unavailable(fault))
         self._send_next()
 
     def _send_next(self) -> None:
         """Send what waits, as far as it fits one batch, unless a batch is under way."""
-        if self._child is not None and (batch := self._queue.take_batch()):
+        if self._child is not None and (batch := self.queue.take_batch()):
             self._watchdog.heard()
-            self._child.send(ClassifyBatch(self._queue.batch_count, batch))
+            self._child.send(ClassifyBatch(self.queue.batch_count, batch))
 
     def _lose(self, child: HostProcess) -> None:
         """The child is gone: what it had fails, since it may be the cause; what waits goes on waiting for the next one."""
         if self._child is child:
             self._child = None
             self._watchdog.disarm()
-        self._queue.fail_batch(lambda: self._unavailable("their process ended"))
+        self.queue.fail_batch(lambda: self._unavailable("their process ended"))
 
     def _unavailable(self, why: str) -> SafetyUnavailable:
         return SafetyUnavailable(f"the safety classifiers have not answered: {why}", self._timeout_s)
 
     def _kill_hanging(self, silence_s: float) -> None:
-        if self._child is not None and self._queue.under_way_count:
+        if self._child is not None and self.queue.under_way_count:
             _log.error("classifiers: no answer for %.0f s, killing the process", silence_s)
             self._child.kill()
 

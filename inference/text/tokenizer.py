@@ -131,10 +131,6 @@ class Tokenizer:
             chars *= 4
         return self._backend.encode(text, add_special_tokens=False)
 
-    def count(self, text: str, *, add_special_tokens: bool = True) -> int:
-        """How many tokens `encode` would return."""
-        return len(self._backend.encode(text, add_special_tokens=add_special_tokens))
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence at once. For streams use `inference.text.detokenizer`."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -251,9 +251,6 @@ class Leg:
 
     account: AccountKey
     amount_picos: int
-    token_kind: TokenKind | None = None
-    token_count: int | None = None
-    price_version_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,10 +287,8 @@ SELECT * FROM unnest(
 ON CONFLICT (kind, source_id) WHERE source_id IS NOT NULL DO NOTHING RETURNING id
 """)
 POST_LEGS = text("""
-INSERT INTO ledger_entries (transaction_id, account_id, amount_picos, token_kind, token_count, price_version_id)
-SELECT * FROM unnest(
-    CAST(:transaction_ids AS bigint[]), CAST(:account_ids AS bigint[]), CAST(:amounts AS numeric[]),
-    CAST(:token_kinds AS text[]), CAST(:token_counts AS bigint[]), CAST(:price_version_ids AS bigint[]))
+INSERT INTO ledger_entries (transaction_id, account_id, amount_picos)
+SELECT * FROM unnest(CAST(:transaction_ids AS bigint[]), CAST(:account_ids AS bigint[]), CAST(:amounts AS numeric[]))
 """)
 
 
@@ -335,9 +330,6 @@ async def post(session: AsyncSession, postings: Sequence[Posting]) -> list[int]:
             "transaction_ids": [ids[index] for index, _ in legs],
             "account_ids": [account_ids[leg.account] for _, leg in legs],
             "amounts": [leg.amount_picos for _, leg in legs],
-            "token_kinds": [leg.token_kind for _, leg in legs],
-            "token_counts": [leg.token_count for _, leg in legs],
-            "price_version_ids": [leg.price_version_id for _, leg in legs],
         },
     )
     return ids

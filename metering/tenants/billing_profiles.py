@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sqlalchemy import func, select
@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change
 from metering.core.errors import InvalidValue
-from metering.core.models import BillingProfileRow
+from metering.core.models import BillingProfileRow, record_of
 from metering.tenants.tenants import find_organization
 
 EMAILS_MAX = 10
@@ -94,13 +94,13 @@ class BillingProfile:
 
 async def billing_profiles(session: AsyncSession) -> dict[uuid.UUID, BillingProfile]:
     """All profiles, by organization id. Organizations without one are left out."""
-    return {row.organization_id: profile_of(row) for row in await session.scalars(select(BillingProfileRow))}
+    return {row.organization_id: record_of(BillingProfile, row) for row in await session.scalars(select(BillingProfileRow))}
 
 
 async def billing_profile(session: AsyncSession, organization_id: uuid.UUID) -> BillingProfile | None:
     """The profile of an organization; None if none was ever set."""
     row = await session.get(BillingProfileRow, organization_id, populate_existing=True)
-    return None if row is None else profile_of(row)
+    return None if row is None else record_of(BillingProfile, row)
 
 
 async def set_billing_profile(session: AsyncSession, *, organization: str, profile: BillingProfile, actor: str) -> BillingProfile:
@@ -123,11 +123,6 @@ async def set_billing_profile(session: AsyncSession, *, organization: str, profi
         after=checked.as_json(),
     )
     return checked
-
-
-def profile_of(row: BillingProfileRow) -> BillingProfile:
-    names = (each.name for each in fields(BillingProfile) if each.name != "emails")
-    return BillingProfile(emails=tuple(row.emails), **{name: getattr(row, name) for name in names})
 
 
 def checked_profile(profile: BillingProfile) -> BillingProfile:

@@ -188,7 +188,6 @@ def test_plain_prompts_get_the_models_own_start(tiny: TinyCheckpoint) -> None:
     ids = tokenizer.encode("Which hotel?")
 
     assert ids[0] == 1
-    assert tokenizer.count("Which hotel?") == len(ids)
     assert tokenizer.encode("Which hotel?", add_special_tokens=False) == ids[1:]
     assert tokenizer.decode(ids) == "Which hotel?"
 

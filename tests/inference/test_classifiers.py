@@ -186,7 +186,7 @@ class TestProcess:
 
             answers = await asyncio.gather(*(process.score([(index % 2, text)]) for index, text in enumerate(texts)))
 
-            statistics = process.statistics()
+            queue = process.queue
             pid = process.pid
             assert pid is not None
             assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
@@ -196,10 +196,10 @@ class TestProcess:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
         assert [scores[0][1] > 0.5 for scores in answers] == [text == DANGEROUS for text in texts]
-        assert statistics.scored_count == 60
-        assert statistics.batch_count < 10
-        assert statistics.waiting_count == 0
-        assert statistics.waiting_count_peak >= 50
+        assert queue.done_count == 60
+        assert queue.batch_count < 10
+        assert queue.waiting_count == 0
+        assert queue.waiting_count_peak >= 50
 
     @pytest.mark.usefixtures("executed_hosts")
     async def test_a_dead_one_fails_its_callers_and_another_takes_its_place(self, danger: Path) -> None:
@@ -209,13 +209,13 @@ class TestProcess:
             os.kill(pid, signal.SIGSTOP)  # so that what is asked now is under way when it dies
             async with asyncio.TaskGroup() as tasks:
                 under_way = tasks.create_task(refused(process))
-                await until(lambda: process.statistics().batch_count == 1, "the batch to be sent")
+                await until(lambda: process.queue.batch_count == 1, "the batch to be sent")
                 os.kill(pid, signal.SIGKILL)
             assert "process ended" in under_way.result()
 
             assert (await scored_eventually(process, DANGEROUS))[1] > 0.5
             assert process.pid not in (None, pid)
-            assert process.statistics().restart_count == 1
+            assert process.restart_count == 1
 
     async def test_a_hanging_one_costs_a_bounded_wait_and_is_killed(self, danger: Path) -> None:
         async with served(ClassifierProcess([danger], timeout_s=0.2)) as process:
@@ -225,7 +225,7 @@ class TestProcess:
 
             for _ in range(3):
                 assert "within 0.2 s" in await refused(process)
-            assert process.statistics().waiting_count == 0, "who has left does not stay in the queue"
+            assert process.queue.waiting_count == 0, "who has left does not stay in the queue"
 
             await until(lambda: process.pid not in (None, pid), "another process")  # a hang is a crash after some timeouts
             assert (await scored_eventually(process, DANGEROUS))[1] > 0.5
@@ -234,13 +234,13 @@ class TestProcess:
         process = ClassifierProcess([danger], timeout_s=PATIENCE_S)  # not served: nobody takes anything out
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(process.score([(0, HARMLESS)] * WAITING_COUNT_MAX))
-            await until(lambda: process.statistics().waiting_count == WAITING_COUNT_MAX, "a full queue")
+            await until(lambda: process.queue.waiting_count == WAITING_COUNT_MAX, "a full queue")
 
             with pytest.raises(SafetyUnavailable, match=f"{WAITING_COUNT_MAX} texts wait"):
                 await process.score([(0, HARMLESS)])
 
             waiting.cancel()
-        assert process.statistics().waiting_count == 0
+        assert process.queue.waiting_count == 0
 
     async def test_an_unusable_checkpoint_is_told_at_once(self, danger: Path, tmp_path: Path) -> None:
         make_random_classifier(tmp_path, "Bert")
