@@ -112,7 +112,7 @@ def _beam_fault(request: GenerationRequest, limits: EngineLimits, block_count: i
 def _stop_fault(stop: StopCriteria, vocabulary_size: int) -> str | None:
     if not all(stop.stop_sequences):
         return "a stop sequence is empty"
-    if any(not 0 <= token_id < vocabulary_size for token_id in stop.stop_token_ids):
+    if stop.stop_token_ids and not (min(stop.stop_token_ids) >= 0 and max(stop.stop_token_ids) < vocabulary_size):
         return f"stop_token_ids must be from 0 to {vocabulary_size - 1}"
     if not 0 <= stop.min_output_tokens <= stop.max_output_tokens:
         return "min_output_tokens must be from 0 to max_output_tokens"

@@ -40,7 +40,7 @@ from inference.adapters.remote_dialects import (
     engine_error,
 )
 from inference.adapters.remote_settings import RemoteSettings, Service, handling
-from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent
+from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent, Tell
 from inference.errors import EngineError, EngineFailed, RequestImpossible
 from inference.kv_blocks import PrefixHint
 from inference.limits import EngineLimits, outside_continuation_fault
@@ -193,9 +193,11 @@ class RemoteEngine(EngineLife):
     def _end_at_once(self) -> None:
         self._link.end_at_once()
 
-    def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
-        fault = outside_continuation_fault(request)
-        return None if fault is None else RequestImpossible(fault, "output_token_ids")
+    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+        """See `Engine.submit`."""
+        if (fault := outside_continuation_fault(request)) is not None:
+            raise RequestImpossible(fault, "output_token_ids")
+        return super().submit(request, tell)
 
     def _cache_group(self, cache_salt: str) -> str:
         return "" if self._settings.share_prefixes else cache_salt

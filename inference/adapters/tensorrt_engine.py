@@ -6,10 +6,10 @@ from inference.adapters.kv_events import KvCacheChange, KvEventIndex
 from inference.adapters.tensorrt_settings import LoadTensorRt, TensorRtOptions, TensorRtSettings
 from inference.capabilities import TENSORRT_LLM_IGNORES, Capabilities, RequestField
 from inference.checkpoint.checkpoint import read_model_info
-from inference.engine import GenerationRequest
+from inference.engine import GenerationRequest, Tell
 from inference.errors import RequestImpossible
 from inference.limits import EngineLimits, outside_continuation_fault
-from inference.workers.engine import HostedEngine
+from inference.workers.engine import EngineSequence, HostedEngine
 from inference.workers.life import HostKind
 from inference.workers.protocol import Message, decoder_to_parent
 
@@ -64,9 +64,11 @@ class TensorRtEngine(HostedEngine):
         super()._forget_cache()
         self._blocks.clear()
 
-    def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
-        fault = outside_continuation_fault(request)
-        return None if fault is None else RequestImpossible(fault, "output_token_ids")
+    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+        """See `Engine.submit`."""
+        if (fault := outside_continuation_fault(request)) is not None:
+            raise RequestImpossible(fault, "output_token_ids")
+        return super().submit(request, tell)
 
 
 def capabilities(options: TensorRtOptions) -> Capabilities:

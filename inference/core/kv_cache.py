@@ -146,7 +146,7 @@ class BlockPool:
 
         Raises `InvariantViolated` if there are not enough: the caller looks at `block_count_available` first.
         """
-        if block_count > self.block_count_available:
+        if block_count > len(self._free) + len(self._evictable):
             raise InvariantViolated(f"{block_count} KV blocks wanted, {self.block_count_available} available")
         block_ids = []
         for _ in range(block_count):

@@ -60,6 +60,11 @@ class CircuitBreaker:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has since a sequence had a token."""
+        return self._failure_count > 0
+
     def admits(self, now_s: float) -> bool:
         """Whether a sequence may be begun now."""
         state = self.state(now_s)
@@ -275,11 +280,6 @@ class Replica:
                 state, reason = ReplicaState.TRIPPED, "sequences were lost one after the other"
         counts = self.live_sequence_count, self.outstanding_token_count
         return ReplicaReport(self.name, self.region, state, *counts, reason, self.engine.statistics(), self.is_drained)
-
-    def left(self) -> None:
-        """A sequence less."""
-        self.live_sequence_count -= 1
-        assert self.live_sequence_count >= 0, "whoever leaves has entered"
 
 
 DRAINED_RETRY_S = 5.0  # seconds: when it is worth asking again for a model whose replicas are all drained; a person decides it

@@ -16,12 +16,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from common.backoff import Backoff
-from common.incidents import IncidentTaskGroup, Retries
+from common.incidents import IncidentTaskGroup, log_incident
 from inference.engine import (
     ChoiceFinished,
     EngineCondition,
@@ -79,9 +79,8 @@ class ReplicaSet:
         self._start_requested = asyncio.Event()
         self.moving: set[RoutedSequence] = set()  # told to leave their replica for another, and not there yet
         self.sequences: set[RoutedSequence] = set()  # that have not ended
-        self.recoveries = Retries("replica_set")
-        self._placement_count = 0
-        self._output_token_count = float(OUTPUT_TOKENS_FIRST)
+        self.placement_count = 0
+        self.mean_output_token_count = float(OUTPUT_TOKENS_FIRST)
         self._migration_count = self._replacement_count = 0
         self._statistics = SetStatistics(len(replicas))
 
@@ -121,14 +120,17 @@ class ReplicaSet:
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """See `Engine.predict_cached_token_count`: by the replica that a request would be given to now."""
-        now_s = self.clock()
-        candidates = [replica for replica in self._replicas if replica.takes(now_s)] or list(self._replicas)
-        work = self._policy.work_of(prompt_token_ids, cache_salt)
-        chosen = self._policy.choose(candidates, work)
+        chosen = self._replicas[0]
+        if len(self._replicas) > 1:
+            now_s = self.clock()
+            candidates = [replica for replica in self._replicas if replica.takes(now_s)] or list(self._replicas)
+            chosen = self._policy.choose(candidates, self._policy.work_of(prompt_token_ids, cache_salt))
         return chosen.engine.predict_cached_token_count(prompt_token_ids, cache_salt)
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`: sums, but for the steps."""
+        if len(self._replicas) == 1 and not self._replacement_count and not self._migration_count:
+            return self._replicas[0].engine.statistics()
         ready_count, told = 0, []
         for replica in self._replicas:
             ready_count += replica.engine.healthy()
@@ -203,7 +205,7 @@ class ReplicaSet:
                 replica = left[0] if len(left) == 1 else self._choose(left, request, work)
                 asked.append(replica)
                 try:
-                    return self._enter(sequence, replica, request, work)
+                    return sequence.enter(replica, request, work, self._expected_output(request))
                 except (EngineOverloaded, EngineUnavailable, EngineStartFailed) as refusal:
                     refusals.append(refusal)
                 except RequestImpossible as fault:  # servers of different kinds can stand behind one model
@@ -216,11 +218,7 @@ class ReplicaSet:
         """Enter a sequence into this replica, be it drained. Raises as `Engine.submit`."""
         if not (replica.engine.healthy() and replica.breaker.admits(self.clock())):
             raise EngineUnavailable(f"replica {replica.name} does not work", retry_after_s=0.0)
-        self._enter(sequence, replica, request, self._work_of(request))
-
-    def note_output(self, token_count: int) -> None:
-        """A sequence has ended with so many tokens."""
-        self._output_token_count += (token_count - self._output_token_count) / OUTPUT_MEMORY
+        sequence.enter(replica, request, self._work_of(request), self._expected_output(request))
 
     def note_moved(self, *, migrated: bool) -> None:
         """A sequence has found another place. migrated: after its first token."""
@@ -246,13 +244,11 @@ class ReplicaSet:
             if not chosen.prefixes.found_missing(found, told):
                 return chosen
 
-    def _enter(self, sequence: RoutedSequence, replica: Replica, request: GenerationRequest, work: Work) -> None:
-        self._placement_count += 1
-        replica.placed_at = self._placement_count
+    def _expected_output(self, request: GenerationRequest) -> int:
+        """Tokens, by what the last sequences had."""
         left = request.stop.max_output_tokens - len(request.output_token_ids)
-        output = min(max(round(self._output_token_count), 1), max(left, 1))
-        output *= request.choice_count if request.beam_search is None else request.beam_search.width
-        sequence.enter(replica, request, work, output)
+        output = min(max(round(self.mean_output_token_count), 1), max(left, 1))
+        return output * (request.choice_count if request.beam_search is None else request.beam_search.width)
 
     def _tiers(self, request: GenerationRequest, avoided: Sequence[Replica]) -> Iterable[Sequence[Replica]]:
         """Those that may be asked, in groups: by region in the order of preference, and all avoided ones after all others."""
@@ -339,6 +335,20 @@ PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5  # seconds between looks for a place while 
 _log = logging.getLogger("weir.inference.routing")
 
 
+@dataclass(slots=True)
+class Recovery:
+    """The search for another place, in calls of the event loop, with longer and longer pauses.
+
+    home: where the sequence could have stayed. give_up_at_s: of the set's clock. next_look: the call that looks.
+    """
+
+    loss: EngineError
+    home: Replica | None
+    give_up_at_s: float
+    next_look: asyncio.Handle
+    pauses: Backoff = field(default_factory=lambda: Backoff(PAUSE_S_MIN, PAUSE_S_MAX))
+
+
 class RoutedSequence:
     """Implements `Sequence` over one replica after the other."""
 
@@ -382,30 +392,39 @@ class RoutedSequence:
         self._is_cancelled = True
         if self._is_placed:
             self._sequence.cancel()
-        elif self._recovery is not None:
-            self._recovery.hurry()
+        elif (recovery := self._recovery) is not None:
+            recovery.next_look.cancel()
+            recovery.next_look = asyncio.get_running_loop().call_soon(self._look)
 
     def close(self) -> None:
         """See `Sequence.close`."""
         self._tell = tell_nobody
         self._fleet.sequences.discard(self)
-        self._stop_looking()
-        self._leave()
+        if self._is_placed:
+            self._leave()
+        if self._recovery is not None or self in self._fleet.moving:
+            self._stop_looking()
 
     def enter(self, replica: Replica, request: GenerationRequest, work: Work, output_token_count: int) -> None:
         """Begin in a replica, and count there. output_token_count: what its output is expected to be. Raises as `Engine.submit`."""
+        fleet = self._fleet
+        fleet.placement_count += 1
+        replica.placed_at = fleet.placement_count
         self._sequence = replica.engine.submit(request, self._take)
         self._replica, self._work, self._is_placed = replica, work, True
-        self._began_at_s = self._fleet.clock()
-        self._is_probe = replica.breaker.begun(self._began_at_s)
+        self._began_at_s = fleet.clock()
+        self._is_probe = not replica.breaker.is_closed and replica.breaker.begun(self._began_at_s)
         self._shows_health = False
+        found_token_count = 0
         if work.keys:
             replica.refresh()
             self._found = replica.prefixes.find(work.keys)
             replica.prefixes.sent(work.keys)
+            found_token_count = self._found.token_count
         self._output_left = output_token_count
+        self._charged = work.prompt_token_count - found_token_count + output_token_count
         replica.live_sequence_count += 1
-        self._charge(work.prompt_token_count - self._found.token_count + output_token_count)
+        replica.outstanding_token_count += self._charged
 
     def move_from(self, name: str) -> bool:
         """Leave the replica of this name for another, if it runs there, can go on elsewhere, and there is a place.
@@ -470,7 +489,7 @@ class RoutedSequence:
             self._shows_health = True
             if self._work.keys:
                 self._replica.prefixes.computed(self._work.keys)
-            if self._replica.breaker.is_news(self._began_at_s):
+            if self._replica.breaker.has_failed and self._replica.breaker.is_news(self._began_at_s):
                 self._replica.breaker.succeeded()
         if not self._is_told:
             self._is_told, self._first_token_at_s = True, self._fleet.clock()
@@ -481,7 +500,8 @@ class RoutedSequence:
         if event.reason is EngineFinishReason.CANCELLED and not self._is_cancelled and not self._fleet.is_closing:
             self._lost(EngineUnavailable("the replica was closed, or drained", retry_after_s=0.0))
             return
-        self._fleet.note_output(event.generated_token_count)
+        fleet = self._fleet
+        fleet.mean_output_token_count += (event.generated_token_count - fleet.mean_output_token_count) / OUTPUT_MEMORY
         if self._moved:
             event = msgspec.structs.replace(
                 event,
@@ -527,10 +547,12 @@ class RoutedSequence:
             # A queue that is full is told at once; whoever has lost a place gets some time to find another.
             wait_s = 0.0 if is_full and not self._is_told else self._fleet.recovery_wait_s
             home = replica if self in self._fleet.moving and not has_failed else None
-            self._recovery = Recovery(self._look, loss, home, now_s + wait_s)
+            self._recovery = Recovery(loss, home, now_s + wait_s, asyncio.get_running_loop().call_soon(self._look))
 
-    def _look(self, recovery: Recovery) -> None:
+    def _look(self) -> None:
         """Enter another replica, or the same one when it is back."""
+        recovery = self._recovery
+        assert recovery is not None, "whoever ends it ends its looks"
         try:
             if self._is_cancelled:
                 self._end(self._cancelled_end())
@@ -540,11 +562,11 @@ class RoutedSequence:
             elif self._fleet.is_closing or self._fleet.clock() >= recovery.give_up_at_s:
                 self._end(recovery.loss)
             else:
-                recovery.look_later()
+                recovery.next_look = asyncio.get_running_loop().call_later(recovery.pauses.next_s(), self._look)
         except RequestImpossible:
             self._end(recovery.loss)
         except Exception as error:
-            self._fleet.recoveries.failed(error)
+            log_incident(error, source="replica set")
             self._end(EngineFailed("an unexpected error"))
 
     def _found_place(self, home: Replica | None) -> bool:
@@ -564,7 +586,7 @@ class RoutedSequence:
     def _stop_looking(self) -> None:
         self._fleet.moving.discard(self)
         if self._recovery is not None:
-            self._recovery.end()
+            self._recovery.next_look.cancel()
             self._recovery = None
 
     def _note_moved(self) -> None:
@@ -576,12 +598,11 @@ class RoutedSequence:
         _log.info("a sequence of %d tokens went from %s to %s", token_count, lost.name, self._replica.name)
 
     def _leave(self) -> None:
-        """It runs in its replica no more; idempotent."""
-        if not self._is_placed:
-            return
+        """It runs in its replica no more."""
         self._is_placed = False
-        self._charge(0)
-        self._replica.left()
+        self._replica.outstanding_token_count -= self._charged
+        self._replica.live_sequence_count -= 1
+        assert self._replica.live_sequence_count >= 0, "whoever leaves has entered"
         if self._is_probe and not self._shows_health:
             self._replica.breaker.told_nothing()
         self._sequence.close()
@@ -613,29 +634,3 @@ class RoutedSequence:
             prefill_ms=(first_token_s - scheduled_s) * 1e3,
             decode_ms=(now_s - first_token_s) * 1e3,
         )
-
-
-class Recovery:
-    """The search for another place, in calls of the event loop, with longer and longer pauses."""
-
-    def __init__(self, look: Callable[[Recovery], None], loss: EngineError, home: Replica | None, give_up_at_s: float) -> None:
-        """Looks in the next turn of the loop. home: where the sequence could have stayed. give_up_at_s: of the set's clock."""
-        self.loss = loss
-        self.home = home
-        self.give_up_at_s = give_up_at_s
-        self._look = look
-        self._pauses = Backoff(PAUSE_S_MIN, PAUSE_S_MAX)
-        self._handle = asyncio.get_running_loop().call_soon(look, self)
-
-    def look_later(self) -> None:
-        """There is no place yet."""
-        self._handle = asyncio.get_running_loop().call_later(self._pauses.next_s(), self._look, self)
-
-    def hurry(self) -> None:
-        """Look in the next turn of the loop."""
-        self._handle.cancel()
-        self._handle = asyncio.get_running_loop().call_soon(self._look, self)
-
-    def end(self) -> None:
-        """Look no more."""
-        self._handle.cancel()

@@ -133,14 +133,15 @@ class Router:
 
         Raises: ModelUnknown, ModelMismatch; RequestImpossible if the region is unknown.
         """
-        share = self._share(model, request_id)
+        catalog = self._catalog
+        share = catalog.share(model, request_id) or self._share(model, request_id)
         try:
-            regions = self._catalog.regions(region)
+            regions = catalog.regions(region)
         except KeyError:
             known = ", ".join(self._catalog.fallbacks)
             remedy = f"known are: {known}" if known else "this deployment has no regions: leave it unset"
             raise RequestImpossible(f"region {region[:64]!r} is unknown; {remedy}", "region") from None
-        return Route(self._catalog.own_name(model), self._engines[share.served], regions)
+        return Route(catalog.own_name(model), self._engines[share.served], regions)
 
     def route_encoder(self, model: str, request_id: str) -> EncoderRoute:
         """Where a request that embeds goes; the same one always to the same version.

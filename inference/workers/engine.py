@@ -32,7 +32,7 @@ from inference.workers.protocol import CancelSequence, Message, ProtocolBroken, 
 class EngineSequence:
     """Implements `Sequence`: one in one engine."""
 
-    __slots__ = ("_engine", "has_output", "is_cancelled", "is_scheduled", "number", "outputs", "request", "tell")
+    __slots__ = ("_engine", "has_ended", "has_output", "is_cancelled", "is_scheduled", "number", "outputs", "request", "tell")
 
     def __init__(self, engine: SequenceOwner, number: int, request: GenerationRequest, tell: Tell) -> None:
         self.number = number
@@ -42,6 +42,7 @@ class EngineSequence:
         self.is_scheduled = False
         self.has_output = False  # of this engine
         self.is_cancelled = False
+        self.has_ended = False  # or nobody follows it any more
         self._engine = engine
 
     def cancel(self) -> None:
@@ -50,7 +51,8 @@ class EngineSequence:
 
     def close(self) -> None:
         """See `Sequence.close`."""
-        self._engine.forget(self)
+        if not self.has_ended:
+            self._engine.forget(self)
 
 
 class SequenceOwner(Protocol):
@@ -91,10 +93,6 @@ class EngineLife(BackendLife):
     def _send_cancel(self, sequence: EngineSequence) -> None:
         """Ask the engine to end a sequence; never blocks."""
 
-    def _unserved(self, request: GenerationRequest) -> RequestImpossible | None:
-        """What this backend cannot serve of a request that fits its limits."""
-        return None
-
     def _cache_group(self, cache_salt: str) -> str:
         """Who shares prefixes with this salt: those of the same group."""
         return cache_salt
@@ -110,8 +108,6 @@ class EngineLife(BackendLife):
         if fault is not None:
             raise RequestImpossible(fault)
         self._model.check_capabilities(request)
-        if (unserved := self._unserved(request)) is not None:
-            raise unserved
         if self._waiting_count >= self._limits.waiting_sequence_count_max:
             raise EngineOverloaded("the engine's queue is full", self._overload_wait_s())
         sequence = self._sequences[self._next_number] = EngineSequence(self, self._next_number, request, tell)
@@ -122,19 +118,19 @@ class EngineLife(BackendLife):
 
     def cancel(self, sequence: EngineSequence) -> None:
         """See `Sequence.cancel`."""
-        if sequence.number in self._sequences and not sequence.is_cancelled:
+        if not sequence.has_ended and not sequence.is_cancelled:
             sequence.is_cancelled = True
             self._send_cancel(sequence)
 
     def forget(self, sequence: EngineSequence) -> None:
-        """See `Sequence.close`."""
-        if sequence.number in self._sequences:
-            self.cancel(sequence)
-            self._remove(sequence)
+        """See `Sequence.close`; it has not ended."""
+        self.cancel(sequence)
+        self._remove(sequence)
 
     def _remove(self, sequence: EngineSequence) -> None:
         """It has ended, or nobody follows it: tell no more of it."""
         del self._sequences[sequence.number]
+        sequence.has_ended = True
         sequence.tell = tell_nobody  # it may refer to whoever has the sequence
         if not sequence.is_scheduled:
             self._waiting_count -= sequence.request.choice_count

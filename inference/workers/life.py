@@ -312,7 +312,7 @@ class Worker:
                 try:
                     await self._load(process)
                     if self._life.condition().state is not EngineState.FAILED:
-                        await process.follow(self._take)
+                        await process.follow(self._kind.decoder, self._on_message)
                     return await self._exit_reason(process)
                 except TimeoutError:
                     return f"loading took more than {self._waits.load_timeout_s:.0f} s"
@@ -342,9 +342,6 @@ class Worker:
                         return
                     case other:
                         self._on_message(other)
-
-    def _take(self, body: bytes) -> None:
-        self._on_message(self._kind.decoder.decode(body))
 
     async def _exit_reason(self, process: HostProcess) -> str:
         """Why the child is gone, as far as its exit status tells."""

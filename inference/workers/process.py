@@ -62,7 +62,7 @@ class HostProcess(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._received = bytearray()
         self._bodies: deque[bytes] = deque()  # of messages that nobody has taken
-        self._take: Callable[[bytes], None] = self._keep
+        self._follower: tuple[MessageDecoder, Callable[[Message], None]] | None = None
         self._news = asyncio.Event()  # a message that was kept, or the end
         self._gone = asyncio.Event()
         self._fault: Exception | None = None  # of the child, or of who takes its messages
@@ -93,18 +93,18 @@ class HostProcess(asyncio.Protocol):
             await self._news.wait()
         return decoder.decode(self._bodies.popleft())
 
-    async def follow(self, take: Callable[[bytes], None]) -> None:
+    async def follow(self, decoder: MessageDecoder, take: Callable[[Message], None]) -> None:
         """Pass on each message when it comes, in a call of the event loop, until the child is gone.
 
-        take: called with an encoded message. Raises `ProtocolBroken` and what `take` raises.
+        Raises `ProtocolBroken` and what `take` raises.
         """
         while self._bodies:
-            take(self._bodies.popleft())
-        self._take = take
+            take(decoder.decode(self._bodies.popleft()))
+        self._follower = decoder, take
         try:
             await self._gone.wait()
         finally:
-            self._take = self._keep
+            self._follower = None
         if self._fault is not None:
             raise self._fault
 
@@ -138,8 +138,14 @@ class HostProcess(asyncio.Protocol):
         """See `asyncio.Protocol`."""
         self._received += data
         try:
-            for body in split(self._received):
-                self._take(body)
+            bodies = split(self._received)
+            if self._follower is None:
+                self._bodies += bodies
+                self._news.set()
+            else:
+                decoder, take = self._follower
+                for body in bodies:
+                    take(decoder.decode(body))
         except Exception as error:  # raised by who waits for messages
             self._fault = error
             self._transport.abort()
@@ -147,10 +153,6 @@ class HostProcess(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         self._gone.set()
-        self._news.set()
-
-    def _keep(self, body: bytes) -> None:
-        self._bodies.append(body)
         self._news.set()
 
 
