@@ -67,7 +67,7 @@ COMMANDS = {
     "adjustment": Entry("api.cli.months:adjustment", "Put a line on the next invoice.", PAY),
     "credit-note": Entry("api.cli.months:credit_note", "Give back a part of an invoice.", PAY),
     "report": Entry("api.cli.months:report", "Report usage and money by month.", PAY),
-    "reconcile": Entry("api.cli.reconcile:reconcile", "Compare a month from its usage to the biller's invoice.", PAY),
+    "reconcile": Entry("api.cli.stripe:reconcile", "Compare a month from its usage to the biller's invoice.", PAY),
     "fsck": Entry("api.cli.audit:fsck", "Prove that the books are right.", PAY),
     "receipt": Entry("api.cli.receipts:receipt", "Export receipts and verify them.", PAY),
     "stripe": Entry("api.cli.stripe:stripe", "Bill with Stripe: sync, compare, correct.", PAY),
