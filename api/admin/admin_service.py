@@ -541,7 +541,12 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
                 plans=[proposed_plan(f"plans[{index}]", each) for index, each in enumerate(request.plans)],
                 organization=request.organization,
             )
-        return plan_pb.SimulatePricesResponse(customers=map(simulated_message, found))
+        picos = (
+            {"old_amount": each.old_picos, "new_amount": each.new_picos, "difference": each.new_picos - each.old_picos}
+            for each in found
+        )
+        customers = [wire.message_of(plan_pb.SimulatedCustomer, each, **sums) for each, sums in zip(found, picos, strict=True)]
+        return plan_pb.SimulatePricesResponse(customers=customers)
 
     async def CreatePlan(self, request: plan_pb.CreatePlanRequest, context: Context) -> plan_pb.CreatePlanResponse:
         async with self._acting(context) as acting:
@@ -983,6 +988,7 @@ def drain_message(order: ReplicaDrain) -> replica_pb.ReplicaDrain:
 
 
 KINDS = {str(kind): kind for kind in TokenKind}
+STEP_FIELDS = ("up_to_token_count", "price_picos", "price_milli")
 Names = Mapping[uuid.UUID, str]
 
 
@@ -1003,7 +1009,7 @@ def rules_of(path: str, message: plan_pb.PlanConfiguration) -> PlanRules:
                 TieredPrice(
                     PlanLineKind(each.kind) if each.kind in set(PlanLineKind) else PlanLineKind.COMMITMENT,
                     selector_of(each.selector),
-                    tuple(map(step_of, each.steps)),
+                    tuple(PriceStep(*(wire.given(step, name) for name in STEP_FIELDS)) for step in each.steps),
                 )
                 for each in message.tiered_prices
             ),
@@ -1018,10 +1024,6 @@ def selector_of(message: plan_pb.TokenSelector) -> Selector:
     if message.token_kind and message.token_kind not in KINDS:
         raise InvalidValue("token_kind", f"{message.token_kind[:64]!r} is none of {', '.join(KINDS)}")
     return Selector(message.model, KINDS.get(message.token_kind), wire.TIERS[message.tier] if message.tier else None)
-
-
-def step_of(message: plan_pb.PlanPriceStep) -> PriceStep:
-    return PriceStep(*(wire.given(message, name) for name in ("up_to_token_count", "price_picos", "price_milli")))
 
 
 def plan_message(plan: plan_admin.Plan) -> plan_pb.Plan:
@@ -1077,11 +1079,6 @@ def proposed_plan(path: str, message: plan_pb.PlanConfiguration) -> simulation.P
     """A plan as it would have been. Raises: InvalidValue."""
     rules = rules_of(path, message)
     return simulation.ProposedPlan(message.name, message.currency_code or "USD", rules, frozenset(message.organizations))
-
-
-def simulated_message(customer: simulation.SimulatedCustomer) -> plan_pb.SimulatedCustomer:
-    amounts = {"old_amount": customer.old_picos, "new_amount": customer.new_picos}
-    return wire.message_of(plan_pb.SimulatedCustomer, customer, difference=customer.new_picos - customer.old_picos, **amounts)
 
 
 async def owner_names(session: AsyncSession, versions: Collection[ModelPrice]) -> dict[uuid.UUID, str]:

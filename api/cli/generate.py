@@ -141,7 +141,7 @@ def models_table(models: list[Model]) -> RenderableType:
         price = each.price
         made.add_row(
             each.name,
-            *([other_names(each)] if names else []),
+            *([", ".join([*(f"@{it.version} {it.share:.0%}" for it in each.versions), *each.aliases])] if names else []),
             each.architecture,
             each.context_window_tokens,
             each.engine,
@@ -155,10 +155,6 @@ def ready_text(model: Model) -> str:
     """How many engines take requests, of how many, and how many of these an admin keeps out of use."""
     drained = f", {model.drained_replica_count} drained" if model.drained_replica_count else ""
     return f"{model.ready_replica_count} of {model.replica_count}{drained}"
-
-
-def other_names(model: Model) -> str:
-    return ", ".join([*(f"@{version.version} {version.share:.0%}" for version in model.versions), *model.aliases])
 
 
 @calls(inference_client)
@@ -382,7 +378,7 @@ def generate(
         print_json(result)
     else:
         if several:
-            write(choices_text(result))
+            write("".join(f"[{choice.index + 1}] {choice.text.rstrip()}\n" for choice in result.choices))
         note(result_line(result))
     if interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -399,10 +395,6 @@ def cost_limit(client: Client, model: str, text: str) -> Money:
     name = model.partition("@")[0]
     prices = [each.price for each in client.list_models() if name in (each.name, *each.aliases)]
     return Money(next((price.currency_code for price in prices if price is not None), ""), picos)
-
-
-def choices_text(result: Result) -> str:
-    return "".join(f"[{choice.index + 1}] {choice.text.rstrip()}\n" for choice in result.choices)
 
 
 def biases(texts: Sequence[str]) -> dict[int, float]:

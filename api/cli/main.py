@@ -97,10 +97,6 @@ class LazyGroup(TyperGroup):
             if find_spec(entry.module) is not None:
                 self.add_command(TyperCommand(name, help=entry.help, rich_help_panel=entry.panel))
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """In the order of the table."""
-        return list(self.commands)
-
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Replaces the stand-in by the command itself."""
         if args and args[0] in self.commands:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from weir_client import AdminClient, AppliedPrice, CreditGrant, Plan, PlanAssignment, PriceVersion, SimulatedCustomer
+from weir_client import AdminClient, AppliedPrice, CreditGrant, Plan, PriceVersion, SimulatedCustomer
 
 from api.cli.configuration import PROPOSAL, content_of, read_document, tell_mistakes
 from api.cli.connection import Output, admin_client, calls
@@ -60,7 +60,9 @@ def list_plans(
     found = client.list_plans(name, organization=organization)
     if not found.plans:
         return found, "there is no plan: `weir plan create FILE`"
-    return found, plans_table(found.plans), assignments_table(found.assignments)
+    rows = ((each.organization_name, each.first_month, each.plan or "none", str(each.version or "—")) for each in found.assignments)
+    assignments = table("organization", "from", "plan", "version", right=("version",), rows=rows)
+    return found, plans_table(found.plans), assignments
 
 
 @plan.command("assign")
@@ -95,11 +97,6 @@ def about(rule: Mapping[str, Any]) -> str:
     selector = rule.get("selector", {})
     tier = str(selector.get("tier", "")).removeprefix("SERVICE_TIER_").lower()
     return " ".join(part for part in (selector.get("model") or "all", selector.get("token_kind", ""), tier) if part)
-
-
-def assignments_table(assignments: tuple[PlanAssignment, ...]) -> RenderableType:
-    rows = ((each.organization_name, each.first_month, each.plan or "none", str(each.version or "—")) for each in assignments)
-    return table("organization", "from", "plan", "version", right=("version",), rows=rows)
 
 
 def read_proposal(file: Path) -> dict[str, Any]:

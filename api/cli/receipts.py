@@ -54,10 +54,6 @@ def read_receipts(lines: Iterable[str]) -> Iterator[Receipt]:
                 raise FileInvalid(f"line {number} is no receipt: {error}") from error
 
 
-def keys_document(keys: Iterable[ReceiptKey]) -> str:
-    return json.dumps({"keys": [{"key_id": key.key_id, "public_key": key.public_key.hex()} for key in keys]}, indent=2) + "\n"
-
-
 def read_keys(path: Path) -> list[ReceiptKey]:
     """Raises: FileInvalid, OSError."""
     try:
@@ -98,7 +94,7 @@ def keys(client: ReceiptClient, as_json: JsonOption = False) -> None:
     """List the public keys that receipts were signed with. Keep `--json` in a file, and verify with it offline."""
     found = client.list_receipt_keys()
     if as_json:
-        typer.echo(keys_document(found), nl=False)
+        typer.echo(json.dumps({"keys": [{"key_id": key.key_id, "public_key": key.public_key.hex()} for key in found]}, indent=2))
         return
     show(table("key", "public key (Ed25519)", rows=((each.key_id, each.public_key.hex()) for each in found)))
 

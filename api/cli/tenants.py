@@ -111,7 +111,9 @@ def billing_profile(
         found = client.set_billing_profile(found.organization_id, changed)
     if found.billing_profile is None:
         return found, f"{found.name} has no billing profile: give --email, --legal-name and the address"
-    return found, profile_table(found.name, found.billing_profile)
+    fields = asdict(found.billing_profile).items()
+    rows = ((name.replace("_", " "), ", ".join(value) if name == "emails" else value or None) for name, value in fields)
+    return found, table("field", "value", title=f"billing profile of {found.name}", rows=rows)
 
 
 @project.command("create")
@@ -138,13 +140,6 @@ def list_projects(client: AdminClient, organization: OrganizationOption = None) 
 def organizations_table(organizations: list[Organization]) -> RenderableType:
     rows = ((each.name, each.currency_code, time_text(each.create_time), each.organization_id) for each in organizations)
     return table("organization", "currency", "created", "id", rows=rows)
-
-
-def profile_table(organization: str, profile: BillingProfile) -> RenderableType:
-    made = table("field", "value", title=f"billing profile of {organization}")
-    for name, value in asdict(profile).items():
-        made.add_row(name.replace("_", " "), ", ".join(value) if name == "emails" else value or "—")
-    return made
 
 
 def projects_table(projects: list[Project]) -> RenderableType:
