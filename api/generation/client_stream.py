@@ -73,7 +73,7 @@ class ClientStream:
         self._is_relayed = is_relayed
         self._auth_ms = auth_ms
         self._frames_max = process.admission.settings.frames_per_message_max
-        self._outbox = Outbox(process.admission.journal)
+        self._outbox = Outbox(process.admission.journal, process.admission.holds.may_have_lapsed)
         self._running: dict[int, Receiver] = {}  # by the number of the request's id: UUIDs hash in Python
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._all_ended = asyncio.Event()

@@ -68,11 +68,15 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class Collected:
-    """Message under construction. entries: tokens in it that do not count as delivered yet, by output."""
+    """Message under construction. entries: tokens in it that do not count as delivered yet, by output.
+
+    asks_fences: each request is asked whether its tokens may leave; else all of them may.
+    """
 
     parts: list[bytes]
     token_room: int
     entries: list[tuple[Output, int]]
+    asks_fences: bool = True
 
 
 class Receiver:
@@ -141,10 +145,15 @@ class Receiver:
     def was_taken(self) -> None:
         """Handle that the message was written, or that the client is gone."""
         self.in_flight_count = 0
-        if self.supply is not None:
+        if self.supply is not None and self.supply.then is not None:
             self.supply.moved()
         if self.on_taken is not None:
             self.on_taken()
+
+
+def always() -> bool:
+    """Each request is asked."""
+    return True
 
 
 class Outbox:
@@ -152,7 +161,9 @@ class Outbox:
 
     takes_whole = False  # whether the client wants each answer in one piece; see `WholeOutbox`
 
-    def __init__(self, journal: UsageJournal) -> None:
+    def __init__(self, journal: UsageJournal, may_have_lapsed: Callable[[], bool] = always) -> None:
+        """may_have_lapsed: whether any request has to be asked before its tokens leave; asked once for each message."""
+        self._may_have_lapsed = may_have_lapsed
         self.is_abandoned = False
         self.frame_count = 0  # frames that wait here; output waits elsewhere
         self.message_count = 0  # messages that the client has taken: it stalls only while this stands still
@@ -176,7 +187,8 @@ class Outbox:
         if not (receiver.is_waiting or self.is_abandoned):
             receiver.is_waiting = True
             self._line.append(receiver)
-            self._note()
+            if self._idle is not None:
+                self._note()
 
     def complete(self, receiver: Receiver) -> None:
         """Note that a request has all its output."""
@@ -255,12 +267,9 @@ class Outbox:
         """Collect a message and journal its tokens. Raises: OSError if the journal cannot be written; nothing is delivered then."""
         collected = self.collect()
         if collected.entries:
-            entries = []
+            self._journal.record([output.entry(token_count) for output, token_count in collected.entries])
             for output, token_count in collected.entries:
-                entries.append(output.entry(token_count))
-            self._journal.record(entries)
-            for output, token_count in collected.entries:
-                output.was_delivered(token_count)
+                output.usage.delivered_token_count += token_count
         if self._room is not None:
             self._make_room()
         return b"".join(collected.parts)
@@ -272,7 +281,7 @@ class Outbox:
 
     def collect(self) -> Collected:
         """Collect the next message, with at most `DELTAS_PER_TURN_MAX` deltas of each request."""
-        collected = Collected([], TOKENS_PER_MESSAGE_MAX, [])
+        collected = Collected([], TOKENS_PER_MESSAGE_MAX, [], self._may_have_lapsed())
         line, parts, more = self._line, collected.parts, []
         while line and len(parts) < FRAMES_PER_MESSAGE_MAX and collected.token_room > 0:
             one = line.popleft()

@@ -118,7 +118,7 @@ class Output(ABC):
         self._end: pb.ServerFrame | None = None
         self._has_failed = False
         self._unattended: asyncio.TimerHandle | None = None
-        self._then: Callable[[], None] | None = None  # see `when_taken`
+        self.then: Callable[[], None] | None = None  # see `when_taken`
         self._stall: asyncio.TimerHandle | None = None
         self.has_more = False  # whether something that may be sent now is left after `take`
         receiver.source = receiver.supply = self
@@ -178,7 +178,7 @@ class Output(ABC):
         stall_max_s: how long the client may take nothing before the request is stopped, and the rest discarded; None: for ever.
         What it takes may be frames of other requests that came before, so the stream is watched and not the request.
         """
-        self._then = then
+        self.then = then
         if stall_max_s is not None:
             self._watch_reading(stall_max_s, self.progress, None)
         self.moved()
@@ -321,15 +321,11 @@ class Output(ABC):
         generated = max(usage.generated_token_count, total)
         return Delivered(self.hold_id, usage.input_token_count, usage.cached_input_token_count, generated, total)
 
-    def was_delivered(self, token_count: int) -> None:
-        """Count tokens as delivered."""
-        self.usage.delivered_token_count += token_count
-
     def moved(self) -> None:
         """The transport has taken what it was given, or the client is gone."""
-        if self._then is not None and (self.is_taken or self._life is None or self._life.discards):
-            asyncio.get_running_loop().call_soon(self._then)
-            self._then = None
+        if self.then is not None and (self.is_taken or self._life is None or self._life.discards):
+            asyncio.get_running_loop().call_soon(self.then)
+            self.then = None
             if self._stall is not None:
                 self._stall.cancel()
                 self._stall = None
@@ -437,7 +433,7 @@ class LiveOutput(Output):
         self.has_more = False
         if not (self._steps or self._packed):
             return
-        if not self.fence():
+        if into.asks_fences and not self.fence():
             self.discard()
             return
         if len(self._steps) == 1 and not self._packed and self.flow.credit is None and self.usage_telling is None:
@@ -547,7 +543,7 @@ class ReplayOutput(Output):
             return
         if token_ids:
             self.buffer.record(self.entry(len(token_ids)))
-            self.was_delivered(len(token_ids))
+            self.usage.delivered_token_count += len(token_ids)
             self.said_token_count = self.usage.delivered_token_count
         step = 1 if self.flow.credit is not None else TOKENS_PER_DELTA_MAX
         for first in range(0, max(len(token_ids), 1), step):

@@ -111,32 +111,27 @@ class Reply:
         """
         if self._late is not None:
             self._late.append(event)
-        elif not self._hand_on(event):
-            self._late = deque((event,))
-            self._run(self._hand_on_late(self._late))
-
-    def _hand_on(self, event: Told) -> bool:
-        """Hand it on unless it has to wait; False if so, and nothing was done."""
-        if isinstance(event, EngineError):
+            return
+        if isinstance(event, TokensGenerated):
+            lease, limits = self._lease, self._limits
+            token_count = self.output.said_token_count + len(event.token_ids)
+            if not self._has_to_wait and token_count <= lease.leased_token_count:
+                if self._life.end is not None:
+                    return
+                if token_count > limits.token_count_max:
+                    self._life.stop(limits.outcome)
+                    return
+                if token_count >= lease.leased_token_count - self._settings.lease_margin_tokens:
+                    lease.anticipate(token_count)
+                self._say(event)
+                return
+        elif isinstance(event, EngineError):
             raise event
-        if not isinstance(event, TokensGenerated):
-            if self._filters and self._life.end is None:
-                return False
+        elif not self._filters or self._life.end is not None:
             self._end(event)
-            return True
-        lease, limits, output = self._lease, self._limits, self.output
-        token_count = output.said_token_count + len(event.token_ids)
-        if self._has_to_wait or token_count > lease.leased_token_count:
-            return False
-        if self._life.end is not None:
-            return True
-        if token_count > limits.token_count_max:
-            self._life.stop(limits.outcome)
-            return True
-        if token_count >= lease.leased_token_count - self._settings.lease_margin_tokens:
-            lease.anticipate(token_count)
-        self._say(event)
-        return True
+            return
+        self._late = deque((event,))
+        self._run(self._hand_on_late(self._late))
 
     async def _hand_on_late(self, late: deque[Told]) -> None:
         """What has to wait, and what comes meanwhile."""

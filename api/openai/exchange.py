@@ -78,7 +78,7 @@ class Exchange:
         self._answer = answer
         journal = process.admission.journal
         whole = None if asked.streams else WholeOutbox(journal, len(asked.starts), self._stop_others)
-        self._outbox: Outbox = whole or Outbox(journal)
+        self._outbox: Outbox = whole or Outbox(journal, process.admission.holds.may_have_lapsed)
         self._live: list[LiveRequest] = []
         self._receivers: dict[str, Receiver] = {}  # of requests that have not ended, by the id in their frames
         self._places: dict[str, int] = {}  # of requests, by the same id

@@ -246,6 +246,10 @@ class HoldStore:
         """For how long the database has not answered, from the start of this process if it never did; None while it answers."""
         return self.gate.away_s if self.has_answered else self._leases.now() - self._began_at
 
+    def may_have_lapsed(self) -> bool:
+        """Whether any hold of this process may have lapsed; `lapse` tells of each."""
+        return self._leases.may_have_lapsed()
+
     def lapse(self, hold_id: uuid.UUID) -> HoldEnded | StoreAway | None:
         """Why nothing more may be delivered under a hold that could not be renewed in time; None while that may go on."""
         found = self._leases.deadlines.get(hold_id.int)  # as `left_s`, without the call

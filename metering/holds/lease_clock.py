@@ -8,6 +8,7 @@ passed it stays passed, whatever a later renewal says: who has slept that long d
 from __future__ import annotations
 
 import functools
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ class LeaseClock:
         self._span_s = expiry_s * (1 - DRIFT)
         # By the number of the id: UUIDs hash in Python, at ten times the cost, and each token that is delivered asks.
         self.deadlines: dict[int, tuple[uuid.UUID, float]] = {}
+        self._first_deadline = math.inf  # none of them is earlier
 
     @property
     def hold_ids(self) -> Iterable[uuid.UUID]:
@@ -41,6 +43,7 @@ class LeaseClock:
     def begin(self, hold_ids: Iterable[uuid.UUID], sent_at: float) -> None:
         """The holds were taken by a statement sent at that time: they are ours now, whatever was before."""
         deadline = sent_at + self._span_s
+        self._first_deadline = min(self._first_deadline, deadline)
         for hold_id in hold_ids:
             self.deadlines[hold_id.int] = hold_id, deadline
 
@@ -58,6 +61,13 @@ class LeaseClock:
         """The holds have ended."""
         for hold_id in hold_ids:
             self.deadlines.pop(hold_id.int, None)
+
+    def may_have_lapsed(self) -> bool:
+        """Whether any hold may have lapsed. One look at the clock for all of them, but for some in a minute."""
+        now = self.now()
+        if now >= self._first_deadline:  # as it was before the last renewal, perhaps
+            self._first_deadline = min((deadline for _, deadline in self.deadlines.values()), default=math.inf)
+        return now >= self._first_deadline
 
     def left_s(self, hold_id: uuid.UUID) -> float:
         """For how long this process may still act under the hold; 0 for one that has lapsed or ended."""

@@ -105,7 +105,13 @@ class DeafContext:
 async def test_a_client_that_sends_and_never_reads_is_not_read_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the answers that it does not take would fill the memory of the server."""
     monkeypatch.setattr("api.generation.outbox.FRAMES_WAITING_MAX", 50)
-    process = cast(Any, SimpleNamespace(admission=SimpleNamespace(journal=None, settings=Settings()), pace=FramePace(1.0)))
+    process = cast(
+        Any,
+        SimpleNamespace(
+            admission=SimpleNamespace(journal=None, settings=Settings(), holds=SimpleNamespace(may_have_lapsed=bool)),
+            pace=FramePace(1.0),
+        ),
+    )
     context = DeafContext()
     taken = 0
 

@@ -6,6 +6,8 @@ import time
 import uuid
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from metering.holds.lease_clock import BOOT_CLOCK, LeaseClock
 
@@ -64,3 +66,27 @@ def test_the_clock_goes_on_in_sleep_and_nobody_can_set_it() -> None:
     assert getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC) == BOOT_CLOCK
     with pytest.raises(OSError, match=r"."):
         time.clock_settime(BOOT_CLOCK, 0.0)
+
+
+STEP = st.tuples(st.sampled_from(["begin", "renew", "extend", "end", "wait"]), st.integers(0, 3), st.floats(0, 100))
+
+
+@given(st.lists(STEP, max_size=30))
+def test_one_look_for_all_holds_misses_none_that_has_lapsed(steps: list[tuple[str, int, float]]) -> None:
+    clock, ids = Clock(), [uuid.UUID(int=number) for number in range(4)]
+    leases = LeaseClock(60.0, clock)
+    for action, number, time_s in steps:
+        if action == "wait":
+            clock.now += time_s
+        elif action == "end":
+            leases.end([ids[number]])
+        elif action == "extend":
+            leases.extend(ids[number], clock.now - time_s)
+        elif action == "begin":
+            leases.begin([ids[number]], clock.now - time_s)  # the answer of the database may come late
+        else:
+            leases.renew(leases.hold_ids, clock.now - time_s)
+
+        lapsed = any(leases.left_s(hold_id) == 0.0 for hold_id in leases.hold_ids)
+        assert leases.may_have_lapsed() or not lapsed
+        clock.now += 0.001
