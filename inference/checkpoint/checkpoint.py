@@ -13,10 +13,11 @@ Rotary position embedding is the base and at most one scaling to longer contexts
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -276,12 +277,8 @@ def read_config(directory: Path) -> DecoderConfig:
         value = raw.get(name)
         if isinstance(value, int | float) and value < 1:
             raise CheckpointInvalid(str(path), f"entry {name} = {value!r} is not a count of at least 1")
-    try:
+    with entries_of(path):
         config = _read_sizes(raw, architecture, read_end_token_ids(directory, raw), path)
-    except KeyError as error:
-        raise CheckpointInvalid(str(path), f"entry {error.args[0]} is missing") from error
-    except (TypeError, ValueError) as error:
-        raise CheckpointInvalid(str(path), f"an entry has a wrong type: {error}") from error
     if min(config.head_count, config.kv_head_count) < 1 or config.head_count % config.kv_head_count:
         raise CheckpointInvalid(
             str(path), f"{config.head_count} attention heads cannot share {config.kv_head_count} key-value heads evenly"
@@ -351,6 +348,17 @@ def read_model_info(
     )
 
 
+@contextlib.contextmanager
+def entries_of(path: Path) -> Iterator[None]:
+    """Read entries of a file. Raises `CheckpointInvalid` for one that is missing or has a wrong type."""
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointInvalid(str(path), f"entry {error.args[0]} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise CheckpointInvalid(str(path), f"an entry has a wrong type: {error}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises `CheckpointInvalid` if it is absent or not an object."""
     value = _read_json_value(path)
@@ -391,10 +399,8 @@ def read_default_sampling(directory: Path, vocabulary_size: int, capabilities: C
     Raises `CheckpointInvalid` for defaults that no request could be run with.
     """
     path = directory / "generation_config.json"
-    try:
+    with entries_of(path):
         sampling = _read_sampling(_read_generation_config(directory))
-    except (TypeError, ValueError) as error:
-        raise CheckpointInvalid(str(path), f"an entry has a wrong type: {error}") from error
     if (fault := sampling_fault(sampling, vocabulary_size)) is not None:
         raise CheckpointInvalid(str(path), fault)
     sampling, left_out = capabilities.honoured(sampling)

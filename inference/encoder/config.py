@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from inference.checkpoint.checkpoint import read_json, read_json_list, refuse_entries_beside
+from inference.checkpoint.checkpoint import entries_of, read_json, read_json_list, refuse_entries_beside
 from inference.engine import ModelInfo
 from inference.errors import CheckpointInvalid
 
@@ -119,12 +119,8 @@ def read_encoder_config(directory: Path) -> EncoderConfig:
     modules = _Modules.read(directory)
     path = modules.transformer / "config.json"
     raw = read_json(path)
-    try:
+    with entries_of(path):
         config = _read_config(modules, raw, path)
-    except KeyError as error:
-        raise CheckpointInvalid(str(path), f"entry {error.args[0]} is missing") from error
-    except (TypeError, ValueError) as error:
-        raise CheckpointInvalid(str(path), f"an entry has a wrong type: {error}") from error
     if config.hidden_size % config.head_count:
         raise CheckpointInvalid(str(path), f"{config.head_count} heads cannot share {config.hidden_size} floats evenly")
     if modules.dimension not in (None, config.hidden_size):

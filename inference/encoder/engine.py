@@ -13,7 +13,7 @@ from typing import Literal
 from inference.encoder.config import read_encoder_info
 from inference.encoder.worker import BatchEncoded, EncodeBatch, LoadEncoder
 from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vector
-from inference.errors import EngineError, EngineFailed, EngineOverloaded
+from inference.errors import EngineFailed, EngineOverloaded
 from inference.limits import embedding_fault
 from inference.workers.batches import BatchQueue, Piece
 from inference.workers.life import BackendLife, HostKind, Worker
@@ -106,12 +106,12 @@ class TorchEncoder(BackendLife):
         pieces = self._queue.put([(_Text(token_ids, call), len(token_ids)) for token_ids in request.inputs], request.rank)
         self._send_soon()
         try:
-            vectors = await _all_of(pieces)
+            vectors = await asyncio.gather(*(piece.result for piece in pieces))
         finally:
             self._queue.drop(pieces)
         assert call.began_at_s is not None, "what is done was begun"
         queue_ms = (call.began_at_s - call.came_at_s) * 1e3
-        return Embeddings(vectors, queue_ms, (clock() - call.began_at_s) * 1e3)
+        return Embeddings(tuple(vectors), queue_ms, (clock() - call.began_at_s) * 1e3)
 
     def _overload_wait_s(self) -> float:
         """What it takes to embed half of what waits, at the pace of the last batch."""
@@ -176,17 +176,8 @@ class TorchEncoder(BackendLife):
         return bool(self._queue.under_way_count)
 
     def _fail_waiting(self, reason: str) -> None:
-        def loss() -> EngineError:
-            return self._loss(reason)
-
         self._token_count = 0
-        self._queue.fail_all(loss)
-
-
-async def _all_of(pieces: list[Piece[_Text, Vector]]) -> tuple[Vector, ...]:
-    """All vectors of a call. Raises the first fault, and leaves no other unlooked at."""
-    vectors = await asyncio.gather(*(piece.result for piece in pieces))
-    return tuple(vectors)
+        self._queue.fail_all(lambda: self._loss(reason))
 
 
 def vector_of(floats: bytes) -> Vector:

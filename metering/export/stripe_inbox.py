@@ -35,6 +35,7 @@ from metering.export.stripe_gateway import MeterErrors, StripeGateway, minor_uni
 from metering.store.db import Sessions
 
 UNPAID = (PaymentState.FAILED, PaymentState.OVERDUE, PaymentState.UNCOLLECTIBLE)  # that a person should look at
+INVOICES = select(StripeInvoice, Organization.name).join(Organization)
 ALERTING = {"invoice.payment_failed": InvoiceEvent.PAYMENT_FAILED, "invoice.paid": InvoiceEvent.PAID}
 
 
@@ -57,28 +58,18 @@ class InvoicePayment:
 
 
 async def payments_by_month(session: AsyncSession, organization_id: uuid.UUID) -> dict[str, list[InvoicePayment]]:
-    query = (
-        select(StripeInvoice, Organization.name)
-        .join(Organization)
-        .where(StripeInvoice.organization_id == organization_id, StripeInvoice.period_end > StripeInvoice.period_start)
-        .order_by(StripeInvoice.period_start, StripeInvoice.id)
-    )
+    query = INVOICES.where(StripeInvoice.organization_id == organization_id, StripeInvoice.period_end > StripeInvoice.period_start)
     found: dict[str, list[InvoicePayment]] = defaultdict(list)
-    for row, name in await session.execute(query):
+    for row, name in await session.execute(query.order_by(StripeInvoice.period_start, StripeInvoice.id)):
         found[month_of_invoice(row)].append(payment_of(row, name))
     return found
 
 
 async def unpaid_invoices(session: AsyncSession, limit: int) -> list[InvoicePayment]:
     """Invoices of all organizations that a person should look at, the oldest first."""
-    query = (
-        select(StripeInvoice, Organization.name)
-        .join(Organization)
-        .where(StripeInvoice.payment_state.in_([str(each) for each in UNPAID]))
-        .order_by(StripeInvoice.period_start, Organization.name, StripeInvoice.id)
-        .limit(limit)
-    )
-    return [payment_of(row, name) for row, name in await session.execute(query)]
+    query = INVOICES.where(StripeInvoice.payment_state.in_([str(each) for each in UNPAID])).limit(limit)
+    rows = await session.execute(query.order_by(StripeInvoice.period_start, Organization.name, StripeInvoice.id))
+    return [payment_of(row, name) for row, name in rows]
 
 
 async def alert_on_payment(session: AsyncSession, stripe_invoice_id: str, kind: str) -> None:
@@ -213,14 +204,14 @@ async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
                 await _hold(sessions, gateway, event_id)
             async with sessions.begin() as session:
                 handled += await _handle(session, event_id, kind, errors)
-        except (StripeFailed, KeyError, TypeError, ValueError) as error:
-            log.warning("event %s of Stripe is not handled: %s", event_id, error)
-            async with sessions.begin() as session:
-                await session.execute(FAILED, {"id": event_id, "why": str(error)[:ERROR_LENGTH_MAX]})
         except StoreAway:
             raise
         except Exception as error:
-            why = f"incident {retries.failed(error, event_id)}"
+            if isinstance(error, (StripeFailed, KeyError, TypeError, ValueError)):
+                log.warning("event %s of Stripe is not handled: %s", event_id, error)
+                why = str(error)[:ERROR_LENGTH_MAX]
+            else:
+                why = f"incident {retries.failed(error, event_id)}"
             async with sessions.begin() as session:
                 await session.execute(FAILED, {"id": event_id, "why": why})
     return handled

@@ -37,7 +37,7 @@ from metering.invoicing.month_report import (
     digests,
 )
 from metering.ledger.ledger import AccountKind, BillingMonth, MonthState, TransactionKind, month_bounds, month_of, month_text
-from metering.plans.plan_admin import rules_in_force
+from metering.plans.plan_admin import plan_in_force
 from metering.plans.plans import MonthUsage, apply_credit, plan_lines
 from metering.plans.prepaid import grants_of, usable_grants
 from metering.pricing.prices import COUNTS_OF_EVENT
@@ -81,40 +81,27 @@ WHERE c.organization_id = :organization_id AND c.kind = '{AccountKind.PREPAID_CR
 async def draft_charges(
     session: AsyncSession, organization_id: uuid.UUID, month: date, lines: Sequence[ReportLine]
 ) -> tuple[Charge, ...]:
-    """The charges as they are now, in the order of the invoice: plan, adjustments, then the credit that pays what is due."""
-    charges = await plan_charges(session, organization_id, month, lines)
-    charges += await adjustment_charges(session, organization_id, month)
-    due_picos = sum(line.amount_picos for line in lines) + sum(charge.amount_picos for charge in charges)
-    return (*charges, *await credit_charges(session, organization_id, month, due_picos))
+    """The charges as they are now, in the order of the invoice: plan, adjustments, then the credit that pays what is due.
 
-
-async def plan_charges(session: AsyncSession, organization_id: uuid.UUID, month: date, lines: Sequence[ReportLine]) -> list[Charge]:
-    """What the plan of the month makes of its usage, late usage included."""
+    The plan acts on late usage too. Adjustments come in the order of posting, credit by grants: those that end first, first.
+    """
     versions = select(PriceVersion).where(PriceVersion.id.in_({line.price_version for line in lines}))
     begins = {version.id: version.effective_at for version in await session.scalars(versions)}
     usage = [record_of(MonthUsage, line, effective_at=begins[line.price_version]) for line in lines]
-    rules = await rules_in_force(session, organization_id, month)
-    return [
-        Charge(
-            ChargeKind(line.kind.value), line.description, line.amount_picos, line.model, line.token_kind, line.token_count or None
-        )
-        for line in plan_lines(rules, usage)
+    plan = await plan_in_force(session, organization_id, month)
+    charges = [
+        record_of(Charge, line, kind=ChargeKind(line.kind.value), token_count=line.token_count or None)
+        for line in (plan_lines(plan.rules, usage) if plan else ())
     ]
-
-
-async def credit_charges(session: AsyncSession, organization_id: uuid.UUID, month: date, due_picos: int) -> list[Charge]:
-    """What prepaid credit pays of an amount, a line per grant: those that end first, first."""
-    reasons = {grant.id: grant.reason for grant in await grants_of(session, organization_id)}
-    return [
-        Charge(ChargeKind.CREDIT, f"prepaid credit: {reasons[spent.grant_id]}", -spent.amount_picos, source_id=spent.grant_id)
-        for spent in apply_credit(await usable_grants(session, organization_id, month), due_picos)
-    ]
-
-
-async def adjustment_charges(session: AsyncSession, organization_id: uuid.UUID, month: date) -> list[Charge]:
-    """What has been posted to the month by hand, in the order of posting."""
     rows = await session.execute(ADJUSTMENTS, {"organization_id": organization_id, "month": month})
-    return [Charge(ChargeKind.ADJUSTMENT, row.description, int(row.amount_picos), source_id=row.source_id) for row in rows]
+    charges += [Charge(ChargeKind.ADJUSTMENT, row.description, int(row.amount_picos), source_id=row.source_id) for row in rows]
+    due_picos = sum(line.amount_picos for line in lines) + sum(charge.amount_picos for charge in charges)
+    reasons = {grant.id: f"prepaid credit: {grant.reason}" for grant in await grants_of(session, organization_id)}
+    spent = apply_credit(await usable_grants(session, organization_id, month), due_picos)
+    return (
+        *charges,
+        *(Charge(ChargeKind.CREDIT, reasons[each.grant_id], -each.amount_picos, source_id=each.grant_id) for each in spent),
+    )
 
 
 async def credit_notes_of(session: AsyncSession, organization_id: uuid.UUID, month: date) -> tuple[CreditNoteIssued, ...]:

@@ -1,6 +1,6 @@
 """Plans and their assignments: versions of rules, stored as JSON, and the plan of an organization from a month on.
 
-Neither is ever changed. For a close, `rules_in_force(session, organization_id, month)` is what `plans.plan_lines` needs. Functions
+Neither is ever changed. For a close, the rules of `plan_in_force` are what `plans.plan_lines` needs. Functions
 take a session and never commit; every change writes the audit log. Months are given by their first day.
 """
 
@@ -221,12 +221,6 @@ async def plan_in_force(session: AsyncSession, organization_id: uuid.UUID, month
     """The plan of an organization in a month; None for no plan."""
     row = await _latest(session, organization_id, month)
     return None if row is None else (await _assignment(session, row)).plan
-
-
-async def rules_in_force(session: AsyncSession, organization_id: uuid.UUID, month: date) -> PlanRules:
-    """The rules that act on a month's totals; rules without any effect where there is no plan."""
-    plan = await plan_in_force(session, organization_id, month)
-    return NO_PLAN if plan is None else plan.rules
 
 
 async def has_plan_from(session: AsyncSession, organization_id: uuid.UUID, month: date) -> str:
