@@ -19,7 +19,7 @@ from metering.holds.decide import BatchWrites, Hold, HoldTerms
 from metering.holds.operations import Settle, Settled
 from metering.quotas.quota_rules import CounterKey
 from metering.quotas.quotas import NO_LIMIT, USED_MAX, Counters
-from metering.receipts.chaining import BatchSigner, Chains
+from metering.receipts.chaining import BatchSigner, Chains, SignedBatch
 from metering.store.exchange import (
     UUID_OID,
     Packed,
@@ -256,8 +256,12 @@ def usage_writes(
         )
     if not rows:
         return []
-    batch = chains.sign(signer)
-    signed = ("", "", "") if batch is None else (batch.key_id, b"".join(batch.hashes).hex(), batch.signature.hex())
+    signed = "", "", ""
+    if signer is not None:
+        batch = SignedBatch.sign(signer, [receipt.hash for receipt in chains.added])
+        signed = batch.key_id, b"".join(batch.hashes).hex(), batch.signature.hex()
+        for receipt in chains.added:
+            receipt.batch = batch
     heads = [
         (project_id, head.sequence, head.hash, head.settled_at, before)
         for project_id, before in chains.changed.items()

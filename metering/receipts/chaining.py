@@ -143,15 +143,6 @@ class Chains:
         self.added.append(receipt)
         return receipt
 
-    def sign(self, signer: BatchSigner | None) -> SignedBatch | None:
-        """Sign what was added, if there is a key."""
-        if signer is None or not self.added:
-            return None
-        batch = SignedBatch.sign(signer, [receipt.hash for receipt in self.added])
-        for receipt in self.added:
-            receipt.batch = batch
-        return batch
-
 
 ISSUED = """
 SELECT e.hold_id, uuid_send(e.organization_id) || uuid_send(e.project_id) || uuid_send(e.api_key_id) || uuid_send(e.request_id),

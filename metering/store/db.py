@@ -64,20 +64,16 @@ class StoreGate:
         return max(self._next_attempt_at - self._clock(), BACKOFF_LEAST_S)
 
     def refusal(self) -> StoreAway | None:
-        """What `check` raises."""
+        """Return what whoever needs the database is told while it is away and no attempt is due; None if it may be asked."""
         if self._away_since is not None and (self._attempting or self._clock() < self._next_attempt_at):
             return StoreAway("the database does not answer", retry_after_s=max(self.pause_s, 1.0))
         return None
 
-    def check(self) -> None:
-        """Raises: StoreAway while the database is away and no attempt is due."""
-        if (refusal := self.refusal()) is not None:
-            raise refusal
-
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Connect inside the block, whose error counts as a failure. Raises: StoreAway without trying, as `check` does."""
-        self.check()
+        """Connect inside the block, whose error counts as a failure. Raises: `refusal`, without trying."""
+        if (refusal := self.refusal()) is not None:
+            raise refusal
         if self._away_since is None:  # as many at once as there are pools and places in them
             try:
                 yield
@@ -222,7 +218,8 @@ def gated_pool(gate: StoreGate) -> type[AsyncAdaptedQueuePool]:
         """Raises: StoreAway, also where every connection stays busy for too long."""
 
         def _do_get(self) -> ConnectionPoolEntry:
-            gate.check()
+            if (refusal := gate.refusal()) is not None:
+                raise refusal
             try:
                 return super()._do_get()
             except PoolTimeout as busy:
