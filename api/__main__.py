@@ -73,8 +73,8 @@ from metering.tenants.key_uses import KeyUses
 
 KEY_CONNECTIONS = 2  # a look-up takes a millisecond, and no report may keep one waiting
 # Requests leave nothing to collect, and gRPC little; to find that out the collector walks through all that is new, and stops all
-# streams meanwhile. Often and little of it: each object is walked through twice, whatever the numbers are. Everything rarely.
-COLLECT_AFTER = 1_000, 3, 200
+# streams meanwhile: 0.2 ms for 10,000 objects. With fewer it walks through requests that run, instead of what they have left.
+COLLECT_AFTER = 10_000, 3, 200
 
 # How long a thread that renders a prompt keeps the event loop waiting for Python's lock; the default is ten times as much.
 SWITCH_INTERVAL_S = 0.0005
