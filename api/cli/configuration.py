@@ -69,40 +69,27 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A list of words."""
+    """A list of words; or of percentages, which are a message of the contract."""
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Thresholds:
-    """A list of percentages."""
-
-    name: str
+    are_percentages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """A list of mappings. prune: the flag of the contract that removes what the list does not name; empty if nothing can be."""
+    """A list of mappings, or one. prune: the flag of the contract that removes what the list does not name; empty if nothing can."""
 
     name: str
     section: Section
     prune: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Nested:
-    """One mapping inside another."""
-
-    name: str
-    section: Section
+    is_list: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
     """One kind of mapping: its keys in the order in which they are written, and those that it must have."""
 
-    keys: Mapping[str, Scalar | Words | Thresholds | Nested | Sections]
+    keys: Mapping[str, Scalar | Words | Sections]
     required: tuple[str, ...]
 
 
@@ -224,7 +211,7 @@ QUOTA = Section(
         "input_weight": thousandths("input_weight_milli"),
         "cached_input_weight": thousandths("cached_input_weight_milli"),
         "output_weight": thousandths("output_weight_milli"),
-        "alert_at": Thresholds("alert_at"),
+        "alert_at": Words("alert_at", are_percentages=True),
         "raised_limit": limit("raised_limit_value"),
         "raised_until": moment("raised_until_time"),
         "raise_reason": text("raise_reason"),
@@ -262,7 +249,7 @@ ORGANIZATION = Section(
     {
         "name": text("name"),
         "currency": text("currency_code"),
-        "billing_profile": Nested("billing_profile", BILLING_PROFILE),
+        "billing_profile": Sections("billing_profile", BILLING_PROFILE, is_list=False),
         "quotas": QUOTAS,
         "projects": Sections("projects", PROJECT),
     },
@@ -330,7 +317,7 @@ def shown_field(kind: str, name: str, value: Json, quota: Mapping[str, Json]) ->
     """A field of the contract as the file calls it, and its value as people read it."""
     for key, entry in SECTIONS[kind].keys.items():
         if entry.name == name:
-            if isinstance(entry, Thresholds):
+            if isinstance(entry, Words) and entry.are_percentages:
                 return key, "as usual" if value is None else percents_text(value)
             if value is None:
                 return key, "—"
@@ -406,7 +393,7 @@ class Reader(StrictReader):
         for key, value in nodes.items():
             entry = section.keys[key]
             at, shown = joined(path, entry.name), joined(place, key)
-            if not isinstance(entry, Nested):
+            if not (isinstance(entry, Sections) and not entry.is_list):
                 self._enter(value, at, shown)
             match entry:
                 case Scalar():
@@ -414,11 +401,9 @@ class Reader(StrictReader):
                         outer, _, name = entry.name.rpartition(".")
                         (found.setdefault(outer, {}) if outer else found)[name] = scalar
                 case Words():
-                    found[entry.name] = self._words(value, shown, "words, such as [inference, admin]")
-                case Thresholds():
-                    remedy = "whole percentages, such as [50, 80, 100]; `[]` for none"
-                    found[entry.name] = {"values": self._words(value, shown, remedy, str.isdecimal)}
-                case Nested():
+                    words = self._words(value, shown, numeric=entry.are_percentages)
+                    found[entry.name] = {"values": words} if entry.are_percentages else words
+                case Sections(is_list=False):
                     found[entry.name] = self.section(value, entry.section, at, shown)
                 case Sections():
                     found[entry.name] = [
@@ -429,7 +414,9 @@ class Reader(StrictReader):
                         found[entry.prune] = True
         return found
 
-    def _words(self, node: yaml.Node, place: str, remedy: str, fits: Callable[[str], bool] = bool) -> list[str]:
+    def _words(self, node: yaml.Node, place: str, *, numeric: bool) -> list[str]:
+        remedy = "whole percentages, such as [50, 80, 100]; `[]` for none" if numeric else "words, such as [inference, admin]"
+        fits = str.isdecimal if numeric else bool
         parts = node.value if isinstance(node, yaml.SequenceNode) else None
         if parts is None or not all(isinstance(each, yaml.ScalarNode) and fits(each.value) for each in parts):
             self.wrong(node, place, f"write a list of {remedy}")
@@ -465,11 +452,10 @@ def mapping_node(values: Mapping[str, Json], section: Section) -> yaml.MappingNo
             case Scalar():
                 pairs.append((scalar_node(key), scalar_node(entry.show(value, values), entry.tag)))
             case Words():
-                pairs.append((scalar_node(key), sequence_node([scalar_node(word) for word in value], flow=True)))
-            case Thresholds():
-                numbers = [scalar_node(str(each), "int") for each in value.get("values", [])]
-                pairs.append((scalar_node(key), sequence_node(numbers, flow=True)))
-            case Nested():
+                words = value.get("values", []) if entry.are_percentages else value
+                nodes = [scalar_node(str(word), "int" if entry.are_percentages else "str") for word in words]
+                pairs.append((scalar_node(key), sequence_node(nodes, flow=True)))
+            case Sections(is_list=False):
                 pairs.append((scalar_node(key), mapping_node(value, entry.section)))
             case Sections():
                 pairs.append((scalar_node(key), sequence_node([mapping_node(each, entry.section) for each in value])))
