@@ -77,7 +77,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """A list of mappings, or one. prune: the flag of the contract that removes what the list does not name; empty if nothing can."""
+    """A list of mappings, or one. prune: the flag of the contract that removes what the list does not name; empty if none can."""
 
     name: str
     section: Section

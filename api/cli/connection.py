@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import weir_client
@@ -41,8 +40,6 @@ from api.cli.render import JsonOption, dimension_amount, duration_text, fail, te
 
 if TYPE_CHECKING:
     from weir_client import AdminClient, BillingClient, ReceiptClient
-
-C = TypeVar("C")
 
 CONNECTION_FILE = "connection.json"
 CLOCK_ONLY_S = 6 * 3600.0  # a wait below this is told without the day on which it ends
@@ -267,35 +264,24 @@ def _or_default(given: str | None, field: Literal["organization", "project"], fl
     return str(chosen)
 
 
-def _opener(role: Role, make: Callable[..., AbstractContextManager[C]]) -> Callable[..., AbstractContextManager[C]]:
+def _opener(role: Role, kind: str, **usual: Any) -> Callable[..., AbstractContextManager[Any]]:
     """What opens a client of the role's key. It leaves the program with a clear line and exit code 1 if something fails."""
 
     @contextmanager
-    def opened(address: str | None, api_key: str | None, **settings: Any) -> Iterator[C]:
+    def opened(address: str | None, api_key: str | None, **settings: Any) -> Iterator[Any]:
         with reported(address):
             target = resolve(role, address, api_key)
-            with reported(target.address), make(target.address, target.api_key, **settings) as client:
+            make = getattr(weir_client, kind)  # loaded when it is needed
+            with reported(target.address), make(target.address, target.api_key, **usual | settings) as client:
                 yield client
 
     return opened
 
 
-def _admin(address: str, api_key: str, timeout: float = UNARY_TIMEOUT_S) -> AdminClient:
-    return weir_client.AdminClient(address, api_key, timeout=timeout)
-
-
-def _billing(address: str, api_key: str, timeout: float = UNARY_TIMEOUT_S) -> BillingClient:
-    return weir_client.BillingClient(address, api_key, timeout=timeout)
-
-
-def _receipts(address: str, api_key: str) -> ReceiptClient:
-    return weir_client.ReceiptClient(address, api_key)
-
-
-inference_client = _opener("inference", partial(Client, retry_wait_max_s=RETRY_WAIT_MAX_S))
-admin_client = _opener("admin", _admin)  # timeout: seconds for each call
-billing_client = _opener("admin", _billing)
-receipt_client = _opener("admin", _receipts)
+inference_client: Callable[..., AbstractContextManager[Client]] = _opener("inference", "Client", retry_wait_max_s=RETRY_WAIT_MAX_S)
+admin_client: Callable[..., AbstractContextManager[AdminClient]] = _opener("admin", "AdminClient", timeout=UNARY_TIMEOUT_S)
+billing_client: Callable[..., AbstractContextManager[BillingClient]] = _opener("admin", "BillingClient", timeout=UNARY_TIMEOUT_S)
+receipt_client: Callable[..., AbstractContextManager[ReceiptClient]] = _opener("admin", "ReceiptClient")
 
 Output = tuple[Any, ...]  # the value for `--json`; then tables for people, and remarks as plain text
 Opener = Callable[..., AbstractContextManager[Any]]
