@@ -23,9 +23,7 @@ from metering.core.models import record_of
 from metering.core.money import exact_text, minor_unit, round_to_minor_unit
 from metering.invoicing.invoices import Adjustment, AdjustmentDecision, InvoiceRow, Series, credited_picos, draw_number
 from metering.ledger.ledger import (
-    AccountKey,
     AccountKind,
-    Leg,
     Posting,
     TransactionKind,
     month_of,
@@ -276,18 +274,16 @@ async def _billing_month(session: AsyncSession, organization_id: uuid.UUID, now:
 
 
 def _posting(record: AdjustmentRecord, month: date, decided_at: datetime) -> Posting:
-    receivable, adjustment = (
-        AccountKey(record.organization_id, kind, record.currency_code) for kind in (AccountKind.RECEIVABLE, AccountKind.ADJUSTMENT)
-    )
     about = f"credit note to {record.invoice_number}" if record.invoice_number else "adjustment"
     return Posting(
         kind=TransactionKind.ADJUSTMENT,
         organization_id=record.organization_id,
+        currency_code=record.currency_code,
         billing_month=month,
         effective_at=decided_at,
         description=f"{about}: {record.reason}",
         source_id=record.id,
-        legs=(Leg(receivable, record.amount_picos), Leg(adjustment, -record.amount_picos)),
+        legs=((AccountKind.RECEIVABLE, record.amount_picos), (AccountKind.ADJUSTMENT, -record.amount_picos)),
     )
 
 

@@ -32,10 +32,8 @@ from metering.invoicing.month_report import ChargeKind, Closed, MonthReport, dig
 from metering.invoicing.months import LONG_READ_S, prepaid_credit_of, read_month, read_patiently
 from metering.ledger.ledger import (
     BEFORE,
-    AccountKey,
     AccountKind,
     BillingMonth,
-    Leg,
     MonthState,
     Posting,
     TransactionKind,
@@ -177,19 +175,15 @@ def _posting(
     amounts: tuple[tuple[AccountKind, int], ...],
 ) -> Posting:
     """Amounts that the customer owes more, each against its account."""
-    receivable, *others = (
-        AccountKey(draft.organization_id, each, draft.currency_code) for each in (AccountKind.RECEIVABLE, *(a for a, _ in amounts))
-    )
-    total = sum(picos for _, picos in amounts)
-    legs = [Leg(account, -picos) for account, (_, picos) in zip(others, amounts, strict=True) if picos]
     return Posting(
         kind=kind,
         organization_id=draft.organization_id,
+        currency_code=draft.currency_code,
         billing_month=month,
         effective_at=month_end(month) - INSTANT,
         description=f"{description} of {draft.month}",
         source_id=invoice_id,
-        legs=(Leg(receivable, total), *legs),
+        legs=((AccountKind.RECEIVABLE, sum(picos for _, picos in amounts)), *((each, -picos) for each, picos in amounts if picos)),
     )
 
 

@@ -40,9 +40,7 @@ from metering.core.errors import InvalidValue, NotFound, StoreAway
 from metering.core.models import Base, Organization, Quota, QuotaDimension, QuotaSubject, record_of
 from metering.core.money import to_decimal
 from metering.ledger.ledger import (
-    AccountKey,
     AccountKind,
-    Leg,
     MonthState,
     Posting,
     TransactionKind,
@@ -247,15 +245,16 @@ def _posting(
     moved: tuple[AccountKind, AccountKind],
 ) -> Posting:
     """An amount from the second account to the first: debits are positive."""
-    debited, credited = (AccountKey(grant.organization_id, each, grant.currency_code) for each in moved)
+    debited, credited = moved
     return Posting(
         kind=kind,
         organization_id=grant.organization_id,
+        currency_code=grant.currency_code,
         billing_month=month,
         effective_at=at,
         description=grant.reason,
         source_id=grant.id,
-        legs=(Leg(debited, amount_picos), Leg(credited, -amount_picos)),
+        legs=((debited, amount_picos), (credited, -amount_picos)),
     )
 
 

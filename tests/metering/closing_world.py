@@ -15,7 +15,7 @@ from metering.invoicing.closing import CloseResult, close_month
 from metering.invoicing.invoices import find_invoice_row
 from metering.invoicing.month_report import MonthReport
 from metering.invoicing.months import Verification, month_report, verify_month
-from metering.ledger.ledger import AccountKey, AccountKind, Leg, Posting, TransactionKind, post
+from metering.ledger.ledger import AccountKind, Posting, TransactionKind, post
 from metering.plans.plan_admin import assign_plan, create_plan
 from metering.plans.plans import PlanRules
 from metering.plans.prepaid import CreditGrant
@@ -85,13 +85,10 @@ class ClosingWorld:
         async with self.sessions.begin() as session:
             months = {"first_month": first_month, "last_month": last_month, "reason": reason}
             grant_id = (await session.scalars(insert(CreditGrant).values(values | months).returning(CreditGrant.id))).one()
-            funding, prepaid = (
-                AccountKey(owner, kind, self.currency_code) for kind in (AccountKind.CREDIT_FUNDING, AccountKind.PREPAID_CREDIT)
-            )
-            legs = (Leg(funding, amount_picos), Leg(prepaid, -amount_picos))
+            legs = ((AccountKind.CREDIT_FUNDING, amount_picos), (AccountKind.PREPAID_CREDIT, -amount_picos))
             at = datetime(first_month.year, first_month.month, 1, tzinfo=UTC)
             kind = TransactionKind.CREDIT_GRANTED
-            await post(session, [Posting(kind, owner, first_month, at, reason, grant_id, legs)])
+            await post(session, [Posting(kind, owner, self.currency_code, first_month, at, reason, grant_id, legs)])
         return grant_id
 
     async def use(self, price: ModelPrice, *events: Consumed) -> list[int]:
