@@ -36,6 +36,7 @@ from api.cli.render import (
     note,
     parse_amount,
     parse_limit,
+    parse_picos,
     parse_price,
     parse_thousandths,
     per_million,
@@ -43,7 +44,6 @@ from api.cli.render import (
     print_json,
     printable,
     show,
-    units_to_picos,
 )
 from common.strict_yaml import FileMistake, NotYaml, StrictReader, compose, joined
 
@@ -164,7 +164,7 @@ def price(name: str) -> Scalar:
 
 def amount(name: str) -> Scalar:
     def read(given: str, _: Texts) -> int:
-        picos = units_to_picos(parse_amount(given))
+        picos = parse_picos(given)
         if picos < 0:
             raise ValueError("give 0 or more")
         return picos

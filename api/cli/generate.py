@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from decimal import Decimal, InvalidOperation
 from operator import mul
 from pathlib import Path
 from typing import Annotated, Literal
@@ -45,13 +44,14 @@ from api.cli.render import (
     fail,
     make_console,
     note,
+    parse_picos,
+    parsed,
     price_text,
     print_json,
     printable,
     result_line,
     table,
     tell_found,
-    units_to_picos,
     usage_line,
 )
 from api.cli.tenants import quotas_table
@@ -388,10 +388,7 @@ def generate(
 
 def cost_limit(client: Client, model: str, text: str) -> Money:
     """An amount in the currency that the model's price is in. Exits with what is wrong with one that is none."""
-    try:
-        picos = units_to_picos(Decimal(text))
-    except (InvalidOperation, ValueError):
-        raise typer.BadParameter(f"{text!r} is not an amount", param_hint="--max-cost") from None
+    picos = parsed("--max-cost", parse_picos, text)
     name = model.partition("@")[0]
     prices = [each.price for each in client.list_models() if name in (each.name, *each.aliases)]
     return Money(next((price.currency_code for price in prices if price is not None), ""), picos)

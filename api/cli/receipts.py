@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated
 
 import typer
 from rich.text import Text
@@ -19,10 +18,8 @@ from weir_client import Receipt, ReceiptClient, ReceiptKey, ReceiptVerdict, publ
 from weir_client.receipt_months import Totals
 
 from api.cli.connection import AddressOption, KeyOption, Output, calls, organization_or_default, receipt_client
-from api.cli.render import JsonOption, checked_month, fail, jsonable, note, print_json, put, show, table
+from api.cli.render import JsonOption, checked_month, fail, jsonable, note, parse_picos, print_json, put, show, table
 from api.cli.tenants import OrganizationOption
-
-PICOS_PER_UNIT = 10**12
 
 receipt = typer.Typer(help="Export receipts and verify them.", no_args_is_help=True)
 
@@ -75,17 +72,11 @@ def read_report(path: Path) -> ReportedMonth:
             if not line.get("late_month"):
                 priced = (line["model"], str(line["price_version"]))
                 totals[(*priced, line["token_kind"].replace("-", "_"))] += line["token_count"]
-                totals[priced] += picos_of(line["amount"])
+                amount = line["amount"]  # exact in units as text, or an object
+                totals[priced] += int(amount["picos"]) if isinstance(amount, dict) else parse_picos(amount)
         return ReportedMonth(document["month"], document["organization_id"], bytes.fromhex(root) if root else None, totals)
-    except (ValueError, KeyError, TypeError, AttributeError, InvalidOperation) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileInvalid(f"{path} is no report of a month: write it with `weir report month … --format json`") from error
-
-
-def picos_of(amount: Any) -> int:
-    """An amount of a report: the exact text in units, or an object with picos. Raises: ValueError, KeyError, TypeError."""
-    if isinstance(amount, dict):
-        return int(amount["picos"])
-    return int(Decimal(amount) * PICOS_PER_UNIT)
 
 
 @receipt.command("keys")
