@@ -51,7 +51,8 @@ class SamplingParams:
     @property
     def takes_best(self) -> bool:
         """Whether the next token is the one with the model's largest logit, and nothing else is asked."""
-        return self.temperature == 0.0 and not self.penalises and not self.logit_bias and self.top_logprobs is None
+        ruled = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias
+        return self.temperature == 0.0 and not ruled and self.top_logprobs is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class CircuitBreaker:
 
     def __init__(self, limits: BreakerLimits) -> None:
         self._limits = limits
-        self._failure_count = 0
+        self.failure_count = 0  # in a row
         self._failed_at_s: float | None = None
         self._open_until_s: float | None = None  # None: closed
         self.is_closed = True  # lets everybody through
@@ -59,11 +59,6 @@ class CircuitBreaker:
         if self._open_until_s is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it has since a sequence had a token."""
-        return self._failure_count > 0
 
     def admits(self, now_s: float) -> bool:
         """Whether a sequence may be begun now."""
@@ -84,7 +79,7 @@ class CircuitBreaker:
 
     def succeeded(self) -> None:
         """A sequence that began after the last failure has had a token."""
-        self._failure_count = 0
+        self.failure_count = 0
         self._pauses.reset()
         self._open_until_s, self.is_closed = None, True
         self._probing = False
@@ -94,8 +89,8 @@ class CircuitBreaker:
         if self._failed_at_s is not None and began_at_s <= self._failed_at_s:
             return
         self._failed_at_s = now_s
-        self._failure_count += 1
-        if self._probing or self._failure_count >= self._limits.failure_count_max:
+        self.failure_count += 1
+        if self._probing or self.failure_count >= self._limits.failure_count_max:
             self._open_until_s, self.is_closed = now_s + self._pauses.next_s(), False
         self._probing = False
 

@@ -477,7 +477,8 @@ class RoutedSequence:
         """An engine has begun with it; whether that is to be told, which is done once."""
         if self._work.keys:
             self._replica.prefixes.found_missing(self._found, cached_token_count)
-        self._charge(self._work.prompt_token_count - cached_token_count + self._output_left)
+        charged, self._charged = self._charged, self._work.prompt_token_count - cached_token_count + self._output_left
+        self._replica.outstanding_token_count += self._charged - charged
         if self._cached_token_count is not None:
             return False
         self._cached_token_count, self._scheduled_at_s = cached_token_count, self._fleet.clock()
@@ -489,12 +490,13 @@ class RoutedSequence:
             self._shows_health = True
             if self._work.keys:
                 self._replica.prefixes.computed(self._work.keys)
-            if self._replica.breaker.has_failed and self._replica.breaker.is_news(self._began_at_s):
+            if self._replica.breaker.failure_count and self._replica.breaker.is_news(self._began_at_s):
                 self._replica.breaker.succeeded()
         if not self._is_told:
             self._is_told, self._first_token_at_s = True, self._fleet.clock()
-        self._output_left = max(self._output_left - token_count, 1)
-        self._charge(self._output_left)
+        charged, self._charged = self._charged, max(self._output_left - token_count, 1)
+        self._output_left = self._charged
+        self._replica.outstanding_token_count += self._charged - charged
 
     def _finished(self, event: SequenceFinished) -> None:
         if event.reason is EngineFinishReason.CANCELLED and not self._is_cancelled and not self._fleet.is_closing:
@@ -606,11 +608,6 @@ class RoutedSequence:
         if self._is_probe and not self._shows_health:
             self._replica.breaker.told_nothing()
         self._sequence.close()
-
-    def _charge(self, token_count: int) -> None:
-        """Set what of the replica's outstanding tokens is this one's."""
-        self._replica.outstanding_token_count += token_count - self._charged
-        self._charged = token_count
 
     def _cancelled_end(self) -> SequenceFinished:
         """Of a sequence that was cancelled, and whose engine cannot tell any more."""

@@ -50,10 +50,11 @@ class Inbox(Generic[Local]):
         self._before_exit = before_exit
         self._received = bytearray()
         self._messages: deque[Message | Local] = deque()
-        self._put_count = os.eventfd(0, os.EFD_NONBLOCK)  # of what `put` has added since the last look; wakes who waits
+        self._bell, self._button = socket.socketpair()  # the second end wakes who waits
+        self._has_rung = False
         self._arrivals = select.poll()
         self._arrivals.register(connection, select.POLLIN)
-        self._arrivals.register(self._put_count, select.POLLIN)
+        self._arrivals.register(self._bell, select.POLLIN)
         threading.Thread(target=self._watch, name="weir-host-watch", daemon=True).start()
 
     def wait(self) -> Message | Local:
@@ -73,12 +74,15 @@ class Inbox(Generic[Local]):
     def put(self, item: Local) -> None:
         """Hand something of this process's own to the thread that takes. Called by any thread."""
         self._messages.append(item)
-        os.eventfd_write(self._put_count, 1)
+        self._button.send(b"\0")
+        self._has_rung = True
 
     def _receive(self) -> None:
         """Decode what has come, without waiting."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._put_count)
+        if self._has_rung:
+            self._has_rung = False
+            with contextlib.suppress(BlockingIOError):  # it was heard before
+                self._bell.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
         try:
             data = self._connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -96,7 +100,7 @@ class Inbox(Generic[Local]):
 
     def _watch(self) -> None:
         end = select.poll()
-        end.register(self._connection, select.POLLRDHUP)  # and a hang-up
+        end.register(self._connection, 0)  # a hang-up, which is always told
         end.poll()
         self._exit(EXIT_PARENT_GONE)
 
