@@ -229,8 +229,10 @@ class ClientStream:
                         principal.secret_hash,
                         self._let_in,
                     )
+                    read_at = time.thread_time()
                     self._process.begin(caller, start, receiver)
-                    self._begun_s += min(time.thread_time() - began_at, START_FREE_S)
+                    # Quotas bound what is let in, and a request that is refused pays for its prompt by itself.
+                    self._begun_s += min(read_at - began_at, START_FREE_S) + time.thread_time() - read_at
 
             self._receive(frame.request_id, start.request_id, bind)
         except Exception as error:
