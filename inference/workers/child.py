@@ -30,7 +30,7 @@ EXIT_PROTOCOL_BROKEN = 3
 EXIT_LOAD_FAILED = 4
 
 
-RECEIVE_BYTES = 1 << 18  # bytes taken off the socket at once
+RECEIVE_BYTES = 1 << 16  # bytes taken off the socket at once
 Local = TypeVar("Local")
 
 
@@ -84,14 +84,17 @@ class Inbox(Generic[Local]):
             with contextlib.suppress(BlockingIOError):  # it was heard before
                 self._bell.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
         try:
-            data = self._connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            while True:
+                data = self._connection.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
+                self._received += data
+                if not data:
+                    self._exit(EXIT_PARENT_GONE)
+                if len(data) < RECEIVE_BYTES:
+                    break
         except BlockingIOError:
-            return
-        except OSError:
-            data = b""  # a reset is an end too
-        if not data:
+            pass
+        except OSError:  # a reset is an end too
             self._exit(EXIT_PARENT_GONE)
-        self._received += data
         try:
             self._messages += map(self._decoder.decode, split(self._received))
         except ProtocolBroken as error:
