@@ -310,7 +310,7 @@ def test_either_of_both_keeps_tenants_apart(lost: str, monkeypatch: pytest.Monke
 
 
 def test_the_products_own_check_sees_a_leak_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is what runs in production after every step."""
+    """It is what runs in production after every step of a model."""
     monkeypatch.setattr(BlockPool, "release", careless_release)
 
     with pytest.raises(InvariantViolated, match="readers"):
