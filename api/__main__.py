@@ -55,7 +55,7 @@ from api.observability.observer import Observer
 from api.observability.spans import open_spans
 from api.openai.listener import Listener
 from api.server import Servicers, build_peer_server, build_server
-from common.incidents import IncidentTaskGroup, Retries
+from common.incidents import IncidentTaskGroup, Retries, sole_cause
 from inference.engine import Backend
 from inference.errors import EngineError
 from inference.routing.router import Router
@@ -287,13 +287,6 @@ def main(environment: Mapping[str, str] = os.environ) -> None:
             runner.run(serve(settings))
     except BaseExceptionGroup as group:
         raise sole_cause(group) from None
-
-
-def sole_cause(error: BaseException) -> BaseException:
-    """What a task group failed of, if it is one thing: who reads it at start does not want to know how tasks are nested."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ from api.core.addresses import Origin
 from api.core.errors import AddressNotAllowed, FieldViolation, InvalidRequest, Overloaded
 from api.core.interceptor import METHOD, Context
 from api.core.messages import effective_quota_statuses, find_generation, models_for, restrictions
-from api.core.pace import VISIT
 from api.generation.client_stream import ClientStream, remaining_s
 from api.generation.conversation import thinking_of
-from api.generation.embedding import EmbedCaller
 from api.generation.embedding_wire import parse_embed
+from api.generation.live import Caller
 from api.generation.open_streams import OpenStreams
 from api.generation.peers import VOUCHER, vouched_address, voucher_of
 from api.generation.process import Process
@@ -174,10 +173,5 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         check_model(principal, self._process.router.own_name(start.model))
         deadline = None if granted_s is None else received_at + granted_s
         trace = trace_of_metadata(context.invocation_metadata())
-        caller = EmbedCaller(
-            payer(principal), auth_ms, received_at, deadline, trace, principal.bounds, principal.address, principal.secret_hash
-        )
-        answer = await self._process.embed(caller, start).answer()
-        if (visit := VISIT.get()) is not None:
-            visit.let_in()
-        return answer
+        caller = Caller.of(principal, auth_ms, received_at, deadline, trace)
+        return await self._process.embed(caller, start).answer()

@@ -134,3 +134,10 @@ class IncidentTaskGroup(asyncio.TaskGroup):
         with self._retries.survive(name):
             return await coro
         return cast(T, None)
+
+
+def sole_cause(error: BaseException) -> BaseException:
+    """What a task group failed of, if it is one thing: who reads it does not want to know how tasks are nested."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

@@ -34,6 +34,7 @@ from api.core.endpoint import Told, forget_endpoint, make_private, read_endpoint
 from api.core.settings import SettingInvalid, Settings, listen_address
 from api.fleet.fleet_file import model_names
 from common.backoff import Backoff
+from common.incidents import sole_cause
 from inference.errors import CheckpointInvalid
 from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, MeteringError
 from metering.export.export_settings import export_settings, webhook_settings
@@ -88,25 +89,13 @@ def said(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def lone_errors() -> Iterator[None]:
-    """An error that ends a task group alone leaves without the group; several stay together."""
-    try:
-        yield
-    except ExceptionGroup as group:
-        error: Exception = group
-        while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
-        if error is group:
-            raise
-        raise error from None
-
-
-@contextlib.contextmanager
 def clear_failures() -> Iterator[None]:
     """Errors of starting up, and what metering refuses, without a traceback."""
     try:
-        with lone_errors():
+        try:
             yield
+        except ExceptionGroup as group:
+            raise sole_cause(group) from None
     except (StackFailed, PostgresNotStarted, CheckpointInvalid, SettingInvalid, MeteringError) as error:
         fail(str(error))
     except (psycopg.OperationalError, sqlalchemy.exc.OperationalError) as error:

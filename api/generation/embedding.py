@@ -12,7 +12,7 @@ import functools
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -25,13 +25,12 @@ from api.core.pace import REFUSAL_COST_S
 from api.generation.admission import Lease, answered
 from api.generation.embedding_wire import TokenizedText, ValidEmbed, check_against_model, embed_response
 from api.generation.life import End, Interruptible, Life, State, Stopwatch
-from api.generation.live import RETRY_S_MIN, wait_until_ready
+from api.generation.live import RETRY_S_MIN, Caller, wait_until_ready
 from api.generation.outbox import UsageSoFar
 from api.generation.preparation import check_input_bound
 from api.generation.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
 from api.generation.tokenizing import TextJob, check_chars
 from api.observability.observer import Ending
-from api.observability.spans import NO_TRACE, TraceContext
 from api.queue.fair_queue import Arrival, Outlook, Place
 from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
 from inference.errors import EngineFailed
@@ -39,9 +38,6 @@ from inference.text.tokenizer import TokenLimitExceeded
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered
 from metering.holds.operations import Admit, Settled, new_hold_id
-from metering.quotas.quota_rules import Payer
-from metering.tenants.networks import Address
-from metering.tenants.tenants import NO_BOUNDS, TokenBounds
 
 if TYPE_CHECKING:
     from api.generation.process import Process
@@ -49,28 +45,10 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedCaller:
-    """Who asks, and since when. received_at and deadline, the latest time to begin, on the monotonic clock.
-
-    trace: the one that it belongs to. bounds: what the key may have in one request. address: from where.
-    secret_hash: of the secret that it came with.
-    """
-
-    payer: Payer
-    auth_ms: float
-    received_at: float
-    deadline: float | None = None
-    trace: TraceContext = NO_TRACE
-    bounds: TokenBounds = NO_BOUNDS
-    address: Address | None = None
-    secret_hash: bytes = field(default=b"", repr=False)
-
-
 class LiveEmbedding:
     """One request."""
 
-    def __init__(self, caller: EmbedCaller, start: ValidEmbed, process: Process) -> None:
+    def __init__(self, caller: Caller, start: ValidEmbed, process: Process) -> None:
         self.caller = caller
         self.start = start
         self.life = Life()
@@ -177,6 +155,7 @@ class LiveEmbedding:
                 lease = await self._process.admission.admit(self._admission_request(token_count_of(texts)), self.usage)
                 stack.push_async_exit(functools.partial(self._end_hold, lease))
                 self.life.become(State.ADMITTED)
+                self.caller.let_in()
                 self._watch.lap("admission")
             self._lease = lease
             try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 from weir.v1 import inference_service_pb2 as pb
 
+from api.access.auth import payer
 from api.core.errors import (
     ApiError,
     CancelledEarly,
@@ -30,6 +31,7 @@ from api.core.errors import (
     NotAdmittedYet,
     status_of,
 )
+from api.core.pace import VISIT
 from api.core.wire import OUTCOMES
 from api.generation import frames
 from api.generation.admission import Lease
@@ -74,7 +76,7 @@ from metering.core.models import Outcome
 from metering.holds.operations import RequestSettled, Settled
 from metering.quotas.quota_rules import Payer
 from metering.tenants.networks import Address
-from metering.tenants.tenants import NO_BOUNDS, TokenBounds
+from metering.tenants.tenants import NO_BOUNDS, Principal, TokenBounds
 
 if TYPE_CHECKING:
     from api.generation.process import Process
@@ -109,6 +111,22 @@ class Caller:
     address: Address | None = None
     secret_hash: bytes = field(default=b"", repr=False)
     let_in: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of(cls, principal: Principal, auth_ms: float, received_at: float, deadline: float | None, trace: TraceContext) -> Caller:
+        """Of a call that is one request."""
+        visit = VISIT.get()
+        return cls(
+            payer(principal),
+            auth_ms,
+            received_at,
+            deadline,
+            trace=trace,
+            bounds=principal.bounds,
+            address=principal.address,
+            secret_hash=principal.secret_hash,
+            let_in=(lambda: None) if visit is None else visit.let_in,
+        )
 
 
 class LiveRequest:

@@ -9,7 +9,7 @@ from api.core.interceptor import READ_BYTES, READ_S
 from api.core.pace import FramePace
 from api.core.settings import Settings
 from api.generation.admission import Admission
-from api.generation.embedding import EmbedCaller, LiveEmbedding
+from api.generation.embedding import LiveEmbedding
 from api.generation.embedding_wire import ValidEmbed
 from api.generation.life import WAITING
 from api.generation.live import Caller, LiveRequest
@@ -115,7 +115,7 @@ class Process:
         )
         return True
 
-    def embed(self, caller: EmbedCaller, start: ValidEmbed) -> LiveEmbedding:
+    def embed(self, caller: Caller, start: ValidEmbed) -> LiveEmbedding:
         """Run a request that embeds; its `answer` tells of its end."""
         request = LiveEmbedding(caller, start, self)
         self._live[request] = None

@@ -18,13 +18,13 @@ from aiohttp import web
 from msgspec import Struct
 from weir.v1 import inference_service_pb2 as pb
 
-from api.access.auth import Authenticator, StandingKey, check_model, payer
+from api.access.auth import Authenticator, StandingKey, check_model
 from api.core.addresses import FORWARDED_FOR
 from api.core.errors import Draining, status_of
 from api.core.messages import models_for
 from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
-from api.generation.embedding import EmbedCaller
 from api.generation.embedding_wire import parse_embed
+from api.generation.live import Caller
 from api.generation.process import Process
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
@@ -184,17 +184,7 @@ class Door:
                     await key.look_again()
                     key.check()
 
-                arrival = Arrival(
-                    payer(principal),
-                    request_id,
-                    received_at,
-                    auth_ms,
-                    check,
-                    trace,
-                    principal.bounds,
-                    principal.address,
-                    principal.secret_hash,
-                )
+                arrival = Arrival(Caller.of(principal, auth_ms, received_at, None, trace), request_id, check)
                 return await handler(request, arrival, principal)
         except HttpFault as fault:
             self._count_refusal(owner)
@@ -254,18 +244,7 @@ class Door:
                 start = parse_embed(embed_request(given, str(arrival.request_id)))
             check_model(principal, start.model)
             check_dimensions(given, self._process.router.choose_encoder(start.model).model.embedding_dimension)
-            caller = EmbedCaller(
-                arrival.payer,
-                arrival.auth_ms,
-                arrival.received_at,
-                trace=arrival.trace,
-                bounds=arrival.bounds,
-                address=arrival.address,
-                secret_hash=arrival.secret_hash,
-            )
-            response = await self._process.embed(caller, start).answer()
-            if (visit := VISIT.get()) is not None:
-                visit.let_in()
+            response = await self._process.embed(arrival.caller, start).answer()
         except Exception as error:
             return refused(refusal_of(status_of(error), EMBEDDING_NAMES), arrival.request_id, closing=self._is_draining)
         return answered(embedding_list(given, response, str(arrival.request_id)), arrival, headers_of(response.quotas))
@@ -294,7 +273,7 @@ class Door:
         Raises: HttpFault, Draining, PreparationLimit, Overloaded; as `Arrival.check`, since a body takes its time.
         """
         most = self._process.admission.settings.message_bytes_max
-        with self._process.text_work.permit(arrival.payer, min(request.content_length or CHUNKED_BYTES, most)):
+        with self._process.text_work.permit(arrival.caller.payer, min(request.content_length or CHUNKED_BYTES, most)):
             if self._is_draining:
                 raise Draining("this server is shutting down: the same request will be served elsewhere")
             body = await read_body(request, most)
@@ -302,12 +281,12 @@ class Door:
                 visit.work_s += BYTE_COST_S * len(body)
             await arrival.check()
             # At last, so that what is done with the body counts before another one of the key has its turn.
-            await self._process.pace.turn(arrival.payer)
+            await self._process.pace.turn(arrival.caller.payer)
         return body
 
     def _reading(self, arrival: Arrival) -> contextlib.AbstractContextManager[None]:
         """Counts the processor time in which a body becomes what is asked for, beyond that of an ordinary one."""
-        return self._process.pace.spending(arrival.payer, START_FREE_S)
+        return self._process.pace.spending(arrival.caller.payer, START_FREE_S)
 
 
 def answered(value: object, arrival: Arrival, more: Mapping[str, str] | None = None) -> web.Response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import structlog
@@ -20,14 +20,13 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded, status_of
-from api.core.pace import REFUSAL_COST_S, START_FREE_S, VISIT
+from api.core.pace import REFUSAL_COST_S, START_FREE_S
 from api.core.wire import finish_reason
 from api.generation.endings import OUTCOMES
 from api.generation.live import Caller, LiveRequest
 from api.generation.outbox import Outbox, Receiver, WholeOutbox
 from api.generation.process import Process
 from api.generation.start_frame import ValidStart, parse_start
-from api.observability.spans import NO_TRACE, TraceContext
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
 from api.openai.listener import Connection
@@ -35,9 +34,6 @@ from api.openai.parameters import Asked
 from api.openai.refusals import CLIENT_CLOSED, Refusal, headers_of, refusal_of
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
-from metering.quotas.quota_rules import Payer
-from metering.tenants.networks import Address
-from metering.tenants.tenants import NO_BOUNDS, TokenBounds
 
 PING_INTERVAL_S = 10.0  # seconds of waiting after which a stream begins, and then tells that it lives: proxies cut after a minute
 EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
@@ -49,22 +45,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Who asks and since when. request_id: of the whole, and of its first request. received_at: on the monotonic clock.
+    """An HTTP request. request_id: of the whole, and of its first request.
 
-    bounds: what the key may have in one request, of which there is one for each prompt. address: from where; None: not known.
-    secret_hash: of the secret that it came with.
     check: raises what the key is refused with by now; asks the database if the key has changed.
     """
 
-    payer: Payer
+    caller: Caller
     request_id: uuid.UUID
-    received_at: float
-    auth_ms: float
     check: Callable[[], Awaitable[None]]
-    trace: TraceContext = NO_TRACE
-    bounds: TokenBounds = NO_BOUNDS
-    address: Address | None = None
-    secret_hash: bytes = field(default=b"", repr=False)
 
 
 class Exchange:
@@ -93,7 +81,7 @@ class Exchange:
     async def serve(self) -> web.StreamResponse:
         """Run it to its end; on any exit nothing of it runs any more. Raises: RequestInFlight, RequestUnderWay."""
         try:
-            with self._process.pace.spending(self._arrival.payer, START_FREE_S):
+            with self._process.pace.spending(self._arrival.caller.payer, START_FREE_S):
                 window = self._process.window_tokens_max
                 starts = [parse_start(*each, window) for each in zip(self._bill.request_ids, self._asked.starts, strict=True)]
         except InvalidRequest as error:
@@ -124,18 +112,8 @@ class Exchange:
 
     def _begin(self, starts: Sequence[ValidStart]) -> None:
         """Start all requests, or none. Raises: RequestInFlight, RequestUnderWay."""
-        arrival = self._arrival
-        caller = Caller(
-            arrival.payer,
-            arrival.auth_ms,
-            arrival.received_at,
-            trace=arrival.trace,
-            bounds=arrival.bounds,
-            address=arrival.address,
-            secret_hash=arrival.secret_hash,
-            let_in=(lambda: None) if (visit := VISIT.get()) is None else visit.let_in,
-        )
-        keys = [(arrival.payer.project_id, start.request_id) for start in starts]
+        caller = self._arrival.caller
+        keys = [(caller.payer.project_id, start.request_id) for start in starts]
         for key, start in zip(keys, starts, strict=True):
             if (here := self._process.find(key)) is not None:
                 check_same(here, start)
@@ -147,7 +125,7 @@ class Exchange:
     def _on_end(self, receiver: Receiver) -> None:
         del self._receivers[receiver.given_id]
         if receiver.is_refused:
-            self._process.pace.spent(self._arrival.payer, REFUSAL_COST_S)
+            self._process.pace.spent(self._arrival.caller.payer, REFUSAL_COST_S)
         if not self._receivers:
             self._outbox.close()
 
@@ -296,7 +274,7 @@ class Exchange:
 
     def _response_headers(self) -> dict[str, str]:
         kind = {"content-type": EVENT_STREAM, "x-accel-buffering": "no"} if self._asked.streams else {"content-type": JSON}
-        took_ms = (time.monotonic() - self._arrival.received_at) * 1000
+        took_ms = (time.monotonic() - self._arrival.caller.received_at) * 1000
         return {
             **kind,
             **plain_headers(self._arrival.request_id),

@@ -21,9 +21,8 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Draining
 from api.core.settings import Settings
-from api.generation.embedding import EmbedCaller
 from api.generation.embedding_wire import ValidEmbed, parse_embed
-from api.generation.live import LiveRequest
+from api.generation.live import Caller, LiveRequest
 from api.generation.peers import PeerCertificates, make_identity
 from api.inference_service import InferenceServicer
 from api.openai.door import Door
@@ -315,7 +314,7 @@ class RestartedRun(ResumedRun):
 
 async def embed(world: World, start: ValidEmbed) -> pb.EmbedResponse:
     """As the handler of the call does."""
-    return await world.here.process.embed(EmbedCaller(world.payer, 0.0, 0.0), start).answer()
+    return await world.here.process.embed(Caller(world.payer, 0.0, 0.0), start).answer()
 
 
 @dataclass(slots=True)
