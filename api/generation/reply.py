@@ -225,7 +225,7 @@ class Reply:
     def _say(self, event: TokensGenerated) -> None:
         """Give one step's tokens to the outbox, and end the request where its limits or its client's reading want it."""
         logprobs = frames.token_logprobs(event.logprobs) if event.logprobs else ()
-        output = self.output
+        output, unsent_max = self.output, self._settings.outbox_tokens_per_request_max
         if self._parsers and (parser := self._parsers.get(event.choice_index)) is not None:
             text, calls = self._parsed(event.choice_index, parser.push(event.text))
             output.say(event.choice_index, text, event.token_ids, logprobs, calls)
@@ -235,7 +235,7 @@ class Reply:
             output.say(event.choice_index, event.text, event.token_ids, logprobs)
         if output.said_token_count >= self._limits.token_count_max:
             self.end_at_limit()
-        if output.unsent_token_count > self._settings.outbox_tokens_per_request_max and not output.takes_whole:
+        if output.said_token_count - output.usage.delivered_token_count > unsent_max and not output.takes_whole:
             self._life.stop(Outcome.SLOW_CONSUMER)
 
     def _say_rest(self, choice_index: int, text: str) -> None:
