@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import psycopg
@@ -58,6 +58,9 @@ _numbers = itertools.count(1)
 
 BINARY, TEXT = pq.Format.BINARY, pq.Format.TEXT
 
+# Of a socket that its peer has reset libuv tells once, and then watches it no more. Where the server had said something before, the
+# end of the connection is still to be read then. So whoever waits looks by itself now and then.
+LOOK_INTERVAL_S = 0.1
 CANCEL_TIMEOUT_S = 5.0  # for the server to take notice that nobody waits for an answer any more
 
 
@@ -115,8 +118,9 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
     loop, socket = asyncio.get_running_loop(), pgconn.socket
     answered: asyncio.Future[None] = loop.create_future()
     results: list[pq.abc.PGresult] = []
-    watch = _Watch(loop, socket)
-    loop.add_reader(socket, _read, watch, pgconn, prepared, iter(new.items()), results, answered)
+    watch = _Watch(
+        loop, socket, partial(_read, pgconn=pgconn, prepared=prepared, new=iter(new.items()), results=results, answered=answered)
+    )
     try:
         if pgconn.flush():
             loop.add_writer(socket, _write, watch, pgconn, answered)
@@ -138,21 +142,30 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
 
 
 class _Watch:
-    """The event loop's watch over a socket.
+    """The event loop's watch over a socket, until the answer is there.
 
     It stops in the callback that finds the answer, or the end of the connection: libpq closes the socket then, and what is opened
     next has its number, and is not to lose its own watch.
     """
 
-    __slots__ = ("_loop", "_socket")
+    __slots__ = ("_loop", "_read", "_socket", "_timer")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, socket: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, socket: int, read: Callable[[_Watch], None]) -> None:
+        """read: called when something has arrived, and now and then."""
         self._loop = loop
+        self._read = read
         self._socket: int | None = socket
+        self._timer = loop.call_later(LOOK_INTERVAL_S, self._look)
+        loop.add_reader(socket, read, self)
+
+    def _look(self) -> None:
+        self._timer = self._loop.call_later(LOOK_INTERVAL_S, self._look)
+        self._read(self)
 
     def stop(self) -> None:
         """Idempotent."""
         if self._socket is not None:
+            self._timer.cancel()
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket = None
@@ -197,7 +210,7 @@ def _read(
                 prepared[query] = name
             elif status != pq.ExecStatus.PIPELINE_ABORTED:  # which tells what comes after an error that it was left out
                 results.append(result)
-    except psycopg.Error as error:
+    except Exception as error:  # whatever it is, whoever waits is told
         watch.stop()
         if not answered.done():
             answered.set_exception(error)
@@ -208,7 +221,7 @@ def _write(watch: _Watch, pgconn: pq.abc.PGconn, answered: asyncio.Future[None])
     try:
         if not pgconn.flush():
             watch.stop_writing()
-    except psycopg.Error as error:
+    except Exception as error:  # whatever it is, whoever waits is told
         watch.stop()
         if not answered.done():
             answered.set_exception(error)

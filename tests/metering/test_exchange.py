@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import select
+import socket
+import tempfile
+import threading
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
 import pytest
+import uvloop
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -90,12 +96,12 @@ async def test_a_connection_that_goes_away_is_watched_no_more(postgres_server: s
     loop, read = asyncio.get_running_loop(), exchange_module._read
     still_watched: list[bool] = []
     async with await psycopg.AsyncConnection.connect(psycopg_conninfo(postgres_server), autocommit=True) as lost:
-        socket = lost.pgconn.socket
+        fd = lost.pgconn.socket
 
-        def read_and_look(watch: Any, *rest: Any) -> None:
-            read(watch, *rest)
+        def read_and_look(watch: Any, **rest: Any) -> None:
+            read(watch, **rest)
             if lost.pgconn.status == psycopg.pq.ConnStatus.BAD:
-                still_watched.append(loop.remove_reader(socket))
+                still_watched.append(loop.remove_reader(fd))
 
         monkeypatch.setattr(exchange_module, "_read", read_and_look)
         with pytest.raises(psycopg.OperationalError):
@@ -113,3 +119,49 @@ async def test_statements_that_fail_again_and_again_leave_nothing_behind_on_the_
     [[(count,)]] = await exchange(connection, [("SELECT count(*)::int FROM pg_prepared_statements", ())])
     assert count == 3  # the two that got so far, and this one
     assert await exchange(connection, [failing[0], ("SELECT 1 / %s::int", (1,)), failing[2]]) == [[(1,)], [(1,)], [(2,)]]
+
+
+FAREWELL = b"SFATAL\0VFATAL\0C57P01\0Mterminating connection due to unexpected postmaster exit\0\0"
+
+
+@contextlib.contextmanager
+def forwarding(postgres_server: str) -> Iterator[tuple[str, threading.Event]]:
+    """A way to the server that, from when the event is set, leaves what it is sent unread, says why, and resets the connection."""
+    info = psycopg.conninfo.conninfo_to_dict(psycopg_conninfo(postgres_server))
+    reset = threading.Event()
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{directory}/.s.PGSQL.5432")
+        listener.listen()
+
+        def forward() -> None:
+            client, _ = listener.accept()
+            with client, socket.socket(socket.AF_UNIX) as server:
+                server.connect(f"{info['host']}/.s.PGSQL.5432")
+                while not reset.is_set():
+                    for one, other in ((client, server), (server, client)):
+                        if select.select([one], [], [], 0.005)[0] and not reset.is_set():
+                            other.sendall(one.recv(1 << 16))
+                select.select([client], [], [], 10)
+                client.sendall(b"E" + (len(FAREWELL) + 4).to_bytes(4, "big") + FAREWELL)
+            # What is unread when it is closed makes the close a reset.
+
+        thread = threading.Thread(target=forward)
+        thread.start()
+        yield psycopg.conninfo.make_conninfo("", **info | {"host": directory}), reset
+        reset.set()
+        thread.join()
+
+
+def test_a_connection_that_is_reset_is_noticed(postgres_server: str) -> None:
+    """The event loop of the product tells of it once, with what was said before it, and then watches the socket no more."""
+
+    async def ask(conninfo: str, reset: threading.Event) -> None:
+        async with await psycopg.AsyncConnection.connect(conninfo, autocommit=True) as connection:
+            assert await exchange(connection, [("SELECT 1", ())]) == [[(1,)]]
+            reset.set()
+            async with asyncio.timeout(5):
+                await exchange(connection, [("SELECT 2", ())])
+
+    loops = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    with forwarding(postgres_server) as (conninfo, reset), loops as runner, pytest.raises(psycopg.OperationalError):
+        runner.run(ask(conninfo, reset))
