@@ -24,6 +24,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
@@ -33,11 +35,12 @@ SERVICE = "/weir.v1.InferenceService"
 GENERATE = f"{SERVICE}/Generate"
 WATCH = "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-METHODS = [
-    method
-    for name in (*SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
-    for method in Default().FindServiceByName(name).methods
-]
+SERVED: tuple[Any, ...] = (
+    *map(Default().FindServiceByName, SERVICES),
+    health_pb2.DESCRIPTOR.services_by_name["Health"],
+    reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
+)
+METHODS = [method for service in SERVED for method in service.methods]
 NEAR_LIMIT_BYTES = 3_900_000  # the server refuses messages above 4 MiB
 BURST_FRAMES = 1000  # of one message
 CALL_MAX_S = 30.0
