@@ -137,7 +137,7 @@ class IncidentTaskGroup(asyncio.TaskGroup):
 
 
 def sole_cause(error: BaseException) -> BaseException:
-    """What a task group failed of, if it is one thing: who reads it does not want to know how tasks are nested."""
+    """Return the only error inside nested task groups; the innermost group that holds several."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

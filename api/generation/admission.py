@@ -84,7 +84,7 @@ class Capacity:
 
 
 class Lease:
-    """The permit and the hold of one request, from asking for them to their end, which comes exactly once.
+    """Permit and hold of one request, from admission to settlement. Each ends exactly once.
 
     leased_token_count: output tokens that may be delivered in all. outcome: what it was ended with. settled: what that has cost,
     unless the hold was voided; `endings.py` says what an end costs.
@@ -141,7 +141,7 @@ class Lease:
         done(None)
 
     def abandon(self) -> None:
-        """Nobody wants it any more: what was obtained is given back, and nobody is told."""
+        """Give back permit and hold without calling `done`. Does nothing after the end."""
         if self._pending is not None:
             self._pending.abandon()
             self._pending = self._done = None
@@ -237,7 +237,7 @@ class Lease:
 
 
 def no_lapse() -> None:
-    """Of a hold that is not there yet."""
+    """Default of `Lease.lapse`: there is no hold yet that could lapse."""
 
 
 class Admission:
@@ -296,7 +296,7 @@ class Admission:
 
 
 async def answered(ask: Callable[[Callable[[Exception | None], None]], None]) -> None:
-    """Wait for what is told by a call. Raises what it is told."""
+    """Call `ask` with a callback and wait until it is called. Raises the error that the callback receives."""
     answer: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
     ask(lambda error: None if answer.done() else answer.set_result(error))
     if (error := await answer) is not None:

@@ -114,7 +114,7 @@ class Caller:
 
     @classmethod
     def of(cls, principal: Principal, auth_ms: float, received_at: float, deadline: float | None, trace: TraceContext) -> Caller:
-        """Of a call that is one request."""
+        """Return the caller of a call that carries one request."""
         visit = VISIT.get()
         return cls(
             payer(principal),
@@ -294,7 +294,7 @@ class LiveRequest:
     # Admitted and queued.
 
     def _admitted(self, refusal: Exception | None) -> None:
-        """The hold store has answered."""
+        """Handle the answer of the hold store. refusal: None if the request is admitted."""
         if refusal is not None:
             self._fail(refusal)
             return
@@ -331,7 +331,7 @@ class LiveRequest:
             self.life.stop(Outcome.DEADLINE)
 
     def _go_on(self) -> None:
-        """Towards the engine: when that is there, wait for the turn; when it has come, submit."""
+        """Take the next step towards the engine: wait until it is loaded, wait for the turn, submit the sequence."""
         place, route, request, lease = self.place, self._route, self._request, self._lease
         if self._is_over or self.life.end is not None or place is None or route is None or request is None or lease is None:
             return
@@ -365,7 +365,7 @@ class LiveRequest:
     # Running.
 
     def take(self, event: SequenceEvent | EngineError) -> None:
-        """What the engine tells."""
+        """Handle an event of the sequence. The engine calls it."""
         if self._is_over:
             return
         try:
@@ -388,7 +388,7 @@ class LiveRequest:
             self._fail(error)
 
     def _begun(self, event: Scheduled) -> None:
-        """The engine has begun with it."""
+        """Handle that the engine has begun with the sequence."""
         place, request, limits, usage = self.place, self._request, self._limits, self.output.usage
         assert place is not None
         assert request is not None
@@ -408,7 +408,7 @@ class LiveRequest:
             self.place.generated(count)
 
     def _generated(self, event: SequenceFinished) -> None:
-        """The engine has ended it. It goes on where its client has raised the limit meanwhile."""
+        """Handle the end of the sequence. Continue it if the client has raised the limit meanwhile."""
         limits, request, sequence = self._limits, self._request, self._sequence
         assert limits is not None
         assert request is not None
@@ -481,7 +481,7 @@ class LiveRequest:
         return CancelledEarly("the request was cancelled before it was admitted")
 
     def _fail(self, error: Exception) -> None:
-        """End it by an error: a refusal, something that broke, or `Stopped`."""
+        """End the request with an error: a refusal, a failure, or `Stopped`."""
         if self._is_over:
             return
         if not isinstance(error, Stopped):
@@ -495,7 +495,7 @@ class LiveRequest:
         self._wind_up()
 
     def _wind_up(self) -> None:
-        """Nothing more is generated: when the client has taken what waits, the hold is settled."""
+        """Stop generating, and settle the hold once the client has taken what waits."""
         if self._is_over:
             return
         self._is_over = True
@@ -530,7 +530,7 @@ class LiveRequest:
         lease.end(outcome, error, self._settled, timings, self._migration_count)
 
     def _settled(self, error: Exception | None) -> None:
-        """The hold has ended."""
+        """Handle that the hold has ended. error: what went wrong with that."""
         self._error = error or self._error
         self._watch.lap("settle")
         self._end()

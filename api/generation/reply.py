@@ -1,4 +1,4 @@
-"""What one request says to its client: engine events become frames, checked, covered by the lease, and put into the outbox."""
+"""Output of one request: turns engine events into delta frames, after safety checks and under the lease of its hold."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Reply:
         self.output.discard()
 
     def take(self, event: Told) -> None:
-        """What the engine has told, in order: handed on at once, or by a task if checks, the client or the lease make it wait.
+        """Hand on an engine event in order: at once, or by a task if checks, the client or the lease make it wait.
 
         Raises: EngineError that was told, OSError if output has to be journalled and cannot be.
         """
@@ -165,7 +165,7 @@ class Reply:
             self._note_filtered(checked, event.choice_index)
 
     async def _end_checked(self, event: ChoiceFinished | SequenceFinished) -> None:
-        """The same for the end of a choice, and of what was held back of it."""
+        """Hand on the end of a choice, and what the safety checks held back of it."""
         index = event.choice_index if isinstance(event, ChoiceFinished) else 0
         if self._life.end is None and (isinstance(event, ChoiceFinished) or self._start.choice_count == 1):
             checked = self._filters[index]
