@@ -141,7 +141,7 @@ class Lease:
         done(None)
 
     def abandon(self) -> None:
-        """Give back permit and hold without calling `done`. Does nothing after the end."""
+        """Give back permit and hold without calling `done`. Not for a lease that `end` was called for."""
         if self._pending is not None:
             self._pending.abandon()
             self._pending = self._done = None
