@@ -228,6 +228,9 @@ class World:
         self.loop.settle()
         left = [task for task in self._tasks if not task.done()]
         assert not left, f"left over: {left}"
+        for task in self._tasks:
+            if not task.cancelled():
+                task.exception()  # else asyncio reports it when the task is collected, inside another test
         assert not self.alive
         assert self.budget.held_bytes == 0
 
