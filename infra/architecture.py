@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PRODUCT = ("api/", "common/", "demo/", "inference/", "metering/", "migrations/", "sdk/", "infra/", "bench/")
+PRODUCT = ("api/", "common/", "demo/", "inference/", "metering/", "migrations/", "weir_commands/", "sdk/", "infra/", "bench/")
 GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 
 
@@ -153,13 +153,20 @@ BORDERS = (
         why="a proof that uses what it judges repeats its mistakes",
     ),
     Border(
-        ("api", "common", "inference", "metering", "weir", "weir_client"),
+        ("api", "common", "inference", "metering", "weir", "weir_cli", "weir_client"),
         inside=("migrations/",),
         save_for=("migrations/env.py",),
         why="a revision must mean the same for ever, whatever becomes of today's code",
     ),
     Border(("api", "inference", "weir"), inside=("migrations/env.py",), why="env.py reads the models and nothing else of ours"),
-    Border(("api", "common", "inference", "metering", "migrations"), inside=("sdk/",), why="the SDK installs alone"),
+    Border(
+        ("api", "common", "inference", "metering", "migrations", "weir_commands"), inside=("sdk/",), why="the SDK installs alone"
+    ),
+    Border(
+        ("weir_cli", "typer", "rich", "yaml"),
+        inside=("sdk/python/src/weir_client/",),
+        why="programs that use the SDK need no command line",
+    ),
     Border(
         ("weir",),
         inside=PRODUCT,
@@ -230,8 +237,8 @@ BORDERS = (
         why="statements stand in metering, beside the tables that they read; the API passes sessions on",
     ),
     Border(
-        ("weir_client",),
-        inside=("api/",),
+        ("weir_cli", "weir_client"),
+        inside=("api/", "common/", "inference/", "metering/"),
         save_for=("api/cli/", "api/chaos/"),
         why="the server is no client of its own; the command is one",
     ),

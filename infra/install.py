@@ -91,6 +91,8 @@ def main() -> int:
         create(options.venv)
         install(options.venv, f"pip=={options.pip}")
         install(options.venv, "-c", str(LOCK), *RUN_TIME)
+        if not (options.venv / "bin" / "weir").exists():  # pip removed it with a version of the server that still owned it
+            install(options.venv, "--force-reinstall", "--no-deps", "-e", "sdk/python")
     print(f"Installed in {time.monotonic() - started:.0f} s.", flush=True)
     return 0
 

@@ -38,10 +38,10 @@ from typing import Annotated, Any, Literal, LiteralString
 import psycopg
 import typer
 from rich.markup import escape
+from weir_cli.connection import Connection
+from weir_cli.render import JsonOption, duration_text, make_console, note, print_json, show, table
 from weir_client import AsyncClient, WeirError
 
-from api.cli.connection import Connection
-from api.cli.render import JsonOption, duration_text, make_console, note, print_json, show, table
 from api.cli.stack import Child, StackFailed, bootstrap, child_environment, clear_failures, ensure_receipt_key, serving_pid
 from api.core.settings import Settings
 from api.fleet.fleet_file import model_names

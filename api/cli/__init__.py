@@ -1,5 +1,4 @@
-"""The command line `weir`: clients of the public API, and the commands that start it on a machine.
+"""The commands of `weir` that run a server or look into its database; `weir_commands/server.py` lists them.
 
-`main.py` is the entry; `connection.py` decides where to connect; `render.py` draws; each other module is a group of commands.
-The client commands speak gRPC through `weir_client` and nothing else, so that they work against any server.
+Those that call a server are `weir_cli`, in the Python SDK. `stack.py` has what the commands here share.
 """

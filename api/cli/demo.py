@@ -16,6 +16,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 from rich.table import Table
+from weir_cli.render import fail, make_console, month_report, result_line, table, waterfall
 from weir_client import (
     AsyncAdminClient,
     AsyncBillingClient,
@@ -29,7 +30,6 @@ from weir_client import (
     WeirError,
 )
 
-from api.cli.render import fail, make_console, month_report, result_line, table, waterfall
 from api.cli.stack import Stack, clear_failures, read_settings, run_stack
 from api.core.endpoint import read_endpoint
 from api.core.settings import DEMO_MODEL_NAME, Settings

@@ -27,9 +27,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
+from weir_cli.connection import CONNECTION_FILE, Connection, ConnectionProblem, read_connection_file
+from weir_cli.render import JsonOption, fail, note, print_json, show, table
 
-from api.cli.connection import CONNECTION_FILE, Connection, ConnectionProblem, connection_path, read_connection_file, reported
-from api.cli.render import JsonOption, fail, note, print_json, show, table
 from api.core.endpoint import Told, forget_endpoint, make_private, read_endpoint
 from api.core.settings import SettingInvalid, Settings, listen_address
 from api.fleet.fleet_file import model_names
@@ -39,7 +39,7 @@ from inference.errors import CheckpointInvalid
 from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, MeteringError
 from metering.export.export_settings import export_settings, webhook_settings
 from metering.pricing.prices import list_current_prices, set_price
-from metering.receipts.signing import ensure_key, key_path
+from metering.receipts.signing import ensure_key, key_path, replace_key
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.embedded_postgres import PostgresNotStarted
@@ -400,7 +400,7 @@ def optional_children(environment: Mapping[str, str], home: Path) -> list[Child]
             return []
     except InvalidValue as error:
         raise StackFailed(str(error)) from error
-    command = [sys.executable, "-m", "api.cli.main", "stripe", "webhooks"]
+    command = [sys.executable, "-m", "weir_cli", "stripe", "webhooks"]
     return [Child("endpoint for Stripe's events", command, home / "logs" / "webhooks.log")]
 
 
@@ -478,21 +478,6 @@ def command_name() -> str:
     called = sys.argv[0]
     known = Path(called).name != "weir" or shutil.which("weir") == called
     return "weir" if known else shlex.quote(called)
-
-
-def env() -> None:
-    """Print where `weir up` listens and its keys, for the shell: eval "$(weir env)".
-
-    The SDKs, and every command, then find that server from any directory and any language.
-    """
-    with reported(None):
-        file = read_connection_file()
-        if not file.address:
-            raise ConnectionProblem(f"there is no {connection_path()}: start a server with `weir up`")
-        variables = {"WEIR_ADDRESS": file.address, "WEIR_API_KEY": file.api_key, "WEIR_ADMIN_KEY": file.admin_key}
-        for name, value in variables.items():
-            if value:
-                typer.echo(f"export {name}={shlex.quote(value)}")
 
 
 def console(
@@ -606,6 +591,22 @@ def init(
     stderr.print("This admin key is shown once. Keep it as WEIR_ADMIN_KEY where you run `weir`.")
     if receipt_key is not None:
         stderr.print(f"Receipts will be signed with {receipt_key}: copy it to the other machines that serve.")
+
+
+def rotate_receipt_key() -> None:
+    """Make a new key that signs receipts, in the place of the old one on this machine, which is deleted.
+
+    Servers use it from their next start. Receipts that the old key signed stay valid: its public half is kept.
+    """
+    path = key_path(read_settings().to_environment())
+    if path is None:
+        fail("WEIR_RECEIPT_KEY_FILE says off: name a file there to sign receipts", 2)
+    try:
+        signer = replace_key(path)
+    except OSError as error:
+        fail(f"{path} cannot be written: {error.strerror}")
+    typer.echo(signer.key_id)
+    note(f"{path} holds the new key: copy it to the other machines that serve, and restart the servers")
 
 
 @doctor.callback()

@@ -16,8 +16,8 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
+from weir_cli.render import JsonOption, csv_of, duration_text, fail, make_console, note, print_json, show, table
 
-from api.cli.render import JsonOption, csv_of, duration_text, fail, make_console, note, print_json, show, table
 from api.cli.stack import HomeOption, clear_failures, run
 from metering.core.errors import BillingDetailsMissing, InvalidValue
 from metering.core.models import TokenKind

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 import yaml
+from weir_yaml import Keys, NotYaml, StrictReader, Value, compose
 
 from api.core.settings import SettingInvalid, Settings, number, one_of, whole
-from common.strict_yaml import Keys, NotYaml, StrictReader, Value, compose
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B|)")
 UNITS: dict[str, int] = {"": 1, "B": 1} | {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}

@@ -22,6 +22,7 @@ COPY demo demo
 COPY inference inference
 COPY metering metering
 COPY migrations migrations
+COPY weir_commands weir_commands
 # Not the extra `safety`: it needs a newer transformers than the library was built with. Whatever the image brings stays as it is, torch above all: its versions are constraints, and ours hold for the rest.
 RUN pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > image.txt \
     && python -c "names = {line.split('==')[0].lower().replace('_', '-') for line in open('image.txt')}; \

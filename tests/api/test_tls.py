@@ -11,11 +11,11 @@ import grpc
 import pytest
 from aiohttp import web
 from grpc import StatusCode
+from weir_cli.connection import explain
 from weir_client import AsyncClient, Unavailable
 from weir_client.tls import TlsOptions
 
 from api.access.tls import Tls, open_tls
-from api.cli.connection import explain
 from api.core.settings import SettingInvalid, Settings
 from api.openai.listener import Listener
 from tests.api.bare_server import TIMEOUT_S, bare_server, check, connection

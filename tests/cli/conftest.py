@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
+from weir_cli import months as report_module
+from weir_cli.__main__ import app
 
-from api.cli import months as report_module
-from api.cli.main import app
 from tests.cli.scripted_weir import ScriptedAccounts, scripted_inference
 from tests.sdk import scripted
 from tests.sdk.scripted import ScriptedInference

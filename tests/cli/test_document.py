@@ -11,9 +11,8 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import configuration_pb2
-
-from api.cli import configuration as document
-from api.cli.configuration import QUOTA, read_document, write_document
+from weir_cli import configuration as document
+from weir_cli.configuration import QUOTA, read_document, write_document
 
 GOOD = """\
 version: 1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from weir.v1 import inference_service_pb2 as pb
+from weir_cli import generate as command
 
-from api.cli import generate as command
 from tests.cli.conftest import Run, ScriptedWeir
 
 ANSWER = "Two hotels have a pool: the Grand Pier and the Old Mill."

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from weir_cli.render import to_text
 
-from api.cli.render import to_text
 from api.cli.stack import welcome
 from api.core.endpoint import Told
 from tests.cli.conftest import Run

@@ -7,23 +7,10 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
 import pytest
-from weir_client import (
-    ApiKey,
-    Generation,
-    GenerationState,
-    Money,
-    QuotaDimension,
-    Timings,
-    Usage,
-    UsageGrouping,
-    UsageRow,
-    UsageShare,
-)
-
-from api.cli.audit import changed
-from api.cli.connection import flag_of
-from api.cli.months import usage_csv, usage_table
-from api.cli.render import (
+from weir_cli.audit import changed
+from weir_cli.connection import flag_of
+from weir_cli.months import usage_csv, usage_table
+from weir_cli.render import (
     decimal_text,
     duration_text,
     parse_limit,
@@ -38,8 +25,20 @@ from api.cli.render import (
     usage_line,
     waterfall,
 )
-from api.cli.requests import traced
-from api.cli.tenants import key_state
+from weir_cli.requests import traced
+from weir_cli.tenants import key_state
+from weir_client import (
+    ApiKey,
+    Generation,
+    GenerationState,
+    Money,
+    QuotaDimension,
+    Timings,
+    Usage,
+    UsageGrouping,
+    UsageRow,
+    UsageShare,
+)
 
 
 @pytest.mark.parametrize(

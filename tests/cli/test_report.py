@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from weir.v1 import usage_reports_pb2 as pb
+from weir_cli import months as report_module
+from weir_cli.months import DailyPlot, Day, daily_plot, short_count
+from weir_cli.render import to_text
 
-from api.cli import months as report_module
-from api.cli.months import DailyPlot, Day, daily_plot, short_count
-from api.cli.render import to_text
 from tests.cli.conftest import Run, ScriptedWeir
 from tests.cli.scripted_weir import FORECAST, USAGE_ROWS, usage_row
 

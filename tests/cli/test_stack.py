@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from weir_cli.connection import Connection
 
 from api.cli import stack as stack_module
-from api.cli.connection import Connection
 from api.cli.stack import Child, Stack, written_pid
 from api.core.endpoint import make_private
 from tests.service import until

@@ -177,7 +177,7 @@ async def how_a_stream_ends(service: Service, secret: str) -> StatusCode:
 
 async def weir(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """What the program does, in a process of its own."""
-    command = [sys.executable, "-m", "api.cli.main", *arguments]
+    command = [sys.executable, "-m", "weir_cli", *arguments]
 
     def run() -> subprocess.CompletedProcess[str]:
         variables = {**os.environ, **environment}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert, text
 from typer.testing import CliRunner
+from weir_cli.__main__ import app
 from weir_client import (
     AsyncBillingClient,
     BillingProfile,
@@ -24,7 +25,6 @@ from weir_client import (
     PermissionDenied,
 )
 
-from api.cli.main import app
 from metering.core.models import PriceVersion
 from metering.pricing.prices import get_price
 from tests.metering.books import Consumed, Customer, add_usage

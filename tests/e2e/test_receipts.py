@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
+from weir_cli.__main__ import app
 from weir_client import (
     AsyncReceiptClient,
     FinishReason,
@@ -24,7 +25,6 @@ from weir_client import (
 )
 from weir_client.receipt_months import totals_of
 
-from api.cli.main import app
 from metering.core.models import QuotaDimension
 from metering.ledger.rating import rate_all_pending
 from metering.store.db import create_engine, create_sessions

@@ -20,7 +20,7 @@ from tests.service import MODEL, PATIENCE_S, wait_for
 
 def command(*arguments: str) -> list[str]:
     """The command line of `weir`, by this interpreter."""
-    return [sys.executable, "-m", "api.cli.main", *arguments]
+    return [sys.executable, "-m", "weir_cli", *arguments]
 
 
 @pytest.fixture

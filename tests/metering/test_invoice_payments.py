@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 from typer.testing import CliRunner
+from weir_cli.__main__ import app
 
-from api.cli.main import app
 from metering.alerts import delivering as webhooks
 from metering.alerts.alerts import ListedAlert, list_alerts
 from metering.alerts.delivering import body_of, deliver_alerts

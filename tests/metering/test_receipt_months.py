@@ -9,9 +9,9 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from weir_cli.receipts import read_report
 from weir_client import verify_receipts, wire_receipts
 
-from api.cli.receipts import read_report
 from api.core.messages import receipt_message
 from metering.core.errors import InvalidValue
 from metering.holds.batch import HoldConnection

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from typer.testing import CliRunner
+from weir_cli.__main__ import app
 
-from api.cli.main import app
 from api.cli.stack import StackFailed, optional_children
 from metering.celery_app import refuse_without_database
 from metering.core.errors import AlreadyExists, BillingDetailsMissing, InvalidValue, StripeFailed

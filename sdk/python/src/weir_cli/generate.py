@@ -36,8 +36,8 @@ from weir_client import (
     WeirError,
 )
 
-from api.cli.connection import AddressOption, KeyOption, Output, calls, inference_client
-from api.cli.render import (
+from weir_cli.connection import AddressOption, KeyOption, Output, calls, inference_client
+from weir_cli.render import (
     JsonOption,
     dimension_amount,
     duration_text,
@@ -54,7 +54,7 @@ from api.cli.render import (
     tell_found,
     usage_line,
 )
-from api.cli.tenants import quotas_table
+from weir_cli.tenants import quotas_table
 
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="Model to ask, as `weir models` names it.")]
 PromptArgument = Annotated[str | None, typer.Argument(help="The question, or - to read it from standard input.")]

@@ -24,8 +24,8 @@ from weir_client import (
     QuotaSubject,
 )
 
-from api.cli.connection import Output, admin_client, calls, inference_client, organization_or_default, project_or_default
-from api.cli.render import (
+from weir_cli.connection import Output, admin_client, calls, inference_client, organization_or_default, project_or_default
+from weir_cli.render import (
     JsonOption,
     dimension_amount,
     duration_text,

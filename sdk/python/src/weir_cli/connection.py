@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -36,7 +37,7 @@ from weir_client import (
 )
 from weir_client.connection import is_local
 
-from api.cli.render import JsonOption, dimension_amount, duration_text, fail, tell_found
+from weir_cli.render import JsonOption, dimension_amount, duration_text, fail, tell_found
 
 if TYPE_CHECKING:
     from weir_client import AdminClient, BillingClient, ReceiptClient
@@ -332,3 +333,18 @@ def reported(address: str | None) -> Iterator[None]:
     except BrokenPipeError:  # the reader of our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
+
+
+def env() -> None:
+    """Print where `weir up` listens and its keys, for the shell: eval "$(weir env)".
+
+    The SDKs, and every command, then find that server from any directory and any language.
+    """
+    with reported(None):
+        file = read_connection_file()
+        if not file.address:
+            raise ConnectionProblem(f"there is no {connection_path()}: start a server with `weir up`")
+        variables = {"WEIR_ADDRESS": file.address, "WEIR_API_KEY": file.api_key, "WEIR_ADMIN_KEY": file.admin_key}
+        for name, value in variables.items():
+            if value:
+                typer.echo(f"export {name}={shlex.quote(value)}")

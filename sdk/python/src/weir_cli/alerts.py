@@ -9,8 +9,8 @@ import typer
 from rich.console import RenderableType
 from weir_client import AdminClient, Alert, AlertDeliveryState, BillingClient, QuotaDimension
 
-from api.cli.connection import Output, admin_client, billing_client, calls
-from api.cli.render import (
+from weir_cli.connection import Output, admin_client, billing_client, calls
+from weir_cli.render import (
     JsonOption,
     dimension_amount,
     money_text,
@@ -21,7 +21,7 @@ from api.cli.render import (
     thresholds_text,
     time_text,
 )
-from api.cli.tenants import show_secret
+from weir_cli.tenants import show_secret
 
 alerts = typer.Typer(help="Read alerts on limits, credit and payments; have them posted somewhere.", no_args_is_help=True)
 webhook = typer.Typer(help="Where an organization's alerts are posted to.", no_args_is_help=True)

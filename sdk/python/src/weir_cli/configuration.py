@@ -26,9 +26,10 @@ from rich.text import Text
 from weir_client import AdminClient, AppliedConfiguration, BillingProfile, ChangeAction, ConfigurationChange, Money, QuotaDimension
 from weir_client.wire import DIMENSIONS
 from weir_client.wire_accounts import DIMENSION_NUMBERS
+from weir_yaml import FileMistake, NotYaml, StrictReader, compose, joined
 
-from api.cli.connection import admin_client, calls
-from api.cli.render import (
+from weir_cli.connection import admin_client, calls
+from weir_cli.render import (
     JsonOption,
     decimal_text,
     dimension_amount,
@@ -45,7 +46,6 @@ from api.cli.render import (
     printable,
     show,
 )
-from common.strict_yaml import FileMistake, NotYaml, StrictReader, compose, joined
 
 Json = Any  # a value of the JSON mapping of a message
 Texts = Mapping[str, str]  # the scalars of one mapping of the file, by key

@@ -58,6 +58,19 @@ def parse_span(text: str, examples: str = "90m, 12h, 30d or 4w") -> timedelta:
     return timedelta(**{SPAN_UNITS[match[2]]: int(match[1])})
 
 
+def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
+    """A time, or so long before `now`. Raises: typer.BadParameter."""
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return now - parse_span(text)
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter("write it as 90m, 12h, 7d, 2026-11-20 or 2026-11-20T18:00:00Z", param_hint=flag) from None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
 def duration_text(seconds: float) -> str:
     """A wait for people: `0.3 s`, `12 s`, `4 min`, `3 h`, `9 d`, rounded up so that waiting so long is enough."""
     if seconds < 1:

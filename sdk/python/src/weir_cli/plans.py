@@ -11,9 +11,9 @@ import typer
 from rich.console import RenderableType
 from weir_client import AdminClient, AppliedPrice, CreditGrant, Plan, PriceVersion, SimulatedCustomer
 
-from api.cli.configuration import PROPOSAL, content_of, read_document, tell_mistakes
-from api.cli.connection import Output, admin_client, calls
-from api.cli.render import (
+from weir_cli.configuration import PROPOSAL, content_of, read_document, tell_mistakes
+from weir_cli.connection import Output, admin_client, calls
+from weir_cli.render import (
     JsonOption,
     csv_of,
     decimal_text,

@@ -17,9 +17,9 @@ from rich.text import Text
 from weir_client import Receipt, ReceiptClient, ReceiptKey, ReceiptVerdict, public_keys, verify_receipts
 from weir_client.receipt_months import Totals
 
-from api.cli.connection import AddressOption, KeyOption, Output, calls, organization_or_default, receipt_client
-from api.cli.render import JsonOption, checked_month, fail, jsonable, note, parse_picos, print_json, put, show, table
-from api.cli.tenants import OrganizationOption
+from weir_cli.connection import AddressOption, KeyOption, Output, calls, organization_or_default, receipt_client
+from weir_cli.render import JsonOption, checked_month, fail, jsonable, note, parse_picos, print_json, put, show, table
+from weir_cli.tenants import OrganizationOption
 
 receipt = typer.Typer(help="Export receipts and verify them.", no_args_is_help=True)
 
@@ -171,26 +171,6 @@ def verify(
     tell(verdict, reported, expected, as_json=as_json)
     if not verdict.valid:
         raise typer.Exit(1)
-
-
-@receipt.command("rotate")
-def rotate() -> None:
-    """Make a new key that signs receipts, in the place of the old one on this machine, which is deleted.
-
-    Servers use it from their next start. Receipts that the old key signed stay valid: its public half is kept.
-    """
-    from api.cli.stack import read_settings
-    from metering.receipts.signing import key_path, replace_key
-
-    path = key_path(read_settings().to_environment())
-    if path is None:
-        fail("WEIR_RECEIPT_KEY_FILE says off: name a file there to sign receipts", 2)
-    try:
-        signer = replace_key(path)
-    except OSError as error:
-        fail(f"{path} cannot be written: {error.strerror}")
-    typer.echo(signer.key_id)
-    note(f"{path} holds the new key: copy it to the other machines that serve, and restart the servers")
 
 
 def fetched_keys(receipts: list[Receipt], address: str | None, api_key: str | None) -> list[ReceiptKey]:

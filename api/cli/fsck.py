@@ -1,10 +1,9 @@
-"""`weir audit` and `weir fsck`: who changed what, and proof that the books are right."""
+"""`weir fsck`: proof that the books are right."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -12,12 +11,9 @@ from typing import Annotated
 
 import psycopg.errors
 import typer
-from rich.console import RenderableType
 from rich.markup import escape
-from weir_client import AdminClient, AuditEntry
+from weir_cli.render import JsonOption, duration_text, fail, make_console, parse_time, print_json
 
-from api.cli.connection import Output, admin_client, calls
-from api.cli.render import JsonOption, duration_text, fail, make_console, parse_span, print_json, table
 from api.cli.stack import HomeOption, clear_failures, local_database, open_sessions
 from metering.invoicing.months import changed_months
 from metering.proof.fsck import CHECKS, SAMPLE_MAX, Check, Moment, Verdict, Violation, chosen_checks
@@ -30,81 +26,6 @@ REPRODUCED = Check(
     "The report of every closed month is made again byte for byte, with the digests that its close froze.",
     sql="",
 )
-
-
-@calls(admin_client)
-def audit(
-    client: AdminClient,
-    subject: Annotated[
-        str, typer.Option(help="Only what concerns this: an organization, ORG/PROJECT, a key's prefix, a request, or any id.")
-    ] = "",
-    actor: Annotated[str, typer.Option(help="Only what this key did, by prefix; or system.")] = "",
-    action: Annotated[str, typer.Option(help="Only actions that begin so, such as api_key. or quota.set.")] = "",
-    since: Annotated[str | None, typer.Option(help="Only from this time on: 2h, 7d, or a time in UTC.")] = None,
-    until: Annotated[str | None, typer.Option(help="Only before this time: 2h, 7d, or a time in UTC.")] = None,
-    limit: Annotated[int, typer.Option(help="At most so many entries, 1 to 1000.", min=1, max=1000)] = 100,
-    before: Annotated[int, typer.Option(help="Only entries before this number; for the next page.")] = 0,
-) -> Output:
-    """Read who changed what, newest first. Entries are never changed or removed."""
-    now = datetime.now(UTC)
-    start, end = parse_time(since, now, "--since"), parse_time(until, now, "--until")
-    entries = client.list_audit_entries(
-        page_size=limit,
-        before_entry_id=before,
-        subject=subject,
-        actor=actor,
-        action_prefix=action,
-        start_time=start,
-        end_time=end,
-    )
-    older = [f"older entries: weir audit --before {entries[-1].entry_id}"] if len(entries) == limit else []
-    return entries, audit_table(entries) if entries else "no such entry", *older
-
-
-def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
-    """A time, or so long before `now`. Raises: typer.BadParameter."""
-    if text is None:
-        return None
-    with contextlib.suppress(ValueError):
-        return now - parse_span(text)
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        raise typer.BadParameter("write it as 90m, 12h, 7d, 2026-11-20 or 2026-11-20T18:00:00Z", param_hint=flag) from None
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
-
-
-def audit_table(entries: list[AuditEntry]) -> RenderableType:
-    """Changes, newest first, each with what became different."""
-    made = table("entry", "time", "actor", "action", "subject", "change", right=("entry",))
-    for each in entries:
-        change = changed(each.before_json, each.after_json)
-        made.add_row(str(each.entry_id), each.create_time, each.actor, each.action, each.subject_id, change)
-    return made
-
-
-def changed(before_json: str, after_json: str) -> str:
-    """What a change made of an object: `limit_value: 10 → 20`; what a new one says; `removed`. Ids and times are in `--json`."""
-    before, after = _object(before_json), _object(after_json)
-    if not after:
-        return "removed" if before else ""
-    told = [name for name in after if name != "id" and not name.endswith(("_id", "_at", "_time")) and after[name] not in ("", None)]
-    if not before:
-        return ", ".join(f"{name}: {_word(after[name])}" for name in told)
-    differing = [name for name in after if before.get(name) != after[name]]
-    return ", ".join(f"{name}: {_word(before.get(name))} → {_word(after[name])}" for name in differing)
-
-
-def _object(text: str) -> dict[str, object]:
-    try:
-        value = json.loads(text) if text else {}
-    except ValueError:
-        return {"value": text}
-    return value if isinstance(value, dict) else {"value": value}
-
-
-def _word(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def fsck(

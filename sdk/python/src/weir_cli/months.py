@@ -42,8 +42,8 @@ from weir_client import (
     WeirError,
 )
 
-from api.cli.connection import AddressOption, KeyOption, Output, admin_client, billing_client, calls, organization_or_default
-from api.cli.render import (
+from weir_cli.connection import AddressOption, KeyOption, Output, admin_client, billing_client, calls, organization_or_default
+from weir_cli.render import (
     Cell,
     JsonOption,
     checked_month,
@@ -66,7 +66,7 @@ from api.cli.render import (
     time_text,
     to_text,
 )
-from api.cli.tenants import OrganizationOption
+from weir_cli.tenants import OrganizationOption
 
 HEIGHT_ROWS = 7  # with the head and two lines of axis it is a third of a small terminal
 EIGHTHS = " ▁▂▃▄▅▆▇█"

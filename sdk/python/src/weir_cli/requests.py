@@ -26,8 +26,8 @@ from weir_client import (
     RequestPhase,
 )
 
-from api.cli.connection import AddressOption, ConnectionProblem, KeyOption, Output, admin_client, calls, inference_client, resolve
-from api.cli.render import Cell, JsonOption, duration_text, make_console, table, tell_found, time_text, usage_line, waterfall
+from weir_cli.connection import AddressOption, ConnectionProblem, KeyOption, Output, admin_client, calls, inference_client, resolve
+from weir_cli.render import Cell, JsonOption, duration_text, make_console, table, tell_found, time_text, usage_line, waterfall
 
 REMAINS = 3  # exit code: something remains to be done
 PHASE_WORDS = {RequestPhase.UNSPECIFIED: "?"}

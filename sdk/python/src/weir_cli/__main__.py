@@ -1,0 +1,139 @@
+"""The program `weir`: help and completion come from the tables of commands; a command is imported when it is used."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import textwrap
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from typer.core import TyperCommand, TyperGroup
+except ModuleNotFoundError:
+    sys.exit("error: the command line needs the extra `cli` of the client: pip install './sdk/python[cli]' in a clone")
+
+from weir_cli.commands import PERSONAS, Command, all_commands
+
+OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what writing to a full or broken disk says
+COMMANDS = all_commands()
+HELP_WIDTH = 80  # columns of the terminal that help is laid out for
+HELP_END = "More: weir COMMAND --help. Exit codes: 0 done, 1 failed, 2 wrong use, 3 not all done, 130 interrupted."
+
+
+def imported(command: Command) -> Any:
+    """What a line of a table stands for."""
+    module, _, name = command.target.partition(":")
+    return getattr(import_module(module), name)
+
+
+def single(command: Command) -> Any:
+    """A command made of a function."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(imported(command))
+    return typer.main.get_command(app)
+
+
+def load(name: str) -> Any:
+    """The command of a name; a group has what other distributions add to it."""
+    target = imported(COMMANDS[name])
+    if not isinstance(target, typer.Typer):
+        command: Any = single(COMMANDS[name])
+    else:
+        command = typer.main.get_group(target)
+        for other, entry in COMMANDS.items():
+            group, _, added = other.partition(" ")
+            if group == name and added:
+                command.add_command(single(entry), added)
+    command.name = name
+    return command
+
+
+class LazyGroup(TyperGroup):
+    """A group that knows its commands' names and help by heart, and imports only the one that is run."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, entry in COMMANDS.items():
+            if " " not in name:
+                self.add_command(TyperCommand(name, help=entry.help))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Replaces the stand-in by the command itself."""
+        if args and args[0] in self.commands:
+            self.add_command(load(args[0]))
+        return super().resolve_command(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """One line for each command, by persona. Plain, because drawing boxes takes longer than all the rest."""
+        options = ", ".join(parameter.opts[0] for parameter in self.get_params(ctx))
+        lines = [f"Usage: {ctx.command_path} [OPTIONS] COMMAND [ARGS]..."]
+        for persona in PERSONAS:
+            heading = persona
+            for name, entry in COMMANDS.items():
+                if entry.persona == persona and " " not in name:
+                    lines.append(f"{heading:<10} {name:<12} {entry.help}")
+                    heading = ""
+        lines += textwrap.wrap(f"Options: {options}. {HELP_END}", HELP_WIDTH, break_on_hyphens=False)
+        formatter.write("\n".join(lines) + "\n")
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    name="weir",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib import metadata
+
+        typer.echo(f"weir {metadata.version('weir-client')}")
+        raise typer.Exit
+
+
+@app.callback()
+def weir(
+    ca: Annotated[
+        Path | None,
+        typer.Option("--ca", help="PEM file of the authorities to trust. Else $WEIR_ROOT_CERTIFICATES, else the system's."),
+    ] = None,
+    client_certificate: Annotated[
+        Path | None, typer.Option(help="PEM file, for servers that want to see one. Else $WEIR_CLIENT_CERTIFICATE.")
+    ] = None,
+    client_key: Annotated[Path | None, typer.Option(help="PEM file of its key. Else $WEIR_CLIENT_KEY.")] = None,
+    version: Annotated[  # read by its callback alone
+        bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Weir: language models as a metered stream, from a key to an invoice."""
+    given = {"WEIR_ROOT_CERTIFICATES": ca, "WEIR_CLIENT_CERTIFICATE": client_certificate, "WEIR_CLIENT_KEY": client_key}
+    for variable, path in given.items():
+        if path is not None:  # the SDK reads them there, whichever client a command uses
+            os.environ |= {variable: str(path), "WEIR_TLS": "1"}
+
+
+def main() -> None:
+    """Run `weir` with the arguments of the process."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log lines would stand between the words of an answer
+    try:
+        try:
+            app(prog_name="weir")
+        finally:
+            sys.stdout.flush()  # what is left of the output, while its failure can still be told
+    except OSError as error:
+        if error.errno not in OUTPUT_LOST:
+            raise
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what is left in it cannot go out either
+        typer.echo(f"error: the output cannot be written: {error.strerror}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

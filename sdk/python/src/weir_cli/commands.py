@@ -1,0 +1,65 @@
+"""Table of all commands: those of this package, and those that other distributions add.
+
+A distribution adds commands with a module in the namespace package `weir_commands` whose `COMMANDS` is such a table. Nothing is
+imported but tables, so that help and completion are quick. To add a command, add a line to a table.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+
+DEVELOPER, ADMIN, FINANCE, OPERATOR = PERSONAS = ("developer", "admin", "finance", "operator")
+PLUGINS = "weir_commands"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: its function with typer annotations or its `typer.Typer`, as `module:name`, and its line in `weir --help`."""
+
+    target: str
+    help: str
+    persona: str
+
+
+CLIENT_COMMANDS: Mapping[str, Command] = {
+    "generate": Command("weir_cli.generate:generate", "Stream a model's answer to the terminal.", DEVELOPER),
+    "embed": Command("weir_cli.generate:embed", "Turn texts into vectors.", DEVELOPER),
+    "models": Command("weir_cli.generate:models", "List the models and their prices.", DEVELOPER),
+    "count": Command("weir_cli.generate:count", "Count the tokens of a prompt.", DEVELOPER),
+    "quote": Command("weir_cli.generate:quote", "Tell what a request would cost, and whether it fits.", DEVELOPER),
+    "trace": Command("weir_cli.requests:trace", "Show where the time of one request went.", DEVELOPER),
+    "env": Command("weir_cli.connection:env", "Print address and keys of `weir up` for the shell.", DEVELOPER),
+    "org": Command("weir_cli.tenants:org", "Create and list organizations.", ADMIN),
+    "project": Command("weir_cli.tenants:project", "Create and list projects.", ADMIN),
+    "key": Command("weir_cli.tenants:key", "Create, rotate, change, revoke and list API keys.", ADMIN),
+    "quota": Command("weir_cli.tenants:quota", "Set, show and remove limits.", ADMIN),
+    "requests": Command("weir_cli.requests:requests", "Show and end running requests.", ADMIN),
+    "replicas": Command("weir_cli.requests:replicas", "Show the engines behind each model; drain one.", ADMIN),
+    "apply": Command("weir_cli.configuration:apply", "Bring the configuration to what a file says.", ADMIN),
+    "export": Command("weir_cli.configuration:export", "Write the configuration as such a file.", ADMIN),
+    "audit": Command("weir_cli.audit:audit", "Read who changed what.", ADMIN),
+    "price": Command("weir_cli.plans:price", "Set, list and try out prices.", FINANCE),
+    "plan": Command("weir_cli.plans:plan", "Create and assign plans.", FINANCE),
+    "credit": Command("weir_cli.plans:credit", "Grant credit, and see what is left of it.", FINANCE),
+    "alerts": Command("weir_cli.alerts:alerts", "Read alerts on limits and credit; set a webhook.", FINANCE),
+    "month": Command("weir_cli.months:month", "Close months, read them and verify them.", FINANCE),
+    "report": Command("weir_cli.months:report", "Report usage and money by month.", FINANCE),
+    "adjustment": Command("weir_cli.months:adjustment", "Put a line on the next invoice.", FINANCE),
+    "credit-note": Command("weir_cli.months:credit_note", "Give back a part of an invoice.", FINANCE),
+    "receipt": Command("weir_cli.receipts:receipt", "Export receipts and verify them.", FINANCE),
+}
+
+
+def all_commands() -> dict[str, Command]:
+    """Every command of every installed distribution by name. A name with a blank, `receipt rotate`, is one more of that group."""
+    found = dict(CLIENT_COMMANDS)
+    try:
+        plugins = import_module(PLUGINS)
+    except ModuleNotFoundError:  # this machine has the client alone
+        return found
+    for module in pkgutil.iter_modules(plugins.__path__):
+        found |= import_module(f"{PLUGINS}.{module.name}").COMMANDS
+    return found
