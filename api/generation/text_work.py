@@ -67,7 +67,7 @@ class TextWork:
     @property
     def waiting_count(self) -> int:
         """Calls that no thread has begun with."""
-        return len(self._line)
+        return self._line.waiting_count
 
     @property
     def running_count(self) -> int:

@@ -119,8 +119,28 @@ class Place:
         return self.state in (State.HANDED, State.RUNNING)
 
     def join(self, on_turn: Callable[[], object]) -> bool:
-        """Begin to wait for the turn; whether it has come at once. Else `on_turn` is called, which must not use the queue."""
-        self._queue.join(self)
+        """Begin to wait for the turn; whether it has come at once, as it does while nobody waits and the engine has room.
+
+        Else `on_turn` is called when it comes, which must not use the queue.
+        """
+        assert self.state is State.ENTERED, "a place waits once"
+        queue, arrival = self._queue, self.arrival
+        self.tier = tier = queue._batch if arrival.tier is ServiceTier.BATCH else queue._interactive
+        line, is_fair = tier.line, queue._limits.fair
+        tenant_id, weight = (arrival.tenant_id, arrival.weight) if is_fair else (ALL_TENANTS, 1.0)
+        if tier is queue._batch and not line.waiting_count:
+            queue._batch_moved_at = queue.clock()
+        if not (queue._interactive.line.waiting_count or queue._batch.line.waiting_count):
+            self.tenant, own_rank = line.arrive(tenant_id, weight)
+            rank = 0.0 if not is_fair else own_rank + BATCH_RANK if tier is queue._batch else own_rank
+            if queue._lookahead.has_room(rank):
+                output_tokens = tier.waits.output_tokens(self.tenant, self.output_token_count_max)
+                line.pass_by(self, self.tenant, own_rank, output_tokens)
+                queue._hand(self, rank, None)
+                return True
+        self.state = State.WAITING
+        self.tenant = line.join(self, tenant_id, weight)
+        queue._hand_over()
         if self.state is not State.WAITING:
             return True
         self.on_turn = on_turn
@@ -141,7 +161,15 @@ class Place:
         assert tenant is not None
         self.state = State.RUNNING
         tier.line.begun(self, tenant)
-        queue.began(self)
+        is_waited = queue._interactive.line.waiting_count or queue._batch.line.waiting_count
+        if self.handed_at_step is not None:
+            steps = queue._engine().step_count - self.handed_at_step
+            overtakes = next(iter(queue._lookahead.handed)).rank > self.rank
+            if not (self.arrival.compiles or overtakes):  # else it was its grammar that it waited for, or nothing
+                queue._lookahead.entered(steps, behind=bool(is_waited))
+        queue._lookahead.gone(self)
+        if is_waited:
+            queue._hand_over()
 
     def generated(self, token_count: int) -> None:
         """The engine has generated so many more tokens for it: charge for them, and note what was served."""
@@ -158,21 +186,23 @@ class Place:
 
     def leave(self) -> None:
         """Give it back; once is enough."""
-        state, tier, tenant = self.state, self.tier, self.tenant
+        state, tier, tenant, queue = self.state, self.tier, self.tenant, self._queue
+        if state is State.GONE:
+            return
         self.state = State.GONE
-        if tier is None or tenant is None:
-            if state is State.ENTERED:
-                self._queue.left(self, state)
-            return
-        if state is State.WAITING:
-            tier.line.leave(self, tenant)
-        elif state is State.GONE:
-            return
-        else:
-            tier.line.ended(self, tenant)
+        if state in (State.ENTERED, State.WAITING):
+            queue._entrance.passed(self.arrival)
+        if tier is not None and tenant is not None:
+            if state is State.WAITING:
+                tier.line.leave(self, tenant)
+            else:
+                tier.line.ended(self, tenant)
             if state is State.RUNNING:
                 tier.waits.ended(tenant, self.generated_token_count)
-        self._queue.left(self, state)
+            elif state is State.HANDED:
+                queue._lookahead.gone(self)
+        if state is State.WAITING or queue._interactive.line.waiting_count or queue._batch.line.waiting_count:
+            queue._hand_over()
 
     def __enter__(self) -> Self:
         return self
@@ -306,7 +336,6 @@ class FairQueue:
         self._tiers = {ServiceTier.INTERACTIVE: self._interactive, ServiceTier.BATCH: self._batch}
         self._lookahead = Lookahead()
         self._entrance = Entrance(limits, self._tiers, self._lookahead)
-        self._handed: dict[Place, None] = {}  # with the engine, which has not begun with them, the first given first
         self._number = 0
         self._batch_moved_at = -math.inf  # when the batch tier was last given something, or began to wait
 
@@ -322,51 +351,6 @@ class FairQueue:
     def wait_s(self, arrival: Arrival) -> float | None:
         """How long a request would wait that came now; None before anything was observed."""
         return self._entrance.wait_s(arrival)
-
-    def join(self, place: Place) -> None:
-        """Begin to wait for the turn; it comes at once while nobody waits and the engine has room."""
-        assert place.state is State.ENTERED, "a place waits once"
-        arrival = place.arrival
-        place.tier = tier = self._tiers[arrival.tier]
-        line, is_fair = tier.line, self._limits.fair
-        tenant_id, weight = (arrival.tenant_id, arrival.weight) if is_fair else (ALL_TENANTS, 1.0)
-        if tier is self._batch and not line.waiting_count:
-            self._batch_moved_at = self.clock()
-        if not (self._interactive.line.waiting_count or self._batch.line.waiting_count):
-            tenant, own_rank = line.arrive(tenant_id, weight)
-            rank, place.tenant = own_rank, tenant
-            if not is_fair:
-                rank = 0.0
-            elif tier is self._batch:
-                rank += BATCH_RANK
-            if self._lookahead.has_room(rank):
-                line.pass_by(place, tenant, own_rank, tier.waits.output_tokens(tenant, place.output_token_count_max))
-                self._hand(place, rank, None)
-                return
-        place.state = State.WAITING
-        place.tenant = line.join(place, tenant_id, weight)
-        self._hand_over()
-
-    def began(self, place: Place) -> None:
-        """The engine has let a request enter."""
-        is_waited = self._interactive.line.waiting_count or self._batch.line.waiting_count
-        if place.handed_at_step is not None:
-            steps = self._engine().step_count - place.handed_at_step
-            overtakes = next(iter(self._handed)).rank > place.rank
-            if not (place.arrival.compiles or overtakes):  # else it was its grammar that it waited for, or nothing
-                self._lookahead.entered(steps, behind=bool(is_waited))
-        self._take_back(place)
-        if is_waited:
-            self._hand_over()
-
-    def left(self, place: Place, state: State) -> None:
-        """A place was given back. state: where it stood."""
-        if state is State.HANDED:
-            self._take_back(place)
-        elif state is not State.RUNNING:
-            self._entrance.passed(place.arrival)
-        if state is State.WAITING or self._interactive.line.waiting_count or self._batch.line.waiting_count:
-            self._hand_over()
 
     def outlook(self) -> list[Outlook]:
         """What everybody who waits may expect, the next first. Takes time in proportion to how many they are."""
@@ -398,52 +382,43 @@ class FairQueue:
         )
 
     def _hand_over(self) -> None:
-        """Give the engine what it has room for."""
-        now, engine = self.clock(), self._engine()
-        self._lookahead.spread(engine.replica_count)
-        while (turn := self._next_turn(now)) is not None:
-            tier, tenant, rank = turn
-            if not self._lookahead.has_room(rank):
+        """Give the engine what it has room for.
+
+        Interactive first, unless the batch tier has waited for so long that the next turn is its own: then it is ranked as if it
+        were interactive and came back from idling. Otherwise batch comes after everything interactive in the engine, too.
+        """
+        now, engine, lookahead = self.clock(), self._engine(), self._lookahead
+        interactive, batch = self._interactive.line, self._batch.line
+        if engine.replica_count != lookahead.engine_count:
+            lookahead.spread(engine.replica_count)
+        while interactive.waiting_count or batch.waiting_count:
+            is_overdue = now - self._batch_moved_at >= self._limits.batch_wait_s_max
+            tier = self._batch if batch.waiting_count and (is_overdue or not interactive.waiting_count) else self._interactive
+            tenant = tier.line.next_tenant()
+            assert tenant is not None, "something of the tier waits"
+            if not self._limits.fair:
+                rank = 0.0
+            elif tier is self._interactive:
+                rank = tenant.rank
+            else:
+                rank = interactive.level() if interactive.waiting_count else BATCH_RANK + tenant.rank
+            if not lookahead.has_room(rank):
                 break
             if tier is self._batch:
                 self._batch_moved_at = now
             place = tier.line.take(tenant, tier.waits.output_tokens(tenant, tenant.first.output_token_count_max))
             self._hand(place, rank, engine.step_count)
         for tier in (self._interactive, self._batch):
-            tier.waits.rate.watch(now, waiting=bool(tier.line))
+            if tier.waits.rate.is_sampled != bool(tier.line.waiting_count):
+                tier.waits.rate.watch(now, waiting=not tier.waits.rate.is_sampled)
 
     def _hand(self, place: Place, rank: float, step_count: int | None) -> None:
         """It is the turn of a request. step_count: of the engine; None: how long the engine takes to begin tells nothing."""
-        arrival = place.arrival
         place.rank, place.handed_at_step, place.state = rank, step_count, State.HANDED
-        self._entrance.passed(arrival)
-        self._handed[place] = None
-        self._lookahead.given(rank, arrival.sequence_count, compiles=arrival.compiles)
+        self._entrance.passed(place.arrival)
+        self._lookahead.given(place)
         if place.on_turn is not None:
             place.on_turn()
-
-    def _take_back(self, place: Place) -> None:
-        """The engine has begun with a request, or never will."""
-        del self._handed[place]
-        self._lookahead.gone(place.rank, place.arrival.sequence_count, compiles=place.arrival.compiles)
-
-    def _next_turn(self, now: float) -> tuple[Tier, Tenant[Place], float] | None:
-        """Whose turn it is, and with which rank; None if nobody waits.
-
-        Interactive first, unless the batch tier has waited for so long that the next turn is its own: then it is ranked as if it
-        were interactive and came back from idling. Otherwise batch comes after everything interactive in the engine, too.
-        """
-        interactive, batch = self._interactive.line, self._batch.line
-        is_overdue = now - self._batch_moved_at >= self._limits.batch_wait_s_max
-        if batch and (is_overdue or not interactive):
-            tenant = batch.next_tenant()
-            assert tenant is not None, "something of the tier waits"
-            rank = interactive.level() if interactive else BATCH_RANK + tenant.rank
-            return self._batch, tenant, rank if self._limits.fair else 0.0
-        tenant = interactive.next_tenant()
-        if tenant is None:
-            return None
-        return self._interactive, tenant, tenant.rank if self._limits.fair else 0.0
 
 
 WINDOW_FIRST = 8.0  # sequences: a burst that meets an idle engine fills its first batch within a few steps
@@ -465,7 +440,8 @@ class Lookahead:
 
     def __init__(self) -> None:
         self.window = WINDOW_FIRST
-        self._engine_count = 1
+        self.engine_count = 1
+        self.handed: dict[Place, None] = {}  # what the engine was given and has not begun with, the first given first
         self._ranks: list[float] = []  # of those that wait for nothing but room, the lowest first
         self._compiling_count = 0
 
@@ -476,32 +452,35 @@ class Lookahead:
 
     def spread(self, engine_count: int) -> None:
         """So many engines take from the queue now, at least 1. Each one that comes begins as the first did."""
-        if engine_count != self._engine_count:
-            added = WINDOW_FIRST * (engine_count - self._engine_count)
-            self._engine_count = engine_count
-            self.window = min(max(self.window + added, WINDOW_MIN * engine_count), WINDOW_MAX * engine_count)
+        added = WINDOW_FIRST * (engine_count - self.engine_count)
+        self.engine_count = engine_count
+        self.window = min(max(self.window + added, WINDOW_MIN * engine_count), WINDOW_MAX * engine_count)
 
     def count_before(self, rank: float) -> int:
         """Those of them that come before a request which would be given now."""
-        return bisect.bisect_right(self._ranks, rank) + max(0, self._compiling_count - COMPILING_MAX * self._engine_count)
+        return bisect.bisect_right(self._ranks, rank) + max(0, self._compiling_count - COMPILING_MAX * self.engine_count)
 
     def has_room(self, rank: float) -> bool:
         """Whether the engine may be given one more request, of this rank."""
-        ranks, compiling_count, engine_count = self._ranks, self._compiling_count, self._engine_count
+        ranks, compiling_count, engine_count = self._ranks, self._compiling_count, self.engine_count
         before = self.count_before(rank) if compiling_count else bisect.bisect_right(ranks, rank)
         return before < int(self.window) and len(ranks) + compiling_count < PENDING_MAX * engine_count
 
-    def given(self, rank: float, sequence_count: int, *, compiles: bool) -> None:
-        """The engine has a request more. compiles: it has a response format."""
-        if compiles:
+    def given(self, place: Place) -> None:
+        """The engine has a request more."""
+        self.handed[place] = None
+        rank, sequence_count = place.rank, place.arrival.sequence_count
+        if place.arrival.compiles:
             self._compiling_count += sequence_count
         else:
             at = bisect.bisect_right(self._ranks, rank)
             self._ranks[at:at] = [rank] * sequence_count
 
-    def gone(self, rank: float, sequence_count: int, *, compiles: bool) -> None:
+    def gone(self, place: Place) -> None:
         """A request that was given has entered or ended."""
-        if compiles:
+        del self.handed[place]
+        rank, sequence_count = place.rank, place.arrival.sequence_count
+        if place.arrival.compiles:
             self._compiling_count -= sequence_count
         else:
             at = bisect.bisect_left(self._ranks, rank)
@@ -514,9 +493,9 @@ class Lookahead:
             return  # the engine was started anew in between
         if step_count <= STEPS_AT_ONCE:
             if behind and self.pending_count >= int(self.window):
-                self.window = min(self.window + 1, WINDOW_MAX * self._engine_count)
+                self.window = min(self.window + 1, WINDOW_MAX * self.engine_count)
         elif step_count > STEPS_LONG:
-            self.window = max(self.window - SHRINK, WINDOW_MIN * self._engine_count)
+            self.window = max(self.window - SHRINK, WINDOW_MIN * self.engine_count)
 
 
 NEWCOMERS_SHARE = 0.8  # of all places: the others are for those who were promised one, since rates are not steady
@@ -552,17 +531,19 @@ class Entrance:
     def let_in(self, arrival: Arrival, engine_wait_s: float, clock: Callable[[], float]) -> None:
         """Count a request in, or raise: QueueFull, StartsTooLate. `passed` follows once."""
         own = self._by_tenant.get(arrival.tenant_id.int, 0)
-        if self._promises.standing or arrival.deadline is not None or not self._is_half_empty(own):
-            self._check(arrival, engine_wait_s, clock())
+        # While half of what a tenant could have is free, those who were promised places do not come back for them.
+        is_half_empty = self.waiting_count < self._half and own < self._own_half
+        if self._promises.standing or arrival.deadline is not None or not is_half_empty:
+            self._check(arrival, engine_wait_s, clock(), is_half_empty=is_half_empty)
         self.waiting_count += 1
         if self.waiting_count > self.waiting_count_peak:
             self.waiting_count_peak = self.waiting_count
         self._by_tenant[arrival.tenant_id.int] = own + 1
 
-    def _check(self, arrival: Arrival, engine_wait_s: float, now: float) -> None:
+    def _check(self, arrival: Arrival, engine_wait_s: float, now: float, *, is_half_empty: bool) -> None:
         self._promises.forget_expired(now)
         keeps_promise = self._promises.is_due(arrival.key, now)
-        refusal: Exception | None = self._room_fault(arrival, now, keeps_promise=keeps_promise)
+        refusal: Exception | None = self._room_fault(arrival, now, keeps_promise=keeps_promise, is_half_empty=is_half_empty)
         if refusal is None and arrival.deadline is not None:
             refusal = self._deadline_fault(arrival, arrival.deadline - now, engine_wait_s, now, keeps_promise=keeps_promise)
         if refusal is not None:
@@ -582,7 +563,7 @@ class Entrance:
         """How long a request would wait that came now; None before anything was observed. keeps_promise: others wait for it."""
         tier = self._tiers[arrival.tier]
         rank = tier.line.start(self._line_id(arrival))
-        if self._lookahead.has_room(rank) and not tier.line:
+        if self._lookahead.has_room(rank) and not tier.line.waiting_count:
             return 0.0
         tenant = tier.line.find(self._line_id(arrival))
         own = tier.waits.backlog(tenant) if tenant is not None else 0.0
@@ -591,10 +572,9 @@ class Entrance:
         before = self._units_before(arrival, own)
         return tier.waits.seconds(before + self._cost(arrival) * self._lookahead.count_before(rank))
 
-    def _room_fault(self, arrival: Arrival, now: float, *, keeps_promise: bool) -> QueueFull | None:
+    def _room_fault(self, arrival: Arrival, now: float, *, keeps_promise: bool, is_half_empty: bool) -> QueueFull | None:
         """Why there is no place: within the bounds, behind all promises, and no tenant has more places than it leaves free."""
-        limits, own_count = self._limits, self._by_tenant.get(arrival.tenant_id.int, 0)
-        own = own_count
+        limits, own = self._limits, self._by_tenant.get(arrival.tenant_id.int, 0)
         share = 1.0 if keeps_promise else NEWCOMERS_SHARE
         free = int(limits.request_count_max * share) - self.waiting_count
         own_max = int(limits.tenant_request_count_max * share)
@@ -606,7 +586,7 @@ class Entrance:
             free -= len(self._promises) - known
             over_share = (own + 2 - free) // 2  # each place that the tenant gives back is one less and leaves one more
             over = max(own + 1 - own_max, over_share)
-            if over > 0 and self._is_half_empty(own_count):
+            if is_half_empty:
                 return None
         if over <= 0:
             return None
@@ -615,13 +595,6 @@ class Entrance:
         units = max(ahead, (1 - free) * self._cost(arrival))
         hint_s = self._promise(arrival, waits.seconds(units), now, again=keeps_promise)
         return QueueFull(own, self.waiting_count, hint_s)
-
-    def _is_half_empty(self, own: int) -> bool:
-        """Whether half of what a tenant could have is free: then those who were promised places do not come back for them.
-
-        own: how many it has.
-        """
-        return self.waiting_count < self._half and own < self._own_half
 
     def _deadline_fault(
         self, arrival: Arrival, left_s: float, engine_wait_s: float, now: float, *, keeps_promise: bool

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -51,13 +51,17 @@ class Queued(Protocol):
 Item = TypeVar("Item", bound=Queued)
 
 
+Turn = tuple[float, int]
+
+
 @dataclass(slots=True, eq=False)
 class Tenant(Generic[Item]):
     """One tenant's part of a line.
 
     counter: service so far, in units by weight. handed: taken out, and the engine has not begun with them; owed: units that those
     and the ones that run will still cost, by request. ranks: what those were given, which grows from one to the next.
-    output_tokens_mean: of its requests, as far as any have ended. is_listed: in the heap of `Line.level`.
+    output_tokens_mean: of its requests, as far as any have ended. is_listed: in the heap of `Line.level`. listed_turn: in its one
+    valid entry in the heap of `Line.next_tenant`.
     """
 
     id: uuid.UUID
@@ -72,6 +76,7 @@ class Tenant(Generic[Item]):
     ranks: dict[Item, float] = field(default_factory=dict)
     output_tokens_mean: float | None = None
     is_listed: bool = False
+    listed_turn: Turn | None = None
 
     @property
     def first(self) -> Item:
@@ -84,23 +89,27 @@ class Tenant(Generic[Item]):
         own = self.counter + self.owed_units / self.weight
         return max(own, next(reversed(self.ranks.values()))) if self.ranks else own
 
+    @property
+    def turn(self) -> Turn:
+        """The least one is next: the least rank, and of equal ones the longest wait."""
+        return self.rank, next(iter(self.waiting)).number if self.waiting else 0
+
 
 class Line(Generic[Item]):
     """Tenants of one tier, and what of theirs waits."""
 
     def __init__(self) -> None:
         self._tenants: dict[int, Tenant[Item]] = {}  # by the numbers of their ids: UUIDs hash in Python
-        self._turns: LeastFirst[Tenant[Item]] = LeastFirst(_turn, lambda tenant: bool(tenant.waiting))
+        # Turns of tenants of whom something waits. A turn mostly grows, and an entry that is too low comes up early: then it is put
+        # right. For a turn that shrinks `_note_turn` adds another entry; `Tenant.listed_turn` tells which one is valid.
+        self._turns: list[tuple[Turn, int, Tenant[Item]]] = []
         # Counters of tenants of whom something waits, here or in the engine. Until it is looked at an entry may be too low, or of a
         # tenant of whom nothing waits any more.
         self._queued: list[tuple[float, int, Tenant[Item]]] = []
-        self._listed_count = 0  # since the start: breaks ties, so that tenants are never compared
+        self._listed_count = 0  # since the start, in both heaps: breaks ties, so that tenants are never compared
         self.waiting_count = 0
         self._last: Tenant[Item] | None = None  # the one that was the last to wait for anything
         self._swept_at = 1000  # tenants known before the idle ones among them are looked for
-
-    def __len__(self) -> int:
-        return self.waiting_count
 
     def waiting_tenants(self) -> Iterator[Tenant[Item]]:
         """Those of whom something waits."""
@@ -143,7 +152,7 @@ class Line(Generic[Item]):
         tenant.waiting_input_tokens += item.input_token_count
         tenant.waiting_output_tokens_max += item.output_token_count_max
         self.waiting_count += 1
-        self._turns.note(tenant)
+        self._note_turn(tenant)
         return tenant
 
     def leave(self, item: Item, tenant: Tenant[Item]) -> None:
@@ -156,7 +165,28 @@ class Line(Generic[Item]):
 
     def next_tenant(self) -> Tenant[Item] | None:
         """Whose first request is the next: the least rank, and of equal ones the longest wait. None if nothing waits."""
-        return self._turns.first()
+        turns = self._turns
+        while turns:
+            turn, number, tenant = turns[0]
+            if tenant.listed_turn != turn:
+                heapq.heappop(turns)  # another entry took its place
+            elif not tenant.waiting:
+                heapq.heappop(turns)
+                tenant.listed_turn = None
+            elif (present := tenant.turn) != turn:
+                tenant.listed_turn = present
+                heapq.heapreplace(turns, (present, number, tenant))
+            else:
+                return tenant
+        return None
+
+    def _note_turn(self, tenant: Tenant[Item]) -> None:
+        """Something of a tenant waits from now on, or its turn may have come closer."""
+        turn = tenant.turn
+        if tenant.listed_turn is None or turn < tenant.listed_turn:
+            tenant.listed_turn = turn
+            self._listed_count += 1
+            heapq.heappush(self._turns, (turn, self._listed_count, tenant))
 
     def take(self, tenant: Tenant[Item], output_token_count: float) -> Item:
         """Take out what waits first of a tenant, mostly the next one. `begun` may follow once, and `ended` does.
@@ -180,7 +210,10 @@ class Line(Generic[Item]):
         """The engine has begun with a request that was taken out: charge its tenant for the input."""
         tenant.handed.remove(item)
         self._last = tenant
-        self.charge(item, tenant, INPUT_TOKEN_COST * item.input_token_count)
+        units = INPUT_TOKEN_COST * item.input_token_count
+        tenant.counter += units / tenant.weight
+        tenant.owed[item] -= units
+        tenant.owed_units -= units
 
     def charge(self, item: Item, tenant: Tenant[Item], units: float) -> None:
         """Charge a tenant for a request that the engine has begun with. units: of service."""
@@ -197,7 +230,7 @@ class Line(Generic[Item]):
         if not tenant.owed:
             tenant.owed_units = 0.0  # sums of fractions may be off by some bits
         if tenant.waiting:
-            self._turns.note(tenant)
+            self._note_turn(tenant)
 
     def level(self) -> float:
         """Where a tenant starts that comes back: with the least served of those that wait, else with the last that did."""
@@ -225,51 +258,3 @@ class Line(Generic[Item]):
         }
         self._tenants = kept
         self._swept_at = max(1000, 2 * len(kept))
-
-
-def _turn(tenant: Tenant[Item]) -> Key:
-    """The least rank, and of equal ones the longest wait."""
-    return tenant.rank, tenant.first.number if tenant.waiting else 0
-
-
-Member = TypeVar("Member")
-Key = tuple[float, int]
-
-
-class LeastFirst(Generic[Member]):
-    """Members in the order of their keys.
-
-    A key that grows need not be told, since an outdated entry is too low and comes up early; one that shrinks must be (`note`).
-    """
-
-    def __init__(self, key: Callable[[Member], Key], counts: Callable[[Member], bool]) -> None:
-        """counts: whether a member is to be found at the moment; who becomes one that is has to be told, too."""
-        self._key = key
-        self._counts = counts
-        self._heap: list[tuple[Key, int, Member]] = []
-        self._listed: dict[Member, Key] = {}  # the one valid entry of each
-        self._number = 0  # breaks ties, so that members are never compared
-
-    def note(self, member: Member) -> None:
-        """A member counts from now on, or its key may have shrunk."""
-        listed, key = self._listed.get(member), self._key(member)
-        if listed is None or key < listed:
-            self._number += 1
-            self._listed[member] = key
-            heapq.heappush(self._heap, (key, self._number, member))
-
-    def first(self) -> Member | None:
-        """The member with the least key of those that count; None if none does."""
-        while self._heap:
-            key, number, member = self._heap[0]
-            if self._listed.get(member) != key:
-                heapq.heappop(self._heap)  # another entry took its place
-            elif not self._counts(member):
-                heapq.heappop(self._heap)
-                del self._listed[member]
-            elif (present := self._key(member)) != key:
-                self._listed[member] = present
-                heapq.heapreplace(self._heap, (present, number, member))
-            else:
-                return member
-        return None

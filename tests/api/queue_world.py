@@ -132,8 +132,8 @@ class World:
             request.refusals.append(refusal)
             return False
         request.place, request.joined_at = place, self.now
-        place.on_turn = lambda: self._take(request, on_end)
-        self.queue.join(place)
+        if place.join(lambda: self._take(request, on_end)):
+            self._take(request, on_end)
         self.on_event()
         return True
 

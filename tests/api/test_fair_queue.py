@@ -61,6 +61,17 @@ def new_queue(limits: QueueLimits | None = None, clock: Callable[[], float] | No
     return FairQueue(limits or QueueLimits(), EngineStatistics, clock or Clock())
 
 
+def ranked(rank: float, **changes: object) -> Place:
+    """The place of a request of this rank."""
+    place = new_queue().enter(arrival("a", **changes))
+    place.rank = rank
+    return place
+
+
+def do_nothing() -> None:
+    """For requests whose turn matters to nobody."""
+
+
 def ttfts(
     agents: dict[str, int], *, fair: bool = True, engine: EngineModel = WIDE, until: float = 40.0
 ) -> tuple[list[float], float]:
@@ -167,7 +178,7 @@ def test_a_wait_is_told_as_it_turns_out() -> None:
 def test_before_anything_was_served_nobody_is_refused_for_its_deadline() -> None:
     queue = new_queue(QueueLimits(request_count_max=100, tenant_request_count_max=50))
     for _ in range(20):
-        queue.join(queue.enter(arrival()))
+        queue.enter(arrival()).join(do_nothing)
 
     assert queue.wait_s(arrival()) is None
     queue.enter(arrival(deadline=100.001))
@@ -335,7 +346,7 @@ def test_whatever_happens_to_places_the_books_agree(seed: int) -> None:
                 except QueueFull as refusal:
                     refused.append(refusal.retry_after_s)
             case "join" if by_state[State.ENTERED]:
-                queue.join(rng.choice(by_state[State.ENTERED]))
+                rng.choice(by_state[State.ENTERED]).join(do_nothing)
             case "begun" if by_state[State.HANDED]:
                 rng.choice(by_state[State.HANDED]).begun()
             case "generated" if by_state[State.RUNNING]:
@@ -354,8 +365,8 @@ def test_whatever_happens_to_places_the_books_agree(seed: int) -> None:
     for place in alive:
         place.leave()
     statistics = queue.statistics()
-    assert (statistics.waiting_count, statistics.engine_pending_count, len(queue._handed)) == (0, 0, 0)
-    assert all(not len(tier.line) for tier in queue._tiers.values())
+    assert (statistics.waiting_count, statistics.engine_pending_count, len(queue._lookahead.handed)) == (0, 0, 0)
+    assert all(not tier.line.waiting_count for tier in queue._tiers.values())
     assert not queue._entrance._by_tenant
     assert len(refused) > 10
     assert min(refused) > 0
@@ -392,22 +403,22 @@ async def test_a_request_cancelled_while_it_waits_gives_its_place_to_the_next() 
 def test_requests_that_wait_for_their_grammar_do_not_hold_up_the_others() -> None:
     lookahead = Lookahead()
     for _ in range(COMPILING_MAX):
-        lookahead.given(1.0, 1, compiles=True)
+        lookahead.given(ranked(1.0, compiles=True))
     assert lookahead.has_room(1.0)
     for _ in range(int(lookahead.window)):
         assert lookahead.has_room(1.0)
-        lookahead.given(1.0, 1, compiles=False)
+        lookahead.given(ranked(1.0))
     assert not lookahead.has_room(1.0)
 
 
 def test_who_comes_before_what_the_engine_has_is_handed_over_whatever_waits_there() -> None:
     lookahead = Lookahead()
     while lookahead.has_room(5.0):
-        lookahead.given(5.0, 1, compiles=False)
+        lookahead.given(ranked(5.0))
     assert lookahead.has_room(4.0)
     lookahead.window = 1e9
     while lookahead.has_room(4.0):
-        lookahead.given(4.0, 1, compiles=False)
+        lookahead.given(ranked(4.0))
 
     assert lookahead.pending_count == PENDING_MAX, "as many as the engine takes, and no more"
 
@@ -416,9 +427,9 @@ def test_the_window_follows_what_the_engine_takes() -> None:
     lookahead = Lookahead()
     for _ in range(1000):  # entering at once, with others behind
         while lookahead.has_room(1.0):
-            lookahead.given(1.0, 1, compiles=False)
+            lookahead.given(ranked(1.0))
         lookahead.entered(1, behind=True)
-        lookahead.gone(1.0, 1, compiles=False)
+        lookahead.gone(next(iter(lookahead.handed)))
     assert lookahead.window == WINDOW_MAX
     for _ in range(1000):
         lookahead.entered(50, behind=True)
@@ -434,7 +445,7 @@ def test_several_engines_have_as_many_times_the_room() -> None:
     assert lookahead.window == 3 * WINDOW_FIRST
     lookahead.window = 3 * WINDOW_MAX - 1
     while lookahead.has_room(1.0):
-        lookahead.given(1.0, 1, compiles=False)
+        lookahead.given(ranked(1.0))
     assert lookahead.pending_count == 3 * WINDOW_MAX - 1
     lookahead.entered(1, behind=True)
     lookahead.entered(1, behind=True)

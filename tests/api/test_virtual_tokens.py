@@ -152,7 +152,7 @@ class LineMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_waits_agrees(self) -> None:
-        assert len(self.line) == len(self.model.waiting)
+        assert self.line.waiting_count == len(self.model.waiting)
         for tenant in self.line.waiting_tenants():
             [name] = [each for each in NAMES if id_of(each) == tenant.id]
             waiting = [item for item in self.model.waiting if item.tenant == name]
