@@ -80,7 +80,8 @@ class Times:
         self.first_token = Histogram(STAGE_BOUNDS_MS)
         self.inter_token = Histogram(TOKEN_BOUNDS_MS)
         self.total = Histogram(TOTAL_BOUNDS_MS)
-        self._by_key = [(f"{stage}_ms", histogram) for stage, histogram in self.stages.items() if stage != "cold_start"]
+        by_key = {f"{stage}_ms": histogram for stage, histogram in self.stages.items() if stage != "cold_start"}
+        self._by_key = [*by_key.items(), ("ttft_ms", self.first_token), ("total_ms", self.total)]
 
     def copy(self) -> Times:
         made = Times()
@@ -91,16 +92,13 @@ class Times:
     def add(self, timings: Mapping[str, float], later_token_count: int) -> None:
         """One request that has ended. later_token_count: of each choice after its first one; they came at their mean pace."""
         for key, histogram in self._by_key:  # as `Histogram.observe` does, without a call for each stage
-            value = timings[key]
-            histogram.counts[bisect_left(STAGE_BOUNDS_MS, value)] += 1
-            histogram.sum += value
+            if (value := timings.get(key)) is not None:
+                histogram.counts[bisect_left(histogram.bounds, value)] += 1
+                histogram.sum += value
         if timings["cold_start_ms"] >= COLD_START_MS_MIN:
             self.stages["cold_start"].observe(timings["cold_start_ms"])
-        if "ttft_ms" in timings:
-            self.first_token.observe(timings["ttft_ms"])
         if later_token_count > 0:
             self.inter_token.observe(timings["decode_ms"] / later_token_count, later_token_count)
-        self.total.observe(timings["total_ms"])
 
 
 class RequestCounts:
@@ -265,20 +263,17 @@ class Observer:
 
     def ended(self, ending: Ending) -> None:
         """A request has ended, or was refused after it had been parsed."""
+        counts, start = self.counts, ending.start
         try:
-            self._count(ending)
+            counts.migration_count += ending.migration_count
+            if ending.broken is not None:
+                counts.failed(start.model, start.tier, ending.broken, ending.settled)
+            elif ending.outcome is not None:
+                counts.finished(start.model, start.tier, ending.outcome, ending.timings, ending.settled, ending.choice_count)
             if self.spans is not None:
                 self.spans.put(record_of(ending))
         except Exception:  # whatever is wrong here, the request has nothing to do with it
             log.exception("request_not_counted")
-
-    def _count(self, ending: Ending) -> None:
-        counts, start = self.counts, ending.start
-        counts.migration_count += ending.migration_count
-        if ending.broken is not None:
-            counts.failed(start.model, start.tier, ending.broken, ending.settled)
-        elif ending.outcome is not None:
-            counts.finished(start.model, start.tier, ending.outcome, ending.timings, ending.settled, ending.choice_count)
 
     def start_refused(self, error: Exception) -> None:
         """What asked for a request was refused before there was one."""
