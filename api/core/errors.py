@@ -491,13 +491,15 @@ class Violations:
         self.check(count <= most, field, f"at most {most} are allowed, not {count}")
         return count <= most
 
-    def check_text(self, text: str, field: str, name: str = "") -> None:
+    def check_text(self, text: str, field: str, name: str = "", *, missing: str = "") -> None:
         """Note a violation if a name, an id, a label or a filter is too long or has control characters.
 
-        name: of the field, where `field` is a path.
+        name: of the field, where `field` is a path. missing: what is said where there is none; empty: it may be left out.
         """
         most = CHARS_MAX.get(name or field, TEXT_CHARS_MAX)
-        if len(text) > most:
+        if missing and not text:
+            self.check(False, field, missing)
+        elif len(text) > most:
             self.check(False, field, f"must have at most {most} characters, not {len(text)}")
         elif not text.isprintable() and (CONTROL_IN_PROSE if name in PROSE else CONTROL).search(text) is not None:
             self.check(False, field, "must not contain control characters")

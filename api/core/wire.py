@@ -30,6 +30,7 @@ from metering.holds.operations import PAYLOAD_KEY_NAME_BYTES
 from metering.receipts.signing import Signer
 
 M = TypeVar("M", bound=Message)
+MODEL_MISSING = "must name a model; ListModels tells which there are"
 PICOS_PER_UNIT = 10**12
 LABEL_COUNT_MAX = 16
 LABEL_KEY_CHARS_MAX = 64
@@ -65,13 +66,6 @@ def parse_request_id(text: str) -> uuid.UUID:
         return uuid.UUID(text)
     except ValueError:
         raise InvalidRequest([FieldViolation("request_id", f"must be a UUID, not {text[:64]!r}")]) from None
-
-
-def check_model_name(model: str, wrong: Violations) -> None:
-    """A model is named, by a name that any model may have."""
-    if not model:
-        wrong.check(False, "model", "must name a model; ListModels tells which there are")
-    wrong.check_text(model, "model")
 
 
 def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Violations) -> None:

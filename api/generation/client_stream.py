@@ -203,7 +203,8 @@ class ClientStream:
                 raise PermissionDenied("the peer port takes no `start`: send it to the port for clients (WEIR_LISTEN)")
             self._key.check()
             start = parse_start(frame.request_id, frame.start, self._process.window_tokens_max)
-            check_model(self._key.principal, self._process.router.own_name(start.model))
+            if self._key.principal.models:
+                check_model(self._key.principal, self._process.router.own_name(start.model))
             check_keep(start.keep_s, self._process.admission.settings.keep_max_s)
             here = self._process.find((self._key.principal.project_id, start.request_id))
             if self._is_answered(start, here):

@@ -106,11 +106,10 @@ NO_STOP_RULES = StopRules(None, (), frozenset(), False, 0)
 
 
 def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
-    """Everything about sampling and stopping that the frame alone can tell."""
+    """Everything about the choice of tokens that the frame alone can tell."""
     if start.HasField("sampling"):  # what is left out is right
         _check_sampling(start.sampling, wrong)
         _check_biases(start.sampling, wrong)
-    _check_stop(start, wrong)
     if start.HasField("response_format"):
         _check_response_format(start, wrong)
     if start.HasField("beam_search"):
@@ -157,7 +156,7 @@ def parse_beam_search(start: pb.StartFrame) -> BeamSearchParams:
 
 
 def parse_stop(start: pb.StartFrame) -> StopRules:
-    """The end of a frame that `check_decoding` found right."""
+    """The end of a frame that `check_stop` found right."""
     return StopRules(
         max_output_tokens=start.max_output_tokens if start.HasField("max_output_tokens") else None,
         stop_sequences=tuple(start.stop_sequences),
@@ -212,7 +211,8 @@ def _check_biases(sampling: pb.Sampling, wrong: Violations) -> None:
         wrong.check(right, field, f"must be between {-LOGIT_BIAS_MAX:g} and {LOGIT_BIAS_MAX:g}, not {bias:g}")
 
 
-def _check_stop(start: pb.StartFrame, wrong: Violations) -> None:
+def check_stop(start: pb.StartFrame, wrong: Violations) -> None:
+    """Everything about the end of the output that the frame alone can tell."""
     most, least = start.max_output_tokens, start.min_output_tokens
     limited = start.HasField("max_output_tokens")
     if limited and most < 1:

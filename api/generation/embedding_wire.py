@@ -52,7 +52,7 @@ def parse_embed(message: pb.EmbedRequest) -> ValidEmbed:
     """Check everything that the message alone can tell. Raises: InvalidRequest with every violation."""
     request_id = wire.parse_request_id(message.request_id)
     wrong = Violations()
-    wire.check_model_name(message.model, wrong)
+    wrong.check_text(message.model, "model", missing=wire.MODEL_MISSING)
     wrong.check(bool(message.inputs), "inputs", "must hold at least one text")
     for index, each in enumerate(message.inputs):
         check_input(each, f"inputs[{index}]", wrong)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import PromptTooLong, Violations
-from api.core.wire import TIERS, check_model_name, check_tier_and_labels, parse_request_id, payload_hash, seconds_of
+from api.core.wire import MODEL_MISSING, TIERS, check_tier_and_labels, parse_request_id, payload_hash, seconds_of
 from api.generation.conversation import Prompt, check_prompt, parse_prompt, thinking_of
 from api.generation.decoding import (
     NO_OVERRIDES,
@@ -19,6 +19,7 @@ from api.generation.decoding import (
     SamplingOverrides,
     StopRules,
     check_decoding,
+    check_stop,
     parse_beam_search,
     parse_response_format,
     parse_sampling,
@@ -33,7 +34,7 @@ from inference.text.tools import Tool
 
 SAMPLING_FIELDS = frozenset({"sampling", "top_logprobs"})
 STOP_FIELDS = frozenset({"max_output_tokens", "min_output_tokens", "stop_sequences", "stop_token_ids", "ignore_eos"})
-DECODING_FIELDS = SAMPLING_FIELDS | STOP_FIELDS | {"response_format", "beam_search", "choice_count"}
+DECODING_FIELDS = SAMPLING_FIELDS | {"response_format", "beam_search", "choice_count"}
 TOOL_FIELDS = frozenset({"tools", "tool_choice"})
 LIMIT_FIELDS = frozenset(
     {
@@ -53,8 +54,8 @@ LIMIT_FIELDS = frozenset(
 class ValidStart:
     """A start frame that is right in itself; whether model, context window and quotas allow it is decided later.
 
-    Not changed by anybody; `frozen` would cost a microsecond for each. given_id: the request id as the client spelt it, for the
-    frames of its answer. model: as the client named it, and by its own name from when it is routed.
+    Only its model changes; `frozen` would cost a microsecond for each. given_id: the request id as the client spelt it,
+    for the frames of its answer. model: as the client named it, and by its own name from when it is routed.
     """
 
     request_id: uuid.UUID
@@ -95,10 +96,12 @@ def parse_start(request_id: str, start: pb.StartFrame, window_tokens_max: int | 
         raise PromptTooLong(count, None, window_tokens_max)  # before they are copied: a million take a tenth of a second
     # A field that is not there is right, and most are not there in most frames: nothing asks for those one by one.
     said = {field.name for field, _ in start.ListFields()}
-    check_model_name(start.model, wrong)
+    wrong.check_text(start.model, "model", missing=MODEL_MISSING)
     check_prompt(start, wrong)
     if not said.isdisjoint(DECODING_FIELDS):
         check_decoding(start, wrong)
+    if not said.isdisjoint(STOP_FIELDS):
+        check_stop(start, wrong)
     if not said.isdisjoint(TOOL_FIELDS):
         check_tool_use(start, wrong)
     if not said.isdisjoint(LIMIT_FIELDS):
@@ -150,7 +153,7 @@ def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
 def parse_count_tokens(message: pb.CountTokensRequest) -> tuple[Prompt, tuple[Tool, ...]]:
     """The prompt, and the tools that the model is shown with it. Raises: InvalidRequest."""
     wrong = Violations()
-    check_model_name(message.model, wrong)
+    wrong.check_text(message.model, "model", missing=MODEL_MISSING)
     check_prompt(message, wrong)
     check_tools(message.tools, wrong)
     right = not message.tools or message.WhichOneof("prompt") != "text"
