@@ -124,10 +124,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         call_reading(ToolUse(tools, forced=True), tokenizer, request.model)  # whether the model can be shown them
         window, thinking = model.context_window_tokens, thinking_of(request)
         job = TextJob(self._process.text_work, payer(principal), tokenizer, window, thinking=thinking)
-        tokenized = await tokenize(job, prompt, tools)
-        self._process.pace.spent(principal, tokenized.work_s)
-        count = len(tokenized.token_ids)
-        return pb.CountTokensResponse(input_token_count=count, context_window_tokens=model.context_window_tokens)
+        token_ids, work_s = await tokenize(job, prompt, tools)
+        self._process.pace.spent(principal, work_s)
+        return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=model.context_window_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Lists models with what the caller pays for them."""

@@ -161,10 +161,6 @@ class ModelInfo:
     embedding_dimension: int = 0
     capabilities: Capabilities = field(default_factory=Capabilities)
 
-    def check_capabilities(self, request: GenerationRequest) -> None:
-        """Raise `RequestImpossible` with the field if this model's engine would ignore one."""
-        self.capabilities.check(request, self.engine)
-
     def can_continue(self, request: GenerationRequest) -> bool:
         """Whether an engine of this model could take a request up in mid-output, and go on with it as it began."""
         if not (request.may_be_continued and self.continues_output):

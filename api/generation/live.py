@@ -41,16 +41,17 @@ from api.generation.outbox import Receiver, UsageSoFar
 from api.generation.output import Flow, LiveOutput, Output, ReplayOutput
 from api.generation.output_limits import LimitChange, OutputLimits, parse_update
 from api.generation.preparation import (
-    Preparation,
     admission_request,
     arrival_of,
     check_output_bound,
+    checked_request,
     is_bounded,
-    routed,
+    prepared,
     smallest_admission,
 )
 from api.generation.reply import Reply
 from api.generation.start_frame import ValidStart
+from api.generation.tokenizing import TextJob, tokenize_at_once
 from api.generation.tools import call_reading
 from api.observability.observer import Ending
 from api.observability.spans import NO_TRACE, TraceContext
@@ -244,32 +245,32 @@ class LiveRequest:
 
     def begin(self) -> None:
         """Prepare the prompt, at once if it is short, and ask to be admitted."""
-        process, caller = self._process, self.caller
+        process, caller, start = self._process, self.caller, self.start
         try:
             self.life.become(State.PREPARING)
-            self.start, self._route = routed(self.start, process.router)
-            preparation = Preparation(
-                self.start,
-                self._route,
-                process.tokenizers[self._route.served],
-                process.safety,
-                caller.payer,
-                caller.bounds,
-                process.text_work,
-                self._check_room,
-                asks_first=process.admission.was_refused(caller.payer.api_key_id),
-            )
-            if (request := preparation.at_once()) is None:
-                self._run(self._prepare(preparation))
+            self._route = route = process.router.route(start.model, start.request_id, start.region)
+            start.model, tokenizer, tools = route.model, process.tokenizers[route.served], start.tool_use.tools
+            if tools:
+                self._reply.call_reading = call_reading(start.tool_use, tokenizer, start.model)
+            asks_first = process.admission.was_refused(caller.payer.api_key_id)
+            tokenized = None
+            if process.safety is None and not asks_first:
+                tokenized = tokenize_at_once(tokenizer, start.prompt, tools, start.thinking)
+            if tokenized is None:
+                window = route.engine.model.context_window_tokens
+                work = process.text_work
+                job = TextJob(work, caller.payer, tokenizer, window, check_room=self._check_room, asks_first=asks_first)
+                self._run(self._prepare(route, job))
             else:
-                self._ask(request, preparation.work_s)
+                token_ids, work_s = tokenized
+                self._ask(checked_request(start, route, tokenizer, token_ids, caller.payer, caller.bounds), work_s)
         except Exception as error:
             asyncio.get_running_loop().call_soon(self._fail, error)  # its stream is not to hear of it before it has begun
 
-    async def _prepare(self, preparation: Preparation) -> None:
+    async def _prepare(self, route: Route, job: TextJob) -> None:
         with Interruptible(self.life, self._error_before_hold):
-            request = await preparation.request()
-        self._ask(request, preparation.work_s)
+            request, work_s = await prepared(self.start, route, job, self._process.safety, self.caller.bounds)
+        self._ask(request, work_s)
 
     async def _check_room(self, least_token_count: int) -> None:
         asked = smallest_admission(self.start, least_token_count, self.caller.payer)
@@ -280,12 +281,11 @@ class LiveRequest:
         process, caller, start, route = self._process, self.caller, self.start, self._route
         assert route is not None, "it is routed before it is prepared"
         self._request, self._work_s = request, work_s
-        if start.tool_use.tools:
-            self._reply.call_reading = call_reading(start.tool_use, process.tokenizers[route.served], start.model)
         self._watch.lap("tokenize")
-        engine_wait_s = 0.0 if route.engine.healthy() else route.engine.condition().retry_after_s
         weights = process.admission.settings.queue_weights
         arrival = arrival_of(start, request, caller.payer, weights, caller.received_at, caller.deadline)
+        is_asked = arrival.deadline is not None and not route.engine.healthy()
+        engine_wait_s = route.engine.condition().retry_after_s if is_asked else 0.0
         self.place = process.queues[route.served].enter(arrival, engine_wait_s)
         lease = Lease(process.admission, admission_request(start, request, caller.payer), self.output.usage)
         lease.ask(self._admitted)
@@ -350,7 +350,8 @@ class LiveRequest:
             # This process may have slept while the request waited: then the engine is to spend nothing on it.
             if (lapse := lease.lapse()) is not None:
                 raise lapse
-            self._sequence = route.engine.submit(replace(request, rank=place.rank), self.take)
+            request.rank = place.rank
+            self._sequence = route.engine.submit(request, self.take)
         except Exception as error:
             self._fail(error)
 

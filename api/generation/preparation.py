@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from api.core.errors import FieldViolation, InvalidRequest, KeyBoundExceeded, PromptTooLong
 from api.generation.decoding import check_against_model
 from api.generation.start_frame import ValidStart
-from api.generation.text_work import TextWork
-from api.generation.tokenizing import TextJob, Tokenized, check_prompt, tokenize, tokenize_at_once
-from api.generation.tools import call_reading, format_of_calls
+from api.generation.tokenizing import TextJob, check_prompt, tokenize
+from api.generation.tools import format_of_calls
 from api.queue.fair_queue import Arrival
 from inference.engine import GenerationRequest
-from inference.routing.router import Route, Router
+from inference.routing.router import Route
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer, TokenLimitExceeded
 from metering.holds.operations import Admit, new_hold_id
@@ -22,102 +21,61 @@ from metering.quotas.quota_rules import Payer
 from metering.tenants.tenants import TokenBounds
 
 
-def routed(start: ValidStart, router: Router) -> tuple[ValidStart, Route]:
-    """The request under its model's own name, and where it goes. Raises: ModelUnknown, RequestImpossible."""
-    route = router.route(start.model, start.request_id, start.region)
-    return start if start.model == route.model else replace(start, model=route.model), route
+async def prepared(
+    start: ValidStart, route: Route, job: TextJob, safety: SafetyChecker | None, bounds: TokenBounds
+) -> tuple[GenerationRequest, float]:
+    """Return the request for the engine, and seconds of processor time that its prompt took.
 
-
-class Preparation:
-    """From a start frame to a request for the engine: the prompt is tokenized, and all is held against the model and its context
-    window, and against what the key may have.
-
-    work_s: processor time that the prompt took, once it is tokenized.
+    start: under the model's own name. job: whose text it is; how many tokens it may have is found here.
+    Raises: KeyBoundExceeded, PromptTooLong, PromptTooLarge, InvalidRequest, PromptFiltered, SafetyUnavailable,
+    ChatTemplateFailed, PreparationLimit, Overloaded; as `check_room` of the job.
     """
+    window, wanted = route.engine.model.context_window_tokens, start.stop.max_output_tokens
+    most_sent = window - (wanted or 1)
+    if bounds.max_input_tokens is not None:
+        most_sent = min(most_sent, bounds.max_input_tokens)
+    job = replace(job, token_count_max=max(most_sent, 0), thinking=start.thinking)
+    try:
+        token_ids, work_s = await tokenize(job, start.prompt, start.tool_use.tools)
+    except TokenLimitExceeded as exceeded:
+        check_input_bound(bounds, exceeded.least_token_count, "prompt", is_least=True)
+        raise PromptTooLong(exceeded.least_token_count, wanted, window, is_least=True) from None
+    request = checked_request(start, route, job.tokenizer, token_ids, job.payer, bounds)
+    if safety is not None:
+        await check_prompt(safety, job.tokenizer, start.prompt, start.tool_use.tools)
+    return request, work_s
 
-    def __init__(
-        self,
-        start: ValidStart,
-        route: Route,
-        tokenizer: Tokenizer,
-        safety: SafetyChecker | None,
-        payer: Payer,
-        bounds: TokenBounds,
-        work: TextWork,
-        check_room: Callable[[int], Awaitable[None]] | None = None,
-        *,
-        asks_first: bool = False,
-    ) -> None:
-        """check_room, asks_first: see `TextJob`. Raises: InvalidRequest."""
-        self.work_s = 0.0
-        self._start = start
-        self._route = route
-        self._tokenizer = tokenizer
-        self._safety = safety
-        self._payer = payer
-        self._bounds = bounds
-        self._work = work
-        self._check_room = check_room
-        self._asks_first = asks_first
-        if start.tool_use.tools:
-            call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
 
-    def at_once(self) -> GenerationRequest | None:
-        """The request, or None if something has to be waited for. Raises as `request`."""
-        start = self._start
-        if self._safety is not None or self._asks_first:
-            return None
-        tokenized = tokenize_at_once(self._tokenizer, start.prompt, start.tool_use.tools, start.thinking)
-        return None if tokenized is None else self._checked(tokenized)
+def checked_request(
+    start: ValidStart, route: Route, tokenizer: Tokenizer, token_ids: tuple[int, ...], payer: Payer, bounds: TokenBounds
+) -> GenerationRequest:
+    """Return the request for the engine, held against the model and its context window, and against what the key may have.
 
-    async def request(self) -> GenerationRequest:
-        """The request.
-
-        Raises: KeyBoundExceeded, PromptTooLong, PromptTooLarge, InvalidRequest, PromptFiltered, SafetyUnavailable,
-        ChatTemplateFailed, PreparationLimit, Overloaded; as `check_room`.
-        """
-        start, bounds, window = self._start, self._bounds, self._route.engine.model.context_window_tokens
-        wanted = start.stop.max_output_tokens
-        most_sent = window - (wanted or 1)
-        if bounds.max_input_tokens is not None:
-            most_sent = min(most_sent, bounds.max_input_tokens)
-        ours = self._work, self._payer, self._tokenizer, window
-        job = TextJob(*ours, max(most_sent, 0), self._check_room, start.thinking, self._asks_first)
-        try:
-            tokenized = await tokenize(job, start.prompt, start.tool_use.tools)
-        except TokenLimitExceeded as exceeded:
-            check_input_bound(bounds, exceeded.least_token_count, "prompt", is_least=True)
-            raise PromptTooLong(exceeded.least_token_count, wanted, window, is_least=True) from None
-        request = self._checked(tokenized)
-        if self._safety is not None:
-            await check_prompt(self._safety, self._tokenizer, start.prompt, start.tool_use.tools)
-        return request
-
-    def _checked(self, tokenized: Tokenized) -> GenerationRequest:
-        start, bounds, model = self._start, self._bounds, self._route.engine.model
-        wanted, prompt_token_ids, self.work_s = start.stop.max_output_tokens, tokenized.token_ids, tokenized.work_s
-        room = model.context_window_tokens - len(prompt_token_ids)
-        if bounds.max_input_tokens is not None:
-            check_input_bound(bounds, len(prompt_token_ids), "prompt")
-        most = room if bounds.max_output_tokens is None else output_room(bounds, wanted, start.choice_count, room)
-        if (wanted or 1) > room:
-            raise PromptTooLong(len(prompt_token_ids), wanted, model.context_window_tokens)
-        if (size := model.vocabulary_size) <= max(prompt_token_ids, default=0) or min(prompt_token_ids, default=0) < 0:
-            raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
-        tools_format = format_of_calls(start.tool_use, self._tokenizer) if start.tool_use.tools else None
-        request = GenerationRequest(
-            prompt_token_ids=prompt_token_ids,
-            sampling=start.sampling.over(model.default_sampling),
-            stop=start.stop.within(most),
-            cache_salt=str(self._payer.organization_id),
-            response_format=start.response_format or tools_format,
-            choice_count=start.choice_count,
-            beam_search=start.beam_search,
-            regions=self._route.regions,
-        )
-        check_against_model(request, size)
-        model.check_capabilities(request)
-        return request
+    token_ids: its prompt. Raises: KeyBoundExceeded, PromptTooLong, InvalidRequest, RequestImpossible.
+    """
+    model, wanted = route.engine.model, start.stop.max_output_tokens
+    room = model.context_window_tokens - len(token_ids)
+    if bounds.max_input_tokens is not None:
+        check_input_bound(bounds, len(token_ids), "prompt")
+    most = room if bounds.max_output_tokens is None else output_room(bounds, wanted, start.choice_count, room)
+    if (wanted or 1) > room:
+        raise PromptTooLong(len(token_ids), wanted, model.context_window_tokens)
+    if (size := model.vocabulary_size) <= max(token_ids, default=0) or min(token_ids, default=0) < 0:
+        raise InvalidRequest([FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")])
+    tools_format = format_of_calls(start.tool_use, tokenizer) if start.tool_use.tools else None
+    request = GenerationRequest(
+        prompt_token_ids=token_ids,
+        sampling=start.sampling.over(model.default_sampling),
+        stop=start.stop.within(most),
+        cache_salt=str(payer.organization_id),
+        response_format=start.response_format or tools_format,
+        choice_count=start.choice_count,
+        beam_search=start.beam_search,
+        regions=route.regions,
+    )
+    check_against_model(request, size)
+    model.capabilities.check(request, model.engine)
+    return request
 
 
 def arrival_of(
@@ -137,7 +95,7 @@ def arrival_of(
         input_token_count=len(request.prompt_token_ids),
         output_token_count_max=request.stop.max_output_tokens * request.choice_count,
         tier=start.tier,
-        weight=weights.get(str(payer.organization_id), 1.0),
+        weight=weights.get(str(payer.organization_id), 1.0) if weights else 1.0,
         sequence_count=request.choice_count if request.beam_search is None else request.beam_search.width,
         compiles=request.response_format is not None,
         deadline=deadline,

@@ -132,10 +132,10 @@ class Process:
 
     def generated(self, request: LiveRequest, *, can_be_received: bool) -> None:
         """The same for one that generates, but for what is kept of it. can_be_received: it has left something in the books."""
-        self.ended(request)
-        key = request.caller.payer.project_id, request.start.request_id
-        if self.find(key) is request:
-            del self._by_key[key[0].int, key[1].int]
+        self._live.pop(request, None)
+        key = project_id, request_id = request.caller.payer.project_id, request.start.request_id
+        if self._by_key.get((project_id.int, request_id.int)) is request:
+            del self._by_key[project_id.int, request_id.int]
         if isinstance(output := request.output, ReplayOutput):
             if can_be_received and request.start.keep_s is not None:
                 self.replays.keep(key, output, request.start.keep_s)

@@ -14,10 +14,11 @@ from api.core import wire
 from api.core.messages import effective_quota_statuses, input_count_max, quota_status
 from api.generation.embedding import token_count_of, tokenize_inputs
 from api.generation.embedding_wire import check_against_model, parse_embed
-from api.generation.preparation import Preparation, check_input_bound, routed
+from api.generation.preparation import check_input_bound, prepared
 from api.generation.process import Process
 from api.generation.start_frame import parse_start
 from api.generation.tokenizing import TextJob
+from api.generation.tools import call_reading
 from metering.quotas import quoting
 from metering.store.db import Sessions
 from metering.tenants.tenants import Principal
@@ -28,12 +29,13 @@ async def quote(process: Process, sessions: Sessions, principal: Principal, mess
     with process.pace.spending(principal):
         start = parse_start(str(uuid.uuid4()), message.start, process.window_tokens_max)
     check_model(principal, process.router.own_name(start.model))
-    start, route = routed(start, process.router)
-    payer = payer_of(principal)
-    tokenizer = process.tokenizers[route.served]
-    preparation = Preparation(start, route, tokenizer, process.safety, payer, principal.bounds, process.text_work)
-    request = await preparation.request()
-    process.pace.spent(principal, preparation.work_s)
+    route = process.router.route(start.model, start.request_id, start.region)
+    start.model, payer, tokenizer = route.model, payer_of(principal), process.tokenizers[route.served]
+    if start.tool_use.tools:
+        call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
+    job = TextJob(process.text_work, payer, tokenizer, route.engine.model.context_window_tokens)
+    request, work_s = await prepared(start, route, job, process.safety, principal.bounds)
+    process.pace.spent(principal, work_s)
     sent, most = len(request.prompt_token_ids), request.stop.max_output_tokens * request.choice_count
     settings = process.admission.settings
     first_slice = min(settings.lease_slice_tokens, most)

@@ -24,12 +24,8 @@ INLINE_S_PER_CHAR = 0.3e-6  # of processor time, where it is too short to be mea
 CHARS_PER_TOKEN_MAX = 16  # of a prompt for which the tokenizer has no bound: four times what a token stands for on average
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenized:
-    """Token ids of a prompt. work_s: processor time that they took, in a thread or, estimated, on the event loop."""
-
-    token_ids: tuple[int, ...]
-    work_s: float = 0.0
+# Token ids of a prompt, and seconds of processor time that they took, in a thread or, estimated, on the event loop.
+Tokenized = tuple[tuple[int, ...], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +57,16 @@ def tokenize_at_once(
     """Token ids of a prompt that is short, or is given as such; None for any other. Raises: ChatTemplateFailed, InvalidRequest."""
     if isinstance(prompt, str):
         cost = len(prompt)
-        return Tokenized(tokenizer.encode(prompt), INLINE_S_PER_CHAR * cost) if cost <= INLINE_COST_MAX else None
+        return (tokenizer.encode(prompt), INLINE_S_PER_CHAR * cost) if cost <= INLINE_COST_MAX else None
     if isinstance(prompt[0], int):
-        return Tokenized(prompt)
+        return prompt, 0.0
     if thinking is not None and not tokenizer.switches_thinking(has_tools=bool(tools)):
         raise InvalidRequest([FieldViolation("conversation.thinking", NO_SWITCH)])
     chars, part_count = conversation_size(prompt, tools)
     cost = chars + MESSAGE_COST_CHARS * part_count
     if cost > INLINE_COST_MAX:
         return None
-    return Tokenized(tokenizer.encode_chat(prompt, tools, thinking=thinking), INLINE_S_PER_CHAR * cost)
+    return tokenizer.encode_chat(prompt, tools, thinking=thinking), INLINE_S_PER_CHAR * cost
 
 
 async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> Tokenized:
@@ -101,7 +97,7 @@ async def prepared(job: TextJob, chars: int, least_token_count: int, encode: Cal
     with job.work.permit(job.payer, chars):
         if job.check_room is not None:
             await job.check_room(least_token_count)
-        return Tokenized(*await job.work.run(job.payer.organization_id, chars, encode))
+        return await job.work.run(job.payer.organization_id, chars, encode)
 
 
 def check_chars(field: str, chars: int, chars_max: int | None, window: int) -> None:

@@ -50,16 +50,15 @@ class EncoderRoute:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes. model: the own name of what was asked for, by which it is billed. regions: see `GenerationRequest`."""
+    """Where a request goes. model: the own name of what was asked for, by which it is billed.
+
+    served: the name that the engine serves. regions: see `GenerationRequest`.
+    """
 
     model: str
+    served: str
     engine: Engine
     regions: tuple[str, ...] = ()
-
-    @property
-    def served(self) -> str:
-        """The name that the engine serves."""
-        return self.engine.model.name
 
 
 @runtime_checkable
@@ -141,7 +140,7 @@ class Router:
             known = ", ".join(self._catalog.fallbacks)
             remedy = f"known are: {known}" if known else "this deployment has no regions: leave it unset"
             raise RequestImpossible(f"region {region[:64]!r} is unknown; {remedy}", "region") from None
-        return Route(catalog.own_name(model), self._engines[share.served], regions)
+        return Route(catalog.own_name(model), share.served, self._engines[share.served], regions)
 
     def route_encoder(self, model: str, request_id: str) -> EncoderRoute:
         """Where a request that embeds goes; the same one always to the same version.

@@ -92,19 +92,18 @@ class Tokenizer:
         """The most characters that so many tokens can stand for; None if that cannot be told for this tokenizer."""
         return self._bound.chars_max(token_count)
 
-    def check_limit(self, text: str, token_count_max: int | None) -> None:
+    def check_limit(self, text: str, token_count_max: int) -> None:
         """Raises: TokenLimitExceeded if the text, by its bytes alone, has more tokens than that."""
-        if token_count_max is not None:
-            least = self._bound.least_token_count(text, token_count_max)
-            if least > token_count_max:
-                raise TokenLimitExceeded(least)
+        if (least := self._bound.least_token_count(text, token_count_max)) > token_count_max:
+            raise TokenLimitExceeded(least)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, token_count_max: int | None = None) -> tuple[int, ...]:
         """Token ids of a plain prompt, with what the model expects around it (a BOS token, say) unless told otherwise.
 
         Raises: TokenLimitExceeded where it is certain that there are more than `token_count_max`.
         """
-        self.check_limit(text, token_count_max)
+        if token_count_max is not None:
+            self.check_limit(text, token_count_max)
         # A batch of one: only for batches does the library leave out offsets, a quarter of the time, which nobody here asks for.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)

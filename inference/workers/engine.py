@@ -107,7 +107,7 @@ class EngineLife(BackendLife):
         fault = request_fault(request, self._limits, self._model.vocabulary_size, self._block_count)
         if fault is not None:
             raise RequestImpossible(fault)
-        self._model.check_capabilities(request)
+        self._model.capabilities.check(request, self._model.engine)
         if self._waiting_count >= self._limits.waiting_sequence_count_max:
             raise EngineOverloaded("the engine's queue is full", self._overload_wait_s())
         sequence = self._sequences[self._next_number] = EngineSequence(self, self._next_number, request, tell)

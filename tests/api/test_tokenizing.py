@@ -71,9 +71,9 @@ async def test_thinking_reaches_the_template_that_has_a_switch(tmp_path: Path) -
 
     job = TextJob(cast("TextWork", None), cast("Payer", None), tokenizer, 100, thinking=True)
 
-    tokenized = await tokenize(job, (ChatMessage("user", "Hello"),))
+    token_ids, _ = await tokenize(job, (ChatMessage("user", "Hello"),))
 
-    assert tokenizer.decode(tokenized.token_ids) == "on: Hello"
+    assert tokenizer.decode(token_ids) == "on: Hello"
 
 
 @pytest.mark.parametrize(
