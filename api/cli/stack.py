@@ -465,7 +465,7 @@ def welcome(address: str, home: Path, told: Told) -> Panel:
         f"{escape(elsewhere)}"
         f'  {weir} generate "Hello"\n'
         f"  {weir} quota set tokens-per-month 1000000 --org demo\n"
-        f"  {weir} report month --help\n"
+        f"  {weir} month show --help\n"
         f'  eval "$({weir} env)"   for programs that use the SDKs\n\n'
         f"Keys are in {home}/connection.json, logs in {home}/logs. Ctrl-C stops everything.",
         title="weir up",

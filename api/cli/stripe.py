@@ -34,7 +34,6 @@ from metering.export.export_settings import (
 from metering.export.exporting import Stream, counted
 from metering.export.reconciliation import (
     Difference,
-    MeterReconciliation,
     MonthReconciliation,
     OurMonth,
     conclude,
@@ -42,7 +41,6 @@ from metering.export.reconciliation import (
     our_month,
     stripe_counts,
 )
-from metering.export.reconciliation import reconcile as compare_meters
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_inbox import serve_webhooks
 from metering.export.stripe_sync import Sync, export_status, payment_method_page, resend, settle
@@ -139,24 +137,6 @@ def portal(
     typer.echo(run(home, lambda sessions: payment_method_page(sessions, gateway(), organization)))
 
 
-@stripe.command("reconcile")
-def reconcile_month(
-    month: Annotated[str, typer.Option("--month", help="The month in UTC, as YYYY-MM. [default: the current one]")] = "",
-    as_json: JsonOption = False,
-    home: HomeOption = None,
-) -> None:
-    """Compare used tokens with what Stripe counts, per customer and meter. Exit code 1 on any difference."""
-    chosen = month or f"{datetime.now(UTC):%Y-%m}"
-    found = run(home, lambda sessions: compare_meters(sessions, gateway(), chosen))
-    if as_json:
-        sums = [asdict(each) | {"difference": each.difference} for each in found.sums]
-        print_json({"month": found.month, "until": found.until, "balanced": found.balanced, "sums": sums})
-    else:
-        show_sums(found)
-    if not found.balanced:
-        raise typer.Exit(1)
-
-
 @stripe.command("resend")
 def resend_batch(batch: BatchArgument, home: HomeOption = None) -> None:
     """Send a batch's tokens again: one that Stripe rejected, or one delivered in the last 24 hours, which is taken back first."""
@@ -170,7 +150,7 @@ def settle_batch(
     counted: Annotated[bool, typer.Option("--counted/--not-counted", help="Whether Stripe counts it.")],
     home: HomeOption = None,
 ) -> None:
-    """Settle the doubt about a parked batch, after looking at Stripe (`weir stripe reconcile` shows the sums)."""
+    """Settle the doubt about a parked batch, after looking at Stripe (`weir reconcile MONTH --against-stripe` shows the sums)."""
     run(home, lambda sessions: settle(sessions, batch, counted=counted))
     note(f"{batch} is settled")
 
@@ -189,16 +169,6 @@ def without_payment_method_text(organization: str) -> str:
     """Return the remedy for an organization that Stripe cannot charge."""
     remedy = f"have the customer open the page that `weir stripe portal {organization}` prints"
     return f"{organization} has no default payment method at Stripe, so its next invoice cannot be charged: {remedy}"
-
-
-def show_sums(found: MeterReconciliation) -> None:
-    heads = ["Organization", "Model", "Price version", "Tokens", "Used", "Delivered", "Waiting", "Rejected", "Stripe", "Difference"]
-    rows = []
-    for each in found.sums:
-        numbers = (each.used, each.delivered, each.waiting, each.rejected, each.stripe, each.difference)
-        rows.append((each.organization, each.model, str(each.price_version), each.token_kind, *numbers))
-    show(table(*heads, right=heads[-6:], rows=rows, title=f"{found.month}, hours until {found.until:%Y-%m-%d %H:%M} UTC"))
-    note("Stripe counts exactly what was used" if found.balanced else "Stripe does not count what was used")
 
 
 def charges_automatically() -> bool:

@@ -246,7 +246,7 @@ async def _handle(session: AsyncSession, event_id: str, kind: str, errors: Meter
 
 
 async def _reject(session: AsyncSession, errors: MeterErrors) -> str:
-    """Mark the batches that a report names. It holds samples: what it does not name shows in `weir stripe reconcile`."""
+    """Mark the batches that a report names. It holds samples: what it does not name shows in `weir reconcile`."""
     rejected = 0
     for identifier, reason in errors.by_identifier.items():
         batch_id = batch_of(identifier)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import billing_service_pb2 as billing_pb
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import live_requests_pb2 as live_pb
-from weir.v1 import types_pb2
+from weir.v1 import months_pb2, types_pb2
 
 from tests.cli.conftest import Run, ScriptedWeir
 from tests.cli.scripted_weir import QUOTA, REPORT
@@ -262,7 +259,7 @@ def test_the_audit_log_says_what_changed(weir: Run) -> None:
 
 
 def test_the_month_is_a_table_with_totals_counts_and_check(weir: Run) -> None:
-    result = weir("report", "month", "2026-11", "--org", "acme")
+    result = weir("month", "show", "2026-11", "--org", "acme")
 
     assert [line.rstrip() for line in result.stdout.splitlines()] == [
         "acme · 2026-11 (UTC) · amounts in USD, before tax",
@@ -282,31 +279,39 @@ def test_the_month_is_a_table_with_totals_counts_and_check(weir: Run) -> None:
     ]
 
 
-def test_the_month_as_csv_and_json_reads_back_exactly(weir: Run, tmp_path: Path) -> None:
-    rows = list(csv.DictReader(io.StringIO(weir("report", "month", "2026-11", "--org", "acme", "--format", "csv").stdout)))
-    document = json.loads(weir("report", "month", "2026-11", "--org", "acme", "--json").stdout)
-    weir("report", "month", "2026-11", "--org", "acme", "--format", "json", "--output", str(tmp_path / "month.json"))
+def test_documents_of_a_month_are_written_as_they_come(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
+    content = b'{"month": "2026-11"}\r\n'
+    server.accounts.replies["GetMonthDocument"] = months_pb2.GetMonthDocumentResponse(content=content)
+    files = {form: tmp_path / f"month.{form}" for form in ("json", "csv")}
 
-    assert [row["token_kind"] for row in rows] == ["input", "cached-input", "output"]
-    assert sum(Decimal(row["amount"]) for row in rows) == Decimal(document["total"]["amount"]) == Decimal("0.0109801")
-    for row in rows:
-        assert int(row["token_count"]) * Decimal(row["unit_price_per_million"]) / 1_000_000 == Decimal(row["amount"])
-    assert document["reconciliation"]["balanced"] is True
-    assert json.loads((tmp_path / "month.json").read_text()) == document
+    shown = weir("month", "show", "2026-11", "--org", "acme", "--json")
+    saved = [weir("month", "show", "2026-11", "--org", "acme", "--format", form, "-o", str(files[form])) for form in files]
+
+    asked = [each for each in server.accounts.requests if isinstance(each, months_pb2.GetMonthDocumentRequest)]
+    assert [each.format for each in asked] == [1, 1, 2]
+    assert shown.stdout_bytes == files["json"].read_bytes() == files["csv"].read_bytes() == content
+    assert [each.stderr for each in saved] == [f"{files[form]}: 22 bytes\n" for form in files]
+    assert [each.exit_code for each in (shown, *saved)] == [0, 0, 0]
 
 
-def test_a_sheet_whose_lines_do_not_come_to_the_total_says_so(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
-    arguments = ("report", "month", "2026-11", "--org", "acme", "--format", "csv", "--output", str(tmp_path / "month.csv"))
+def test_a_closed_month_is_shown_with_its_invoice_and_a_file_has_the_same_table(
+    weir: Run, server: ScriptedWeir, tmp_path: Path
+) -> None:
     report = billing_pb.GetMonthReportResponse()
     report.CopyFrom(REPORT)
-    report.total.picos -= 10_000_000_000
-
-    usage_alone = weir(*arguments)
+    report.invoice_number = "INV-000007"
     server.accounts.replies["GetMonthReport"] = report
-    with_credit = weir(*arguments)
+    usd = types_pb2.Money(currency_code="USD")
+    invoice = months_pb2.Invoice(number="INV-000007", total=usd, exact_total=usd, carried_in=usd, carried_out=usd)
+    server.accounts.replies["GetInvoice"] = months_pb2.GetInvoiceResponse(invoice=invoice)
 
-    assert usage_alone.stderr == f"{tmp_path / 'month.csv'}: 3 lines, total 0.01 USD\n"
-    assert "; the lines are usage alone and come to 0.0109801 USD: `weir month show 2026-11 --format csv`" in with_credit.stderr
+    shown = weir("month", "show", "2026-11", "--org", "acme").stdout
+    weir("month", "show", "2026-11", "--org", "acme", "-o", str(tmp_path / "month.txt"))
+
+    assert "0.0062175" in shown
+    assert "invoice INV-000007" in shown
+    assert "0.0062175" in (tmp_path / "month.txt").read_text()
+    assert "invoice INV-000007" in (tmp_path / "month.txt").read_text()
 
 
 def test_a_ledger_that_does_not_agree_is_no_success(weir: Run, server: ScriptedWeir) -> None:
@@ -316,15 +321,16 @@ def test_a_ledger_that_does_not_agree_is_no_success(weir: Run, server: ScriptedW
     report.reconciliation.ledger_token_count = 58_370
     report.reconciliation.balanced = False
     server.accounts.replies["GetMonthReport"] = report
+    server.accounts.replies["GetMonthDocument"] = months_pb2.GetMonthDocumentResponse(content=b"month\n")
 
-    table = weir("report", "month", "2026-11", "--org", "acme")
-    sheet = weir("report", "month", "2026-11", "--org", "acme", "--format", "csv")
+    table = weir("month", "show", "2026-11", "--org", "acme")
+    sheet = weir("month", "show", "2026-11", "--org", "acme", "--format", "csv")
 
     assert table.exit_code == sheet.exit_code == 1
     assert "usage 58,371 ≠ ledger 58,370 + unrated 0 tokens: OFF BY 1 TOKENS" in table.stdout
     assert "unrated   3 usage events" in table.stdout
     assert "3 usage events are not in the lines yet" in sheet.stderr
-    assert weir("report", "month", "2026-13", "--org", "acme").exit_code == 2
+    assert weir("month", "show", "2026-13", "--org", "acme").exit_code == 2
 
 
 def test_the_trace_of_a_request(weir: Run) -> None:

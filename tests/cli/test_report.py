@@ -1,4 +1,4 @@
-"""`weir report` taken apart: groupings, sheets, files, forecast, and the plot in whatever terminal there is."""
+"""`weir month show` taken apart: groupings, sheets, files, forecast, and the plot in whatever terminal there is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weir_cli.render import to_text
 from tests.cli.conftest import Run, ScriptedWeir
 from tests.cli.scripted_weir import FORECAST, USAGE_ROWS, usage_row
 
-ACME = ("report", "month", "2026-11", "--org", "acme")
+ACME = ("month", "show", "2026-11", "--org", "acme")
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_groupings_and_filters_go_to_the_server(weir: Run, server: ScriptedWeir)
     assert list(request.group_by) == [pb.USAGE_GROUPING_PROJECT, pb.USAGE_GROUPING_API_KEY]
     assert (request.day, request.project, request.api_key) == ("2026-11-03", "search", "wk_12345678")
 
-    weir("report", "month", "2026-11", "--all-orgs", "--by", "org")
+    weir("month", "show", "2026-11", "--all-orgs", "--by", "org")
     assert asked(server).organization == ""
 
 
@@ -106,14 +106,14 @@ def test_the_invoice_and_the_focus_file_are_written_as_they_come(weir: Run, serv
 
 def test_of_the_present_month_the_forecast_is_told_with_what_it_rests_on(weir: Run, server: ScriptedWeir) -> None:
     result = weir(*ACME)
-    alone = weir("report", "forecast", "--org", "acme")
+    alone = weir("month", "forecast", "--org", "acme")
 
     for told in (result.stdout, alone.stdout):
         text = " ".join(told.split())
         assert "so far 1,234.5678 USD until 2026-11-20 12:00:00Z" in text
         assert "forecast 2,000.00 USD by the end of 2026-11 (1,900.00 to 2,100.50 in 80 of 100 cases)" in text
         assert "Used so far, plus the mean. No trend." in text
-    assert "forecast" not in weir("report", "month", "2026-10", "--org", "acme").stdout
+    assert "forecast" not in weir("month", "show", "2026-10", "--org", "acme").stdout
 
 
 def test_without_history_no_forecast_is_claimed(weir: Run, server: ScriptedWeir) -> None:
@@ -123,7 +123,7 @@ def test_without_history_no_forecast_is_claimed(weir: Run, server: ScriptedWeir)
         bare.ClearField(name)
     server.accounts.replies["GetForecast"] = bare
 
-    assert "no forecast yet" in weir("report", "forecast", "--org", "acme").stdout
+    assert "no forecast yet" in weir("month", "forecast", "--org", "acme").stdout
 
 
 def test_wrong_options_are_refused_before_anything_is_asked(weir: Run, server: ScriptedWeir) -> None:

@@ -169,7 +169,7 @@ async def month(service: Service, tmp_path: Path) -> Month:
     org = ("--org", tenant.name)
     assert (await weir("receipt", "export", name, *org, "--output", str(files.receipts))).exit_code == 0
     files.keys.write_text((await weir("receipt", "keys", "--json")).stdout)
-    await weir("report", "month", name, *org, "--format", "json", "--output", str(files.report))
+    await weir("month", "show", name, *org, "--format", "json", "--output", str(files.report))
     assert [result.finish_reason for result in results] == [FinishReason.LENGTH] * 5
     return files
 
@@ -227,7 +227,7 @@ async def test_files_that_are_none_are_refused_by_line_and_remedy(month: Month, 
         (("-", "--keys", str(month.keys)), "\n{}\n", "line 2 is no receipt: version"),
         ((str(tmp_path / "none"),), "", "none cannot be read"),
         ((str(month.receipts), "--keys", str(month.receipts)), "", "write it with `weir receipt keys --json`"),
-        ((str(month.receipts), "--report", str(month.keys)), "", "write it with `weir report month"),
+        ((str(month.receipts), "--report", str(month.keys)), "", "write it with `weir month show"),
         ((str(month.receipts), "--keys", str(month.keys), "--root", "xyz"), "", "non-hexadecimal"),
     ):
         done = await month.weir("receipt", "verify", *arguments, stdin=stdin)

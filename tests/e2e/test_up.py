@@ -69,7 +69,7 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
         traced = weir("trace", answer["request_id"]).stdout
         report = report_of(weir, expected_requests=1)
         month = report["month"]
-        weir("report", "month", month, "--json", "--output", str(home / "report.json"))
+        weir("month", "show", month, "--json", "--output", str(home / "report.json"))
         weir("receipt", "export", month, "--output", str(home / "receipts.jsonl"))
         receipts = weir("receipt", "verify", str(home / "receipts.jsonl"), "--report", str(home / "report.json")).stdout
         postmaster = int((home / "postgres" / "postmaster.pid").read_text().split()[0])
@@ -97,7 +97,7 @@ def report_of(weir: Any, expected_requests: int) -> dict[str, Any]:
     month = f"{datetime.now(UTC):%Y-%m}"
 
     def rated() -> dict[str, Any] | None:
-        document: dict[str, Any] = json.loads(weir("report", "month", month, "--json").stdout)
+        document: dict[str, Any] = json.loads(weir("month", "show", month, "--json").stdout)
         return document if document["lines"] and not document["unrated_event_count"] else None
 
     report = wait_for(rated, "the worker to rate the request")

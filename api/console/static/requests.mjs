@@ -99,7 +99,7 @@ async function dayPart(view) {
     h("div", { class: "buttons" },
       view.params.get("page") && h("button", { type: "button", click: () => view.go({ page: "" }) }, "First page"),
       nextPageToken && h("button", { type: "button", click: () => view.go({ page: nextPageToken }) }, "Next page")),
-    command("The same in a terminal", `weir report month ${day.slice(0, 7)} --org ${name || "ORG"} --by request --day ${day}`));
+    command("The same in a terminal", `weir month show ${day.slice(0, 7)} --org ${name || "ORG"} --by request --day ${day}`));
 }
 
 // What a request costs: posted to the ledger, or in the first second only recorded.

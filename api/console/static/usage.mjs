@@ -41,7 +41,7 @@ export const usage = {
       h("h2", {}, "By model"),
       table("Usage by model", columns("Model", (each) => each.model, currency, [...models, total]), models, { empty: "Nothing was used in this month.", foot: { ...total, model: "Total" }, isGrid: true }),
       pending(total),
-      command("The same in a terminal", `weir report month ${chosen} --org ${name || "ORG"} --by day`));
+      command("The same in a terminal", `weir month show ${chosen} --org ${name || "ORG"} --by day`));
   },
 };
 

@@ -30,10 +30,10 @@ def imported(command: Command) -> Any:
     return getattr(import_module(module), name)
 
 
-def single(command: Command) -> Any:
-    """A command made of a function."""
+def single(command: Command, name: str) -> Any:
+    """A command of this name made of a function."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(imported(command))
+    app.command(name)(imported(command))
     return typer.main.get_command(app)
 
 
@@ -41,15 +41,14 @@ def load(name: str) -> Any:
     """The command of a name; a group has what other distributions add to it."""
     target = imported(COMMANDS[name])
     if not isinstance(target, typer.Typer):
-        command: Any = single(COMMANDS[name])
-    else:
-        command = typer.main.get_group(target)
-        for other, entry in COMMANDS.items():
-            group, _, added = other.partition(" ")
-            if group == name and added:
-                command.add_command(single(entry), added)
-    command.name = name
-    return command
+        return single(COMMANDS[name], name)
+    group = typer.main.get_group(target)
+    group.name = name
+    for other, entry in COMMANDS.items():
+        parent, _, added = other.partition(" ")
+        if parent == name and added:
+            group.add_command(single(entry, added))
+    return group
 
 
 class LazyGroup(TyperGroup):

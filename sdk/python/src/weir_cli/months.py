@@ -1,5 +1,5 @@
-"""`weir report`, `weir month`, `weir adjustment` and `weir credit-note`: usage and money by month, as tables, CSV, JSON or a plot;
-closing a month, and corrections by hand, which another one approves.
+"""`weir month`, `weir adjustment` and `weir credit-note`: usage and money by month, as tables, CSV, JSON or a plot; closing months,
+and corrections by hand, which another one approves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from weir_client import (
     WeirError,
 )
 
-from weir_cli.connection import AddressOption, KeyOption, Output, admin_client, billing_client, calls, organization_or_default
+from weir_cli.connection import Output, admin_client, billing_client, calls, organization_or_default
 from weir_cli.render import (
     Cell,
     JsonOption,
@@ -54,7 +54,6 @@ from weir_cli.render import (
     jsonable,
     money_text,
     month_report,
-    month_report_csv,
     note,
     parse_picos,
     parsed,
@@ -89,7 +88,7 @@ KIND_COLUMNS: Mapping[str, Callable[[UsageRow], Cell]] = {
     "embedded": lambda row: row.embedding_token_count,
 }
 
-report = typer.Typer(help="Report usage and money by month.", no_args_is_help=True)
+month = typer.Typer(help="Show months and their forecast; close them, and verify what was closed.", no_args_is_help=True)
 
 FILE_WIDTH = 120  # columns of a table that goes to a file
 TABLE_ROWS_MAX = 1_000  # beyond it nobody reads a table
@@ -300,18 +299,20 @@ def forecast_lines(forecast: UsageForecast) -> list[Text]:
     return [Text(so_far), Text(expected, style="bold"), Text(why, style="dim")]
 
 
+MonthArgument = Annotated[str, typer.Argument(help="The month in UTC, as YYYY-MM.", metavar="MONTH")]
+AllOption = Annotated[bool, typer.Option("--all", help="Every organization, one after the other.")]
 Format = Literal["table", "csv", "json", "focus"]  # how a report is written
 
 
-@report.command("month")
+@month.command("show")
 @calls(billing_client)
-def report_month(
+def show_month(
     client: BillingClient,
-    month: Annotated[str, typer.Argument(help="The month in UTC, as YYYY-MM.")],
+    month: MonthArgument,
     organization: OrganizationOption = None,
     form: Annotated[
         Format,
-        typer.Option("--format", help="table for people, csv for sheets (lines only), json for programs, focus for FinOps tools."),
+        typer.Option("--format", help="table for people; json and csv are the server's documents; focus is for FinOps tools."),
     ] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
     pdf: Annotated[Path | None, typer.Option("--pdf", help="Write the invoice, or its draft, as PDF to this file.")] = None,
@@ -327,7 +328,10 @@ def report_month(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Report one month of one organization from the ledger: tokens by kind, unit price, amount, and the check against usage."""
+    """Show a month from the ledger: tokens by kind, unit price, amount, the check against usage, and the invoice once it is closed.
+
+    The documents of a closed month are the same bytes for ever. Exit code 1 if ledger and usage do not agree.
+    """
     checked_month(month)
     form = "json" if as_json else form
     groups = parse_groups(by)
@@ -345,12 +349,17 @@ def report_month(
     elif form == "focus":
         save(client, month, MonthExportFormat.FOCUS_CSV, owner, output)
     else:
-        write_month(client.get_month_report(owner, month), form, output)
-        if form == "table" and output is None:
-            add_outlook(client, month, owner, plot)
+        report = client.get_month_report(owner, month)
+        if form == "table":
+            write_month(client, report, output)
+            if output is None:
+                add_outlook(client, month, owner, plot)
+        else:
+            write_content(output, client.get_month_document(owner, month, DocumentFormat(form)))
+        tell_check(report, form)
 
 
-@report.command("forecast")
+@month.command("forecast")
 @calls(billing_client)
 def forecast(
     client: BillingClient,
@@ -408,38 +417,29 @@ def write_usage(
         note(f"the first {len(rows):,} rows: --format csv has them all, --day, --project and --key narrow it down")
 
 
-def write_month(found: MonthReport, form: Format, output: Path | None) -> None:
-    """The report of the month, and what is wrong with it, if anything."""
-    if output is not None:
-        put(output, [written(found, form)])
-        note(f"{output}: {len(found.lines)} lines, total {found.total_rounded}{_beside_usage(found, form)}")
-    elif form == "table":
-        show(month_report(found))
+def write_month(client: BillingClient, report: MonthReport, output: Path | None) -> None:
+    """The report as tables, with the invoice of a closed month."""
+    invoice = [invoice_table(client.get_invoice(report.invoice_number))] if report.invoice_number else []
+    if output is None:
+        show(month_report(report), *invoice)
     else:
-        typer.echo(written(found, form), nl=False)
-    if form == "csv" and (found.unrated_event_count or not found.reconciliation.balanced):
-        note(f"{found.unrated_event_count:,} usage events are not in the lines yet; --format table shows the check")
-    if not found.reconciliation.balanced:
+        put(output, [to_text(part, FILE_WIDTH) for part in (month_report(report), *invoice)])
+        note(f"{output}: {len(report.lines)} lines, total {report.total_rounded}")
+
+
+def write_content(target: Path | None, content: bytes) -> None:
+    put(target, [content])
+    if target is not None:
+        note(f"{target}: {len(content):,} bytes")
+
+
+def tell_check(report: MonthReport, form: Format) -> None:
+    """What a document does not show: usage that is not in it yet. Ends the command if ledger and usage do not agree."""
+    balanced = report.reconciliation.balanced
+    if form != "table" and (report.unrated_event_count or not balanced):
+        note(f"{report.unrated_event_count:,} usage events are not in the lines yet; --format table shows the check")
+    if not balanced:
         fail("the ledger and the usage events do not agree")
-
-
-def _beside_usage(found: MonthReport, form: Format) -> str:
-    """Says so where the rows of a CSV, which are usage alone, do not come to the total that is told beside them."""
-    usage_picos = sum(line.amount.picos for line in found.lines)
-    if form != "csv" or usage_picos == found.total.picos:
-        return ""
-    return (
-        f"; the lines are usage alone and come to {Money(found.total.currency_code, usage_picos)}: "
-        f"`weir month show {found.month} --format csv` has plan, credit and adjustments too"
-    )
-
-
-def written(report: MonthReport, form: Format) -> str:
-    if form == "table":
-        return to_text(month_report(report), FILE_WIDTH)
-    if form == "csv":
-        return month_report_csv(report)
-    return json.dumps(jsonable(report), ensure_ascii=False, indent=2) + "\n"
 
 
 def add_outlook(client: BillingClient, month: str, organization: str, plot: bool | None) -> None:
@@ -470,18 +470,10 @@ def daily_plot(month: str, by_day: dict[str, int], today: date) -> DailyPlot:
 def save(client: BillingClient, month: str, form: MonthExportFormat, organization: str, path: Path | None) -> None:
     """A file of the month as the server makes it; to stdout without a path."""
     file = client.export_month(month, form, organization=organization)
-    target = path / file.file_name if path is not None and path.is_dir() else path
-    put(target, [file.content])
-    if target is not None:
-        note(f"{target}: {len(file.content):,} bytes")
+    write_content(path / file.file_name if path is not None and path.is_dir() else path, file.content)
 
-
-month = typer.Typer(help="Close months, read them, and prove that they are what they were.", no_args_is_help=True)
 
 CLOSE_TIMEOUT_S = 300.0  # a close reads all usage events of its month
-
-MonthArgument = Annotated[str, typer.Argument(help="The month in UTC, as YYYY-MM.", metavar="MONTH")]
-AllOption = Annotated[bool, typer.Option("--all", help="Every organization, one after the other.")]
 
 
 @month.command("list")
@@ -490,32 +482,6 @@ def list_months(client: BillingClient, organization: OrganizationOption = None) 
     """List the months of an organization: which are closed, by whom, with which invoice."""
     found = client.list_months(organization_or_default(organization, client.address))
     return found, months_table(found)
-
-
-@month.command("show")
-def show_month(
-    month: MonthArgument,
-    organization: OrganizationOption = None,
-    form: Annotated[
-        Literal["table", "json", "csv"],
-        typer.Option("--format", help="table for people; json and csv are the report's documents, byte for byte."),
-    ] = "table",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
-) -> None:
-    """Show a month as it stands: the invoice of a closed one, and what it would be now of an open one."""
-    with billing_client(address, api_key) as client:
-        chosen = organization_or_default(organization, client.address)
-        if form == "table":
-            report = client.get_month_report(chosen, month)
-            invoice = client.get_invoice(report.invoice_number) if report.invoice_number else None
-            show(month_report(report), *([] if invoice is None else [invoice_table(invoice)]))
-            return
-        content = client.get_month_document(chosen, month, DocumentFormat(form))
-    put(output, [content])
-    if output is not None:
-        note(f"{output}: {len(content):,} bytes")
 
 
 @month.command("close")

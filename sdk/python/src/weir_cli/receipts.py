@@ -60,7 +60,7 @@ def read_keys(path: Path) -> list[ReceiptKey]:
 
 
 def read_report(path: Path) -> ReportedMonth:
-    """The report of a month as `weir report month --format json` writes it, or the document of a closed month.
+    """The report of a month as `weir month show --format json` writes it.
 
     Lines of late usage are left out: their receipts belong to the month of use. Raises: FileInvalid, OSError.
     """
@@ -76,7 +76,7 @@ def read_report(path: Path) -> ReportedMonth:
                 totals[priced] += int(amount["picos"]) if isinstance(amount, dict) else parse_picos(amount)
         return ReportedMonth(document["month"], document["organization_id"], bytes.fromhex(root) if root else None, totals)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FileInvalid(f"{path} is no report of a month: write it with `weir report month … --format json`") from error
+        raise FileInvalid(f"{path} is no report of a month: write it with `weir month show … --format json`") from error
 
 
 @receipt.command("keys")

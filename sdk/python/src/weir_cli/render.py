@@ -23,7 +23,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
-from weir_client import Money, MonthReport, MonthReportLine, Price, QuotaDimension, Receipt, Result, Timings, Usage
+from weir_client import Money, MonthReport, Price, QuotaDimension, Receipt, Result, Timings, Usage
 
 T = TypeVar("T")
 
@@ -522,22 +522,3 @@ def _month_footer(report: MonthReport) -> list[Text]:
 def decimal_places(value: Decimal) -> int:
     """Digits after the point that matter."""
     return len(f"{value:f}".partition(".")[2].rstrip("0"))
-
-
-def month_report_csv(report: MonthReport) -> str:
-    """The lines of a month as CSV: exact plain numbers, a header, no totals, so that a sheet can sum it up itself."""
-    columns: dict[str, Callable[[MonthReportLine], object]] = {
-        "organization": lambda line: report.organization_name,
-        "month": lambda line: report.month,
-        "model": lambda line: line.model,
-        "price_version": lambda line: line.price_version,
-        "token_kind": lambda line: line.token_kind.value,
-        "request_count": lambda line: line.request_count,
-        "token_count": lambda line: line.token_count,
-        "cancelled_token_count": lambda line: line.cancelled_token_count,
-        "unit_price_per_million": lambda line: f"{per_million(line.unit_price_picos):f}",
-        "unit_price_picos": lambda line: line.unit_price_picos,
-        "amount": lambda line: f"{line.amount.amount:f}",
-        "currency_code": lambda line: line.amount.currency_code,
-    }
-    return csv_of(report.lines, columns)
