@@ -160,7 +160,8 @@ class LiveRequest:
         self._limits: OutputLimits | None = None  # once it is admitted
         self._sequence: Sequence | None = None  # while an engine has it
         self._begin_timer: asyncio.TimerHandle | None = None  # until the engine begins with it
-        self._uncharged_token_count = 0  # that the queue has not been told of
+        self._charged_token_count = 0  # that the queue has been told of
+        self._free_token_count = 0  # so many in all may be said without a look at leases, limits, checks and turns
         self._first_timings: EngineTimings | None = None  # of one that was continued
         self._migration_count = 0
         self._engine_outcome: Outcome | None = None  # once the engine has ended it
@@ -199,6 +200,7 @@ class LiveRequest:
         self.life.stop(outcome, error)
 
     def _on_stop(self, end: End) -> None:
+        self._free_token_count = 0
         if end.error is not None and self.output.takes_whole:  # a part of an answer is no answer
             self.life.discards = True
         self._reply.stopped()
@@ -240,6 +242,7 @@ class LiveRequest:
             check_output_change(request, route.engine.model, change.max_output_tokens)
             lease.allow(change.max_output_tokens)
         limits.change(change)
+        self._free_token_count = 0
 
     # Received and preparing.
 
@@ -371,14 +374,15 @@ class LiveRequest:
             return
         try:
             if isinstance(event, TokensGenerated):
-                token_count, usage = len(event.token_ids), self.output.usage
-                if not usage.generated_token_count:
-                    self._watch.first_token()
-                usage.generated_token_count += token_count
-                self._uncharged_token_count += token_count
-                if self._uncharged_token_count >= TOKENS_PER_CHARGE or usage.generated_token_count == token_count:
-                    self._charge()
+                output, token_ids = self.output, event.token_ids
+                output.usage.generated_token_count += len(token_ids)
+                if output.said_token_count + len(token_ids) <= self._free_token_count and not event.logprobs:
+                    output.say(event.choice_index, event.text, token_ids)
+                    return
+                self._watch.first_token()
+                self._charge()
                 self._reply.take(event)
+                self._free_token_count = min(self._reply.free_token_count, output.said_token_count + TOKENS_PER_CHARGE)
             elif isinstance(event, Scheduled):
                 self._begun(event)
             elif isinstance(event, SequenceFinished):
@@ -404,8 +408,9 @@ class LiveRequest:
 
     def _charge(self) -> None:
         """Tell the queue of what was generated."""
-        count, self._uncharged_token_count = self._uncharged_token_count, 0
-        if count and self.place is not None:
+        count = self.usage.generated_token_count - self._charged_token_count
+        if count > 0 and self.place is not None:
+            self._charged_token_count += count
             self.place.generated(count)
 
     def _generated(self, event: SequenceFinished) -> None:

@@ -94,20 +94,20 @@ class Receiver:
         self.is_waiting = False  # in the outbox's line
         self.in_flight_count = 0  # frames of the message that is being written
         self.on_taken: Callable[[], None] | None = None  # called when the transport takes frames; must not block
-        self._frames: list[bytes] = []
+        self.frames: list[bytes] = []  # pushed, and waiting
         self._on_end = on_end
 
     @property
     def unsent_frame_count(self) -> int:
         """Pushed frames that the transport has not taken."""
-        return len(self._frames) + self.in_flight_count
+        return len(self.frames) + self.in_flight_count
 
     def push(self, frame: pb.ServerFrame | bytes) -> None:
         """Send a frame as soon as possible; dropped if the client is gone. frame: without a request id; it may be serialized."""
         if not self.outbox.is_abandoned:
             body = frame if isinstance(frame, bytes) else frame.SerializeToString()
             size = len(self.head) + len(body)
-            self._frames.append(b"\x0a%b%b%b" % (varint(size), self.head, body))
+            self.frames.append(b"\x0a%b%b%b" % (varint(size), self.head, body))
             self.outbox.frame_count += 1
             self.outbox.add(self)
 
@@ -122,25 +122,14 @@ class Receiver:
 
     def drop(self) -> None:
         """Discard pushed frames that were not written."""
-        self.outbox.frame_count -= len(self._frames)
-        self._frames.clear()
+        self.outbox.frame_count -= len(self.frames)
+        self.frames.clear()
 
-    def take(self, into: Collected, delta_max: int) -> None:
-        """Move waiting frames into the message."""
-        parts = into.parts
-        count = len(parts)
-        if self._frames:
-            self._take_pushed(parts)
-        if self.supply is not None:
-            self.supply.take(self, into, delta_max)
-            if self._frames:  # the end, which follows the last of the output
-                self._take_pushed(parts)
-        self.in_flight_count += len(parts) - count
-
-    def _take_pushed(self, parts: list[bytes]) -> None:
-        parts += self._frames
-        self.outbox.frame_count -= len(self._frames)
-        self._frames = []
+    def take_pushed(self, parts: list[bytes]) -> None:
+        """Move waiting frames into a message."""
+        parts += self.frames
+        self.outbox.frame_count -= len(self.frames)
+        self.frames = []
 
     def was_taken(self) -> None:
         """Handle that the message was written, or that the client is gone."""
@@ -281,21 +270,32 @@ class Outbox:
 
     def collect(self) -> Collected:
         """Collect the next message, with at most `DELTAS_PER_TURN_MAX` deltas of each request."""
-        collected = Collected([], TOKENS_PER_MESSAGE_MAX, [], self._may_have_lapsed())
-        line, parts, more = self._line, collected.parts, []
-        while line and len(parts) < FRAMES_PER_MESSAGE_MAX and collected.token_room > 0:
+        return self._collect(FRAMES_PER_MESSAGE_MAX, TOKENS_PER_MESSAGE_MAX, DELTAS_PER_TURN_MAX)
+
+    def _collect(self, frame_max: int, token_max: int, delta_max: int) -> Collected:
+        collected = Collected([], token_max, [], self._may_have_lapsed())
+        line, parts, in_flight, more = self._line, collected.parts, self._in_flight, []
+        while line and collected.token_room > 0 and (count := len(parts)) < frame_max:
             one = line.popleft()
             if isinstance(one, bytes):
                 parts.append(one)
                 self.frame_count -= 1
                 continue
-            one.take(collected, DELTAS_PER_TURN_MAX)
-            if one.in_flight_count:
-                self._in_flight.append(one)
-            if one.supply is not None and one.supply.has_more:
+            has_more = False
+            if one.frames:
+                one.take_pushed(parts)
+            if (supply := one.supply) is not None:
+                supply.take(one, collected, delta_max)
+                has_more = supply.has_more
+                if one.frames:  # the end, which follows the last of the output
+                    one.take_pushed(parts)
+            if has_more:
                 more.append(one)
             else:
                 one.is_waiting = False
+            if taken_count := len(parts) - count:
+                one.in_flight_count += taken_count
+                in_flight.append(one)
         line += more
         return collected
 
@@ -340,32 +340,21 @@ class WholeOutbox(Outbox):
 
     def collect(self) -> Collected:
         """All of it: the answer's length is bounded by the context windows of its requests."""
-        collected = Collected([], sys.maxsize, [])
-        while self._line:
-            one = self._line.popleft()
-            if isinstance(one, bytes):
-                collected.parts.append(one)
-                self.frame_count -= 1
-            else:
-                one.take(collected, sys.maxsize)
-                one.is_waiting = False
-                self._in_flight.append(one)
-        return collected
+        return self._collect(sys.maxsize, sys.maxsize, sys.maxsize)
 
 
 # Frames are put together from bytes: a message object that is put into another one is copied, and one for each token costs more
 # than all else that is done for it. Numbers are those of `weir/v1/inference_service.proto`.
 
-ONE_BYTE = [bytes((number,)) for number in range(128)]
-
 
 def varint(number: int) -> bytes:
     """A number of at least 0 in the wire format of Protocol Buffers."""
     if number < 0x80:
-        return ONE_BYTE[number]
-    if number < 0x4000:
-        return bytes((number & 0x7F | 0x80, number >> 7))
+        return bytes((number,))
     return bytes((number & 0x7F | 0x80,)) + varint(number >> 7)
+
+
+VARINTS = [varint(number) for number in range(1 << 14)]  # 0.6 MB: those of most tokens, and all lengths of small frames
 
 
 def frame_head(request_id: str) -> bytes:
@@ -376,30 +365,37 @@ def frame_head(request_id: str) -> bytes:
 
 def framed(frame: bytes) -> bytes:
     """A serialized `ServerFrame` as a part of a `GenerateResponse`."""
-    length = len(frame)
-    return b"\x0a%b%b" % (ONE_BYTE[length] if length < 128 else varint(length), frame)
+    return b"\x0a%b%b" % (varint(len(frame)), frame)
+
+
+def token_frame(head: bytes, seq: int, text: bytes, token_id: int) -> bytes:
+    """A frame with one token of the first choice, as a part of a `GenerateResponse`: what most parts of most messages are."""
+    number = VARINTS[seq] if seq < 0x4000 else varint(seq)
+    token = VARINTS[token_id] if token_id < 0x4000 else varint(token_id)
+    text_size, token_size = len(text), len(token)
+    size = text_size + token_size + len(number) + 5
+    frame_size = size + len(head) + 2
+    if frame_size >= 0x80:
+        return delta_frame(head, delta_bytes(seq, 0, text, (token_id,)))
+    one = VARINTS
+    return b"\x0a%b%b\x22%b\x08%b\x12%b%b\x1a%b%b" % (
+        one[frame_size], head, one[size], number, one[text_size], text, one[token_size], token
+    )  # fmt: skip
 
 
 def delta_frame(head: bytes, delta: bytes) -> bytes:
     """A serialized `DeltaFrame` as a part of a `GenerateResponse`. head: see `frame_head`."""
-    size = len(delta)
-    length = ONE_BYTE[size] if size < 128 else varint(size)
-    size += len(head) + 1 + len(length)
-    return b"\x0a%b%b\x22%b%b" % (ONE_BYTE[size] if size < 128 else varint(size), head, length, delta)
+    length = varint(len(delta))
+    return framed(b"%b\x22%b%b" % (head, length, delta))
 
 
 def delta_bytes(seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes = b"") -> bytes:
     """A serialized `DeltaFrame`. rest: its other fields, serialized."""
-    number = ONE_BYTE[seq] if seq < 128 else varint(seq)
-    size = len(text)
-    if size < 128 and not choice_index and len(token_ids) == 1:  # as most are
-        ids = varint(token_ids[0])
-        return b"\x08%b\x12%b%b\x1a%b%b%b" % (number, ONE_BYTE[size], text, ONE_BYTE[len(ids)], ids, rest)
     ids = b"".join(map(varint, token_ids))
     return b"".join(
         (
-            b"\x08" + number,
-            b"\x12" + varint(size) + text if text else b"",
+            b"\x08" + varint(seq),
+            b"\x12" + varint(len(text)) + text if text else b"",
             b"\x1a" + varint(len(ids)) + ids if ids else b"",
             b"\x28" + varint(choice_index) if choice_index else b"",
             rest,

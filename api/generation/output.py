@@ -20,7 +20,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import AttachedElsewhere, FieldViolation, InvalidRequest, OutputGone, status_of
 from api.generation import frames
 from api.generation.life import Life
-from api.generation.outbox import Collected, Receiver, UsageSoFar, delta_bytes, delta_frame, framed, varint
+from api.generation.outbox import Collected, Receiver, UsageSoFar, delta_bytes, delta_frame, framed, token_frame, varint
 from api.generation.replay import ReplayBuffer
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
@@ -438,15 +438,12 @@ class LiveOutput(Output):
             return
         if len(self._steps) == 1 and not self._packed and self.flow.credit is None and self.usage_telling is None:
             choice_index, text, token_ids, logprobs, calls = self._steps[0]
-            if len(token_ids) <= TOKENS_PER_DELTA_MAX:
+            if len(token_ids) == 1 and not (choice_index or logprobs or calls):
                 self._steps.clear()
                 self._last_seq += 1
-                rest = rest_of(logprobs, calls) if logprobs or calls else b""
-                delta = delta_bytes(self._last_seq, choice_index, text.encode(), token_ids, rest)
-                into.parts.append(delta_frame(receiver.head, delta))
-                if token_ids:
-                    into.token_room -= len(token_ids)
-                    into.entries.append((self, len(token_ids)))
+                into.parts.append(token_frame(receiver.head, self._last_seq, text.encode(), token_ids[0]))
+                into.token_room -= 1
+                into.entries.append((self, 1))
                 if self._life is None:
                     self._say_end()
                 return

@@ -133,6 +133,18 @@ class Reply:
         self._late = deque((event,))
         self._run(self._hand_on_late(self._late))
 
+    @property
+    def free_token_count(self) -> int:
+        """So many tokens in all may be said as they come, unless a stop, a change of limits or log-probabilities come between."""
+        if self._has_to_wait or self._late is not None or self._parsers or self._life.end is not None:
+            return 0
+        unsent_max = self._settings.outbox_tokens_per_request_max
+        return min(
+            self._lease.leased_token_count - self._settings.lease_margin_tokens - 1,
+            self._limits.token_count_max - 1,
+            self.output.usage.delivered_token_count + unsent_max,
+        )
+
     async def _hand_on_late(self, late: deque[Told]) -> None:
         """What has to wait, and what comes meanwhile."""
         while late:

@@ -145,7 +145,8 @@ NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.jour
 
 UNFINISHED_SUFFIX = ".new"
 
-RECORD = struct.Struct("<16sIIIII")  # hold id; input, cached, generated, delivered token counts; crc32 of what stands before
+COUNTS = struct.Struct("<16sIIII")  # hold id; input, cached, generated, delivered token counts
+RECORD = struct.Struct(f"{COUNTS.format}I")  # with the crc32 of what stands before
 
 LOCKS_REMEDY = "set WEIR_HOME to a directory on a local file system, one for each machine"
 
@@ -305,8 +306,11 @@ def segment_of(path: Path) -> int:
 
 def encode(entry: Delivered) -> bytes:
     """One record."""
-    body = RECORD.pack(entry.hold_id.int.to_bytes(16, "big"), *entry[1:], 0)[:-4]
-    return body + struct.pack("<I", zlib.crc32(body))
+    hold_id, input_token_count, cached_input_token_count, generated_token_count, delivered_token_count = entry
+    body = COUNTS.pack(
+        hold_id.int.to_bytes(16, "big"), input_token_count, cached_input_token_count, generated_token_count, delivered_token_count
+    )
+    return body + zlib.crc32(body).to_bytes(4, "little")
 
 
 def decode(data: bytes) -> Iterator[Delivered]:

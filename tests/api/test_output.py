@@ -15,7 +15,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import OutputGone
 from api.generation.life import Life
-from api.generation.outbox import Outbox, Receiver, delta_bytes, delta_frame, frame_head
+from api.generation.outbox import Outbox, Receiver, delta_bytes, delta_frame, frame_head, token_frame
 from api.generation.output import TOKENS_PER_DELTA_MAX, Flow, LiveOutput, Output, PackedOutput, ReplayOutput, rest_of
 from api.generation.replay import ReplayBuffers
 from metering.core.models import Outcome
@@ -307,6 +307,11 @@ def test_a_delta_in_bytes_is_the_message(seq: int, choice: int, text: str, ids: 
     expected = pb.DeltaFrame(seq=seq, choice_index=choice, text=text, token_ids=ids, logprobs=logprobs, tool_calls=calls)
     assert pb.DeltaFrame.FromString(delta) == expected
     assert pb.GenerateResponse.FromString(data * 2).frames == [pb.ServerFrame(request_id=given_id, delta=expected)] * 2
+
+    for token_id in ids[:3]:
+        frame = token_frame(frame_head(given_id), seq, text.encode(), token_id)
+        one = pb.ServerFrame(request_id=given_id, delta=pb.DeltaFrame(seq=seq, text=text, token_ids=[token_id]))
+        assert pb.GenerateResponse.FromString(frame * 2).frames == [one] * 2
 
 
 def test_what_is_packed_is_given_out_with_its_last_token() -> None:
