@@ -159,7 +159,8 @@ class Process:
         first = 0
         while True:
             await asyncio.sleep(self.admission.settings.progress_interval_s)
-            self.end_lapsed()
+            if self.admission.holds.may_have_lapsed():
+                self.end_lapsed()
             first = self._tell_progress(first)
 
     def _tell_progress(self, first: int) -> int:

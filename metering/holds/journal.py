@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import structlog
 
 from metering.quotas.quota_rules import Payer
@@ -156,7 +157,7 @@ ROTATE_BYTES = 16 * 2**20  # half a million records: minutes of a busy process, 
 log = structlog.get_logger(__name__)
 
 
-class Delivered(NamedTuple):
+class Delivered(msgspec.Struct, frozen=True, gc=False):
     """What one hold has delivered in all, counts in tokens."""
 
     hold_id: uuid.UUID
@@ -306,9 +307,12 @@ def segment_of(path: Path) -> int:
 
 def encode(entry: Delivered) -> bytes:
     """One record."""
-    hold_id, input_token_count, cached_input_token_count, generated_token_count, delivered_token_count = entry
     body = COUNTS.pack(
-        hold_id.int.to_bytes(16, "big"), input_token_count, cached_input_token_count, generated_token_count, delivered_token_count
+        entry.hold_id.int.to_bytes(16, "big"),
+        entry.input_token_count,
+        entry.cached_input_token_count,
+        entry.generated_token_count,
+        entry.delivered_token_count,
     )
     return body + zlib.crc32(body).to_bytes(4, "little")
 
