@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -71,11 +72,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             raise
         with place:
             secret, trace = bearer_token(context), trace_of_metadata(context.invocation_metadata())
-            origin = await self._origin(context, secret)
-
-            async def look_up() -> Principal:
-                return await self._authenticator.principal_of(secret, method=METHOD.get(), origin=origin)
-
+            origin = await self._vouched_origin(context, secret) if self._for_peers else self._authenticator.origin(context)
+            look_up = partial(self._authenticator.principal_of, secret, method=METHOD.get(), origin=origin)
             principal = await look_up()
             auth_ms = (time.monotonic() - opened_at) * 1000
             interval_s = self._process.admission.settings.stream_key_check_s
@@ -83,13 +81,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 stream = ClientStream(self._process, key, auth_ms, secret=secret, is_relayed=self._for_peers, trace=trace)
                 await stream.serve(requests, context)
 
-    async def _origin(self, context: Context, secret: str) -> Origin:
-        """From where a call comes; of one that another process passes on, from where its client comes, if that one vouches for it.
+    async def _vouched_origin(self, context: Context, secret: str) -> Origin:
+        """From where the client of a call comes that another process passes on, if that one vouches for it.
 
         Raises as `principal_of`, but for the address: nothing is looked up for who has no key.
         """
-        if not self._for_peers:
-            return self._authenticator.origin(context)
         unknown = Origin(context.peer(), None)
         voucher = next(iter(metadata_values(context, VOUCHER)), "")
         if (owner_id := voucher_of(voucher)) is None:
@@ -100,14 +96,6 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             certificate = await certificate_of(session, owner_id)
         return Origin(context.peer(), vouched_address(voucher, secret, certificate, time.time()))
 
-    async def _principal(self, context: Context, *, in_turn: bool = True) -> Principal:
-        """Return the principal of a unary call. in_turn: whether it waits for its key's turn."""
-        secret = bearer_token(context)
-        principal = await self._authenticator.principal_of(secret, method=METHOD.get(), origin=await self._origin(context, secret))
-        if in_turn:
-            await self._authenticator.turn(principal)
-        return principal
-
     async def _read(self, principal: Principal, request: Request, parse: Callable[[Request], Parsed]) -> Parsed:
         """Parse a message that may hold much text, in its key's turn. Raises: PreparationLimit, Overloaded; as `parse`."""
         await self._process.turn_to_read(principal, request.ByteSize())
@@ -116,7 +104,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Counts a prompt's tokens."""
-        principal = await self._principal(context)
+        principal = await self._authenticator.principal(context)
         prompt, tools = await self._read(principal, request, parse_count_tokens)
         check_model(principal, self._process.router.own_name(request.model))
         model = self._process.router.find(request.model).model
@@ -130,12 +118,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Lists models with what the caller pays for them."""
-        principal = await self._principal(context)
+        principal = await self._authenticator.principal(context)
         return pb.ListModelsResponse(models=await models_for(self._process.router, self._sessions, principal))
 
     async def GetQuota(self, request: pb.GetQuotaRequest, context: Context) -> pb.GetQuotaResponse:
         """Tells the caller's quotas."""
-        principal = await self._principal(context)
+        principal = await self._authenticator.principal(context)
         model = self._process.router.own_name(request.model)
         if model:
             check_model(principal, model)
@@ -147,7 +135,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
         """Tells what a request would be."""
-        principal = await self._principal(context)
+        principal = await self._authenticator.principal(context)
         await self._process.turn_to_read(principal, request.ByteSize())
         if request.HasField("embed"):
             if request.HasField("start"):
@@ -157,7 +145,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def GetGeneration(self, request: pb.GetGenerationRequest, context: Context) -> pb.GetGenerationResponse:
         """Looks up one request."""
-        principal = await self._principal(context)
+        principal = await self._authenticator.principal(context)
         request_id = wire.parse_request_id(request.request_id)
         async with self._sessions() as session:
             generation = await find_generation(session, principal.project_id, request_id)
@@ -166,7 +154,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Turns texts into vectors."""
         received_at, granted_s = time.monotonic(), remaining_s(context)
-        principal = await self._principal(context, in_turn=False)  # quotas bound those that are let in
+        principal = await self._authenticator.principal(context)
         auth_ms = (time.monotonic() - received_at) * 1000
         start = await self._read(principal, request, parse_embed)
         check_model(principal, self._process.router.own_name(start.model))

@@ -14,7 +14,7 @@ import hashlib
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -117,9 +117,7 @@ class Throttle:
             counted = await self._enter(address, bucket, is_known)
             yield
         except KeyInvalid:
-            self._count(self._bucket(address), 1)  # another one, if so many addresses came meanwhile that this one was forgotten
-            if address in self._untold or len(self._untold) < ADDRESSES_MAX:
-                self._untold[address] += 1
+            self.failed(peer)
             raise
         finally:
             if counted:
@@ -128,6 +126,15 @@ class Throttle:
             # An address has one bucket as long as anybody holds it: failures in another one would be forgotten with it.
             if not bucket.holder_count and not bucket.failure_count and self._buckets.get(address) is bucket:
                 del self._buckets[address]
+
+    def failed(self, peer: str) -> None:
+        """An attempt from this peer came with a wrong key."""
+        if not self._most:
+            return
+        address = address_of(peer)
+        self._count(self._bucket(address), 1)  # a new one, if so many addresses came meanwhile that this one was forgotten
+        if address in self._untold or len(self._untold) < ADDRESSES_MAX:
+            self._untold[address] += 1
 
     def take_untold(self, address_count_max: int) -> dict[str, int]:
         """Failures of this process that were not given out before, by address; those with most of them first."""
@@ -370,7 +377,7 @@ class Authenticator:
         self._answer_wait_s = answer_wait_s
         self._grace_s = grace_s
         self._used = used
-        self._proxies = proxies
+        self.proxies = proxies
         self._pace = pace
         self.standing = StandingKeys()  # of open streams, and of HTTP requests that wait for their body
         self.throttle = Throttle(failures_per_minute)
@@ -382,11 +389,9 @@ class Authenticator:
     async def principal(self, context: Context) -> Principal:
         """Return the principal of a unary gRPC call, after waiting for its key's turn.
 
-        Raises as `principal_of` and `turn`, and Unauthenticated if the call brings no secret.
+        Raises as `principal_of`, and Unauthenticated if the call brings no secret.
         """
-        principal = await self.principal_of(bearer_token(context), method=METHOD.get(), origin=self.origin(context))
-        await self.turn(principal)
-        return principal
+        return await self.principal_of(bearer_token(context), method=METHOD.get(), origin=self.origin(context))
 
     async def turn(self, principal: Principal) -> None:
         """Wait for the turn of a call, unless it has had it. Administrators' calls have no turns. Raises: TooManyCalls."""
@@ -413,11 +418,7 @@ class Authenticator:
 
     def origin(self, context: Context) -> Origin:
         """From where a call over gRPC comes."""
-        return self.origin_of(context.peer(), metadata_values(context, FORWARDED_FOR))
-
-    def origin_of(self, peer: str, forwarded: Iterable[str]) -> Origin:
-        """The same of any wire. peer: as gRPC names who has connected; forwarded: values of `X-Forwarded-For`, in order."""
-        return self._proxies.origin(peer, forwarded)
+        return self.proxies.origin(context.peer(), metadata_values(context, FORWARDED_FOR))
 
     async def principal_of(self, secret: str, *, method: str, origin: Origin, age_max_s: float = 0.0) -> Principal:
         """Who has this secret, whatever wire it came over, if it is good for the call, and from where it comes.
@@ -472,8 +473,11 @@ class Authenticator:
         return known if lifetime_s is None else replace(known, secret_lifetime_s=lifetime_s - age_s)
 
     async def _look_up(self, digest: bytes, secret: str, peer: str) -> Principal:
+        # A key that was good before is held up by nothing that comes from its address.
+        is_known = digest in self._remembered
+        held_up = contextlib.nullcontext() if is_known else self.throttle.attempt(peer, lambda: digest in self._remembered)
         try:
-            async with self.throttle.attempt(peer, lambda: digest in self._remembered):
+            async with held_up:
                 while True:
                     begun, asked_at = self._changes.count, boot_time_s()
                     principal = await self._lookups.ask(digest, lambda: self._check(secret))
@@ -484,6 +488,8 @@ class Authenticator:
                 raise
             return known
         except KeyInvalid:
+            if is_known:
+                self.throttle.failed(peer)
             self._remembered.pop(digest, None)
             raise
         self._remembered[digest] = asked_at, begun, principal
@@ -504,8 +510,8 @@ def metadata_values(context: Context, name: str) -> list[str]:
 
 def bearer_token(context: Context) -> str:
     """The secret in the metadata of a call. Raises: Unauthenticated saying how to send it."""
-    for value in metadata_values(context, "authorization"):
-        if value.lower().startswith(BEARER):
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and isinstance(value, str) and value.lower().startswith(BEARER):
             return value[len(BEARER) :].strip()
     raise Unauthenticated("no API key: send the metadata `authorization: Bearer <API key>`")
 

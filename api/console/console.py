@@ -264,7 +264,7 @@ class Console:
 
     async def _session(self, request: web.BaseRequest) -> web.Response:
         """What the key is good for. The page shows what its calls may fetch, and the calls decide."""
-        origin = self._authenticator.origin_of(peer_of(request), request.headers.getall(FORWARDED_FOR, ()))
+        origin = self._authenticator.proxies.origin(peer_of(request), request.headers.getall(FORWARDED_FOR, ()))
         principal = await self._authenticator.principal_of(secret_of(request), method=ANYBODY, origin=origin)
         told: dict[str, Any] = {
             "keyPrefix": principal.key_prefix,

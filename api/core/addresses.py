@@ -37,9 +37,8 @@ class Proxies:
 
     def origin(self, peer: str, forwarded: Iterable[str]) -> Origin:
         """forwarded: values of `X-Forwarded-For`, in order. The right-most entry that is no trusted proxy is who has called."""
-        host = host_of(peer)
-        seen = None if host is None else parse_address(host)
-        if not self._is_trusted(seen):
+        seen = connected(peer.rpartition(":")[0])
+        if not self._networks or not allows(self._networks, seen):
             return Origin(peer, seen)
         for entry in reversed([entry.strip() for value in forwarded for entry in value.split(",")]):
             if not entry:
@@ -48,19 +47,22 @@ class Proxies:
             if address is None:
                 return Origin(peer, None)  # a trusted proxy does not know it either
             seen = address
-            if not self._is_trusted(seen):
+            if not allows(self._networks, seen):
                 break
         assert seen is not None, "what is trusted is known"
         return Origin(named(seen), seen)
 
-    def _is_trusted(self, address: Address | None) -> bool:
-        return bool(self._networks) and allows(self._networks, address)
+
+def host_of(place: str) -> str | None:
+    """The host of a peer as gRPC names it, without its port; None for a socket of this machine."""
+    kind, _, host = place.partition(":")
+    return unquote(host).strip("[]") if kind in ("ipv4", "ipv6") else None
 
 
-def host_of(peer: str) -> str | None:
-    """The host of a peer as gRPC names it; None for a socket of this machine."""
-    kind, _, rest = peer.partition(":")
-    return unquote(rest).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else None
+@functools.lru_cache(maxsize=4096)
+def connected(place: str) -> Address | None:
+    """The address of a peer as gRPC names it, without its port: by that alone the connections of one client differ."""
+    return None if (host := host_of(place)) is None else parse_address(host)
 
 
 def parse_entry(text: str) -> Address | None:
@@ -79,7 +81,7 @@ def named(address: Address) -> str:
 @functools.lru_cache(maxsize=4096)
 def address_of(peer: str) -> str:
     """The address of a peer as gRPC names it, without its port; of IPv6 the network. All sockets of this machine are one."""
-    if (host := host_of(peer)) is None:
+    if (host := host_of(peer.rpartition(":")[0])) is None:
         return peer.partition(":")[0]
     host = host.partition("%")[0]
     try:

@@ -162,10 +162,9 @@ def guarded(
         METHOD.set(method)
         error: BaseException
         try:
-            if isinstance(request, AsyncIterable):
-                # gRPC's own iterator is part of a reference cycle that keeps the last message.
-                request = ReceivedMessages(context, parse)
-            return await handle(checked(request), context)
+            # gRPC's own iterator is part of a reference cycle that keeps the last message.
+            request = ReceivedMessages(context, parse) if isinstance(request, AsyncIterable) else checked(request)
+            return await handle(request, context)
         except (grpc.aio.AbortError, asyncio.CancelledError) as ended:
             ended.__traceback__ = None  # task groups keep the error in a frame that it refers to
             raise
@@ -213,7 +212,7 @@ def tolerant(deserialize: Callable[[bytes], Any] | None, byte_count_max: int | N
 
 
 def checked(request: Any) -> Any:
-    """A request that can be read, whose short texts are within their bounds; a stream as it is.
+    """A request that can be read, whose short texts are within their bounds.
 
     Raises: MessageUnreadable, MessageTooLarge, InvalidRequest.
     """

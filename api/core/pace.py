@@ -92,28 +92,28 @@ class FramePace:
         self._looked_at = now
         return self._now
 
-    def spent(self, owner: Payer, cost_s: float) -> None:
-        """So much more time was spent on frames of this key; less than nothing gives back."""
+    def spent(self, owner: Payer, cost_s: float, held_s: float = 0.0) -> None:
+        """So much more time was spent on frames of this key; less than nothing gives back.
+
+        held_s: for which the event loop was held besides, in one piece.
+        """
+        cost_s += held_s * min(max(held_s / STALL_S, 1.0), STALL_FACTOR_MAX)
+        accounts: tuple[tuple[int | str, float], ...]
+        if isinstance(owner, str):
+            accounts = ((owner, ADDRESS_SHARES * self._share),)
+        else:
+            organization_share = min(ORGANIZATION_SHARES * self._share, 1.0)
+            accounts = (owner.api_key_id.int, self._share), (owner.organization_id.int, organization_share)
         now = self._look()
-        for each, share in self._accounts(owner):
+        for each, share in accounts:
             earliest = now - BURST_S / share
             self._free_at[each] = max(self._free_at.get(each, earliest), earliest) + cost_s / share
         if len(self._free_at) > KEYS_MAX:
             self._free_at = {each: at for each, at in self._free_at.items() if at > now}
 
-    def _accounts(self, owner: Payer) -> tuple[tuple[int | str, float], ...]:
-        """What a cost is counted in, with the share of each."""
-        if isinstance(owner, str):
-            return ((owner, ADDRESS_SHARES * self._share),)
-        return (owner.api_key_id.int, self._share), (owner.organization_id.int, min(ORGANIZATION_SHARES * self._share, 1.0))
-
-    def held(self, owner: Payer, cost_s: float, more_s: float = 0.0) -> None:
-        """The event loop was held for so long, in one piece, for this key. more_s: what was spent besides."""
-        self.spent(owner, cost_s * min(max(cost_s / STALL_S, 1.0), STALL_FACTOR_MAX) + more_s)
-
     def read(self, owner: Payer, cost_s: float, byte_count: int) -> None:
         """A message of this size was parsed in so long."""
-        self.held(owner, cost_s, BYTE_COST_S * byte_count)
+        self.spent(owner, BYTE_COST_S * byte_count, cost_s)
         if (visit := VISIT.get()) is not None:
             visit.was_counted(cost_s)
 
@@ -125,15 +125,19 @@ class FramePace:
             yield
         finally:
             if (cost_s := time.thread_time() - began_at - free_s) > 0:
-                self.held(owner, cost_s)
+                self.spent(owner, 0.0, cost_s)
                 if (visit := VISIT.get()) is not None:
                     visit.was_counted(cost_s)
 
     def wait_s(self, owner: Payer) -> float:
         """For so long nothing more of this key is to be worked off."""
-        free_at = -math.inf
-        for each, _ in self._accounts(owner):
-            free_at = max(self._free_at.get(each, -math.inf), free_at)
+        if isinstance(owner, str):
+            free_at = self._free_at.get(owner, -math.inf)
+        else:
+            key_id, organization_id = owner.api_key_id.int, owner.organization_id.int
+            free_at = max(self._free_at.get(key_id, -math.inf), self._free_at.get(organization_id, -math.inf))
+        if free_at <= self._now:  # as for most: that needs no look at the clock
+            return 0.0
         return max(free_at - self._look(), 0.0) / self._room
 
     async def turn_to_call(self, owner: Owner) -> None:

@@ -173,7 +173,7 @@ class ClientStream:
         finally:
             held_s = read_s + time.thread_time() - began_at - self._begun_s
             transport_s = 0.0 if index_before else MESSAGE_COST_S + READ_BYTES.get() * BYTE_COST_S
-            self._process.pace.held(self._key.principal, held_s, self._lookup_s + transport_s)
+            self._process.pace.spent(self._key.principal, self._lookup_s + transport_s, held_s)
         return index
 
     def _obey(self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:

@@ -170,7 +170,7 @@ class Door:
             request_id = request_id_of(request) or request_id
             handler, stands_for = self._find(request)
             secret = secret_of(request)
-            origin = self._authenticator.origin_of(peer_of(request), request.headers.getall(FORWARDED_FOR, ()))
+            origin = self._authenticator.proxies.origin(peer_of(request), request.headers.getall(FORWARDED_FOR, ()))
 
             async def look_up() -> Principal:
                 return await self._authenticator.principal_of(secret, method=stands_for, origin=origin, age_max_s=KEY_AGE_MAX_S)

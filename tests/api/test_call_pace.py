@@ -81,9 +81,9 @@ def test_what_holds_the_event_loop_in_one_piece_costs_more_than_the_same_in_smal
         paced.spent(each, pace.BURST_S)
 
     for _ in range(10):
-        paced.held(small, pace.STALL_S)
-    paced.held(large, 2 * pace.STALL_S)
-    paced.held(huge, 100 * pace.STALL_S)
+        paced.spent(small, 0.0, pace.STALL_S)
+    paced.spent(large, 0.0, 2 * pace.STALL_S)
+    paced.spent(huge, 0.0, 100 * pace.STALL_S)
 
     waits = [paced.wait_s(each) / pace.STALL_S for each in (small, large, huge)]
     assert waits == pytest.approx([10, 4, 100 * pace.STALL_FACTOR_MAX])

@@ -514,11 +514,11 @@ class RecordedPace(FramePace):
         self.events.append("turn")
         return waited
 
-    def spent(self, owner: Owner | str, cost_s: float) -> None:
+    def spent(self, owner: Owner | str, cost_s: float, held_s: float = 0.0) -> None:
         """See `FramePace`."""
-        if cost_s > 0:
+        if cost_s + held_s > 0:
             self.events.append("spent")
-        super().spent(owner, cost_s)
+        super().spent(owner, cost_s, held_s)
 
 
 async def test_each_http_body_counts_before_the_next_one_of_its_key_has_its_turn(world: World, sessions: Sessions) -> None:
