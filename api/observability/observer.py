@@ -98,7 +98,9 @@ class Times:
         if timings["cold_start_ms"] >= COLD_START_MS_MIN:
             self.stages["cold_start"].observe(timings["cold_start_ms"])
         if later_token_count > 0:
-            self.inter_token.observe(timings["decode_ms"] / later_token_count, later_token_count)
+            decode_ms = timings["decode_ms"]
+            self.inter_token.counts[bisect_left(TOKEN_BOUNDS_MS, decode_ms / later_token_count)] += later_token_count
+            self.inter_token.sum += decode_ms
 
 
 class RequestCounts:

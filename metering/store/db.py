@@ -48,7 +48,7 @@ class StoreGate:
         """clock: in seconds. jitter: a random number from 0 to 1."""
         self._clock = clock
         self._jitter = jitter
-        self._away_since: float | None = None
+        self.away_since: float | None = None  # None while the database answers
         self._backoff = Backoff(BACKOFF_LEAST_S, BACKOFF_MOST_S)
         self._next_attempt_at = -math.inf
         self._attempting = False
@@ -56,7 +56,7 @@ class StoreGate:
     @property
     def away_s(self) -> float | None:
         """For how long the database has not answered; None while it does. Starts with the first failure, not with the outage."""
-        return None if self._away_since is None else self._clock() - self._away_since
+        return None if self.away_since is None else self._clock() - self.away_since
 
     @property
     def pause_s(self) -> float:
@@ -65,7 +65,7 @@ class StoreGate:
 
     def refusal(self) -> StoreAway | None:
         """Return what whoever needs the database is told while it is away and no attempt is due; None if it may be asked."""
-        if self._away_since is not None and (self._attempting or self._clock() < self._next_attempt_at):
+        if self.away_since is not None and (self._attempting or self._clock() < self._next_attempt_at):
             return StoreAway("the database does not answer", retry_after_s=max(self.pause_s, 1.0))
         return None
 
@@ -74,7 +74,7 @@ class StoreGate:
         """Connect inside the block, whose error counts as a failure. Raises: `refusal`, without trying."""
         if (refusal := self.refusal()) is not None:
             raise refusal
-        if self._away_since is None:  # as many at once as there are pools and places in them
+        if self.away_since is None:  # as many at once as there are pools and places in them
             try:
                 yield
             except Exception:
@@ -92,14 +92,14 @@ class StoreGate:
 
     def answered(self) -> None:
         """The database has answered something."""
-        if self._away_since is not None:
-            self._away_since = None
+        if self.away_since is not None:
+            self.away_since = None
             self._backoff.reset()
 
     def failed(self) -> None:
         """An attempt to connect came to nothing, or the database went silent."""
-        if self._away_since is None:
-            self._away_since = self._clock()
+        if self.away_since is None:
+            self.away_since = self._clock()
         pause_s = self._backoff.next_s() * (0.5 + self._jitter())
         self._next_attempt_at = self._clock() + pause_s
 
@@ -218,7 +218,7 @@ def gated_pool(gate: StoreGate) -> type[AsyncAdaptedQueuePool]:
         """Raises: StoreAway, also where every connection stays busy for too long."""
 
         def _do_get(self) -> ConnectionPoolEntry:
-            if (refusal := gate.refusal()) is not None:
+            if gate.away_since is not None and (refusal := gate.refusal()) is not None:
                 raise refusal
             try:
                 return super()._do_get()
