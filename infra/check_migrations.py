@@ -1,7 +1,7 @@
-"""Run every migration up, down and up again on a real PostgreSQL, then compare the result with the mapped models.
+"""Run every migration up, down and up again on a real PostgreSQL, then compare the columns with the mapped classes.
 
 Run as `make migrations-check`. A revision that cannot be undone, that leaves something behind, that loses or changes a row, that
-reads or rewrites a large table while nobody else can use it, or that differs from `metering/core/models.py` fails here and
+reads or rewrites a large table while nobody else can use it, or that differs from the mapped classes fails here and
 not in an operator's terminal. `make migration NAME="..."` (`--write`) drafts a revision from the difference instead. The server
 lives in a temporary directory and is gone afterwards; no configured database is touched. `migrated_rows.py` looks at the rows.
 """

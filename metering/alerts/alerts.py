@@ -15,13 +15,13 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import CheckConstraint, ForeignKey, Index, Integer, bindparam, func, select, text, tuple_
+from sqlalchemy import ForeignKey, Integer, bindparam, func, select, text, tuple_
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import Base, Organization, Quota, QuotaDimension, one_of
+from metering.core.models import Base, Organization, Quota, QuotaDimension
 from metering.quotas.quota_rules import ALERTING, DIMENSIONS, NO_WINDOW, Unit, window_end, window_start
 from metering.quotas.quota_states import subject_names
 from metering.store.db import Sessions
@@ -53,17 +53,6 @@ class Alert(Base):
     """
 
     __tablename__ = "alerts"
-    __table_args__ = (
-        CheckConstraint("num_nulls(quota_id, window_start, threshold, limit_value, used) IN (0, 5)", name="of_a_quota_or_a_test"),
-        CheckConstraint("num_nulls(stripe_invoice_id, invoice_event, invoice) IN (0, 3)", name="of_an_invoice_whole"),
-        CheckConstraint("num_nulls(quota_id, stripe_invoice_id) > 0", name="of_one_thing"),
-        CheckConstraint(one_of("invoice_event", InvoiceEvent), name="invoice_event_known"),
-        Index("uq_alerts_once_per_invoice", "stripe_invoice_id", "invoice_event", unique=True),
-        # Claimed by the row itself: whoever looks, however often, at the same crossing.
-        Index("uq_alerts_once", "quota_id", "window_start", "threshold", "limit_value", unique=True),
-        Index("ix_alerts_organization_id_fired_at_id", "organization_id", "fired_at", "id"),
-        Index("ix_alerts_fired_at_id", "fired_at", "id"),
-    )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
     organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
@@ -98,11 +87,6 @@ class AlertDelivery(Base):
     """An alert on its way to the webhook that its organization had when it fired."""
 
     __tablename__ = "alert_deliveries"
-    __table_args__ = (
-        CheckConstraint(one_of("state", DeliveryState), name="state_known"),
-        CheckConstraint("(state = 'pending') = (ended_at IS NULL)", name="ended_once"),
-        Index("ix_alert_deliveries_pending", "organization_id", "created_at", postgresql_where=text("state = 'pending'")),
-    )
 
     alert_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("alerts.id"), primary_key=True)
     organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))

@@ -17,10 +17,9 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
-from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Identity, Index, LargeBinary, delete, func, select, text
-from sqlalchemy.dialects.postgresql import ARRAY, JSONB, insert
+from sqlalchemy import BigInteger, ForeignKey, Identity, LargeBinary, delete, func, select, text
+from sqlalchemy.dialects.postgresql import ARRAY, insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -39,12 +38,6 @@ class StopOrderRow(Base):
     """
 
     __tablename__ = "stop_orders"
-    __table_args__ = (
-        CheckConstraint("num_nonnulls(request_id, api_key_id, changed_key_id) = 1", name="one_target"),
-        CheckConstraint("(changed_key_id IS NULL) = (allowed_networks IS NULL)", name="networks_of_key"),
-        CheckConstraint("(request_id IS NULL) = (project_id IS NULL)", name="request_of_project"),
-        Index("ix_stop_orders_ordered_at", "ordered_at"),
-    )
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
     request_id: Mapped[uuid.UUID | None]
@@ -57,24 +50,6 @@ class StopOrderRow(Base):
     ordered_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
-class LiveReport(Base):
-    """What one api process runs, written when somebody asks, and where the others reach it.
-
-    Unlogged: it describes a moment, and costs no WAL. A process writes its row whenever it connects.
-    """
-
-    __tablename__ = "live_reports"
-    __table_args__ = ({"prefixes": ["UNLOGGED"]},)
-
-    owner_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
-    owner_name: Mapped[str]
-    peer_address: Mapped[str] = mapped_column(server_default="")
-    peer_certificate: Mapped[str] = mapped_column(server_default="")
-    reported_at: Mapped[datetime]
-    requests: Mapped[list[dict[str, Any]]] = mapped_column(JSONB())
-    replicas: Mapped[list[dict[str, Any]]] = mapped_column(JSONB(), server_default="[]")
-
-
 class ReplicaDrain(Base):
     """An admin's order to keep a replica out of use, in every process that has one of this name. It stands until it is deleted.
 
@@ -82,23 +57,12 @@ class ReplicaDrain(Base):
     """
 
     __tablename__ = "replica_drains"
-    __table_args__ = (CheckConstraint("move_after_ms >= 0", name="move_after_not_negative"),)
 
     model: Mapped[str] = mapped_column(primary_key=True)
     replica: Mapped[str] = mapped_column(primary_key=True)
     reason: Mapped[str]
     move_after_ms: Mapped[int | None] = mapped_column(BigInteger())
     drained_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
-
-
-class WorkerIncident(Base):
-    """Unexpected failures in the workers, counted by background loop since the first worker. See `worker.py`."""
-
-    __tablename__ = "worker_incidents"
-
-    source: Mapped[str] = mapped_column(primary_key=True)
-    incident_count: Mapped[int] = mapped_column(BigInteger())
-    last_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 CHANNEL = "weir_control"

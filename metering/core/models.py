@@ -1,7 +1,9 @@
-"""Tables that several packages read, and the base that all tables are declared on. They declare what the domain forbids.
+"""Rows that several packages read by name, and the base of all mapped classes.
 
-Triggers are in the migrations. Append-only tables (`usage_events` but for what rating sets, `price_versions`, `audit_log`) are
-guarded by them, so that a correction can only be a new row. Tables of one package alone are declared in that package.
+A mapped class names the columns of its table. What the domain forbids is stated once, in the revisions under `migrations/`: checks,
+indexes, triggers, and tables that are only read and written as SQL. Triggers keep append-only tables (`usage_events` but for what
+rating sets, `price_versions`, `audit_log`) as they are, so that a correction can only be a new row. A class that one package alone
+needs is declared there.
 """
 
 from __future__ import annotations
@@ -17,32 +19,21 @@ from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from sqlalchemy import (
     BigInteger,
-    CheckConstraint,
-    Column,
     DateTime,
     ForeignKey,
     Identity,
-    Index,
     Integer,
     LargeBinary,
     MetaData,
     Numeric,
     SmallInteger,
-    Table,
     Text,
-    UniqueConstraint,
     Uuid,
     func,
     text,
 )
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-
-
-def one_of(column: str, values: type[StrEnum]) -> str:
-    """SQL condition that a text column holds one of the values."""
-    return f"{column} IN ({', '.join(repr(str(v)) for v in values)})"
-
 
 D = TypeVar("D")
 
@@ -104,10 +95,6 @@ class Organization(Base):
     """A customer: the unit of billing and of isolation."""
 
     __tablename__ = "organizations"
-    __table_args__ = (
-        CheckConstraint("name ~ '^[a-z][a-z0-9-]{0,62}$'", name="name_form"),
-        CheckConstraint("currency_code ~ '^[A-Z]{3}$'", name="currency_form"),
-    )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
     name: Mapped[str] = mapped_column(unique=True)
@@ -138,10 +125,6 @@ class Project(Base):
     """A part of an organization with its own keys and request ids."""
 
     __tablename__ = "projects"
-    __table_args__ = (
-        UniqueConstraint("organization_id", "name"),
-        CheckConstraint("name ~ '^[a-z][a-z0-9-]{0,62}$'", name="name_form"),
-    )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
     organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
@@ -153,15 +136,6 @@ class ApiKey(Base):
     """A credential. Only the SHA-256 of the secret is stored; it has 256 random bits, so a slow hash would add nothing."""
 
     __tablename__ = "api_keys"
-    __table_args__ = (
-        CheckConstraint("octet_length(secret_hash) = 32", name="secret_hash_size"),
-        CheckConstraint("scopes <@ ARRAY['inference', 'admin', 'billing'] AND scopes <> '{}'", name="scopes_known"),
-        CheckConstraint("array_position(models, '') IS NULL", name="models_named"),
-        CheckConstraint("allowed_networks::cidr[] IS NOT NULL", name="allowed_networks_are"),
-        CheckConstraint("max_input_tokens > 0", name="max_input_tokens_positive"),
-        CheckConstraint("max_output_tokens > 0", name="max_output_tokens_positive"),
-        Index("ix_api_keys_project_id", "project_id"),
-    )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
     project_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("projects.id"))
@@ -183,8 +157,6 @@ class ApiKeyUse(Base):
     """When a key was used last; a key without a row was not. Written by `tenants/key_uses.py`, a minute late, and only forward."""
 
     __tablename__ = "api_key_uses"
-    # Free space on the page keeps the updates off the index.
-    __table_args__ = ({"postgresql_with": {"fillfactor": "50"}},)
 
     api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"), primary_key=True)
     last_used_at: Mapped[datetime]
@@ -230,24 +202,6 @@ class PriceVersion(Base):
     """
 
     __tablename__ = "price_versions"
-    __table_args__ = (
-        UniqueConstraint(
-            "model",
-            "currency_code",
-            "organization_id",
-            "tier",
-            "effective_at",
-            name="uq_price_versions_place",
-            postgresql_nulls_not_distinct=True,
-        ),
-        CheckConstraint(
-            "least(input_picos_per_token, cached_input_picos_per_token, output_picos_per_token, embedding_picos_per_token) >= 0",
-            name="not_negative",
-        ),
-        CheckConstraint(one_of("tier", ServiceTier), name="tier_known"),
-        CheckConstraint("multiplier_milli >= 0 AND (tier <> 'interactive' OR multiplier_milli = 1000)", name="multiplier_sane"),
-        CheckConstraint("NOT withdrawn OR organization_id IS NOT NULL", name="list_stays"),
-    )
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
     model: Mapped[str]
@@ -297,31 +251,6 @@ class Quota(Base):
     """
 
     __tablename__ = "quotas"
-    __table_args__ = (
-        CheckConstraint(one_of("subject", QuotaSubject), name="subject_known"),
-        CheckConstraint(one_of("dimension", QuotaDimension), name="dimension_known"),
-        CheckConstraint("limit_value >= 0", name="limit_not_negative"),
-        CheckConstraint(
-            "input_weight_milli BETWEEN 0 AND 1000000 AND cached_input_weight_milli BETWEEN 0 AND 1000000 "
-            "AND output_weight_milli BETWEEN 0 AND 1000000",
-            name="weights_in_range",
-        ),
-        CheckConstraint(
-            "num_nulls(raised_limit_value, raised_until, raise_reason) IN (0, 3) AND raised_limit_value > limit_value",
-            name="raise_complete",
-        ),
-        CheckConstraint("NOT for_new_keys OR subject <> 'api_key'", name="keys_have_no_new_keys"),
-        CheckConstraint("array_position(alert_at, NULL) IS NULL AND 0 < ALL (alert_at)", name="alert_at_sane"),
-        Index(
-            "uq_quotas_live",
-            "subject_id",
-            "model",
-            "dimension",
-            "for_new_keys",
-            unique=True,
-            postgresql_where=text("deleted_at IS NULL"),
-        ),
-    )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
     subject: Mapped[str]
@@ -350,12 +279,6 @@ class QuotaCounter(Base):
     """
 
     __tablename__ = "quota_counters"
-    __table_args__ = (
-        CheckConstraint("used >= 0", name="used_not_negative"),
-        CheckConstraint("held >= 0", name="held_not_negative"),
-        # Every admission updates these rows: free space on the page keeps the updates off the index.
-        {"postgresql_with": {"fillfactor": "50"}},
-    )
 
     quota_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("quotas.id"), primary_key=True)
     window_start: Mapped[datetime] = mapped_column(primary_key=True)
@@ -371,7 +294,6 @@ class RuleChange(Base):
     """
 
     __tablename__ = "rule_changes"
-    __table_args__ = (Index("ix_rule_changes_transaction_id", "transaction_id"),)
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
     transaction_id: Mapped[int] = mapped_column(server_default=text("pg_current_xact_id()::text::bigint"))
@@ -400,25 +322,6 @@ class Hold(Base):
     """
 
     __tablename__ = "holds"
-    __table_args__ = (
-        # A voided request left no trace, so its id may be used again.
-        Index("uq_holds_request", "project_id", "request_id", unique=True, postgresql_where=text("state <> 'voided'")),
-        CheckConstraint(one_of("state", HoldState), name="state_known"),
-        CheckConstraint("(state = 'held') = (ended_at IS NULL)", name="ended_once"),
-        CheckConstraint("delivered_token_count BETWEEN 0 AND leased_token_count", name="delivered_within_lease"),
-        CheckConstraint("cached_input_token_count BETWEEN 0 AND input_token_count", name="cached_within_input"),
-        CheckConstraint("posted_token_count BETWEEN 0 AND input_token_count + delivered_token_count", name="posted_sane"),
-        CheckConstraint("NOT embedding OR leased_token_count + cached_input_token_count = 0", name="embedding_has_no_output"),
-        Index("ix_holds_owner_held", "owner_id", postgresql_where=text("state = 'held'")),
-        # Expired holds are charged to quotas without a usage event: rare, and looked for when a quota is set.
-        Index(
-            "ix_holds_charged_unbilled",
-            "organization_id",
-            "ended_at",
-            postgresql_where=text("state = 'expired' OR (state = 'voided' AND posted_token_count > 0)"),
-        ),
-        {"postgresql_with": {"fillfactor": "70"}},
-    )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
     organization_id: Mapped[uuid.UUID]
@@ -463,23 +366,6 @@ class UsageEvent(Base):
     """
 
     __tablename__ = "usage_events"
-    __table_args__ = (
-        CheckConstraint("cached_input_token_count BETWEEN 0 AND input_token_count", name="cached_within_input"),
-        CheckConstraint("delivered_token_count BETWEEN 0 AND generated_token_count", name="delivered_within_generated"),
-        CheckConstraint("billed_token_count BETWEEN 0 AND delivered_token_count", name="billed_within_delivered"),
-        CheckConstraint(
-            "embedding_token_count = 0 OR embedding_token_count > 0 AND input_token_count + generated_token_count = 0",
-            name="embedding_alone",
-        ),
-        CheckConstraint("(rated_at IS NULL) = (ledger_transaction_id IS NULL)", name="rated_and_posted"),
-        CheckConstraint(
-            "num_nulls(receipt_sequence, previous_receipt_hash, receipt_hash) IN (0, 3) AND receipt_sequence > 0",
-            name="receipt_complete",
-        ),
-        Index("ix_usage_events_organization_id_settled_at", "organization_id", "settled_at"),
-        Index("ix_usage_events_rated_at", "rated_at", postgresql_using="brin", postgresql_with={"autosummarize": "true"}),
-        {"postgresql_partition_by": "RANGE (settled_at)"},
-    )
 
     id: Mapped[int] = mapped_column(Identity(always=True))
     hold_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
@@ -512,19 +398,6 @@ class UsageEvent(Base):
     receipt_batch_id: Mapped[int | None]
 
 
-# The usage events that are not rated, by their keys: a list that rating reads from the front and takes rows out of. A trigger puts
-# each event in as it is written. No index, so that an event's way through it costs next to nothing.
-unrated_usage = Table(
-    "unrated_usage",
-    Base.metadata,
-    Column("event_id", BigInteger(), nullable=False),
-    Column("hold_id", Uuid(), nullable=False),
-    Column("part", SmallInteger(), nullable=False),
-    Column("settled_at", DateTime(timezone=True), nullable=False),
-    Column("organization_id", Uuid(), nullable=False),
-)
-
-
 class Outcome(StrEnum):
     """How a request that cost something ended, as stored in `usage_events.outcome`."""
 
@@ -546,10 +419,6 @@ class SupersededSecret(Base):
     """A secret of a key that a rotation has replaced. It leads to the same key, and so to the same counters, until `expires_at`."""
 
     __tablename__ = "superseded_secrets"
-    __table_args__ = (
-        CheckConstraint("octet_length(secret_hash) = 32", name="secret_hash_size"),
-        Index("ix_superseded_secrets_api_key_id", "api_key_id"),
-    )
 
     secret_hash: Mapped[bytes] = mapped_column(primary_key=True)
     api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"))
@@ -561,10 +430,6 @@ class AdminRequest(Base):
     """An administrative call that created something, under the id that its client minted for it. Kept for some days."""
 
     __tablename__ = "admin_requests"
-    __table_args__ = (
-        CheckConstraint("octet_length(payload_hash) = 32", name="payload_hash_size"),
-        Index("ix_admin_requests_created_at", "created_at"),
-    )
 
     request_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
     method: Mapped[str]

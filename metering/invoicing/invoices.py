@@ -17,12 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import (
-    CheckConstraint,
     ForeignKey,
-    ForeignKeyConstraint,
-    Index,
-    SmallInteger,
-    UniqueConstraint,
     func,
     insert,
     select,
@@ -33,7 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.errors import NotFound
-from metering.core.models import Base, ServiceTier, TokenKind, one_of, record_of
+from metering.core.models import Base, ServiceTier, TokenKind, record_of
 from metering.core.money import exact_text
 from metering.invoicing.month_report import Charge, ChargeKind, MonthReport, ReportLine
 from metering.ledger.ledger import month_text
@@ -141,7 +136,6 @@ class DocumentSeries(Base):
     """How far a row of numbers is. Whoever draws one keeps the row locked until it commits: so no number is ever left out."""
 
     __tablename__ = "document_series"
-    __table_args__ = (CheckConstraint(one_of("series", Series), name="series_known"),)
 
     series: Mapped[str] = mapped_column(primary_key=True)
     last_ordinal: Mapped[int] = mapped_column(server_default="0")
@@ -154,10 +148,6 @@ class MonthClosing(Base):
     """
 
     __tablename__ = "month_closings"
-    __table_args__ = (
-        ForeignKeyConstraint(["organization_id", "month"], ["billing_months.organization_id", "billing_months.month"]),
-        CheckConstraint("octet_length(json_sha256) = 32 AND octet_length(csv_sha256) = 32", name="digest_size"),
-    )
 
     organization_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
     month: Mapped[date] = mapped_column(primary_key=True)
@@ -175,12 +165,6 @@ class InvoiceRow(Base):
     """An invoice: one for each month that has anything to invoice. Its lines are written by one statement and add up to it."""
 
     __tablename__ = "invoices"
-    __table_args__ = (
-        UniqueConstraint("organization_id", "month"),
-        ForeignKeyConstraint(["organization_id", "month"], ["billing_months.organization_id", "billing_months.month"]),
-        CheckConstraint("total_picos + carried_out_picos = exact_picos + carried_in_picos", name="adds_up"),
-        CheckConstraint("line_count > 0", name="has_lines"),
-    )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
     ordinal: Mapped[int] = mapped_column(unique=True)
@@ -202,7 +186,6 @@ class InvoiceLineRow(Base):
     """A line. Amounts are exact, and rounded so that they add up to the invoice's total."""
 
     __tablename__ = "invoice_lines"
-    __table_args__ = (CheckConstraint(one_of("kind", InvoiceLineKind), name="kind_known"),)
 
     invoice_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("invoices.id"), primary_key=True)
     position: Mapped[int] = mapped_column(primary_key=True)
@@ -223,13 +206,6 @@ class Adjustment(Base):
     """A proposed correction in picos: what the customer owes more, negative for less. With an invoice it is a credit note."""
 
     __tablename__ = "adjustments"
-    __table_args__ = (
-        UniqueConstraint("id", "author"),
-        CheckConstraint("invoice_id IS NULL OR amount_picos < 0", name="amount_sign"),
-        CheckConstraint("reason <> '' AND author <> ''", name="told"),
-        Index("ix_adjustments_organization_id", "organization_id"),
-        Index("ix_adjustments_invoice_id", "invoice_id", postgresql_where=text("invoice_id IS NOT NULL")),
-    )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
     organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
@@ -241,35 +217,10 @@ class Adjustment(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
-class UsageCorrection(Base):
-    """A usage event that did not cost what its tokens cost, and is billed by an approved adjustment instead: it is never rated.
-
-    No foreign key to the event: partitions of usage may be moved.
-    """
-
-    __tablename__ = "usage_corrections"
-
-    hold_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
-    part: Mapped[int] = mapped_column(SmallInteger(), primary_key=True)
-    settled_at: Mapped[datetime] = mapped_column(primary_key=True)
-    adjustment_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("adjustment_decisions.adjustment_id"))
-    corrected_by: Mapped[str]
-    corrected_at: Mapped[datetime] = mapped_column(server_default=func.now())
-
-
 class AdjustmentDecision(Base):
     """What became of an adjustment, once: approved by somebody else than its author, or rejected. An approved one is posted."""
 
     __tablename__ = "adjustment_decisions"
-    __table_args__ = (
-        ForeignKeyConstraint(["adjustment_id", "author"], ["adjustments.id", "adjustments.author"]),
-        CheckConstraint("NOT approved OR decided_by <> author", name="four_eyes"),
-        CheckConstraint("approved = (billing_month IS NOT NULL)", name="posted_if_approved"),
-        CheckConstraint(
-            "num_nulls(credit_note_ordinal, credit_note_number) IN (0, 2) AND (approved OR credit_note_number IS NULL)",
-            name="number_complete",
-        ),
-    )
 
     adjustment_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
     author: Mapped[str]

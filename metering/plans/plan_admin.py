@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import CheckConstraint, ForeignKey, Identity, Index, UniqueConstraint, func, select
+from sqlalchemy import ForeignKey, Identity, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
@@ -24,17 +24,11 @@ from metering.ledger.ledger import BillingMonth, MonthState, current_month, mont
 from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.tenants.tenants import checked_name, find_organization
 
-MONTH_IS_WHOLE = "extract(day FROM {}) = 1"
-
 
 class PlanVersion(Base):
     """Rules of a plan, as `plan_admin.py` writes them. Another set of rules is another version."""
 
     __tablename__ = "plan_versions"
-    __table_args__ = (
-        UniqueConstraint("name", "version"),
-        CheckConstraint("name ~ '^[a-z][a-z0-9-]{0,62}$'", name="name_form"),
-    )
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
     name: Mapped[str]
@@ -48,10 +42,6 @@ class PlanAssignment(Base):
     """Which plan an organization has from a month on, until the next one; none for no plan. Of two for a month the later counts."""
 
     __tablename__ = "plan_assignments"
-    __table_args__ = (
-        CheckConstraint(MONTH_IS_WHOLE.format("first_month"), name="whole_month"),
-        Index("ix_plan_assignments_organization_id_first_month", "organization_id", "first_month", "id"),
-    )
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
     organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
@@ -65,7 +55,6 @@ class PrepaidOrganization(Base):
     """An organization that pays in advance: which quota keeps it to its credit, and for which month that was last worked out."""
 
     __tablename__ = "prepaid_organizations"
-    __table_args__ = (CheckConstraint(MONTH_IS_WHOLE.format("month"), name="whole_month"),)
 
     organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"), primary_key=True)
     quota_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("quotas.id"), unique=True)

@@ -29,7 +29,7 @@ from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import CheckConstraint, ForeignKey, Identity, Index, UniqueConstraint, func, select, text, update
+from sqlalchemy import ForeignKey, Identity, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
@@ -52,7 +52,7 @@ from metering.ledger.ledger import (
     posting_month,
     share_lanes,
 )
-from metering.plans.plan_admin import MONTH_IS_WHOLE, PrepaidOrganization, has_plan_from
+from metering.plans.plan_admin import PrepaidOrganization, has_plan_from
 from metering.plans.plans import CreditApplication, UsableGrant, apply_credit
 from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import checked_lefts
@@ -64,14 +64,6 @@ class CreditGrant(Base):
     """Credit that an organization may use for what is billed in some months, the last one included."""
 
     __tablename__ = "credit_grants"
-    __table_args__ = (
-        CheckConstraint("amount_picos > 0", name="more_than_nothing"),
-        CheckConstraint(
-            f"{MONTH_IS_WHOLE.format('first_month')} AND {MONTH_IS_WHOLE.format('last_month')} AND first_month <= last_month",
-            name="whole_months",
-        ),
-        Index("ix_credit_grants_organization_id", "organization_id"),
-    )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
     organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
@@ -88,11 +80,6 @@ class CreditApplicationRow(Base):
     """What of a grant paid for a month, written when that is closed. Never more than was granted (trigger)."""
 
     __tablename__ = "credit_applications"
-    __table_args__ = (
-        UniqueConstraint("grant_id", "billing_month"),
-        CheckConstraint("amount_picos > 0", name="more_than_nothing"),
-        CheckConstraint(MONTH_IS_WHOLE.format("billing_month"), name="whole_month"),
-    )
 
     id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
     grant_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("credit_grants.id"))

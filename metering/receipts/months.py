@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 
-from sqlalchemy import select, text
+from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.errors import InvalidValue
+from metering.core.models import Base
 from metering.receipts.chaining import BATCHES, ISSUED, IssuedReceipt, issued_of_rows, split
 from metering.receipts.encoding import NO_HASH
 from metering.receipts.merkle import RunningRoot
-from metering.receipts.models import ReceiptKey
 
 PAGE_SIZE_MAX = 1000
 OF_MONTH = "organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends"
@@ -45,6 +46,16 @@ FROM (SELECT c.project_id FROM receipt_chains c JOIN projects p ON p.id = c.proj
       WHERE p.organization_id = :organization_id AND c.last_settled_at < :ends ORDER BY c.project_id FOR UPDATE OF c) AS open
 WHERE c.project_id = open.project_id AND :ends <= now()
 """)
+
+
+class ReceiptKey(Base):
+    """The public half of a key that receipts were signed with. Kept for ever: old receipts are verified by it."""
+
+    __tablename__ = "receipt_keys"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    public_key: Mapped[bytes]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypedDict
 
-from sqlalchemy import func, insert, select
+from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import BillingProfileRow, Hold, HoldState, UsageEvent
-from metering.ledger.ledger import AccountKey, AccountKind, LedgerAccount, LedgerEntry
+from metering.ledger.ledger import AccountKey, AccountKind
 from metering.ledger.rating import BATCH_SIZE, rate_batch
 from metering.pricing.prices import ModelPrice, set_price
 from metering.tenants.billing_profiles import BillingProfile
@@ -151,12 +151,10 @@ async def rate_pending(session: AsyncSession, limit: int = BATCH_SIZE) -> int:
 
 async def balances(session: AsyncSession, organization_id: uuid.UUID) -> dict[AccountKey, int]:
     """Of all accounts of an organization, in picos."""
-    query = (
-        select(LedgerAccount, func.coalesce(func.sum(LedgerEntry.amount_picos), 0))
-        .outerjoin(LedgerEntry, LedgerEntry.account_id == LedgerAccount.id)
-        .where(LedgerAccount.organization_id == organization_id)
-        .group_by(LedgerAccount.id)
-        .order_by(LedgerAccount.id)
-    )
-    found = await session.execute(query)
-    return {AccountKey(each.organization_id, AccountKind(each.kind), each.currency_code): int(sum_) for each, sum_ in found}
+    query = text("""
+        SELECT a.kind, a.currency_code, coalesce(sum(e.amount_picos), 0)
+        FROM ledger_accounts a LEFT JOIN ledger_entries e ON e.account_id = a.id
+        WHERE a.organization_id = :organization_id GROUP BY a.id ORDER BY a.id
+    """)
+    found = await session.execute(query, {"organization_id": organization_id})
+    return {AccountKey(organization_id, AccountKind(kind), currency): int(picos) for kind, currency, picos in found}
