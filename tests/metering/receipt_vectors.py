@@ -63,7 +63,7 @@ def root_of_vectors() -> bytes:
 
 def json_lines() -> str:
     """As `weir receipt export` writes them."""
-    from weir_client.wire_receipts import receipt
+    from weir_client.wire import receipt
 
     from api.core.messages import receipt_message
 

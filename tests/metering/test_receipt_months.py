@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from weir_cli.receipts import read_report
-from weir_client import verify_receipts, wire_receipts
+from weir_client import verify_receipts, wire
 
 from api.core.messages import receipt_message
 from metering.core.errors import InvalidValue
@@ -193,7 +193,7 @@ async def test_a_closed_month_has_root_and_sums_of_its_receipts(world: HoldWorld
         assert await month_root(session, payer.organization_id, NOVEMBER) == reported.root
         receipts, _ = await receipts_page(session, payer.organization_id, NOVEMBER)
     verdict = verify_receipts(
-        [wire_receipts.receipt(receipt_message(each)) for each in receipts],
+        [wire.receipt(receipt_message(each)) for each in receipts],
         {},
         month=reported.month,
         organization_id=reported.organization_id,

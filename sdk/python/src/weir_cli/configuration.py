@@ -24,8 +24,7 @@ import yaml
 from rich.console import Group, RenderableType
 from rich.text import Text
 from weir_client import AdminClient, AppliedConfiguration, BillingProfile, ChangeAction, ConfigurationChange, Money, QuotaDimension
-from weir_client.wire import DIMENSIONS
-from weir_client.wire_accounts import DIMENSION_NUMBERS
+from weir_client.wire import DIMENSION_NUMBERS
 from weir_yaml import FileMistake, NotYaml, StrictReader, compose, joined
 
 from weir_cli.connection import admin_client, calls
@@ -198,7 +197,7 @@ def dimension_of(value: Json) -> QuotaDimension:
     from weir.v1 import types_pb2
 
     number = types_pb2.QuotaDimension.Value(value) if isinstance(value, str) else types_pb2.QuotaDimension.ValueType(value or 0)
-    return DIMENSIONS.get(number, QuotaDimension.UNSPECIFIED)
+    return next((each for each, known in DIMENSION_NUMBERS.items() if known == number), QuotaDimension.UNSPECIFIED)
 
 
 QUOTA = Section(

@@ -10,11 +10,10 @@ from datetime import datetime, timedelta
 from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import types_pb2
 
-from weir_client import wire, wire_accounts
+from weir_client import wire
 from weir_client.accounts import ApiKey, AuditEntry, BillingProfile, CreatedApiKey, Organization, Project, RotatedApiKey
 from weir_client.admin_terms import AsyncTermCalls
 from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
-from weir_client.wire import time_of
 
 
 class AsyncAdminClient(AsyncTermCalls):
@@ -36,13 +35,13 @@ class AsyncAdminClient(AsyncTermCalls):
             name=name, currency_code=currency_code, allow_existing=allow_existing, request_id=request_id or str(uuid.uuid4())
         )
         response = await self._call(self._stub.CreateOrganization, request)
-        return wire_accounts.organization(response.organization)
+        return wire.read(Organization, response.organization)
 
     async def list_organizations(self) -> list[Organization]:
         """All customers, by name."""
         request = admin_pb.ListOrganizationsRequest()
         response = await self._call(self._stub.ListOrganizations, request)
-        return [wire_accounts.organization(each) for each in response.organizations]
+        return [wire.read(Organization, each) for each in response.organizations]
 
     async def set_billing_profile(self, organization: str, profile: BillingProfile) -> Organization:
         """Replaces the billing profile of an organization: a field that is empty is empty afterwards."""
@@ -50,7 +49,7 @@ class AsyncAdminClient(AsyncTermCalls):
             organization=organization, billing_profile=types_pb2.BillingProfile(**asdict(profile))
         )
         response = await self._call(self._stub.SetBillingProfile, request)
-        return wire_accounts.organization(response.organization)
+        return wire.read(Organization, response.organization)
 
     async def create_project(
         self, organization: str, name: str, *, allow_existing: bool = False, request_id: str | None = None
@@ -60,13 +59,13 @@ class AsyncAdminClient(AsyncTermCalls):
             organization=organization, name=name, allow_existing=allow_existing, request_id=request_id or str(uuid.uuid4())
         )
         response = await self._call(self._stub.CreateProject, request)
-        return wire_accounts.project(response.project)
+        return wire.read(Project, response.project)
 
     async def list_projects(self, organization: str) -> list[Project]:
         """The projects of an organization, by name."""
         request = admin_pb.ListProjectsRequest(organization=organization)
         response = await self._call(self._stub.ListProjects, request)
-        return [wire_accounts.project(each) for each in response.projects]
+        return [wire.read(Project, each) for each in response.projects]
 
     async def create_api_key(
         self,
@@ -105,7 +104,7 @@ class AsyncAdminClient(AsyncTermCalls):
         if lifetime is not None:
             request.lifetime.FromTimedelta(lifetime)
         response = await self._call(self._stub.CreateApiKey, request, idempotent=False)
-        return CreatedApiKey(wire_accounts.api_key(response.api_key), response.secret, response.existed)
+        return wire.read(CreatedApiKey, response)
 
     async def rotate_api_key(self, api_key: str, *, overlap: timedelta | None = None, request_id: str = "") -> RotatedApiKey:
         """A new secret for a key, by id or prefix, told here and never again; the old one works for `overlap`, a day if None.
@@ -116,8 +115,7 @@ class AsyncAdminClient(AsyncTermCalls):
         if overlap is not None:
             request.overlap.FromTimedelta(overlap)
         response = await self._call(self._stub.RotateApiKey, request, idempotent=False)
-        ends_at = time_of(response.overlap_end_time) if response.HasField("overlap_end_time") else None
-        return RotatedApiKey(wire_accounts.api_key(response.api_key), response.secret, ends_at)
+        return wire.read(RotatedApiKey, response)
 
     async def update_api_key(
         self,
@@ -150,13 +148,13 @@ class AsyncAdminClient(AsyncTermCalls):
         if expire_time is not None:
             request.expire_time.FromDatetime(expire_time)
         response = await self._call(self._stub.UpdateApiKey, request)
-        return wire_accounts.api_key(response.api_key)
+        return wire.read(ApiKey, response.api_key)
 
     async def revoke_api_key(self, api_key: str) -> ApiKey:
         """Ends a key for good, by id or prefix. Doing it twice changes nothing."""
         request = admin_pb.RevokeApiKeyRequest(api_key=api_key)
         response = await self._call(self._stub.RevokeApiKey, request)
-        return wire_accounts.api_key(response.api_key)
+        return wire.read(ApiKey, response.api_key)
 
     async def list_api_keys(
         self, organization: str = "", *, api_key: str = "", unused_for: timedelta | None = None
@@ -169,7 +167,7 @@ class AsyncAdminClient(AsyncTermCalls):
         if unused_for is not None:
             request.unused_for.FromTimedelta(unused_for)
         response = await self._call(self._stub.ListApiKeys, request)
-        return [wire_accounts.api_key(each) for each in response.api_keys]
+        return [wire.read(ApiKey, each) for each in response.api_keys]
 
     async def set_quota(
         self,
@@ -193,10 +191,10 @@ class AsyncAdminClient(AsyncTermCalls):
         `alert_at`: percentages at which it alerts, none for never; a new limit per day or month alerts at 50, 80 and 100.
         """
         request = admin_pb.SetQuotaRequest(
-            subject=wire_accounts.SUBJECT_NUMBERS[subject],
+            subject=wire.SUBJECT_NUMBERS[subject],
             subject_ref=subject_ref,
             model=model,
-            dimension=wire_accounts.DIMENSION_NUMBERS[dimension],
+            dimension=wire.DIMENSION_NUMBERS[dimension],
             limit_value=limit_value,
             input_weight_milli=input_weight_milli,
             cached_input_weight_milli=cached_input_weight_milli,
@@ -206,19 +204,19 @@ class AsyncAdminClient(AsyncTermCalls):
             alert_at=None if alert_at is None else types_pb2.AlertThresholds(values=alert_at),
         )
         response = await self._call(self._stub.SetQuota, request)
-        return wire.quota(response.quota)
+        return wire.read(QuotaStatus, response.quota)
 
     async def raise_quota(self, quota_id: str, limit_value: int, expire_time: datetime, reason: str) -> QuotaStatus:
         """Lets a higher limit hold until a time (an aware datetime); `reason` is told with it and stands in the audit log."""
         request = admin_pb.RaiseQuotaRequest(quota_id=quota_id, limit_value=limit_value, reason=reason)
         request.expire_time.FromDatetime(expire_time)
         response = await self._call(self._stub.RaiseQuota, request)
-        return wire.quota(response.quota)
+        return wire.read(QuotaStatus, response.quota)
 
     async def end_quota_raise(self, quota_id: str) -> QuotaStatus:
         """Ends a raise before its time."""
         response = await self._call(self._stub.RaiseQuota, admin_pb.RaiseQuotaRequest(quota_id=quota_id))
-        return wire.quota(response.quota)
+        return wire.read(QuotaStatus, response.quota)
 
     async def delete_quota(self, quota_id: str, *, allow_missing: bool = False) -> bool:
         """Removes one limit, and tells whether it was there. allow_missing: instead of raising NotFound if it was not."""
@@ -230,13 +228,13 @@ class AsyncAdminClient(AsyncTermCalls):
         """The limits of one organization with its projects and keys, or all, with what is left of each."""
         request = admin_pb.ListQuotasRequest(organization=organization)
         response = await self._call(self._stub.ListQuotas, request)
-        return [wire.quota(each) for each in response.quotas]
+        return [wire.read(QuotaStatus, each) for each in response.quotas]
 
     async def list_key_quotas(self, api_key: str, model: str = "") -> list[QuotaStatus]:
         """Every limit that a key meets, for one model or all: its own and those further up, and which of them bind."""
         request = admin_pb.ListQuotasRequest(api_key=api_key, model=model)
         response = await self._call(self._stub.ListQuotas, request)
-        return [wire.quota(each) for each in response.quotas]
+        return [wire.read(QuotaStatus, each) for each in response.quotas]
 
     async def list_audit_entries(
         self,
@@ -261,4 +259,4 @@ class AsyncAdminClient(AsyncTermCalls):
             if time is not None:
                 stamp.FromDatetime(time)
         response = await self._call(self._stub.ListAuditEntries, request)
-        return [wire_accounts.audit_entry(each) for each in response.entries]
+        return [wire.read(AuditEntry, each) for each in response.entries]

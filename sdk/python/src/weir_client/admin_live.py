@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict, ParseDict
 from weir.v1 import configuration_pb2, live_requests_pb2
 
-from weir_client import wire_live
+from weir_client import wire
 from weir_client.admin_replicas import AsyncReplicaCalls
 from weir_client.live import AppliedConfiguration, KilledRequest, LiveView, RecordedRequest
 
@@ -19,17 +19,17 @@ class AsyncLiveCalls(AsyncReplicaCalls):
     async def list_live_requests(self, organization: str = "", *, page_size: int = 200, stuck_only: bool = False) -> LiveView:
         """What runs in all processes, of one organization or all. stuck_only: holds that should have ended by themselves."""
         request = live_requests_pb2.ListLiveRequestsRequest(organization=organization, page_size=page_size, stuck_only=stuck_only)
-        return wire_live.live_view(await self._call(self._stub.ListLiveRequests, request))
+        return wire.read(LiveView, await self._call(self._stub.ListLiveRequests, request))
 
     async def get_request(self, request_id: str, *, project: str = "") -> RecordedRequest:
         """What is recorded of a request of any project. project: needed where several have one of this id. Raises: NotFound."""
         request = live_requests_pb2.GetRequestRequest(request_id=request_id, project=project)
-        return wire_live.recorded(await self._call(self._stub.GetRequest, request))
+        return wire.read(RecordedRequest, await self._call(self._stub.GetRequest, request))
 
     async def kill_request(self, request_id: str, *, project: str = "", reason: str = "") -> KilledRequest:
         """Ends a request wherever it runs; its client is told the reason. Doing it twice changes nothing."""
         request = live_requests_pb2.KillRequestRequest(request_id=request_id, project=project, reason=reason)
-        return wire_live.killed(await self._call(self._stub.KillRequest, request))
+        return wire.read(KilledRequest, await self._call(self._stub.KillRequest, request))
 
     async def end_overdue_holds(self) -> int:
         """Ends the holds whose time is over, as the worker does; tells how many."""
@@ -44,7 +44,7 @@ class AsyncLiveCalls(AsyncReplicaCalls):
         request = configuration_pb2.ApplyConfigurationRequest(dry_run=dry_run)
         ParseDict(dict(configuration), request.configuration)
         # Not tried again by itself: the secrets of new keys are in the first answer only.
-        return wire_live.applied(await self._call(self._stub.ApplyConfiguration, request, idempotent=False))
+        return wire.read(AppliedConfiguration, await self._call(self._stub.ApplyConfiguration, request, idempotent=False))
 
     async def export_configuration(self, organization: str = "") -> dict[str, Any]:
         """The present state as a configuration, of one organization or all."""

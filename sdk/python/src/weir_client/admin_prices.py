@@ -9,7 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import prices_pb2 as pb
 
-from weir_client import wire_terms
+from weir_client import wire
 from weir_client.admin_live import AsyncLiveCalls
 from weir_client.alerts import AsyncAlertWebhookCalls
 from weir_client.billing_terms import PriceList, PriceVersion
@@ -51,7 +51,7 @@ class AsyncPriceCalls(AsyncLiveCalls, AsyncAlertWebhookCalls):
             request_id=request_id or str(uuid.uuid4()),
         )
         response = await self._call(self._stub.SetPrice, request)
-        return [wire_terms.price_version(each) for each in response.versions]
+        return [wire.read(PriceVersion, each) for each in response.versions]
 
     async def withdraw_price(
         self, organization: str, model: str, *, effective_time: datetime | None = None, request_id: str | None = None
@@ -64,7 +64,7 @@ class AsyncPriceCalls(AsyncLiveCalls, AsyncAlertWebhookCalls):
             request_id=request_id or str(uuid.uuid4()),
         )
         response = await self._call(self._stub.WithdrawPrice, request)
-        return [wire_terms.price_version(each) for each in response.versions]
+        return [wire.read(PriceVersion, each) for each in response.versions]
 
     async def list_prices(
         self,
@@ -82,7 +82,7 @@ class AsyncPriceCalls(AsyncLiveCalls, AsyncAlertWebhookCalls):
         request = pb.ListPricesRequest(
             organization=organization, model=model, currency_code=currency_code, time=_stamp(time), history=history
         )
-        return wire_terms.price_list(await self._call(self._stub.ListPrices, request))
+        return wire.read(PriceList, await self._call(self._stub.ListPrices, request))
 
 
 def _stamp(time: datetime | None) -> Timestamp | None:

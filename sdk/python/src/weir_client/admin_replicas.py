@@ -6,7 +6,8 @@ from google.protobuf.duration_pb2 import Duration
 from weir.v1 import admin_service_pb2_grpc
 from weir.v1 import replicas_pb2 as pb
 
-from weir_client.replicas import DrainedReplica, ReplicaList, UndrainedReplica, drain, replica
+from weir_client import wire
+from weir_client.replicas import DrainedReplica, ReplicaList, UndrainedReplica
 from weir_client.unary import UnaryClient
 
 
@@ -20,7 +21,7 @@ class AsyncReplicaCalls(UnaryClient):
     async def list_replicas(self, model: str = "") -> ReplicaList:
         """The engines of all models, in all processes; of one model or one `name@version` if it is given."""
         answer = await self._call(self._stub.ListReplicas, pb.ListReplicasRequest(model=model))
-        return ReplicaList(tuple(map(replica, answer.replicas)), tuple(map(drain, answer.drains)), tuple(answer.silent_owner_ids))
+        return wire.read(ReplicaList, answer)
 
     async def drain_replica(self, model: str, name: str, *, reason: str = "", move_after_s: float | None = None) -> DrainedReplica:
         """Takes a replica out of use in all processes. Doing it twice changes nothing.
@@ -32,13 +33,13 @@ class AsyncReplicaCalls(UnaryClient):
         if move_after_s is not None:
             request.move_after.CopyFrom(_duration(move_after_s))
         answer = await self._call(self._stub.DrainReplica, request)
-        return DrainedReplica(drain(answer.drain), tuple(map(replica, answer.replicas)), tuple(answer.silent_owner_ids))
+        return wire.read(DrainedReplica, answer)
 
     async def undrain_replica(self, model: str, name: str, *, reason: str = "") -> UndrainedReplica:
         """Puts a replica into use again. Doing it twice changes nothing."""
         request = pb.UndrainReplicaRequest(model=model, replica=name, reason=reason)
         answer = await self._call(self._stub.UndrainReplica, request)
-        return UndrainedReplica(answer.undrained, tuple(map(replica, answer.replicas)), tuple(answer.silent_owner_ids))
+        return wire.read(UndrainedReplica, answer)
 
 
 def _duration(seconds: float) -> Duration:

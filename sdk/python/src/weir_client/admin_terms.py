@@ -10,7 +10,7 @@ from google.protobuf.json_format import ParseDict
 from weir.v1 import plans_pb2 as pb
 from weir.v1 import types_pb2
 
-from weir_client import wire_terms
+from weir_client import wire
 from weir_client.admin_prices import AsyncPriceCalls
 from weir_client.billing_terms import CreditBalance, CreditGrant, Plan, PlanAssignment, PlanList, SimulatedCustomer
 
@@ -28,7 +28,7 @@ class AsyncTermCalls(AsyncPriceCalls):
         ParseDict(dict(proposal), request)
         request.month, request.organization = month, organization
         response = await self._call(self._stub.SimulatePrices, request)
-        return [wire_terms.simulated(each) for each in response.customers]
+        return [wire.read(SimulatedCustomer, each) for each in response.customers]
 
     async def create_plan(self, plan: Mapping[str, Any]) -> Plan:
         """A plan, or the next version of one; the latest version if that says the same.
@@ -38,12 +38,12 @@ class AsyncTermCalls(AsyncPriceCalls):
         request = pb.CreatePlanRequest()
         ParseDict(dict(plan), request.plan)
         response = await self._call(self._stub.CreatePlan, request)
-        return wire_terms.plan(response.plan, existed=response.existed)
+        return wire.read(Plan, response.plan, existed=response.existed)
 
     async def list_plans(self, name: str = "", *, organization: str = "") -> PlanList:
         """Plans, and who has which."""
         request = pb.ListPlansRequest(name=name, organization=organization)
-        return wire_terms.plan_list(await self._call(self._stub.ListPlans, request))
+        return wire.read(PlanList, await self._call(self._stub.ListPlans, request))
 
     async def assign_plan(self, organization: str, plan: str, *, version: int = 0, first_month: str = "") -> PlanAssignment:
         """Gives an organization a plan, by default its latest version, from a month (`YYYY-MM`) on, by default this one.
@@ -52,7 +52,7 @@ class AsyncTermCalls(AsyncPriceCalls):
         """
         request = pb.AssignPlanRequest(organization=organization, plan=plan, version=version, first_month=first_month)
         response = await self._call(self._stub.AssignPlan, request)
-        return wire_terms.assignment(response.assignment, existed=response.existed)
+        return wire.read(PlanAssignment, response.assignment, existed=response.existed)
 
     async def grant_credit(
         self,
@@ -76,17 +76,17 @@ class AsyncTermCalls(AsyncPriceCalls):
             reason=reason,
             request_id=request_id or str(uuid.uuid4()),
         )
-        return wire_terms.grant((await self._call(self._stub.GrantCredit, request)).grant)
+        return wire.read(CreditGrant, (await self._call(self._stub.GrantCredit, request)).grant)
 
     async def list_credit_grants(self, organization: str = "") -> list[CreditGrant]:
         """Credit of one organization or all, those that end first in front."""
         response = await self._call(self._stub.ListCreditGrants, pb.ListCreditGrantsRequest(organization=organization))
-        return [wire_terms.grant(each) for each in response.grants]
+        return [wire.read(CreditGrant, each) for each in response.grants]
 
     async def get_credit_balance(self, organization: str) -> CreditBalance:
         """What there is of an organization's credit at this moment."""
         request = pb.GetCreditBalanceRequest(organization=organization)
-        return wire_terms.balance(await self._call(self._stub.GetCreditBalance, request))
+        return wire.read(CreditBalance, await self._call(self._stub.GetCreditBalance, request))
 
     async def set_prepaid(self, organization: str, prepaid: bool, *, alert_at: Sequence[int] | None = None) -> bool:
         """Keeps an organization to its credit, or no longer; whether that was so before.

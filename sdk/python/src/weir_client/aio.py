@@ -183,7 +183,7 @@ class AsyncClient:
         """
         request = pb.QuoteRequest(start=build_start(model, prompt, options).start)
         response = await self._opened().call(self._stub.Quote, request, timeout=options.get("timeout"))
-        return wire.quote(response)
+        return wire.read(Quote, response)
 
     async def quote_embed(self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]) -> Quote:
         """What the same call of `embed` would count and cost, and whether it would be let in, without embedding anything.
@@ -192,7 +192,7 @@ class AsyncClient:
         """
         request = pb.QuoteRequest(embed=build_embed(model, inputs, options))
         response = await self._opened().call(self._stub.Quote, request, timeout=options.get("timeout"))
-        return wire.quote(response)
+        return wire.read(Quote, response)
 
     async def embed(self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]) -> EmbedResult:
         """Vectors of texts. `inputs` is one text or several, each a text or its token ids; `EmbedOptions` tells the rest.
@@ -207,23 +207,23 @@ class AsyncClient:
     async def list_models(self, *, timeout: float | None = None) -> list[Model]:
         """The models that the key may use, by name. Raises: WeirError."""
         response = await self._opened().call(self._stub.ListModels, pb.ListModelsRequest(), timeout=timeout)
-        return [wire.model(each) for each in response.models]
+        return [wire.read(Model, each) for each in response.models]
 
     async def get_quota(self, model: str = "", *, timeout: float | None = None) -> list[QuotaStatus]:
         """Every limit that applies to the key, or to the key and one model. Empty: unlimited. Raises: WeirError."""
         response = await self._opened().call(self._stub.GetQuota, pb.GetQuotaRequest(model=model), timeout=timeout)
-        return [wire.quota(each) for each in response.quotas]
+        return [wire.read(QuotaStatus, each) for each in response.quotas]
 
     async def get_restrictions(self, *, timeout: float | None = None) -> KeyRestrictions:
         """What the key is good for: scopes, models, tokens of one request, until when. Raises: WeirError."""
         response = await self._opened().call(self._stub.GetQuota, pb.GetQuotaRequest(), timeout=timeout)
-        return wire.restrictions(response.restrictions)
+        return wire.read(KeyRestrictions, response.restrictions)
 
     async def get_generation(self, request_id: str, *, timeout: float | None = None) -> Generation:
         """What is recorded of one request of the key's project. Raises: NotFound; any WeirError."""
         request = pb.GetGenerationRequest(request_id=request_id)
         response = await self._opened().call(self._stub.GetGeneration, request, timeout=timeout)
-        return wire.generation(response.generation)
+        return wire.read(Generation, response.generation)
 
     async def __aenter__(self) -> Self:
         if self._connection is not None:

@@ -1,4 +1,4 @@
-"""Alerts on limits and credit, and their webhooks: the values, how they are read from the wire, and the calls."""
+"""Alerts on limits and credit, and their webhooks: the values and the calls."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from enum import StrEnum
 from weir.v1 import admin_service_pb2_grpc, billing_service_pb2_grpc
 from weir.v1 import alerts_pb2 as pb
 
+from weir_client import wire
 from weir_client.money import Money
 from weir_client.unary import UnaryClient
 from weir_client.values import QuotaDimension, QuotaSubject
-from weir_client.wire import DIMENSIONS, SUBJECTS, money, time_of
 
 
 class AlertDeliveryState(StrEnum):
@@ -23,11 +23,6 @@ class AlertDeliveryState(StrEnum):
     PENDING = "pending"
     DELIVERED = "delivered"
     FAILED = "failed"
-
-
-DELIVERY_STATES = {
-    number: AlertDeliveryState(name.removeprefix("ALERT_DELIVERY_STATE_").lower()) for name, number in pb.AlertDeliveryState.items()
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +119,12 @@ class AsyncAlertWebhookCalls(UnaryClient):
         """
         request = pb.SetAlertWebhookRequest(organization=organization, url=url, request_id=request_id or str(uuid.uuid4()))
         response = await self._call(self._stub.SetAlertWebhook, request)
-        return CreatedAlertWebhook(webhook(response.webhook), response.secret)
+        return wire.read(CreatedAlertWebhook, response)
 
     async def list_alert_webhooks(self, organization: str = "") -> list[AlertWebhook]:
         """All, or that of one organization."""
         response = await self._call(self._stub.ListAlertWebhooks, pb.ListAlertWebhooksRequest(organization=organization))
-        return [webhook(each) for each in response.webhooks]
+        return [wire.read(AlertWebhook, each) for each in response.webhooks]
 
     async def delete_alert_webhook(self, organization: str, *, allow_missing: bool = False) -> bool:
         """Posts them nowhere; whether there was a webhook."""
@@ -139,7 +134,7 @@ class AsyncAlertWebhookCalls(UnaryClient):
     async def test_alert_webhook(self, organization: str, *, request_id: str | None = None) -> Alert:
         """Has a test sent, which `list_alerts` tells the delivery of. request_id: a UUID of your own; again, it sends no other."""
         request = pb.TestAlertWebhookRequest(organization=organization, request_id=request_id or str(uuid.uuid4()))
-        return alert((await self._call(self._stub.TestAlertWebhook, request)).alert)
+        return wire.read(Alert, (await self._call(self._stub.TestAlertWebhook, request)).alert)
 
 
 class AsyncAlertCalls(UnaryClient):
@@ -149,66 +144,4 @@ class AsyncAlertCalls(UnaryClient):
         """A page of alerts. organization: empty for one's own, or for all with an `admin` key. Raises: NotFound, InvalidRequest."""
         stub = billing_service_pb2_grpc.BillingServiceStub(self._opened().channel)
         request = pb.ListAlertsRequest(organization=organization, page_size=page_size, page_token=page_token)
-        response = await self._call(stub.ListAlerts, request)
-        return AlertPage(tuple(map(alert, response.alerts)), response.next_page_token)
-
-
-def alert(message: pb.Alert) -> Alert:
-    """One alert."""
-    return Alert(
-        alert_id=message.alert_id,
-        organization_id=message.organization_id,
-        organization_name=message.organization_name,
-        currency_code=message.currency_code,
-        fire_time=time_of(message.fire_time),
-        quota_id=message.quota_id,
-        subject=SUBJECTS.get(message.subject, QuotaSubject.UNSPECIFIED),
-        subject_id=message.subject_id,
-        subject_name=message.subject_name,
-        model=message.model,
-        dimension=DIMENSIONS.get(message.dimension, QuotaDimension.UNSPECIFIED),
-        threshold=message.threshold,
-        limit_value=message.limit_value,
-        used_value=message.used_value,
-        window_start_time=time_of(message.window_start_time) if message.HasField("window_start_time") else None,
-        delivery=delivery(message.delivery) if message.HasField("delivery") else None,
-        kind=message.kind,
-        invoice=invoice(message.invoice) if message.HasField("invoice") else None,
-    )
-
-
-def invoice(message: pb.AlertInvoice) -> AlertInvoice:
-    """The invoice that an alert is about."""
-    return AlertInvoice(
-        stripe_invoice_id=message.stripe_invoice_id,
-        stripe_number=message.stripe_number,
-        month=message.month,
-        amount_due=money(message.amount_due),
-        amount_paid=money(message.amount_paid),
-        hosted_url=message.hosted_url,
-    )
-
-
-def delivery(message: pb.AlertDelivery) -> AlertDelivery:
-    """How far it has come."""
-    return AlertDelivery(
-        state=DELIVERY_STATES.get(message.state, AlertDeliveryState.UNSPECIFIED),
-        attempt_count=message.attempt_count,
-        attempt_time=time_of(message.attempt_time) if message.HasField("attempt_time") else None,
-        end_time=time_of(message.end_time) if message.HasField("end_time") else None,
-        last_error=message.last_error,
-    )
-
-
-def webhook(message: pb.AlertWebhook) -> AlertWebhook:
-    """One webhook."""
-    return AlertWebhook(
-        organization_id=message.organization_id,
-        organization_name=message.organization_name,
-        url=message.url,
-        create_time=time_of(message.create_time) if message.HasField("create_time") else None,
-        pending_count=message.pending_count,
-        failure_count=message.failure_count,
-        rest_end_time=time_of(message.rest_end_time) if message.HasField("rest_end_time") else None,
-        last_error=message.last_error,
-    )
+        return wire.read(AlertPage, await self._call(stub.ListAlerts, request))

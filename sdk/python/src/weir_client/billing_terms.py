@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -51,7 +51,7 @@ class PriceList:
 class Plan:
     """One version of a plan. configuration: JSON mapping of `weir.v1.PlanConfiguration`."""
 
-    name: str
+    name: str = field(metadata={"source": "configuration.name"})
     version: int
     configuration: Mapping[str, Any]
     create_time: datetime | None

@@ -15,7 +15,6 @@ from weir_client.money import Money
 from weir_client.prompt import service_tier
 from weir_client.receipts import Receipt
 from weir_client.values import QuotaStatus, Timings, Usage
-from weir_client.wire_receipts import receipts
 
 EmbedInput = str | Sequence[int]
 
@@ -97,10 +96,10 @@ def embed_result(request: pb.EmbedRequest, message: pb.EmbedResponse) -> EmbedRe
         request_id=request.request_id,
         model=request.model,
         embeddings=tuple(Embedding(tuple(each.vector), each.token_count, each.truncated) for each in message.embeddings),
-        usage=wire.usage(message.usage),
+        usage=wire.read(Usage, message.usage),
         cost=wire.money(message.cost),
-        timings=wire.timings(message.timings),
+        timings=wire.read(Timings, message.timings),
         price_version=message.price_version,
-        quotas=tuple(wire.quota(each) for each in message.quotas),
-        receipts=receipts(message.receipts),
+        quotas=tuple(wire.read(QuotaStatus, each) for each in message.quotas),
+        receipts=tuple(map(wire.receipt, message.receipts)),
     )

@@ -17,7 +17,7 @@ from weir_client.limits import LimitChanges, Limits
 from weir_client.prefetch import Prefetch
 from weir_client.received import Received
 from weir_client.status import error_from_status
-from weir_client.values import Admitted, Event, FinishReason, Partial, Result, Resumed, UsageUpdate
+from weir_client.values import Admitted, Event, FinishReason, Partial, Progress, Result, Resumed, Usage, UsageUpdate
 
 EVENTS_MAX = 65_536  # one delta per token: more than any context window in use; a reader that far behind is gone
 OWNER_AWAY = "OWNER_AWAY"  # the server's reason where it passed on what another one runs, and lost that: no end of the request
@@ -145,13 +145,13 @@ class Exchange:
                 self._receive_delta(frame.delta)
             case "admitted":
                 is_news = self.admitted is None
-                self._received.admitted = admitted = wire.admitted(frame.admitted)
+                self._received.admitted = admitted = wire.read(Admitted, frame.admitted)
                 if is_news:  # it comes again on each stream
                     self._push(admitted)
             case "progress":
-                self._push(wire.progress(frame.progress))
+                self._push(wire.read(Progress, frame.progress))
             case "usage":
-                usage, cost = wire.usage(frame.usage.usage), wire.money(frame.usage.cost)
+                usage, cost = wire.read(Usage, frame.usage.usage), wire.money(frame.usage.cost)
                 self._received.usage, self._received.cost = usage, cost
                 self._push(UsageUpdate(usage, cost))
             case "finished":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weir_client.money import Money
 from weir_client.values import QuotaStatus
@@ -21,6 +21,6 @@ class Quote:
     price_version: int
     would_admit: bool
     retry_helps: bool  # whether waiting can make it fit, if it would not be let in
-    retry_after_s: float | None  # how long, if that helps
+    retry_after_s: float | None = field(metadata={"source": "retry_delay"})  # how long, if that helps
     failing_quotas: tuple[QuotaStatus, ...]  # those that would refuse it, the first to reset in front
     quotas: tuple[QuotaStatus, ...]  # every limit that it would meet, and which of them bind

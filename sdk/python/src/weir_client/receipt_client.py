@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from weir.v1 import receipt_service_pb2 as pb
 from weir.v1 import receipt_service_pb2_grpc as pb_grpc
 
-from weir_client import wire_receipts
+from weir_client import wire
 from weir_client.blocking import BlockingUnaryClient, blocking
 from weir_client.receipts import Receipt, ReceiptKey, ReceiptMonth
 from weir_client.unary import UnaryClient
@@ -25,7 +25,7 @@ class AsyncReceiptClient(UnaryClient):
     async def list_receipt_keys(self) -> list[ReceiptKey]:
         """All public keys that receipts were ever signed with, the oldest first. Keep them apart from the receipts they verify."""
         response = await self._call(self._stub.ListReceiptKeys, pb.ListReceiptKeysRequest())
-        return [wire_receipts.receipt_key(each) for each in response.keys]
+        return [ReceiptKey(each.key_id, each.public_key, wire.micros_of(each.create_time)) for each in response.keys]
 
     async def list_receipts(self, organization: str, month: str) -> AsyncIterator[Receipt]:
         """The receipts of a calendar month (UTC, `YYYY-MM`) in the order of time. Raises: NotFound, InvalidRequest, WeirError."""
@@ -41,12 +41,12 @@ class AsyncReceiptClient(UnaryClient):
         """Some of them, and the token of the next page; empty on the last one."""
         request = pb.ListReceiptsRequest(organization=organization, month=month, page_size=PAGE_SIZE, page_token=page_token)
         response = await self._call(self._stub.ListReceipts, request)
-        return list(wire_receipts.receipts(response.receipts)), response.next_page_token
+        return [wire.receipt(each) for each in response.receipts], response.next_page_token
 
     async def get_receipt_month(self, organization: str, month: str) -> ReceiptMonth:
         """The root over a month's receipts, and where each chain begins and ends in it."""
         request = pb.GetReceiptMonthRequest(organization=organization, month=month)
-        return wire_receipts.receipt_month(await self._call(self._stub.GetReceiptMonth, request))
+        return wire.read(ReceiptMonth, await self._call(self._stub.GetReceiptMonth, request))
 
 
 class ReceiptClient(BlockingUnaryClient):

@@ -11,8 +11,7 @@ from weir_client.money import Money
 from weir_client.output import Outputs
 from weir_client.receipts import Receipt
 from weir_client.tools import ToolCallDelta
-from weir_client.values import Admitted, Delta, FinishReason, Partial, Result, Timings, Usage
-from weir_client.wire_receipts import receipts
+from weir_client.values import Admitted, Delta, FinishReason, Partial, QuotaStatus, Result, Timings, Usage
 
 
 class Received:
@@ -39,13 +38,13 @@ class Received:
 
     def bill(self, frame: pb.FinishedFrame | pb.FailedFrame) -> None:
         """What it is settled with."""
-        self.usage, self.cost = wire.usage(frame.usage), wire.money(frame.cost)
-        self._receipts = receipts(frame.receipts)
+        self.usage, self.cost = wire.read(Usage, frame.usage), wire.money(frame.cost)
+        self._receipts = tuple(map(wire.receipt, frame.receipts))
 
     def finish(self, frame: pb.FinishedFrame) -> FinishReason:
         """Its proper end; the reason."""
         self.bill(frame)
-        self._timings = wire.timings(frame.timings)
+        self._timings = wire.read(Timings, frame.timings)
         return wire.finish_reason(frame.reason)
 
     def partial(self) -> Partial:
@@ -80,7 +79,7 @@ class Received:
             cost=self.cost,
             timings=self._timings,
             admitted=self.admitted,
-            exhausted_quotas=tuple(wire.quota(each) for each in frame.exhausted_quotas),
+            exhausted_quotas=tuple(wire.read(QuotaStatus, each) for each in frame.exhausted_quotas),
             logprobs=choices[0].logprobs,
             choices=choices,
             receipts=self._receipts,

@@ -1,14 +1,10 @@
-"""The engines behind a model, and the orders that keep some out of use: the values, and how they are read from the wire."""
+"""The engines behind a model, and the orders that keep some out of use: the values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-
-from weir.v1 import replicas_pb2
-
-from weir_client.wire import seconds_of, time_of
 
 
 class ReplicaState(StrEnum):
@@ -77,33 +73,3 @@ class UndrainedReplica:
     undrained: bool
     replicas: tuple[Replica, ...]
     silent_owner_ids: tuple[str, ...]
-
-
-STATES = {number: ReplicaState(name.removeprefix("REPLICA_STATE_").lower()) for name, number in replicas_pb2.ReplicaState.items()}
-
-
-def replica(message: replicas_pb2.Replica) -> Replica:
-    """One engine."""
-    return Replica(
-        model=message.model,
-        replica=message.replica,
-        region=message.region,
-        state=STATES.get(message.state, ReplicaState.UNSPECIFIED),
-        reason=message.reason,
-        drained=message.drained,
-        request_count=message.request_count,
-        outstanding_token_count=message.outstanding_token_count,
-        owner_id=message.owner_id,
-        owner_name=message.owner_name,
-    )
-
-
-def drain(message: replicas_pb2.ReplicaDrain) -> ReplicaDrain:
-    """One order."""
-    return ReplicaDrain(
-        model=message.model,
-        replica=message.replica,
-        reason=message.reason,
-        drain_time=time_of(message.drain_time),
-        move_after_s=seconds_of(message.move_after) if message.HasField("move_after") else None,
-    )
