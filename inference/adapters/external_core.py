@@ -16,11 +16,10 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
-from typing import Protocol
 
 import msgspec
 
-from inference.adapters.external_sequences import Answer, Answers, Choice, EmptyAnswers, Request
+from inference.adapters.external_sequences import Answer, Answers, Choice, EmptyAnswers, Handling, Request
 from inference.engine import EngineFinishReason, EngineStatistics, GenerationRequest, SequenceEvent, TokensGenerated
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
@@ -29,27 +28,6 @@ from inference.text.detokenizer import Detokenizer, TextDecoder
 
 _log = logging.getLogger("weir.inference.adapters")
 Tell = Callable[[int, SequenceEvent | EngineError], None]
-
-
-class Handling(Protocol):
-    """What an engine may be asked, and for how long it is waited for.
-
-    abort_running: whether a sequence is aborted in the engine; otherwise one that is cancelled runs on unseen. abort_prefill: even
-    before its first token; otherwise at it. abort_with_logprobs: also one that reports log-probabilities. abort_drain_s: how long
-    the final count is waited for, since an abort may never be answered. empty_answer_count_max: so many answers without a token,
-    one after the other, are taken for a broken cache; 0 for no limit.
-    """
-
-    @property
-    def abort_running(self) -> bool: ...
-    @property
-    def abort_prefill(self) -> bool: ...
-    @property
-    def abort_with_logprobs(self) -> bool: ...
-    @property
-    def abort_drain_s(self) -> float: ...
-    @property
-    def empty_answer_count_max(self) -> int: ...
 
 
 class OutsideCore:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +26,23 @@ from inference.engine import (
 )
 from inference.errors import EngineFailed
 from inference.text.detokenizer import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """What an engine may be asked, and for how long it is waited for.
+
+    abort_running: whether a sequence is aborted in the engine; otherwise one that is cancelled runs on unseen. abort_prefill: even
+    before its first token; otherwise at it. abort_with_logprobs: also one that reports log-probabilities. abort_drain_s: how long
+    the final count is waited for, since an abort may never be answered. empty_answer_count_max: so many answers without a token,
+    one after the other, are taken for a broken cache; 0 for no limit.
+    """
+
+    abort_running: bool = True
+    abort_prefill: bool = False
+    abort_with_logprobs: bool = False
+    abort_drain_s: float = 1.5
+    empty_answer_count_max: int = 16
 
 
 class Answer(NamedTuple):
@@ -47,24 +64,18 @@ class Answers(Protocol):
         ...
 
 
-class Output(Protocol):
-    """What is read of one output; the names are those of TensorRT-LLM's `CompletionOutput`."""
+@dataclass(slots=True)
+class Output:
+    """One output as far as it has come. TensorRT-LLM's own `CompletionOutput` has the same fields.
 
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """All so far."""
+    finish_reason: why it ended; None while it runs. stop_reason: the stop token that ended it, None for the end token.
+    logprobs: for each token a mapping from ids to what is known of them.
+    """
 
-    @property
-    def finish_reason(self) -> str | None:
-        """Why it ended; None while it runs."""
-
-    @property
-    def stop_reason(self) -> int | str | None:
-        """The stop token that ended it, or None for the end token."""
-
-    @property
-    def logprobs(self) -> Sequence[Any]:
-        """For each token a mapping from ids to what is known of them."""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)

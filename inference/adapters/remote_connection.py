@@ -13,15 +13,15 @@ import random
 import tempfile
 import uuid
 import zipfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import grpc
-from smg_grpc_proto.generated import common_pb2, trtllm_service_pb2_grpc, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
 
-from inference.adapters.external_sequences import Choice, Request
+from inference.adapters.external_sequences import Choice, Output, Request
 from inference.adapters.remote_dialects import (
     SHARES,
     Dialect,
@@ -29,7 +29,6 @@ from inference.adapters.remote_dialects import (
     ServerUnfit,
     TrtllmDialect,
     VllmDialect,
-    WireOutput,
 )
 from inference.adapters.remote_settings import RemoteSettings, Service, Target, TlsFiles
 from inference.capabilities import Capabilities
@@ -53,12 +52,6 @@ _OPTIONS: list[tuple[str, int | str]] = [
 ]
 
 
-def channel_options(tls: TlsFiles | None) -> list[tuple[str, int | str]]:
-    """What a channel to a server is opened with."""
-    name = "" if tls is None else tls.server_name
-    return [*_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
-
-
 def credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
     """Read anew for each connection, since certificates are renewed. Raises: ServerUnfit naming a file that cannot be read."""
     try:
@@ -71,39 +64,18 @@ def credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
         raise ServerUnfit(f"a certificate file cannot be read: {error}") from error
 
 
-def open_channel(target: Target, tls: TlsFiles | None) -> grpc.aio.Channel:
-    """Of the running event loop. Raises: ServerUnfit."""
+def open_channel(target: Target, tls: TlsFiles | None, api: Any = grpc.aio) -> Any:
+    """A channel of the running event loop. api: `grpc` for one that blocks, of no event loop. Raises: ServerUnfit."""
     if tls is None:
-        return grpc.aio.insecure_channel(target.address, options=channel_options(tls))
-    return grpc.aio.secure_channel(target.address, credentials(tls), options=channel_options(tls))
-
-
-def open_blocking_channel(target: Target, tls: TlsFiles | None) -> grpc.Channel:
-    """For what is asked before there is an event loop. Raises: ServerUnfit."""
-    if tls is None:
-        return grpc.insecure_channel(target.address, options=channel_options(tls))
-    return grpc.secure_channel(target.address, credentials(tls), options=channel_options(tls))
+        return api.insecure_channel(target.address, options=_OPTIONS)
+    name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
+    return api.secure_channel(target.address, credentials(tls), options=[*_OPTIONS, *name])
 
 
 BUNDLE_BYTES_MAX = 200 << 20  # bytes: ten times the largest tokenizer that is in use
 UNPACKED_BYTES_MAX = 500 << 20
 ENTRIES_MAX = 64
 NEEDED = ("config.json", "tokenizer.json")
-
-# The generated code has no types.
-STUBS: Mapping[Service, Callable[[grpc.Channel], Any]] = {
-    Service.TRTLLM: cast(Any, trtllm_service_pb2_grpc).TrtllmServiceStub,
-    Service.VLLM: cast(Any, vllm_engine_pb2_grpc).VllmEngineStub,
-}
-
-
-class Chunk(Protocol):
-    """A piece of an archive."""
-
-    @property
-    def data(self) -> bytes: ...
-    @property
-    def sha256(self) -> str: ...
 
 
 class Bundle:
@@ -113,7 +85,7 @@ class Bundle:
         self._data = io.BytesIO()
         self._sha256 = ""
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: common_pb2.GetTokenizerChunk) -> None:
         """The next piece. Raises: ServerUnfit if there is no end to it."""
         self._data.write(chunk.data)
         self._sha256 = chunk.sha256
@@ -150,10 +122,9 @@ def fetch_model_files(target: Target, tls: TlsFiles | None, destination: Path, t
     Raises: ServerUnfit, grpc.RpcError.
     """
     bundle = Bundle()
-    with open_blocking_channel(target, tls) as channel:
-        stub = STUBS[target.service](channel)
-        chunks: Iterable[Chunk] = stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=timeout_s)
-        for chunk in chunks:
+    with open_channel(target, tls, grpc) as channel:
+        stub = DIALECTS[target.service].stub_type(channel)
+        for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=timeout_s):
             bundle.add(chunk)
     files = bundle.files()
     if missing := [name for name in NEEDED if name not in files]:
@@ -262,13 +233,9 @@ async def open_dialect(settings: RemoteSettings) -> AsyncIterator[tuple[Dialect,
     """A channel and what speaks over it. On leaving, its calls are ended."""
     channel = open_channel(settings.target, settings.tls)
     try:
-        yield make_dialect(settings.target, channel, settings.call_timeout_s), channel
+        yield DIALECTS[settings.target.service](channel, settings.call_timeout_s), channel
     finally:
         await channel.close()
-
-
-def make_dialect(target: Target, channel: grpc.aio.Channel, call_timeout_s: float) -> Dialect:
-    return DIALECTS[target.service](channel, call_timeout_s)
 
 
 class _Over(Exception):
@@ -410,10 +377,10 @@ class Examination(Introduction):
 
 async def one_output(
     dialect: Dialect, vocabulary_size: int, decoder: TextDecoder, wanted: GenerationRequest, ends: frozenset[int] = frozenset()
-) -> tuple[WireOutput, int]:
+) -> tuple[Output, int]:
     """One output, outside of any queue, and how many prompt tokens were cached. Raises: EngineFailed, grpc.aio.AioRpcError."""
     choice = Choice(Request(0, wanted, ends, 0.0), 0, 0, Detokenizer(decoder.open(), ()))
-    output, cached_token_count = WireOutput(), 0
+    output, cached_token_count = Output(), 0
     call = dialect.generate(f"weir-probe-{uuid.uuid4().hex}", choice)
     try:
         async for message in call:

@@ -17,15 +17,15 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import grpc
 from smg_grpc_proto.generated import common_pb2, trtllm_service_pb2_grpc, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import trtllm_service_pb2 as trtllm_pb
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 
-from inference.adapters.external_sequences import Choice
+from inference.adapters.external_sequences import Choice, Output
 from inference.capabilities import TENSORRT_LLM_IGNORES, Capabilities, RequestField
 from inference.engine import EngineStatistics, GrammarKind, TokenLogprob
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
@@ -56,25 +56,15 @@ class ServerFacts:
     block_tokens: int = 0
 
 
-@dataclass(slots=True)
-class WireOutput:
-    """One output as far as it has come. Implements `external_sequences.Output`."""
-
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)
-
-
 class Dialect(ABC):
-    """One service. Calls raise `grpc.aio.AioRpcError`."""
+    """One service. Calls raise `grpc.aio.AioRpcError`. stub_type: generated, of the service; the generated code has no types."""
 
+    stub_type: Any
     carries_salt: bool  # whether requests can say whose prefixes they may share
     capabilities: Capabilities
 
-    def __init__(self, stub: Any, call_timeout_s: float) -> None:
-        """stub: generated, of the service; the generated code has no types."""
-        self._stub = stub
+    def __init__(self, channel: grpc.aio.Channel, call_timeout_s: float) -> None:
+        self._stub = self.stub_type(channel)
         self._call_timeout_s = call_timeout_s
 
     @abstractmethod
@@ -98,7 +88,7 @@ class Dialect(ABC):
         """Ask for its end."""
 
     @abstractmethod
-    def take(self, message: Any, choice: Choice, output: WireOutput) -> int:
+    def take(self, message: Any, choice: Choice, output: Output) -> int:
         """Add a message to the output. Returns how many prompt tokens were cached. Raises: EngineFailed if it cannot be."""
 
     @abstractmethod
@@ -122,8 +112,7 @@ class Dialect(ABC):
         return getattr(self._stub, name)(request)
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A choice as the wire says it: output that was begun elsewhere is a part of the prompt there."""
 
     prompt_token_ids: tuple[int, ...]
@@ -132,11 +121,7 @@ class Asked:
 
 def asked(choice: Choice) -> Asked:
     wanted = choice.request.wanted
-    before = len(wanted.output_token_ids)
-    return Asked(
-        wanted.prompt_token_ids + wanted.output_token_ids,
-        wanted.stop.max_output_tokens - before,
-    )
+    return Asked(wanted.prompt_token_ids + wanted.output_token_ids, wanted.stop.max_output_tokens - len(wanted.output_token_ids))
 
 
 def block_counts(token_count_max: int, usage: float, block_tokens: int) -> EngineStatistics:
@@ -152,23 +137,23 @@ def check_prompt_count(told: int, choice: Choice) -> None:
         raise EngineFailed(f"the engine says that the prompt had {told} tokens: it was given {given}")
 
 
-def check_length(choice: Choice, output: WireOutput) -> None:
+def check_length(choice: Choice, output: Output) -> None:
     """Raises: EngineFailed if an output is over for its length and shorter than it may be: then something of it was lost."""
     most, sent = asked(choice).max_tokens, len(output.token_ids)
     if output.finish_reason == "length" and sent < most:
         raise EngineFailed(f"the engine says that {most} tokens were reached, and sent {sent}")
 
 
-def engine_error(error: grpc.aio.AioRpcError, choice: Choice) -> EngineError:
-    """What a call's status means for its sequence. Once there are tokens, the request cannot be what was wrong."""
-    said = f"{error.code().name}: {error.details() or 'no details'}"
-    if choice.token_count == 0:
+def engine_error(error: grpc.aio.AioRpcError, what: str, field: str | None = None, *, has_begun: bool = False) -> EngineError:
+    """What a call's status means for the request. what: request or text. has_begun: the request cannot be what was wrong."""
+    if not has_begun:
         match error.code():
             case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
-                return RequestImpossible(f"the remote engine refused the request: {error.details()}")
+                return RequestImpossible(f"the remote engine refused the {what}: {error.details()}", field)
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return EngineOverloaded(f"the remote engine is full: {error.details()}", OVERLOAD_WAIT_S)
-    return EngineFailed(f"the remote engine gave the sequence up: {said}")
+    lost = "sequence" if field is None else what
+    return EngineFailed(f"the remote engine gave the {lost} up: {error.code().name}: {error.details() or 'no details'}")
 
 
 _GUIDES = {
@@ -182,13 +167,11 @@ _TRTLLM_REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "can
 class TrtllmDialect(Dialect):
     """See `Dialect`."""
 
+    stub_type = cast(Any, trtllm_service_pb2_grpc).TrtllmServiceStub
     carries_salt = True
     # Servers take a bias of one float per row of the model, where their own sampler wants another length. Grammars are in a
     # language that the server's settings decide. A drawn token may be missing in its log-probabilities.
     capabilities = Capabilities(TENSORRT_LLM_IGNORES | {RequestField.LOGIT_BIAS, RequestField.LARK}, sampled_logprobs=False)
-
-    def __init__(self, channel: grpc.aio.Channel, call_timeout_s: float) -> None:
-        super().__init__(cast(Any, trtllm_service_pb2_grpc).TrtllmServiceStub(channel), call_timeout_s)
 
     async def health_fault(self) -> str | None:
         """See `Dialect.health_fault`: the status is OK, or what is wrong."""
@@ -241,7 +224,7 @@ class TrtllmDialect(Dialect):
     async def abort(self, request_id: str) -> None:
         await self._call("Abort", trtllm_pb.AbortRequest(request_id=request_id))
 
-    def take(self, message: trtllm_pb.GenerateResponse, choice: Choice, output: WireOutput) -> int:
+    def take(self, message: trtllm_pb.GenerateResponse, choice: Choice, output: Output) -> int:
         if message.WhichOneof("response") == "chunk":
             chunk = message.chunk
             output.token_ids += chunk.token_ids
@@ -295,15 +278,13 @@ _VLLM_REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
 class VllmDialect(Dialect):
     """See `Dialect`."""
 
+    stub_type = cast(Any, vllm_engine_pb2_grpc).VllmEngineStub
     carries_salt = False
     capabilities = Capabilities(
         frozenset({RequestField.LARK, RequestField.BEAM_SEARCH}),
         top_logprobs_max=TOP_LOGPROBS_MAX,
         logit_bias_max=LOGIT_BIAS_MAX,
     )
-
-    def __init__(self, channel: grpc.aio.Channel, call_timeout_s: float) -> None:
-        super().__init__(cast(Any, vllm_engine_pb2_grpc).VllmEngineStub(channel), call_timeout_s)
 
     async def health_fault(self) -> str | None:
         answer: vllm_pb.HealthCheckResponse = await self._call("HealthCheck", vllm_pb.HealthCheckRequest())
@@ -345,7 +326,7 @@ class VllmDialect(Dialect):
     async def abort(self, request_id: str) -> None:
         await self._call("Abort", vllm_pb.AbortRequest(request_ids=[request_id]))
 
-    def take(self, message: vllm_pb.GenerateResponse, choice: Choice, output: WireOutput) -> int:
+    def take(self, message: vllm_pb.GenerateResponse, choice: Choice, output: Output) -> int:
         if message.WhichOneof("response") == "chunk":
             chunk = message.chunk
             _extend(output, chunk.token_ids, chunk.output_logprobs)
@@ -401,7 +382,7 @@ def _vllm_sampling(choice: Choice) -> vllm_pb.SamplingParams:
     return params
 
 
-def _extend(output: WireOutput, token_ids: Any, told: vllm_pb.OutputLogProbs) -> None:
+def _extend(output: Output, token_ids: Any, told: vllm_pb.OutputLogProbs) -> None:
     output.token_ids += token_ids
     for index, (token_id, logprob) in enumerate(zip(told.token_ids, told.token_logprobs, strict=True)):
         known = {token_id: TokenLogprob(token_id, logprob)}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from inference.adapters.external_sequences import Choice, Request
+from inference.adapters.external_sequences import Choice, Output, Request
 from inference.adapters.findings import (
     Observation,
     Verdict,
@@ -29,7 +29,7 @@ from inference.adapters.remote_connection import (
     open_dialect,
     read_remote_model,
 )
-from inference.adapters.remote_dialects import Dialect, ServerUnfit, WireOutput
+from inference.adapters.remote_dialects import Dialect, ServerUnfit
 from inference.adapters.remote_settings import RemoteSettings
 from inference.engine import GenerationRequest, GrammarKind, ModelInfo, ResponseFormat, SamplingParams, StopCriteria
 from inference.text.detokenizer import Detokenizer, TextDecoder
@@ -54,12 +54,12 @@ class Patient:
         """What is asked before the first request in any case."""
         return Examination(self.dialect, self.settings, self.model, self.decoder)
 
-    def request(self, output_token_count: int, *, salt: str = "", prompt: tuple[int, ...] = ()) -> GenerationRequest:
+    def request(self, output_token_count: int, *, salt: str = "") -> GenerationRequest:
         """Greedy, from a prompt that nobody has ever sent."""
         stop = StopCriteria(output_token_count, ignore_eos=True)
-        return GenerationRequest(prompt or self.examination.probe_prompt(), SamplingParams(), stop, salt)
+        return GenerationRequest(self.examination.probe_prompt(), SamplingParams(), stop, salt)
 
-    async def run(self, request: GenerationRequest, ends: frozenset[int] = frozenset()) -> tuple[WireOutput, int]:
+    async def run(self, request: GenerationRequest, ends: frozenset[int] = frozenset()) -> tuple[Output, int]:
         """Its output, and how many of its prompt tokens were cached."""
         return await one_output(self.dialect, self.model.vocabulary_size, self.decoder, request, ends)
 
@@ -141,7 +141,7 @@ async def abort(patient: Patient) -> tuple[Verdict, str]:
     request_id = f"weir-doctor-{uuid.uuid4().hex}"
     choice = Choice(Request(0, patient.request(LONG), frozenset(), 0.0), 0, 0, Detokenizer(patient.decoder.open(), ()))
     call = patient.dialect.generate(request_id, choice)
-    output = WireOutput()
+    output = Output()
     try:
         async for message in call:
             begun = bool(output.token_ids)

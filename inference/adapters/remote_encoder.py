@@ -20,11 +20,11 @@ from typing import Any
 import grpc
 
 from inference.adapters.remote_connection import Introduction, Link, read_remote_encoder
-from inference.adapters.remote_dialects import OVERLOAD_WAIT_S, Dialect, ServerUnfit
+from inference.adapters.remote_dialects import OVERLOAD_WAIT_S, Dialect, ServerUnfit, engine_error
 from inference.adapters.remote_engine import ConnectionWatch
 from inference.adapters.remote_settings import RemoteSettings
 from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vector
-from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
+from inference.errors import EngineError, EngineFailed, EngineOverloaded
 from inference.limits import embedding_fault
 from inference.workers.life import BackendLife
 
@@ -50,6 +50,11 @@ class _Text:
     @property
     def token_ids(self) -> tuple[int, ...]:
         return self.call.request.inputs[self.index]
+
+    def fail(self, error: EngineError) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+            self.result.exception()  # whoever waits for several is told of the first that fails
 
 
 class RemoteEncoder(BackendLife):
@@ -131,13 +136,9 @@ class RemoteEncoder(BackendLife):
         try:
             vector = await self._vector(self._dialect, text.token_ids)
         except EngineError as error:
-            if not text.result.done():
-                text.result.set_exception(error)
-                text.result.exception()  # whoever waits for several is told of the first that fails
+            text.fail(error)
         except grpc.aio.AioRpcError as error:
-            if not text.result.done():
-                text.result.set_exception(_engine_error(error, text.index))
-                text.result.exception()
+            text.fail(engine_error(error, "text", f"inputs[{text.index}]"))
         else:
             self._text_count += 1
             self._token_count += len(text.token_ids)
@@ -204,15 +205,4 @@ class RemoteEncoder(BackendLife):
     def _fail_waiting(self, reason: str) -> None:
         self._waiting, self._waiting_token_count = [], 0
         for text in self._texts:
-            if not text.result.done():
-                text.result.set_exception(self._loss(reason))
-                text.result.exception()
-
-
-def _engine_error(error: grpc.aio.AioRpcError, index: int) -> EngineError:
-    match error.code():
-        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
-            return RequestImpossible(f"the remote engine refused the text: {error.details()}", f"inputs[{index}]")
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return EngineOverloaded(f"the remote engine is full: {error.details()}", OVERLOAD_WAIT_S)
-    return EngineFailed(f"the remote engine gave the text up: {error.code().name}: {error.details() or 'no details'}")
+            text.fail(self._loss(reason))

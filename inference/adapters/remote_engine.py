@@ -3,30 +3,30 @@
 The server's own word is checked where it is billed: tokens are counted as they come, and a count that cannot be fails its sequence.
 What is queued here is ranked here, since the services know no ranks.
 
-`Submission` sends sequences, one call for each. `Upkeep` looks after a connection beside the requests (is it there, is the server
-well, what has it cached, which sequence is stuck), and calls back once with the reason when it is of no more use.
+Each sequence is one call (`RemoteAnswers`). `Upkeep` looks after a connection beside them (is it there, is the server well, what
+has it cached, which sequence is stuck), and calls back once with the reason when it is of no more use.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
 from common.incidents import Retries
 from inference.adapters.external_core import OutsideCore, StallWatch
-from inference.adapters.external_sequences import Answer, Choice
+from inference.adapters.external_sequences import Answer, Choice, Output
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
 from inference.adapters.remote_connection import DIALECTS, Examination, Link, read_remote_model
 from inference.adapters.remote_dialects import (
@@ -34,7 +34,6 @@ from inference.adapters.remote_dialects import (
     Dialect,
     ServerFacts,
     ServerUnfit,
-    WireOutput,
     asked,
     block_counts,
     engine_error,
@@ -52,15 +51,6 @@ HINT_TOKENS_MAX = 4 << 20  # tokens that are remembered as sent, where the serve
 UNKNOWN_BLOCK_COUNT = 1 << 40  # a server's own limit on what fits its cache is its context window
 IDLE_POLL_S = 0.01  # while the last sequences are waited for at the end
 DEFAULT_BLOCK_TOKENS = {Service.TRTLLM: 32, Service.VLLM: 16}
-
-
-class Connection(NamedTuple):
-    """All that belongs to one connection."""
-
-    dialect: Dialect
-    core: OutsideCore
-    upkeep: Upkeep
-    tasks: asyncio.TaskGroup
 
 
 class RemoteEngine(EngineLife):
@@ -95,7 +85,7 @@ class RemoteEngine(EngineLife):
         path = str(Path(settings.directory) / "tokenizer.json")
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, path)
         self._began_at_s = -math.inf
-        self._connection: Connection | None = None  # while it serves
+        self._connection: Upkeep | None = None  # while it serves
         self._link: Link[tuple[Examination, ServerFacts]] = Link(settings)
 
     @property
@@ -111,10 +101,9 @@ class RemoteEngine(EngineLife):
         if self._connection is None or not self._may_reuse(self._connection.dialect):
             return 0
         sent = super().predict_cached_token_count(prompt_token_ids, cache_salt)
-        upkeep = self._connection.upkeep
-        if not upkeep.knows_all_blocks:
+        if not self._connection.knows_all_blocks:
             return sent
-        held = upkeep.blocks.matched_token_count(prompt_token_ids)
+        held = self._connection.blocks.matched_token_count(prompt_token_ids)
         return held if self._settings.share_prefixes else min(held, sent)
 
     async def _run(self) -> str:
@@ -138,7 +127,7 @@ class RemoteEngine(EngineLife):
         self._hint = PrefixHint(HINT_TOKENS_MAX // self._block_tokens, self._block_tokens)
         running_max = min(settings.running_sequence_count_max, facts.running_sequence_count_max or sys.maxsize)
         core = OutsideCore(
-            Submission(dialect, tasks, self._may_reuse(dialect), self._link.end).submit,
+            functools.partial(RemoteAnswers, dialect, tasks, None if self._may_reuse(dialect) else self._link.end),
             decoder=self._decoder,
             model_end_token_ids=self._end_token_ids,
             limits=replace(self._limits, running_sequence_count_max=running_max),
@@ -147,11 +136,10 @@ class RemoteEngine(EngineLife):
             broken=self._link.end,
             tasks=tasks,
         )
-        shares_prefixes = examination.shares_prefixes
-        upkeep = Upkeep(dialect, channel, core, settings, self._block_tokens, self._link.end, shares_prefixes)
-        self._connection = Connection(dialect, core, upkeep, tasks)
-        for duty in upkeep.duties():
-            tasks.create_task(duty)
+        self._connection = Upkeep(
+            dialect, channel, core, settings, self._block_tokens, self._link.end, examination.shares_prefixes, tasks
+        )
+        self._connection.begin()
         self._ready(UNKNOWN_BLOCK_COUNT, time.monotonic() - self._began_at_s)
         try:
             yield
@@ -210,56 +198,23 @@ END_WAIT_S = 2.0  # for a call to end by itself after its last message
 _log = logging.getLogger("weir.inference.adapters")
 
 
-class Submission:
-    """Sends choices over one connection. may_reuse: whether the server may have prompt tokens of a request cached.
-
-    tasks: of the connection; aborts are among them, since they are calls of their own. unfit: called with why the server must
-    not be used any more.
-    """
-
-    def __init__(
-        self,
-        dialect: Dialect,
-        tasks: asyncio.TaskGroup,
-        may_reuse: bool,
-        unfit: Callable[[str], None],
-    ) -> None:
-        self._dialect = dialect
-        self._unfit = unfit
-        self._tasks = tasks
-        self._may_reuse = may_reuse
-
-    def submit(self, choice: Choice) -> RemoteAnswers:
-        """Send it; what becomes of it is told by its answers."""
-        request_id = f"weir-{uuid.uuid4().hex}"
-        call = self._dialect.generate(request_id, choice)
-        return RemoteAnswers(self._dialect, call, choice, request_id, self._tasks, None if self._may_reuse else self._unfit)
-
-
 class RemoteAnswers:
-    """Implements `Answers`. Whoever stops reading ends the call, by which the server knows that nobody wants the rest.
+    """Implements `Answers` by one call. Whoever stops reading ends it, by which the server knows that nobody wants the rest."""
 
-    unfit: called where the server has prompt tokens cached; None where it may.
-    """
+    def __init__(self, dialect: Dialect, tasks: asyncio.TaskGroup, unfit: Callable[[str], None] | None, choice: Choice) -> None:
+        """Send the choice. tasks: of the connection; aborts are among them, since they are calls of their own.
 
-    def __init__(
-        self,
-        dialect: Dialect,
-        call: Any,
-        choice: Choice,
-        request_id: str,
-        tasks: asyncio.TaskGroup,
-        unfit: Callable[[str], None] | None,
-    ) -> None:
+        unfit: called with why the server must not be used any more if it has prompt tokens cached; None where it may have.
+        """
         self._dialect = dialect
-        self._call = call
-        self._choice = choice
-        self._request_id = request_id
         self._tasks = tasks
         self._unfit = unfit
+        self._choice = choice
+        self._request_id = f"weir-{uuid.uuid4().hex}"
+        self._call = dialect.generate(self._request_id, choice)
 
     async def read(self) -> AsyncGenerator[Answer, None]:
-        output = WireOutput()
+        output = Output()
         try:
             async for message in self._call:
                 cached_token_count = self._dialect.take(message, self._choice, output)
@@ -273,7 +228,7 @@ class RemoteAnswers:
                     await self._await_end()
                     return
         except grpc.aio.AioRpcError as error:
-            raise engine_error(error, self._choice) from error
+            raise engine_error(error, "request", has_begun=self._choice.token_count > 0) from error
         finally:
             self._call.cancel()
 
@@ -301,7 +256,7 @@ class ConnectionWatch:
     """Looks after one connection. lost: called with why it is of no use any more."""
 
     def __init__(self, dialect: Dialect, channel: grpc.aio.Channel, settings: RemoteSettings, lost: Callable[[str], None]) -> None:
-        self._dialect = dialect
+        self.dialect = dialect
         self._channel = channel
         self._settings = settings
         self._lost = lost
@@ -318,7 +273,7 @@ class ConnectionWatch:
         while unanswered_count < UNANSWERED_MAX:
             await asyncio.sleep(self._settings.poll_interval_s)
             try:
-                fault = await self._dialect.health_fault()
+                fault = await self.dialect.health_fault()
                 if fault is not None:
                     self._lost(f"{self._settings.target} says of its health: {fault}")
                     return
@@ -353,9 +308,11 @@ class Upkeep(ConnectionWatch):
         block_tokens: int,
         lost: Callable[[str], None],
         shares_prefixes: Callable[[], Awaitable[bool]],
+        tasks: asyncio.TaskGroup,
     ) -> None:
         super().__init__(dialect, channel, settings, lost)
-        self._core = core
+        self.tasks = tasks
+        self.core = core
         self._block_tokens = block_tokens
         self._shares_prefixes = shares_prefixes
         self._stalls = StallWatch(core, settings.first_token_timeout_s, settings.inter_token_timeout_s)
@@ -364,9 +321,11 @@ class Upkeep(ConnectionWatch):
         self.blocks = KvEventIndex()
         self.knows_all_blocks = False  # whether `blocks` has been told of everything that the server holds
 
-    def duties(self) -> list[Coroutine[Any, Any, None]]:
-        """All that is to be done, each until it is cancelled or has called back."""
-        return [self.watch_channel(), self._watch_stalls(), self.look_often(), self._probe_often(), self._follow_cache()]
+    def begin(self) -> None:
+        """Start all that is to be done, each until it is cancelled or has called back."""
+        duties = [self.watch_channel(), self._watch_stalls(), self.look_often(), self._probe_often(), self._follow_cache()]
+        for duty in duties:
+            self.tasks.create_task(duty)
 
     async def _watch_stalls(self) -> None:
         shortest_s = min(self._settings.first_token_timeout_s, self._settings.inter_token_timeout_s)
@@ -390,19 +349,19 @@ class Upkeep(ConnectionWatch):
 
     async def _read_load(self) -> None:
         try:
-            told = await self._dialect.load(self._block_tokens)
+            told = await self.dialect.load(self._block_tokens)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
             told = None
         if told is not None:
-            self._core.told = told
+            self.core.told = told
 
     async def _follow_cache(self) -> None:
         """Servers that publish nothing say so at once; what was sent is then the only hint."""
         while True:
             try:
-                async for batch in self._dialect.kv_batches():
+                async for batch in self.dialect.kv_batches():
                     try:
                         self.take(batch)
                     except Exception as error:  # nothing that a server publishes may end the requests on its connection
@@ -451,7 +410,7 @@ class Upkeep(ConnectionWatch):
 
     def _take_load(self, load: common_pb2.EngineLoad) -> None:
         if load.max_total_num_tokens:
-            self._core.told = block_counts(load.max_total_num_tokens, load.token_usage, self._block_tokens)
+            self.core.told = block_counts(load.max_total_num_tokens, load.token_usage, self._block_tokens)
 
     def _forget(self) -> None:
         self.blocks.clear()

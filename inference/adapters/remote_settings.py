@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from inference.adapters.external_sequences import Handling
+
 
 class Service(StrEnum):
     """Which of the two services a server speaks; the values are the schemes of target addresses."""
@@ -64,7 +66,7 @@ class RemoteSettings:
     poll_interval_s: between looks at the server's health and load. probe_interval_s: between looks whether it has begun to share
     prefixes of tenants, each of two prompts of its own. first_token_timeout_s, inter_token_timeout_s: silence of one
     sequence after which it, or the server, is taken for stuck. block_tokens: how many tokens the server caches as one, if it does
-    not say; 0 is its default. abort_...: see `external_core.Handling`; None is what suits the service.
+    not say; 0 is its default. abort_drain_s: see `Handling`.
     """
 
     directory: Path
@@ -83,8 +85,6 @@ class RemoteSettings:
     first_token_timeout_s: float = 120.0
     inter_token_timeout_s: float = 30.0
     block_tokens: int = 0
-    abort_prefill: bool | None = None
-    abort_with_logprobs: bool | None = None
     abort_drain_s: float = 1.5
     close_timeout_s: float = 10.0
     restart_delay_s_min: float = 0.5
@@ -98,25 +98,14 @@ class RemoteSettings:
                 raise ValueError(f"{name} must be at least 1")
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteHandling:
-    """Implements `external_core.Handling` for a service."""
-
-    abort_prefill: bool
-    abort_with_logprobs: bool
-    abort_drain_s: float
-    empty_answer_count_max: int
-    abort_running: bool = True
-
-
-def handling(settings: RemoteSettings) -> RemoteHandling:
+def handling(settings: RemoteSettings) -> Handling:
     """What the service is known to bear: TensorRT-LLM has hung when aborted in prefill, and crashed beside log-probabilities
     (NVIDIA/TensorRT-LLM#10810); orphaned blocks of its cache make every answer end at once (#12933).
     """
     is_vllm = settings.target.service is Service.VLLM
-    return RemoteHandling(
-        abort_prefill=is_vllm if settings.abort_prefill is None else settings.abort_prefill,
-        abort_with_logprobs=is_vllm if settings.abort_with_logprobs is None else settings.abort_with_logprobs,
+    return Handling(
+        abort_prefill=is_vllm,
+        abort_with_logprobs=is_vllm,
         abort_drain_s=settings.abort_drain_s,
         empty_answer_count_max=0 if is_vllm else 16,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
 from inference.adapters.tensorrt_settings import LoadTensorRt, TensorRtOptions, TensorRtSettings
-from inference.capabilities import TENSORRT_LLM_IGNORES, Capabilities, RequestField
+from inference.capabilities import TENSORRT_LLM_IGNORES, Capabilities
 from inference.checkpoint.checkpoint import read_model_info
 from inference.engine import GenerationRequest, Tell
 from inference.errors import RequestImpossible
@@ -12,6 +12,11 @@ from inference.limits import EngineLimits, outside_continuation_fault
 from inference.workers.engine import EngineSequence, HostedEngine
 from inference.workers.life import HostKind
 from inference.workers.protocol import Message, decoder_to_parent
+
+__all__ = ["TensorRtEngine", "TensorRtOptions", "TensorRtSettings"]
+
+# Of release 1.2.1. A missing token in its log-probabilities fails a sequence: none for drawn tokens.
+CAPABILITIES = Capabilities(TENSORRT_LLM_IGNORES, sampled_logprobs=False)
 
 
 class TensorRtEngine(HostedEngine):
@@ -27,7 +32,7 @@ class TensorRtEngine(HostedEngine):
             name=settings.name,
             engine="tensorrt_llm",
             context_window_tokens_max=settings.context_window_tokens_max,
-            capabilities=capabilities(settings.options),
+            capabilities=CAPABILITIES,
         )
         limits = EngineLimits(
             context_window_tokens=model.context_window_tokens,
@@ -35,7 +40,6 @@ class TensorRtEngine(HostedEngine):
             running_sequence_count_max=settings.running_sequence_count_max,
             waiting_sequence_count_max=settings.waiting_sequence_count_max,
         )
-        self._options = settings.options
         self._blocks = KvEventIndex()
         load = LoadTensorRt(model.directory, limits, settings.options)
         kind = HostKind(
@@ -50,8 +54,6 @@ class TensorRtEngine(HostedEngine):
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """See `Engine.predict_cached_token_count`: what was sent under this salt and is still there by the engine's account."""
         sent = super().predict_cached_token_count(prompt_token_ids, cache_salt)
-        if not self._options.kv_event_count_max:
-            return sent
         return min(sent, self._blocks.matched_token_count(prompt_token_ids))
 
     def _receive(self, message: Message) -> None:
@@ -69,14 +71,3 @@ class TensorRtEngine(HostedEngine):
         if (fault := outside_continuation_fault(request)) is not None:
             raise RequestImpossible(fault, "output_token_ids")
         return super().submit(request, tell)
-
-
-def capabilities(options: TensorRtOptions) -> Capabilities:
-    """Return what release 1.2.1 honours. A missing token in its log-probabilities fails a sequence: none for drawn tokens."""
-    unsupported = TENSORRT_LLM_IGNORES
-    if options.guided_decoding_backend != "llguidance":
-        unsupported |= {RequestField.LARK}
-    return Capabilities(unsupported, sampled_logprobs=False)
-
-
-__all__ = ["TensorRtEngine", "TensorRtOptions", "TensorRtSettings"]

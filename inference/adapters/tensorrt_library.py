@@ -4,8 +4,9 @@ Everything of the library that the adapter touches passes here, so that what 1.2
 place. The library is imported when an engine is built, never earlier: that takes seconds, loads compiled code, and needs a GPU.
 
 `EngineWatch` finds out that an engine is dead or stuck, since its own health check stays green. It looks twice a second at the
-silence of each sequence, at the engine's own word, at the processes that it started and at this one's memory; and lets it
-generate one token when it has been idle for a while."""
+silence of each sequence, at the engine's own word and at the processes that it started; and lets it generate one token when it has
+been idle for a while.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +26,9 @@ from inference.limits import EngineLimits
 
 VERSION = "1.2.1"  # 1.2.0 corrupts its KV cache under block reuse (NVIDIA/TensorRT-LLM#12770); later ones have another interface
 NO_END_TOKEN = -1  # no token has this id: for checkpoints that name no end token, so that the engine asks no tokenizer for one
+
+SPARE_PLACE_COUNT = 8  # places of the engine's batch that are never asked for, for sequences that are being given up
+KV_EVENT_COUNT_MAX = 65_536  # of the engine's own buffer of cache events
 
 
 class TensorRtLibrary:
@@ -52,24 +56,23 @@ class TensorRtLibrary:
         """Load a checkpoint; blocks until the engine takes requests. Every limit is said, since the defaults hide what they are."""
         api = self._api
         arguments: dict[str, Any] = {
-            "dtype": options.dtype,
             "tensor_parallel_size": options.tensor_parallel_size,
             "pipeline_parallel_size": options.pipeline_parallel_size,
-            "max_batch_size": limits.running_sequence_count_max + options.spare_place_count,
+            "max_batch_size": limits.running_sequence_count_max + SPARE_PLACE_COUNT,
             "max_num_tokens": limits.step_token_count_max,
             "max_seq_len": limits.context_window_tokens,
             "enable_chunked_prefill": True,  # otherwise a prompt longer than a step is refused
             "kv_cache_config": api.KvCacheConfig(
-                enable_block_reuse=options.block_reuse,
+                enable_block_reuse=True,
                 free_gpu_memory_fraction=options.kv_cache_memory_fraction,
                 tokens_per_block=options.block_tokens,
-                event_buffer_max_size=options.kv_event_count_max,
+                event_buffer_max_size=KV_EVENT_COUNT_MAX,
                 dtype=options.kv_cache_dtype,
             ),
             "scheduler_config": api.SchedulerConfig(
-                capacity_scheduler_policy=api.CapacitySchedulerPolicy(options.capacity_policy),
+                capacity_scheduler_policy=api.CapacitySchedulerPolicy("GUARANTEED_NO_EVICT"),
             ),
-            "guided_decoding_backend": options.guided_decoding_backend,
+            "guided_decoding_backend": "llguidance",  # xgrammar takes no Lark
             "enable_iter_perf_stats": True,
             "stream_interval": 1,  # more at once loses spaces between tokens (NVIDIA/TensorRT-LLM#14312)
             "num_postprocess_workers": 0,  # with any, the count of cached tokens never comes
@@ -145,12 +148,11 @@ class TensorRtLibrary:
 
 
 LOOK_EVERY_S = 0.5
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _log = logging.getLogger("weir.inference.adapters")
 
 
 class EngineWatch:
-    """Looks after one engine. broken: called once, with the reason. recycle: called when the engine is idle and too large."""
+    """Looks after one engine. broken: called once, with the reason."""
 
     def __init__(
         self,
@@ -158,16 +160,13 @@ class EngineWatch:
         llm: Any,
         core: OutsideCore,
         options: TensorRtOptions,
-        *,
         broken: Callable[[str], None],
-        recycle: Callable[[str], None],
     ) -> None:
         self._library = library
         self._llm = llm
         self._core = core
         self._options = options
         self._broken = broken
-        self._recycle = recycle
         self._workers = descendants(os.getpid())
         self._stalls = StallWatch(core, options.first_token_timeout_s, options.inter_token_timeout_s)
         self._busy_at_s = time.monotonic()
@@ -183,9 +182,6 @@ class EngineWatch:
             now_s = time.monotonic()
             if not self._core.idle:
                 self._busy_at_s = now_s
-            elif self._options.host_memory_bytes_max and resident_bytes() > self._options.host_memory_bytes_max:
-                self._recycle(f"the engine process has grown to {resident_bytes() >> 20} MiB")
-                return
             elif now_s - self._busy_at_s > self._options.canary_interval_s:
                 if (reason := await self.canary_fault()) is not None:
                     self._broken(reason)
@@ -236,8 +232,3 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES

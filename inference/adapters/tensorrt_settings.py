@@ -7,48 +7,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from inference.adapters.external_sequences import Handling
 from inference.limits import EngineLimits
 from inference.workers.protocol import Message
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRtOptions:
+class TensorRtOptions(Handling):
     """What the child is told of the engine beside its limits.
 
     expert_parallel_size: of mixture-of-experts layers; None leaves it to the engine. kv_cache_memory_fraction: of the GPU memory
-    that is free after the weights. block_tokens: how many tokens are cached as one. kv_event_count_max: of the engine's own
-    buffer of cache events; 0 asks for none. spare_place_count: places of the engine's batch that are never asked for, for
-    sequences that are being given up.
+    that is free after the weights. block_tokens: how many tokens are cached as one.
 
-    abort_...: see `external_core.Handling`. Aborts before the first token have hung engines, and aborts while log-probabilities are
-    streamed have crashed them (NVIDIA/TensorRT-LLM#10810). first_token_timeout_s, inter_token_timeout_s: silence of one
-    sequence after which it, or the engine, is taken for stuck. canary_interval_s: of idleness after which one token is generated
-    as a test, which may take canary_timeout_s. host_memory_bytes_max: of this process; beyond it the engine is started
-    anew when it is idle; 0 for no limit.
+    abort_...: see `Handling`. Aborts before the first token have hung engines, and aborts while log-probabilities are streamed
+    have crashed them (NVIDIA/TensorRT-LLM#10810). first_token_timeout_s, inter_token_timeout_s: silence of one sequence after
+    which it, or the engine, is taken for stuck. canary_interval_s: of idleness after which one token is generated as a test, which
+    may take canary_timeout_s.
     """
 
-    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     expert_parallel_size: int | None = None
     kv_cache_memory_fraction: float = 0.9
-    block_reuse: bool = True
     block_tokens: int = 32
-    kv_event_count_max: int = 65_536
-    spare_place_count: int = 8
-    capacity_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] = "GUARANTEED_NO_EVICT"
-    guided_decoding_backend: Literal["llguidance", "xgrammar"] = "llguidance"
-    abort_running: bool = True
-    abort_prefill: bool = False
-    abort_with_logprobs: bool = False
-    abort_drain_s: float = 1.5
     first_token_timeout_s: float = 120.0
     inter_token_timeout_s: float = 30.0
     canary_interval_s: float = 30.0
     canary_timeout_s: float = 30.0
-    empty_answer_count_max: int = 16
-    host_memory_bytes_max: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes that no engine has."""
@@ -59,8 +45,6 @@ class TensorRtOptions:
             raise ValueError("expert_parallel_size must be at least 1")
         if not 0 < self.kv_cache_memory_fraction < 1:
             raise ValueError("kv_cache_memory_fraction must be above 0 and below 1")
-        if min(self.spare_place_count, self.kv_event_count_max, self.host_memory_bytes_max) < 0:
-            raise ValueError("spare_place_count, kv_event_count_max and host_memory_bytes_max must be at least 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,6 @@ from inference.workers.protocol import (
 )
 
 EXIT_ENGINE_BROKEN = 5
-EXIT_RECYCLED = 6
 REPORT_EVERY_S = 1.0  # at least, while sequences run: a sign of life of this process, whatever the engine does
 POLL_TIMEOUT_S = 0.2  # an idle engine lets its iterators end after so long
 POLL_PAUSE_S = 0.05
@@ -85,17 +85,19 @@ class TensorRtHost:
             return EXIT_PROTOCOL_BROKEN
         self._load = message
         self._send(Loading("import", 0.0))
-        failures: tuple[Exception, ...] = ()
+        failure: BaseException | None = None
         try:
             library = TensorRtLibrary()
             self._send(Loading("engine", 0.1))
             self._llm = library.build(message.directory, message.limits, message.options)
             asyncio.run(self._serve(library))
         except* (CheckpointInvalid, EngineStartFailed) as group:
-            failures = tuple(leaves(group))
-        if failures:
-            _log.error("loading failed: %s", failures[0])
-            self._send(LoadFailed(str(failures[0])))
+            failure = group
+            while isinstance(failure, BaseExceptionGroup):
+                failure = failure.exceptions[0]
+        if failure is not None:
+            _log.error("loading failed: %s", failure)
+            self._send(LoadFailed(str(failure)))
             return EXIT_LOAD_FAILED
         self._shut_down()
         return 0
@@ -108,7 +110,7 @@ class TensorRtHost:
         self._ended = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             self._core = OutsideCore(
-                Submission(library, self._llm, config.vocabulary_size).submit,
+                functools.partial(TensorRtAnswers, library, self._llm, config.vocabulary_size),
                 decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(directory / "tokenizer.json")),
                 model_end_token_ids=config.end_token_ids,
                 limits=self._load.limits,
@@ -117,13 +119,11 @@ class TensorRtHost:
                 broken=self._broken,
                 tasks=tasks,
             )
-            watch = EngineWatch(library, self._llm, self._core, options, broken=self._broken, recycle=self._recycle)
+            watch = EngineWatch(library, self._llm, self._core, options, self._broken)
             if (fault := await watch.canary_fault()) is not None:
                 raise EngineStartFailed(f"the engine was loaded, but {fault}")
             await self._read_first_statistics()
-            duties = [watch.run(), self._poll_statistics(), self._beat()]
-            if options.kv_event_count_max:
-                duties.append(self._poll_kv_events())
+            duties = (watch.run(), self._poll_statistics(), self._beat(), self._poll_kv_events())
             background = [tasks.create_task(duty) for duty in duties]
             self._send(Ready(self._block_count))
             threading.Thread(target=self._pump, args=(asyncio.get_running_loop(),), name="weir-host-pump", daemon=True).start()
@@ -223,17 +223,10 @@ class TensorRtHost:
     def _broken(self, reason: str) -> None:
         """The engine cannot go on: nothing that it still says can be trusted, so what it owes is failed by the parent."""
         _log.error("the engine is given up: %s", reason)
-        self._leave(EXIT_ENGINE_BROKEN)
-
-    def _recycle(self, reason: str) -> None:
-        _log.warning("the engine is started anew: %s", reason)
-        self._leave(EXIT_RECYCLED)
-
-    def _leave(self, status: int) -> None:
         with contextlib.suppress(OSError):
             self._flush()
         kill_workers()
-        os._exit(status)
+        os._exit(EXIT_ENGINE_BROKEN)
 
     def _shut_down(self) -> None:
         """Give the library its time to free the GPU, and no more than that."""
@@ -247,14 +240,6 @@ class TensorRtHost:
         self._connection.sendall(encode(message))
 
 
-def leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from leaves(error)
-        else:
-            yield error
-
-
 def kill_workers() -> None:
     """End every process that was started from here, at once."""
     for pid in descendants(os.getpid()):
@@ -262,30 +247,18 @@ def kill_workers() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-class Submission:
-    """Hands choices to one engine."""
-
-    def __init__(self, library: TensorRtLibrary, llm: Any, vocabulary_size: int) -> None:
-        self._library = library
-        self._llm = llm
-        self._vocabulary_size = vocabulary_size
-
-    def submit(self, choice: Choice) -> TensorRtAnswers:
-        """Needs the running loop that all others had. Raises: EngineFailed if the engine refuses it."""
-        wanted = choice.request.wanted
-        try:
-            sampling = self._library.sampling(wanted, choice.request.end_token_ids, self._vocabulary_size)
-            return TensorRtAnswers(self._library, self._library.submit(self._llm, wanted, sampling))
-        except (self._library.RequestError, ValueError, TypeError) as error:
-            raise EngineFailed(f"the engine refused the request: {error}") from error
-
-
 class TensorRtAnswers:
     """Implements `Answers`. The library yields the same object again and again; it is read before the next step."""
 
-    def __init__(self, library: TensorRtLibrary, result: Any) -> None:
+    def __init__(self, library: TensorRtLibrary, llm: Any, vocabulary_size: int, choice: Choice) -> None:
+        """Submit the choice. Needs the running loop that all others had. Raises: EngineFailed if the engine refuses it."""
         self._library = library
-        self._result = result
+        wanted = choice.request.wanted
+        try:
+            sampling = library.sampling(wanted, choice.request.end_token_ids, vocabulary_size)
+            self._result = library.submit(llm, wanted, sampling)
+        except (library.RequestError, ValueError, TypeError) as error:
+            raise EngineFailed(f"the engine refused the request: {error}") from error
 
     async def read(self) -> AsyncGenerator[Answer, None]:
         try:

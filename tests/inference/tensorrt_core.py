@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 from inference.adapters.external_core import OutsideCore
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
 from inference.adapters.tensorrt_settings import TensorRtOptions
-from inference.adapters.tensorrt_worker import Submission
+from inference.adapters.tensorrt_worker import TensorRtAnswers
 from inference.checkpoint.checkpoint import read_config
 from inference.engine import ChoiceFinished, GenerationRequest, Scheduled, SequenceEvent, SequenceFinished, TokensGenerated
 from inference.errors import EngineError
@@ -55,7 +56,6 @@ class World:
     ends_of_choices: dict[int, list[int]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
-    recycled: list[str] = field(default_factory=list)
     core: OutsideCore = field(init=False)
 
     def tell(self, number: int, event: SequenceEvent | EngineError) -> None:
@@ -94,7 +94,7 @@ class World:
         await until(lambda: bool(self.outcomes.get(number, Outcome()).token_ids), f"the first token of request {number}")
 
     def watch(self) -> EngineWatch:
-        return EngineWatch(self.library, self.llm, self.core, self.options, broken=self.broken.append, recycle=self.recycled.append)
+        return EngineWatch(self.library, self.llm, self.core, self.options, self.broken.append)
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -120,7 +120,7 @@ async def core_world(
         async with asyncio.TaskGroup() as tasks:
             world = World(library, llm, chosen, tasks)
             world.core = OutsideCore(
-                Submission(library, llm, config.vocabulary_size).submit,
+                functools.partial(TensorRtAnswers, library, llm, config.vocabulary_size),
                 decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"),
                 model_end_token_ids=config.end_token_ids,
                 limits=limits,

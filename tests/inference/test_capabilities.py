@@ -12,9 +12,8 @@ import pytest
 
 from inference.adapters.external_sequences import Choice, Request
 from inference.adapters.remote_dialects import TrtllmDialect, VllmDialect
-from inference.adapters.tensorrt_engine import capabilities as tensorrt_capabilities
+from inference.adapters.tensorrt_engine import CAPABILITIES as TENSORRT_CAPABILITIES
 from inference.adapters.tensorrt_library import TensorRtLibrary
-from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.capabilities import Capabilities, RequestField, combined, used_fields
 from inference.checkpoint.checkpoint import read_model_info
 from inference.engine import (
@@ -118,7 +117,7 @@ def adapter(
                 ends = choice_of(wanted, decoder).request.end_token_ids
                 return repr(vars(library.sampling(wanted, ends, 400)))
 
-            yield tensorrt_capabilities(TensorRtOptions()), translate
+            yield TENSORRT_CAPABILITIES, translate
         else:
             kind = {"trtllm": TrtllmDialect, "vllm": VllmDialect}[request.param]
             dialect = cast(Any, kind).__new__(kind)
@@ -177,7 +176,7 @@ def test_which_engine_honours_seeds() -> None:
     honour = {
         name: RequestField.SEED not in capabilities.unsupported
         for name, capabilities in {
-            "tensorrt": tensorrt_capabilities(TensorRtOptions()),
+            "tensorrt": TENSORRT_CAPABILITIES,
             "trtllm": TrtllmDialect.capabilities,
             "vllm": VllmDialect.capabilities,
         }.items()
@@ -188,7 +187,7 @@ def test_which_engine_honours_seeds() -> None:
 
 def test_what_changes_no_answer_is_not_refused() -> None:
     """Of a greedy request a seed and the limits of a draw, and every neutral value."""
-    capabilities = tensorrt_capabilities(TensorRtOptions())
+    capabilities = TENSORRT_CAPABILITIES
 
     capabilities.check(replace(GREEDY, sampling=SamplingParams(seed=5, min_p=0.5)), "tensorrt_llm")
     capabilities.check(replace(SAMPLED, sampling=SamplingParams(temperature=1.0, repetition_penalty=1.0)), "tensorrt_llm")
@@ -224,7 +223,7 @@ def test_defaults_of_a_checkpoint_that_its_engine_ignores_are_left_out_and_logge
     """Otherwise every request that says nothing of them would be refused."""
     make_checkpoint(tmp_path, generation_config={"repetition_penalty": 1.05, "do_sample": True, "temperature": 0.7, "top_k": 20})
 
-    model = read_model_info(tmp_path, name="m", engine="tensorrt_llm", capabilities=tensorrt_capabilities(TensorRtOptions()))
+    model = read_model_info(tmp_path, name="m", engine="tensorrt_llm", capabilities=TENSORRT_CAPABILITIES)
 
     assert model.default_sampling == SamplingParams(temperature=0.7, top_k=20)
     assert "tensorrt_llm does not honour sampling.repetition_penalty" in caplog.text

@@ -10,9 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from inference.adapters.external_core import STALLS_MAX, OutsideCore, StallWatch
-from inference.adapters.external_sequences import Answer, Choice
-from inference.adapters.remote_dialects import WireOutput
-from inference.adapters.remote_settings import RemoteHandling
+from inference.adapters.external_sequences import Answer, Choice, Handling, Output
 from inference.engine import GenerationRequest, SequenceEvent, SequenceFinished
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
@@ -24,15 +22,15 @@ from tests.inference.running import make_request
 
 END = 2
 EMPTY_MAX = 4
-CAREFUL = RemoteHandling(abort_prefill=False, abort_with_logprobs=False, abort_drain_s=60.0, empty_answer_count_max=EMPTY_MAX)
+CAREFUL = Handling(abort_prefill=False, abort_with_logprobs=False, abort_drain_s=60.0, empty_answer_count_max=EMPTY_MAX)
 
 
 @dataclass(eq=False)
 class Script:
     """Implements `Answers`: what a test puts into it."""
 
-    said: asyncio.Queue[WireOutput] = field(default_factory=asyncio.Queue)
-    output: WireOutput = field(default_factory=WireOutput)
+    said: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)
+    output: Output = field(default_factory=Output)
 
     def say(self, *token_ids: int, finish_reason: str | None = None) -> None:
         """One answer with so many tokens more."""

@@ -163,7 +163,9 @@ class Core:
 @pytest.fixture
 def upkeep(tiny: TinyCheckpoint, remote_server: ServerProcess) -> Upkeep:
     settings = remote_settings(tiny, remote_server, Service.VLLM)
-    return Upkeep(cast(Any, None), cast(Any, None), cast(Any, Core()), settings, 4, lambda reason: None, cast(Any, None))
+    return Upkeep(
+        cast(Any, None), cast(Any, None), cast(Any, Core()), settings, 4, lambda reason: None, cast(Any, None), cast(Any, None)
+    )
 
 
 def batch(number: int, *events: Any, **fields: Any) -> common_pb2.KvEventBatch:
@@ -224,7 +226,7 @@ def test_load_records_between_events_are_no_events(upkeep: Upkeep) -> None:
     upkeep.take(batch(2, stored(12, [5, 6, 7, 8], parent=11)))
 
     assert upkeep.knows_all_blocks
-    told = cast(Any, upkeep)._core.told
+    told = upkeep.core.told
     assert (told.kv_block_count_total, told.kv_block_count_held, told.kv_block_count_free) == (100, 25, 75)
 
 

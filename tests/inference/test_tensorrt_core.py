@@ -230,19 +230,6 @@ async def test_one_empty_answer_after_the_other_is_a_broken_cache(tiny: TinyChec
     assert world.broken == ["4 answers in a row were empty"]
 
 
-async def test_a_process_that_has_grown_is_started_anew_when_it_is_idle(
-    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NVIDIA/TensorRT-LLM#13777: host memory grows over thousands of requests."""
-    async with core_world(tiny.directory, monkeypatch, host_memory_bytes_max=1 << 20) as world:
-        world.add(0, make_request(prompt(1), 100))
-        watching = world.tasks.create_task(world.watch().run())
-        await world.end(0)
-        await asyncio.wait_for(watching, 30)
-
-    assert "has grown" in world.recycled[0]
-
-
 async def test_no_more_are_submitted_than_have_a_place_in_the_batch(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """An abort in the engine's own queue is never answered, and "No free slots" has hung it (NVIDIA/TensorRT-LLM#9628)."""
     async with core_world(tiny.directory, monkeypatch) as world:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from inference import streams
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
-from inference.adapters.tensorrt_engine import capabilities
+from inference.adapters.tensorrt_engine import CAPABILITIES
 from inference.adapters.tensorrt_library import alive, descendants
 from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.adapters.tensorrt_worker import KvEventReader
@@ -83,20 +83,17 @@ async def test_an_engine_that_cannot_be_says_why_and_what_to_do(tiny: TinyCheckp
 
 @pytest.mark.parametrize(
     "values",
-    [{"tensor_parallel_size": 0}, {"expert_parallel_size": 0}, {"kv_cache_memory_fraction": 1.0}, {"spare_place_count": -1}],
+    [{"tensor_parallel_size": 0}, {"expert_parallel_size": 0}, {"kv_cache_memory_fraction": 1.0}, {"empty_answer_count_max": 0}],
 )
 def test_options_that_no_engine_has_are_refused_by_name(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(values))):
         TensorRtOptions(**values)  # type: ignore[arg-type]
 
 
-def test_a_grammar_needs_the_backend_that_knows_it() -> None:
-    lark = make_request(prompt(1), 5, ignore_eos=False, response_format=ResponseFormat(GrammarKind.LARK, "start: /a/"))
-
-    capabilities(TensorRtOptions()).check(lark, "tensorrt_llm")
-    with pytest.raises(RequestImpossible, match="does not honour lark") as refused:
-        capabilities(TensorRtOptions(guided_decoding_backend="xgrammar")).check(lark, "tensorrt_llm")
-    assert refused.value.field == "response_format.lark"
+def test_a_lark_grammar_is_honoured() -> None:
+    CAPABILITIES.check(
+        make_request(prompt(1), 5, ignore_eos=False, response_format=ResponseFormat(GrammarKind.LARK, "start: /a/")), "tensorrt_llm"
+    )
 
 
 def stored(event_id: int, parent: int | None, block: int, tokens: list[int]) -> dict[str, object]:
