@@ -22,7 +22,6 @@ from api.cli.stack import HomeOption, clear_failures, run
 from metering.core.errors import BillingDetailsMissing, InvalidValue
 from metering.core.models import TokenKind
 from metering.core.money import exact_text
-from metering.export.export_models import PaymentState
 from metering.export.export_settings import (
     Collection,
     Destination,
@@ -42,7 +41,7 @@ from metering.export.reconciliation import (
     stripe_counts,
 )
 from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_inbox import serve_webhooks
+from metering.export.stripe_inbox import PaymentState, serve_webhooks
 from metering.export.stripe_sync import Sync, export_status, payment_method_page, resend, settle
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization

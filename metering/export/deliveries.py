@@ -28,9 +28,8 @@ from common.backoff import backoff_s
 from common.incidents import Retries
 from metering.core.errors import StoreAway
 from metering.core.models import TokenKind
-from metering.export.export_models import BatchState
 from metering.export.export_settings import Destination, export_settings
-from metering.export.exporting import Answer, Exporter, FileExporter, Quantity, Stream, Verdict, derived_id
+from metering.export.exporting import Answer, BatchState, Exporter, FileExporter, Quantity, Stream, Verdict, derived_id
 from metering.ledger.ledger import LANE_LOCK
 from metering.pricing.prices import TOKENS_BY_KIND
 from metering.store.db import Sessions, lock_holder, patience, try_lock

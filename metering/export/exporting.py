@@ -38,6 +38,23 @@ def derived_id(*parts: str) -> str:
 HALF_AN_HOUR = timedelta(minutes=30)
 
 
+class BatchState(StrEnum):
+    """Where a batch of tokens stands, in `meter_batches`.
+
+    pending: certainly not counted by the biller. sent: asked to be, the answer is not known (yet). delivered: counted. rejected:
+    refused for good. parked: may or may not be counted, and asking again could count it twice; a person decides. cancelling: to be
+    taken back. cancelled: certainly not counted, and its tokens are in a later part.
+    """
+
+    PENDING = "pending"
+    SENT = "sent"
+    DELIVERED = "delivered"
+    REJECTED = "rejected"
+    PARKED = "parked"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
 class Verdict(StrEnum):
     """What became of handing a quantity over.
 

@@ -187,54 +187,6 @@ async def stripe_counts(sessions: Sessions, gateway: StripeGateway, ours: OurMon
     return [task.result() for task in asked]
 
 
-@dataclass(frozen=True, slots=True)
-class MeterSum:
-    """Tokens of one customer and meter in the month. waiting, rejected: batches that Stripe does not count, or not surely."""
-
-    organization_id: uuid.UUID
-    organization: str
-    model: str
-    price_version: int
-    token_kind: str
-    used: int
-    delivered: int
-    waiting: int
-    rejected: int
-    stripe: int
-
-    @property
-    def difference(self) -> int:
-        """Used here and not counted there; negative if more is counted than was used."""
-        return self.used - self.stripe
-
-
-@dataclass(frozen=True, slots=True)
-class MeterReconciliation:
-    """All sums of a month, up to the end of the last hour that is over."""
-
-    month: str
-    until: datetime
-    sums: tuple[MeterSum, ...]
-
-    @property
-    def balanced(self) -> bool:
-        """Whether Stripe counts exactly what was used."""
-        return all(each.difference == 0 for each in self.sums)
-
-
-async def reconcile(sessions: Sessions, gateway: StripeGateway, month: str) -> MeterReconciliation:
-    """Raises: StripeFailed, InvalidValue for a month that is none."""
-    async with sessions() as session:
-        ours = await our_month(session, month)
-    counts = await stripe_counts(sessions, gateway, ours)
-    sums = (
-        record_of(MeterSum, each, used=each.due, stripe=count)
-        for each, count in zip(ours.sums, counts, strict=True)
-        if each.due or each.batched or count
-    )
-    return MeterReconciliation(month, ours.until, tuple(sums))
-
-
 # Invoices of one period are compared together: a customer with many prices has several subscriptions, and an invoice of each. What
 # Stripe had counted when it finalised them is on them, what came later is on none.
 INVOICED = text(f"""

@@ -16,26 +16,46 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
-from sqlalchemy import select, text
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import Row, bindparam, text
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from common.incidents import Retries
 from metering.alerts.alerts import InvoiceEvent, InvoiceFacts, fire_invoice_alert
 from metering.core.errors import InvalidValue, StoreAway, StripeFailed
-from metering.core.models import Organization, record_of
-from metering.export.export_models import PaymentState, StripeEvent, StripeInvoice
+from metering.core.models import record_of
 from metering.export.export_settings import WebhookSettings
 from metering.export.invoice_items import hold_draft
 from metering.export.stripe_gateway import MeterErrors, StripeGateway, minor_unit_picos, verify_signature
 from metering.store.db import Sessions
 
-UNPAID = (PaymentState.FAILED, PaymentState.OVERDUE, PaymentState.UNCOLLECTIBLE)  # that a person should look at
-INVOICES = select(StripeInvoice, Organization.name).join(Organization)
+
+class PaymentState(StrEnum):
+    """How far an invoice at Stripe is paid. See the contract, `PaymentState`."""
+
+    OPEN = "open"
+    FAILED = "failed"
+    OVERDUE = "overdue"
+    PAID = "paid"
+    VOID = "void"
+    UNCOLLECTIBLE = "uncollectible"
+
+
+UNPAID = [str(each) for each in (PaymentState.FAILED, PaymentState.OVERDUE, PaymentState.UNCOLLECTIBLE)]  # a person should look
+INVOICES = "SELECT i.*, o.name AS organization FROM stripe_invoices i JOIN organizations o ON o.id = i.organization_id WHERE"
+OF_ORGANIZATION = text(
+    f"{INVOICES} i.organization_id = :organization_id AND i.period_end > i.period_start ORDER BY i.period_start, i.id"
+)
+TO_LOOK_AT = text(f"{INVOICES} i.payment_state = ANY(:states) ORDER BY i.period_start, o.name, i.id LIMIT :limit")
+ONE_INVOICE = text(f"{INVOICES} i.id = :id")
+STORE = text("""
+INSERT INTO stripe_events (id, type, payload) VALUES (:id, :type, :payload) ON CONFLICT DO NOTHING RETURNING id
+""").bindparams(bindparam("payload", type_=JSONB))
 ALERTING = {"invoice.payment_failed": InvoiceEvent.PAYMENT_FAILED, "invoice.paid": InvoiceEvent.PAID}
 
 
@@ -58,18 +78,16 @@ class InvoicePayment:
 
 
 async def payments_by_month(session: AsyncSession, organization_id: uuid.UUID) -> dict[str, list[InvoicePayment]]:
-    query = INVOICES.where(StripeInvoice.organization_id == organization_id, StripeInvoice.period_end > StripeInvoice.period_start)
     found: dict[str, list[InvoicePayment]] = defaultdict(list)
-    for row, name in await session.execute(query.order_by(StripeInvoice.period_start, StripeInvoice.id)):
-        found[month_of_invoice(row)].append(payment_of(row, name))
+    for row in await session.execute(OF_ORGANIZATION, {"organization_id": organization_id}):
+        payment = payment_of(row)
+        found[payment.month].append(payment)
     return found
 
 
 async def unpaid_invoices(session: AsyncSession, limit: int) -> list[InvoicePayment]:
     """Invoices of all organizations that a person should look at, the oldest first."""
-    query = INVOICES.where(StripeInvoice.payment_state.in_([str(each) for each in UNPAID])).limit(limit)
-    rows = await session.execute(query.order_by(StripeInvoice.period_start, Organization.name, StripeInvoice.id))
-    return [payment_of(row, name) for row, name in rows]
+    return [payment_of(row) for row in await session.execute(TO_LOOK_AT, {"states": UNPAID, "limit": limit})]
 
 
 async def alert_on_payment(session: AsyncSession, stripe_invoice_id: str, kind: str) -> None:
@@ -77,31 +95,25 @@ async def alert_on_payment(session: AsyncSession, stripe_invoice_id: str, kind: 
 
     A failure that is told of after the payment is old news. Nothing is due of an invoice of zero.
     """
-    invoice = await session.get(StripeInvoice, stripe_invoice_id, populate_existing=True)
+    invoice = (await session.execute(ONE_INVOICE, {"id": stripe_invoice_id})).one_or_none()
     event = ALERTING.get(kind)
-    if invoice is None or invoice.organization_id is None or event is None:
+    if invoice is None or event is None:
         return
     is_stale = event is InvoiceEvent.PAYMENT_FAILED and invoice.payment_state != PaymentState.FAILED
     if is_stale or not (invoice.amount_due_minor or invoice.amount_paid_minor):
         return
-    facts = record_of(InvoiceFacts, payment_of(invoice, ""))
+    facts = record_of(InvoiceFacts, payment_of(invoice))
     await fire_invoice_alert(session, invoice.organization_id, invoice.id, event, facts)
 
 
-def month_of_invoice(row: StripeInvoice) -> str:
-    """The month that an invoice bills, in UTC."""
-    return f"{row.period_start.astimezone(UTC):%Y-%m}"
-
-
-def payment_of(row: StripeInvoice, organization: str) -> InvoicePayment:
+def payment_of(row: Row[Any]) -> InvoicePayment:
     unit = minor_unit_picos(row.currency_code)
     return record_of(
         InvoicePayment,
         row,
         stripe_invoice_id=row.id,
         stripe_number=row.stripe_number or "",
-        organization=organization,
-        month=month_of_invoice(row),
+        month=f"{row.period_start.astimezone(UTC):%Y-%m}",
         state=PaymentState(row.payment_state),
         amount_due_picos=row.amount_due_minor * unit,
         amount_paid_picos=row.amount_paid_minor * unit,
@@ -185,8 +197,7 @@ async def store_event(sessions: Sessions, body: bytes, signature: str, secrets: 
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidValue("body", "it is no event of Stripe") from error
     async with sessions.begin() as session:
-        statement = insert(StripeEvent).values(**values).on_conflict_do_nothing().returning(StripeEvent.id)
-        return await session.scalar(statement) is not None
+        return await session.scalar(STORE, values) is not None
 
 
 async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:

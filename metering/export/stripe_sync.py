@@ -19,19 +19,18 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import AlreadyExists, BillingDetailsMissing, InvalidValue, NotFound, StripeFailed
 from metering.core.models import ServiceTier, TokenKind
 from metering.export.deliveries import form
-from metering.export.export_models import BatchState, MeterBatch
 from metering.export.export_settings import DAYS_UNTIL_DUE, Collection
-from metering.export.exporting import Verdict
+from metering.export.exporting import BatchState, Verdict
 from metering.export.stripe_gateway import CANCEL_WITHIN, StripeGateway, unit_amount_decimal
 from metering.export.stripe_inbox import InvoicePayment, unpaid_invoices
 from metering.ledger.ledger import month_bounds
-from metering.store.db import Sessions
+from metering.store.db import Sessions, database_now
 from metering.tenants.billing_profiles import BillingProfile, billing_profiles
 from metering.tenants.tenants import find_organization
 
@@ -484,6 +483,7 @@ async def export_status(sessions: Sessions) -> ExportStatus:
         )
 
 
+LOCK = text("SELECT * FROM meter_batches WHERE id = :id FOR UPDATE")
 MOVE = text("UPDATE meter_batches SET state = :state, last_error = :error WHERE id = :id")
 COUNTED = text("UPDATE meter_batches SET state = 'delivered', delivered_at = sent_at, last_error = NULL WHERE id = :id")
 
@@ -534,22 +534,19 @@ async def settle(sessions: Sessions, batch_id: uuid.UUID, *, counted: bool) -> N
             await _give_up(session, batch)
 
 
-async def _locked(session: AsyncSession, batch_id: uuid.UUID) -> MeterBatch:
-    batch = await session.get(MeterBatch, batch_id, with_for_update=True, populate_existing=True)
-    if batch is None:
+async def _locked(session: AsyncSession, batch_id: uuid.UUID) -> Row[Any]:
+    if (batch := (await session.execute(LOCK, {"id": batch_id})).one_or_none()) is None:
         raise NotFound("meter batch", str(batch_id))
     return batch
 
 
-async def _give_up(session: AsyncSession, batch: MeterBatch) -> None:
+async def _give_up(session: AsyncSession, batch: Row[Any]) -> None:
     """Cancel it and make its successor in the same transaction: at no commit are its tokens missing."""
     await session.execute(MOVE, {"id": batch.id, "state": "cancelled", "error": batch.last_error})
     await form(session, batch.hour, batch.hour + timedelta(hours=1), batch.organization_id)
 
 
-async def _check_age(session: AsyncSession, batch: MeterBatch) -> None:
-    now = await session.scalar(text("SELECT now()"))
-    assert isinstance(now, datetime)
-    assert batch.delivered_at is not None
+async def _check_age(session: AsyncSession, batch: Row[Any]) -> None:
+    now = await database_now(session)
     if now - batch.delivered_at >= CANCEL_WITHIN:
         raise InvalidValue("batch", f"{batch.id} was delivered over 24 hours ago, and Stripe keeps it: credit the customer instead")

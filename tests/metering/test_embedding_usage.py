@@ -17,7 +17,7 @@ from metering.core.errors import InvariantViolated
 from metering.core.models import QuotaDimension, TokenKind
 from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.export_settings import StripeSettings
-from metering.export.reconciliation import reconcile
+from metering.export.reconciliation import our_month, stripe_counts
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_sync import Sync
 from metering.holds.batch import HoldConnection
@@ -254,11 +254,13 @@ async def test_embedded_tokens_have_a_meter_of_their_own_at_stripe(
         await use_and_rate(sessions, customer, price, Consumed(settled_at=hours_ago(3), embedding_token_count=700))
         await form_batches(sessions)
         await deliver_pending(sessions, gateway)
-        [row] = (await reconcile(sessions, gateway, f"{hours_ago(3):%Y-%m}")).sums
+        async with sessions() as session:
+            ours = await our_month(session, f"{hours_ago(3):%Y-%m}")
+        [row], [count] = ours.sums, await stripe_counts(sessions, gateway, ours)
         check_delivered(database_url, double.account)
 
     assert f"price weir_{price.prices.version}_embedding: 0.000002 USD minor units per token" in created
-    assert (row.token_kind, row.used, row.stripe) == ("embedding", 700, 700)
+    assert (row.token_kind, row.due, count) == ("embedding", 700, 700)
     check_export(database_url)
 
 

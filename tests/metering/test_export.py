@@ -24,9 +24,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.models import TokenKind
 from metering.export import deliveries, stripe_gateway
 from metering.export.deliveries import deliver_pending, form_batches
-from metering.export.export_models import BatchState
 from metering.export.export_settings import StripeSettings
-from metering.export.exporting import Answer, Exporter, FileExporter, Quantity, Stream, Verdict
+from metering.export.exporting import Answer, BatchState, Exporter, FileExporter, Quantity, Stream, Verdict
 from metering.export.stripe_gateway import StripeGateway
 from metering.ledger.ledger import take_lane
 from metering.ledger.rating import rate_customer
