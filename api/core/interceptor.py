@@ -216,16 +216,10 @@ def checked(request: Any) -> Any:
 
     Raises: MessageUnreadable, MessageTooLarge, InvalidRequest.
     """
-    request = readable(request)
-    if isinstance(request, Message):
-        check_texts(request)
-    return request
-
-
-def readable(request: Any) -> Any:
-    """Return a message that could be read. Raises: MessageUnreadable, MessageTooLarge."""
     if isinstance(request, MessageUnreadable | MessageTooLarge):
         raise request
+    if isinstance(request, Message):
+        check_texts(request)
     return request
 
 
@@ -243,11 +237,13 @@ class ReceivedMessages(AsyncIterator[Any]):
         message = await self._context.read()
         if message is grpc.aio.EOF:
             raise StopAsyncIteration
-        if self._parse is None:
-            return readable(message)
-        if self.before_large is not None and len(message) > MESSAGE_BYTES_MAX:
-            await self.before_large()
-        return readable(self._parse(message))
+        if self._parse is not None:
+            if self.before_large is not None and len(message) > MESSAGE_BYTES_MAX:
+                await self.before_large()
+            message = self._parse(message)
+        if isinstance(message, MessageUnreadable | MessageTooLarge):
+            raise message
+        return message
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -19,7 +19,7 @@ from metering.alerts.alerts import ListedAlert, facts_of
 from metering.alerts.delivering import WebhookState
 from metering.core.models import Hold, HoldState, QuotaDimension, QuotaSubject, UsageEvent
 from metering.pricing.prices import CustomerPrice, customer_prices, versions_in_force
-from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, QuotaStates, Weights, window_ends
+from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, Weights, window_ends
 from metering.quotas.quota_states import effective
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import VERSION, owners_in, parts_of
@@ -50,32 +50,6 @@ def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
     if state.alert_at:
         status.alert_at.extend(state.alert_at)
     return status
-
-
-def admitted_frame(states: QuotaStates) -> pb.ServerFrame:
-    """All limits that an admission met, in order, and what is left of each. To be sent at once: the next one fills it anew."""
-    frame, quotas = _met_quotas(states.rules)
-    ends, counts = resets(states.now), states.counts
-    for place, status, limit_value, window in quotas:
-        used, held = counts[place]
-        status.used_value, status.held_value, status.remaining_value = used, held, limit_value - used - held
-        if (reset := ends[window]) is not None:
-            delay = status.reset_delay
-            status.reset_time.seconds, delay.seconds, delay.nanos = reset
-    return frame
-
-
-@functools.lru_cache(maxsize=8192)  # keys in use, by what limits them; some 20 MB at most
-def _met_quotas(rules: tuple[QuotaRule, ...]) -> tuple[pb.ServerFrame, list[tuple[int, types_pb2.QuotaStatus, int, int]]]:
-    """Return a frame of these limits, and of each its place in `rules`, its part of the message, its value and its window.
-
-    Only numbers are set in them again and again: a text would grow the memory of the message each time.
-    """
-    frame = pb.ServerFrame()
-    places = sorted(range(len(rules)), key=lambda place: order(rules[place]))
-    frame.admitted.quotas.extend(quota_in_force(rules[place], "", "") for place in places)
-    found = zip(places, frame.admitted.quotas, strict=True)
-    return frame, [(place, status, status.limit_value, rules[place].window) for place, status in found]
 
 
 @functools.lru_cache(maxsize=64)  # what was admitted together has one time

@@ -134,7 +134,8 @@ class Lease:
                 admission.note_refusal(key_number)
             done(answer)
             return
-        admission.let_in(key_number)
+        admission.refused_at.pop(key_number, None)
+        admission.admitted_count += 1
         self.admitted, self.is_held = answer, True
         self.leased_token_count = answer.leased_token_count
         self.lapse = partial(admission.holds.lapse, answer.hold_id)
@@ -254,23 +255,18 @@ class Admission:
         self.journal = journal
         self.tasks = tasks
         self.admitted_count = 0  # since the start
-        self._refused_at: OrderedDict[int, float] = OrderedDict()  # by the API key's number; the last that was refused stands last
+        self.refused_at: OrderedDict[int, float] = OrderedDict()  # by the API key's number; the last that was refused stands last
 
     def was_refused(self, api_key_id: uuid.UUID) -> bool:
         """Whether the last request of a key was refused by a quota, a moment ago."""
-        return time.monotonic() - self._refused_at.get(api_key_id.int, -math.inf) < REFUSED_S
+        return time.monotonic() - self.refused_at.get(api_key_id.int, -math.inf) < REFUSED_S
 
     def note_refusal(self, key_number: int) -> None:
         """A quota has refused a request of this API key."""
-        self._refused_at[key_number] = time.monotonic()
-        self._refused_at.move_to_end(key_number)
-        if len(self._refused_at) > REFUSED_KEYS_MAX:
-            self._refused_at.popitem(last=False)
-
-    def let_in(self, key_number: int) -> None:
-        """A request of this API key has its hold."""
-        self._refused_at.pop(key_number, None)
-        self.admitted_count += 1
+        self.refused_at[key_number] = time.monotonic()
+        self.refused_at.move_to_end(key_number)
+        if len(self.refused_at) > REFUSED_KEYS_MAX:
+            self.refused_at.popitem(last=False)
 
     async def check_room(self, op: Admit) -> None:
         """Raise what a request would be refused with that is at least this large, before any work is spent on it.

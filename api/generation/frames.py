@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
 from google.rpc import status_pb2
@@ -9,7 +10,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
-from api.core.messages import admitted_frame, quota_statuses, receipt_message
+from api.core.messages import order, quota_in_force, quota_statuses, receipt_message, resets
 from api.generation.admission import Lease
 from api.generation.outbox import UsageSoFar
 from api.generation.output_limits import OutputLimits
@@ -18,14 +19,24 @@ from inference.text.tools import CallPiece
 from metering.core.models import Outcome
 from metering.holds.operations import Admitted, Settled
 from metering.pricing.prices import TokenPrices
-from metering.quotas.quota_rules import QuotaState
+from metering.quotas.quota_rules import QuotaRule, QuotaState
 
 
 def admitted(
     admission: Admitted, request: GenerationRequest, predicted_cached_token_count: int, *, bounded_by_key: bool
 ) -> pb.ServerFrame:
-    """The request was let in. bounded_by_key: its output, since it does not say how much it wants. To be sent at once."""
-    frame = admitted_frame(admission.quotas)
+    """The request was let in, and what is left of each limit that it met.
+
+    bounded_by_key: its output, since it does not say how much it wants. To be sent at once: the next one fills the frame anew.
+    """
+    frame, quotas = _met_quotas(admission.quotas.rules)
+    ends, counts = resets(admission.quotas.now), admission.quotas.counts
+    for place, status, limit_value, window in quotas:
+        used, held = counts[place]
+        status.used_value, status.held_value, status.remaining_value = used, held, limit_value - used - held
+        if (reset := ends[window]) is not None:
+            delay = status.reset_delay
+            status.reset_time.seconds, delay.seconds, delay.nanos = reset
     said = frame.admitted
     said.input_token_count = len(request.prompt_token_ids)
     said.predicted_cached_token_count = predicted_cached_token_count
@@ -33,6 +44,19 @@ def admitted(
     said.max_output_token_count = request.stop.max_output_tokens * request.choice_count
     said.bounded_by_key = bounded_by_key
     return frame
+
+
+@functools.lru_cache(maxsize=8192)  # keys in use, by what limits them; some 20 MB at most
+def _met_quotas(rules: tuple[QuotaRule, ...]) -> tuple[pb.ServerFrame, list[tuple[int, types_pb2.QuotaStatus, int, int]]]:
+    """Return a frame of these limits, and of each its place in `rules`, its part of the message, its value and its window.
+
+    Only numbers are set in them again and again: a text would grow the memory of the message each time.
+    """
+    frame = pb.ServerFrame()
+    places = sorted(range(len(rules)), key=lambda place: order(rules[place]))
+    frame.admitted.quotas.extend(quota_in_force(rules[place], "", "") for place in places)
+    found = zip(places, frame.admitted.quotas, strict=True)
+    return frame, [(place, status, status.limit_value, rules[place].window) for place, status in found]
 
 
 def queued(position: int, estimated_wait_s: float | None) -> pb.ServerFrame:

@@ -105,7 +105,8 @@ class Life:
 
     def over(self) -> None:
         """The request has ended: from now on this refers to nothing of it."""
-        self.become(State.ENDED)
+        assert self.state is not State.ENDED, "a request ends once"
+        self.state = State.ENDED
         self._on_stop = None
 
 

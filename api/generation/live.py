@@ -255,7 +255,8 @@ class LiveRequest:
             start.model, tokenizer, tools = route.model, process.tokenizers[route.served], start.tool_use.tools
             if tools:
                 self._reply.call_reading = call_reading(start.tool_use, tokenizer, start.model)
-            asks_first = process.admission.was_refused(caller.payer.api_key_id)
+            admission = process.admission
+            asks_first = bool(admission.refused_at) and admission.was_refused(caller.payer.api_key_id)
             tokenized = None
             if process.safety is None and not asks_first:
                 tokenized = tokenize_at_once(tokenizer, start.prompt, tools, start.thinking)

@@ -136,8 +136,8 @@ class Process:
         key = project_id, request_id = request.caller.payer.project_id, request.start.request_id
         if self._by_key.get((project_id.int, request_id.int)) is request:
             del self._by_key[project_id.int, request_id.int]
-        if isinstance(output := request.output, ReplayOutput):
-            if can_be_received and request.start.keep_s is not None:
+        if request.start.keep_s is not None and isinstance(output := request.output, ReplayOutput):
+            if can_be_received:
                 self.replays.keep(key, output, request.start.keep_s)
             else:
                 output.discard(kept_too=True)

@@ -101,6 +101,7 @@ class Router:
         self._encoders = dict(encoders or {})
         self._catalog = catalog or Catalog.plain(tuple(engines))
         self._encoder_catalog = encoder_catalog or Catalog.plain(tuple(self._encoders))
+        self._routes: dict[tuple[str, str], Route] = {}  # by name and region, of those that go the same way whatever the request
 
     def own_name(self, model: str) -> str:
         """A model's own name for an alias or a version of it; any other name stays as it is."""
@@ -132,6 +133,8 @@ class Router:
 
         Raises: ModelUnknown, ModelMismatch; RequestImpossible if the region is unknown.
         """
+        if (found := self._routes.get((model, region))) is not None:
+            return found
         catalog = self._catalog
         share = catalog.share(model, request_id) or self._share(model, request_id)
         try:
@@ -140,7 +143,11 @@ class Router:
             known = ", ".join(self._catalog.fallbacks)
             remedy = f"known are: {known}" if known else "this deployment has no regions: leave it unset"
             raise RequestImpossible(f"region {region[:64]!r} is unknown; {remedy}", "region") from None
-        return Route(catalog.own_name(model), share.served, self._engines[share.served], regions)
+        own_name = catalog.own_name(model)
+        route = Route(own_name, share.served, self._engines[share.served], regions)
+        if len(catalog.shares[own_name]) == 1:
+            self._routes[model, region] = route
+        return route
 
     def route_encoder(self, model: str, request_id: str) -> EncoderRoute:
         """Where a request that embeds goes; the same one always to the same version.

@@ -16,7 +16,7 @@ from api.access.auth import Authenticator
 from api.core import pace
 from api.core.errors import MessageTooLarge, PromptTooLong, TooManyCalls
 from api.core.health import SERVICES
-from api.core.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX, READ_S, ReceivedMessages, readable, tolerant
+from api.core.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX, READ_S, ReceivedMessages, checked, tolerant
 from api.core.pace import FramePace, Visit, measured
 from api.generation.start_frame import parse_start
 from metering.quotas.quota_rules import Payer
@@ -55,7 +55,7 @@ def test_a_message_is_refused_by_its_size_before_it_is_parsed() -> None:
 
     assert [len(each) for each in parsed] == [MESSAGE_BYTES_MAX]
     with pytest.raises(MessageTooLarge, match="65,537 bytes"):
-        readable(refusal)
+        checked(refusal)
 
 
 def test_every_call_that_takes_large_messages_exists() -> None:

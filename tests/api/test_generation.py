@@ -12,7 +12,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import StandingKey
 from api.core.errors import MessageUnreadable
-from api.core.interceptor import Context, ReceivedMessages, first_error, readable, tolerant
+from api.core.interceptor import Context, ReceivedMessages, checked, first_error, tolerant
 from api.core.pace import FramePace
 from api.core.settings import Settings
 from api.generation.client_stream import ClientStream, outcome_of_leaving
@@ -64,7 +64,7 @@ def test_bytes_that_are_no_message_are_handed_on_as_their_error() -> None:
     broken = attempt(b"\xff\xff")
     assert isinstance(broken, MessageUnreadable)
     with pytest.raises(MessageUnreadable):
-        readable(broken)
+        checked(broken)
 
 
 async def test_a_stream_is_read_up_to_the_broken_message() -> None:
