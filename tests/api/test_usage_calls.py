@@ -7,7 +7,7 @@ import io
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import grpc.aio
 import pytest
@@ -84,11 +84,10 @@ async def desk(sessions: Sessions, tmp_path: Path) -> AsyncIterator[Desk]:
 
 async def test_pages_follow_each_other_and_the_first_has_the_total(desk: Desk) -> None:
     async with desk.client() as client:
-        first = await client.get_usage(MONTH, [DAY], organization="acme", page_size=3)
-        second = await client.get_usage(MONTH, [DAY], organization="acme", page_size=3, page_token=first.next_page_token)
+        first, second = [page async for page in client.get_usage(MONTH, [DAY], organization="acme", page_size=3)]
 
     assert [row.day for row in (*first.rows, *second.rows)] == [f"2026-09-0{n}" for n in range(1, 6)]
-    assert second.next_page_token == ""
+    assert (first.has_more, second.has_more) == (True, False)
     assert first.total is not None
     assert second.total is None
     assert first.total.amount.picos == sum(row.amount.picos for row in (*first.rows, *second.rows)) == 15 * 750_000
@@ -98,14 +97,14 @@ async def test_pages_follow_each_other_and_the_first_has_the_total(desk: Desk) -
 async def test_a_billing_key_sees_its_own_customer_and_no_other(desk: Desk) -> None:
     secret = await desk.key("billing")
     async with desk.client(secret) as client:
-        own = await client.get_usage(MONTH, [UsageGrouping.ORGANIZATION])
+        own = await anext(client.get_usage(MONTH, [UsageGrouping.ORGANIZATION]))
         for ask in (
-            client.get_usage(MONTH, [DAY], organization="bolt"),
+            anext(client.get_usage(MONTH, [DAY], organization="bolt")),
             client.get_forecast("bolt"),
             client.export_month(MONTH, MonthExportFormat.FOCUS_CSV, organization="bolt"),
             client.export_month(MONTH, MonthExportFormat.INVOICE_PDF, organization="bolt"),
             client.get_month_report("bolt", MONTH),
-            client.get_usage(MONTH, [DAY], organization="nobody"),
+            anext(client.get_usage(MONTH, [DAY], organization="nobody")),
         ):
             with pytest.raises(NotFound):
                 await ask
@@ -118,16 +117,20 @@ async def test_another_customers_project_or_key_is_not_to_be_found(desk: Desk) -
     async with desk.client() as client:
         for project, key in (("nowhere", ""), ("", bolts[:11]), ("", "wk_00000000")):
             with pytest.raises(NotFound):
-                await client.get_usage(MONTH, [DAY], organization="acme", project=project, api_key=key)
+                await anext(client.get_usage(MONTH, [DAY], organization="acme", project=project, api_key=key))
         with pytest.raises(InvalidRequest, match="organization"):
-            await client.get_usage(MONTH, [DAY], project="search")
+            await anext(client.get_usage(MONTH, [DAY], project="search"))
 
 
 async def test_an_admin_key_sees_all_and_a_key_for_inference_nothing(desk: Desk) -> None:
     async with desk.client() as client:
-        everyone = await client.get_usage(MONTH, [UsageGrouping.ORGANIZATION])
+        everyone = await anext(client.get_usage(MONTH, [UsageGrouping.ORGANIZATION]))
     async with desk.client(await desk.key("inference")) as client:
-        for ask in (client.get_usage(MONTH, [DAY]), client.get_forecast(), client.export_month(MONTH, MonthExportFormat.FOCUS_CSV)):
+        for ask in (
+            anext(client.get_usage(MONTH, [DAY])),
+            client.get_forecast(),
+            client.export_month(MONTH, MonthExportFormat.FOCUS_CSV),
+        ):
             with pytest.raises(PermissionDenied):
                 await ask
     async with desk.client("wk_nobody00_" + "0" * 43) as client:
@@ -140,7 +143,7 @@ async def test_an_admin_key_sees_all_and_a_key_for_inference_nothing(desk: Desk)
 
 async def test_requests_are_told_without_prompts_or_labels(desk: Desk) -> None:
     async with desk.client() as client:
-        page = await client.get_usage(MONTH, [REQUEST], organization="acme", day="2026-09-03", project="search")
+        page = await anext(client.get_usage(MONTH, [REQUEST], organization="acme", day="2026-09-03", project="search"))
 
     (row,) = page.rows
     assert (row.outcome, row.settle_time, row.output_token_count) == ("STOP", FIRST.replace(day=3), 3)
@@ -149,13 +152,14 @@ async def test_requests_are_told_without_prompts_or_labels(desk: Desk) -> None:
 
 
 async def test_bad_questions_name_their_field(desk: Desk) -> None:
+    asked: dict[str, Any] = {"month": MONTH, "organization": "acme", "group_by": [pb.USAGE_GROUPING_DAY]}
     async with desk.client() as client:
         for ask, field in (
-            (client.get_usage("2026-9", [DAY], organization="acme"), "month"),
-            (client.get_usage(MONTH, [], organization="acme"), "group_by"),
-            (client.get_usage(MONTH, [DAY], organization="acme", day="tuesday"), "day"),
-            (client.get_usage(MONTH, [DAY], organization="acme", page_size=10_001), "page_size"),
-            (client.get_usage(MONTH, [DAY], organization="acme", page_token="x"), "page_token"),
+            (anext(client.get_usage("2026-9", [DAY], organization="acme")), "month"),
+            (anext(client.get_usage(MONTH, [], organization="acme")), "group_by"),
+            (anext(client.get_usage(MONTH, [DAY], organization="acme", day="tuesday")), "day"),
+            (anext(client.get_usage(MONTH, [DAY], organization="acme", page_size=10_001)), "page_size"),
+            (client._call(client._stub.GetUsage, pb.GetUsageRequest(**asked, page_token="x")), "page_token"),
             (client.get_forecast("acme", "2999-01"), "month"),
             (client.export_month("2026-99", MonthExportFormat.INVOICE_PDF), "month"),
         ):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
+from weir.v1 import receipt_service_pb2
 from weir_cli.__main__ import app
 from weir_client import (
     AsyncReceiptClient,
@@ -117,18 +118,23 @@ async def test_receipts_are_for_finance_and_public_keys_for_everyone(service: Se
     async with client(service, tenant.secret) as inference:
         assert await inference.list_receipt_keys()
         with pytest.raises(PermissionDenied):
-            await inference.list_receipt_page(tenant.name, "2026-11")
+            await anext(inference.list_receipts(tenant.name, "2026-11"))
         with pytest.raises(PermissionDenied):
             await inference.get_receipt_month(tenant.name, "2026-11")
     async with client(service, billing) as finance:
-        assert await finance.list_receipt_page(tenant.name, "2026-11") == ([], "")
-        for call in (finance.list_receipt_page, finance.get_receipt_month):
+        assert [each async for each in finance.list_receipts(tenant.name, "2026-11")] == []
+
+        async def first(organization: str, month: str) -> object:
+            return await anext(finance.list_receipts(organization, month))
+
+        for call in (first, finance.get_receipt_month):
             with pytest.raises(NotFound):
                 await call(other.name, "2026-11")
             with pytest.raises(InvalidRequest, match="month"):
                 await call(tenant.name, "2026-13")
+        request = receipt_service_pb2.ListReceiptsRequest(organization=tenant.name, month="2026-11", page_token="here")
         with pytest.raises(InvalidRequest, match="page_token"):
-            await finance.list_receipt_page(tenant.name, "2026-11", "here")
+            await finance._call(finance._stub.ListReceipts, request)
     async with client(service, admin) as operator:
         assert (await operator.get_receipt_month(tenant.name, "2026-11")).receipt_count == 0
 

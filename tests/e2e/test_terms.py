@@ -44,7 +44,7 @@ async def test_plans_are_versions_and_hang_on_organizations_from_a_month_on(serv
             await admin.create_plan(plan(name, tiered_prices=[tiered | {"kind": "cheap"}]))
         with pytest.raises(InvalidRequest, match=r"has the plan"):
             await admin.set_prepaid(tenant.name, True)
-        entries = await admin.list_audit_entries(subject=tenant.name, action_prefix="plan.")
+        entries = [each async for each in admin.list_audit_entries(subject=tenant.name, action_prefix="plan.")]
 
     assert (first.version, first.existed, same.version, same.existed, second.version) == (1, False, 1, True, 2)
     assert (assigned.first_month, assigned.existed, again.existed, later.version) == (THIS_MONTH, False, True, 2)

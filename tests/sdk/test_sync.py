@@ -294,10 +294,16 @@ def test_what_is_read_is_granted_again(monkeypatch: pytest.MonkeyPatch, interval
 def test_whatever_can_be_awaited_can_be_waited_for(asynchronous: type, blocking: type) -> None:
     """The same names, arguments and results; but for closing, and what only an event loop needs."""
     only_async = {"aclose", "take", "next_event"}
-    calls = {name for name, value in inspect.getmembers(asynchronous, inspect.iscoroutinefunction) if not name.startswith("_")}
+
+    def waits(value: object) -> bool:
+        return inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value)
+
+    calls = {name for name, _ in inspect.getmembers(asynchronous, waits) if not name.startswith("_")}
 
     for name in calls - only_async:
         twin = getattr(blocking, name)
-        assert not inspect.iscoroutinefunction(twin)
-        assert inspect.signature(twin) == inspect.signature(getattr(asynchronous, name)), name
+        assert not waits(twin)
+        ours, theirs = inspect.signature(twin), inspect.signature(getattr(asynchronous, name))
+        assert ours.parameters == theirs.parameters, name
+        assert ours == theirs or inspect.isgeneratorfunction(twin), name
         assert twin.__doc__

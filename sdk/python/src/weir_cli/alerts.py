@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import islice
 from typing import Annotated
 
 import typer
@@ -42,7 +43,8 @@ def list_alerts(
     count: Annotated[int, typer.Option("--count", "-n", min=1, max=100_000, help="At most so many, the latest first.")] = 100,
 ) -> Output:
     """List alerts, the latest first. A key for finance sees those of its own organization."""
-    found, has_more = read_alerts(client, organization, count)
+    found = list(islice(client.list_alerts(organization, page_size=min(count, PAGE_SIZE)), count + 1))
+    has_more, found = len(found) > count, found[:count]
     more = [f"there are earlier ones: give --count more than {count}"] if has_more else []
     return {"alerts": found, "has_more": has_more}, alerts_table(found) if found else "nothing has alerted", *more
 
@@ -63,8 +65,8 @@ def send_test(
         if time.monotonic() >= deadline:
             break
         time.sleep(POLL_S)
-        page = client.list_alerts(organization, page_size=PAGE_SIZE)
-        sent = next((each for each in page.alerts if each.alert_id == sent.alert_id), sent)
+        latest = islice(client.list_alerts(organization, page_size=PAGE_SIZE), PAGE_SIZE)
+        sent = next((each for each in latest if each.alert_id == sent.alert_id), sent)
     tell_found(sent, f"test {sent.alert_id}: {delivery_text(sent)}", as_json=as_json)
     if delivery is None or delivery.state is not AlertDeliveryState.DELIVERED:
         raise typer.Exit(1 if delivery is not None and delivery.last_error else 3)
@@ -115,18 +117,6 @@ def remove_webhook(
     deleted = client.delete_alert_webhook(organization, allow_missing=if_exists)
     told = f"alerts of {organization} are posted nowhere" if deleted else f"{organization} has no webhook: nothing was removed"
     return {"organization": organization, "deleted": deleted}, told
-
-
-def read_alerts(client: BillingClient, organization: str, count: int) -> tuple[list[Alert], bool]:
-    """So many at most, and whether there are more."""
-    found: list[Alert] = []
-    token = ""
-    while True:
-        page = client.list_alerts(organization, page_size=min(count - len(found), PAGE_SIZE), page_token=token)
-        found += page.alerts
-        token = page.next_page_token
-        if not token or len(found) >= count:
-            return found, bool(token)
 
 
 def alerts_table(found: list[Alert]) -> RenderableType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Annotated
 
 import typer
@@ -12,6 +13,8 @@ from weir_client import AdminClient, AuditEntry
 
 from weir_cli.connection import Output, admin_client, calls
 from weir_cli.render import parse_time, table
+
+PAGE_SIZE = 1000
 
 
 @calls(admin_client)
@@ -24,14 +27,14 @@ def audit(
     action: Annotated[str, typer.Option(help="Only actions that begin so, such as api_key. or quota.set.")] = "",
     since: Annotated[str | None, typer.Option(help="Only from this time on: 2h, 7d, or a time in UTC.")] = None,
     until: Annotated[str | None, typer.Option(help="Only before this time: 2h, 7d, or a time in UTC.")] = None,
-    limit: Annotated[int, typer.Option(help="At most so many entries, 1 to 1000.", min=1, max=1000)] = 100,
+    limit: Annotated[int, typer.Option(help="At most so many entries.", min=1, max=100_000)] = 100,
     before: Annotated[int, typer.Option(help="Only entries before this number; for the next page.")] = 0,
 ) -> Output:
     """Read who changed what, newest first. Entries are never changed or removed."""
     now = datetime.now(UTC)
     start, end = parse_time(since, now, "--since"), parse_time(until, now, "--until")
-    entries = client.list_audit_entries(
-        page_size=limit,
+    found = client.list_audit_entries(
+        page_size=min(limit, PAGE_SIZE),
         before_entry_id=before,
         subject=subject,
         actor=actor,
@@ -39,6 +42,7 @@ def audit(
         start_time=start,
         end_time=end,
     )
+    entries = list(islice(found, limit))
     older = [f"older entries: weir audit --before {entries[-1].entry_id}"] if len(entries) == limit else []
     return entries, audit_table(entries) if entries else "no such entry", *older
 

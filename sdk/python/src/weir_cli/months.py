@@ -343,7 +343,8 @@ def show_month(
         raise typer.BadParameter("give --org or --all-orgs", param_hint="--all-orgs")
     owner = "" if everyone else organization_or_default(organization, client.address)
     if groups:
-        write_usage(client, form, output, pages(client, month, groups, owner, day, project, key), groups, month)
+        found = client.get_usage(month, groups, organization=owner, day=day, project=project, api_key=key, page_size=PAGE_ROWS)
+        write_usage(form, output, found, groups, month)
     elif pdf is not None:
         save(client, month, MonthExportFormat.INVOICE_PDF, owner, pdf)
     elif form == "focus":
@@ -378,23 +379,7 @@ def parse_groups(by: str) -> list[UsageGrouping]:
     return [KEYS[name][0] for name in names]
 
 
-def pages(
-    client: BillingClient, month: str, groups: list[UsageGrouping], organization: str, day: str, project: str, key: str
-) -> Iterator[UsagePage]:
-    """The pages one after the other, fetched as they are read."""
-    token = ""
-    while True:
-        page = client.get_usage(
-            month, groups, organization=organization, day=day, project=project, api_key=key, page_size=PAGE_ROWS, page_token=token
-        )
-        yield page
-        if not (token := page.next_page_token):
-            return
-
-
-def write_usage(
-    client: BillingClient, form: Format, output: Path | None, found: Iterator[UsagePage], groups: list[UsageGrouping], month: str
-) -> None:
+def write_usage(form: Format, output: Path | None, found: Iterator[UsagePage], groups: list[UsageGrouping], month: str) -> None:
     """Rows as a table, a sheet or a document. A sheet is written page by page, however long it is."""
     if form == "csv":
         put(output, (usage_csv(page.rows, header=not index) for index, page in enumerate(found)))
@@ -413,7 +398,7 @@ def write_usage(
         show(drawn)
     else:
         put(output, [to_text(drawn, FILE_WIDTH)])
-    if first.next_page_token or len(first.rows) > TABLE_ROWS_MAX:
+    if first.has_more or len(first.rows) > TABLE_ROWS_MAX:
         note(f"the first {len(rows):,} rows: --format csv has them all, --day, --project and --key narrow it down")
 
 
@@ -448,7 +433,8 @@ def add_outlook(client: BillingClient, month: str, organization: str, plot: bool
     if month == f"{today:%Y-%m}":
         show(*forecast_lines(client.get_forecast(organization, month)))
     if plot or (plot is None and sys.stdout.isatty()):
-        by_day = {row.day: row.token_count for row in client.get_usage(month, [UsageGrouping.DAY], organization=organization).rows}
+        found = client.get_usage(month, [UsageGrouping.DAY], organization=organization)
+        by_day = {row.day: row.token_count for page in found for row in page.rows}
         show("", daily_plot(month, by_day, today))
 
 

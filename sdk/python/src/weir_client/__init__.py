@@ -99,7 +99,6 @@ if TYPE_CHECKING:
         AlertDelivery,
         AlertDeliveryState,
         AlertInvoice,
-        AlertPage,
         AlertWebhook,
         CreatedAlertWebhook,
     )
@@ -196,7 +195,6 @@ __all__ = [
     "AlertDelivery",
     "AlertDeliveryState",
     "AlertInvoice",
-    "AlertPage",
     "AlertWebhook",
     "AlreadyExists",
     "ApiKey",

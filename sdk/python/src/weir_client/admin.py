@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timedelta
 
@@ -13,6 +13,7 @@ from weir.v1 import types_pb2
 from weir_client import wire
 from weir_client.accounts import ApiKey, AuditEntry, BillingProfile, CreatedApiKey, Organization, Project, RotatedApiKey
 from weir_client.admin_terms import AsyncTermCalls
+from weir_client.unary import items_of
 from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
 
 
@@ -236,7 +237,7 @@ class AsyncAdminClient(AsyncTermCalls):
         response = await self._call(self._stub.ListQuotas, request)
         return [wire.read(QuotaStatus, each) for each in response.quotas]
 
-    async def list_audit_entries(
+    async def _audit_pages(
         self,
         *,
         page_size: int = 100,
@@ -246,11 +247,12 @@ class AsyncAdminClient(AsyncTermCalls):
         action_prefix: str = "",
         start_time: datetime | None = None,
         end_time: datetime | None = None,
-    ) -> list[AuditEntry]:
-        """Changes, newest first; the next page begins before the last `entry_id` of this one.
+    ) -> AsyncIterator[list[AuditEntry]]:
+        """Changes, newest first.
 
-        subject: only what concerns it: an organization, "organization/project", a key's prefix, any id. actor: only of this key.
-        action_prefix: only actions that begin so. start_time, end_time: aware; from the one on, before the other.
+        before_entry_id: only those before it; 0: all. subject: only what concerns it: an organization, "organization/project", a
+        key's prefix, any id. actor: only of this key. action_prefix: only actions that begin so. start_time, end_time: aware; from
+        the one on, before the other.
         """
         request = admin_pb.ListAuditEntriesRequest(
             page_size=page_size, before_entry_id=before_entry_id, subject=subject, actor=actor, action_prefix=action_prefix
@@ -258,5 +260,11 @@ class AsyncAdminClient(AsyncTermCalls):
         for stamp, time in ((request.start_time, start_time), (request.end_time, end_time)):
             if time is not None:
                 stamp.FromDatetime(time)
-        response = await self._call(self._stub.ListAuditEntries, request)
-        return [wire.read(AuditEntry, each) for each in response.entries]
+        while True:
+            response = await self._call(self._stub.ListAuditEntries, request)
+            yield [wire.read(AuditEntry, each) for each in response.entries]
+            if len(response.entries) < page_size:
+                return
+            request.before_entry_id = response.entries[-1].entry_id
+
+    list_audit_entries = items_of(_audit_pages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weir_client.admin import AsyncAdminClient
-from weir_client.blocking import BlockingUnaryClient, blocking
+from weir_client.blocking import BlockingUnaryClient, blocking, blocking_items
 
 
 class AdminClient(BlockingUnaryClient):
@@ -34,7 +34,7 @@ class AdminClient(BlockingUnaryClient):
     delete_quota = blocking(AsyncAdminClient.delete_quota)
     list_quotas = blocking(AsyncAdminClient.list_quotas)
     list_key_quotas = blocking(AsyncAdminClient.list_key_quotas)
-    list_audit_entries = blocking(AsyncAdminClient.list_audit_entries)
+    list_audit_entries = blocking_items(AsyncAdminClient._audit_pages)
 
     set_price = blocking(AsyncAdminClient.set_price)
     withdraw_price = blocking(AsyncAdminClient.withdraw_price)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -12,7 +13,7 @@ from weir.v1 import alerts_pb2 as pb
 
 from weir_client import wire
 from weir_client.money import Money
-from weir_client.unary import UnaryClient
+from weir_client.unary import UnaryClient, items_of
 from weir_client.values import QuotaDimension, QuotaSubject
 
 
@@ -76,14 +77,6 @@ class Alert:
 
 
 @dataclass(frozen=True, slots=True)
-class AlertPage:
-    """Alerts, the latest first. next_page_token: empty on the last page."""
-
-    alerts: tuple[Alert, ...]
-    next_page_token: str
-
-
-@dataclass(frozen=True, slots=True)
 class AlertWebhook:
     """Where an organization is told of its alerts. failure_count: attempts that failed since one succeeded."""
 
@@ -140,8 +133,13 @@ class AsyncAlertWebhookCalls(UnaryClient):
 class AsyncAlertCalls(UnaryClient):
     """Part of `AsyncBillingClient`."""
 
-    async def list_alerts(self, organization: str = "", *, page_size: int = 0, page_token: str = "") -> AlertPage:
-        """A page of alerts. organization: empty for one's own, or for all with an `admin` key. Raises: NotFound, InvalidRequest."""
+    async def _alert_pages(self, organization: str = "", *, page_size: int = 0) -> AsyncIterator[list[Alert]]:
+        """Alerts, the latest first. organization: empty for one's own, or for all with an `admin` key.
+
+        Raises: NotFound, InvalidRequest.
+        """
         stub = billing_service_pb2_grpc.BillingServiceStub(self._opened().channel)
-        request = pb.ListAlertsRequest(organization=organization, page_size=page_size, page_token=page_token)
-        return wire.read(AlertPage, await self._call(stub.ListAlerts, request))
+        async for page in self._pages(stub.ListAlerts, pb.ListAlertsRequest(organization=organization, page_size=page_size)):
+            yield [wire.read(Alert, each) for each in page.alerts]
+
+    list_alerts = items_of(_alert_pages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weir_client.billing import AsyncBillingClient
-from weir_client.blocking import BlockingUnaryClient, blocking
+from weir_client.blocking import BlockingUnaryClient, blocking, blocking_items
 
 
 class BillingClient(BlockingUnaryClient):
@@ -30,8 +30,8 @@ class BillingClient(BlockingUnaryClient):
     reject_adjustment = blocking(AsyncBillingClient.reject_adjustment)
     list_adjustments = blocking(AsyncBillingClient.list_adjustments)
 
-    list_alerts = blocking(AsyncBillingClient.list_alerts)
+    list_alerts = blocking_items(AsyncBillingClient._alert_pages)
 
-    get_usage = blocking(AsyncBillingClient.get_usage)
+    get_usage = blocking_items(AsyncBillingClient._usage_pages)
     get_forecast = blocking(AsyncBillingClient.get_forecast)
     export_month = blocking(AsyncBillingClient.export_month)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from weir.v1 import billing_service_pb2_grpc
 from weir.v1 import usage_reports_pb2 as pb
 
 from weir_client import wire
-from weir_client.unary import UnaryClient
+from weir_client.unary import UnaryClient, items_of
 from weir_client.usage import MonthExportFormat, MonthFile, UsageForecast, UsageGrouping, UsagePage
 
 _GROUPINGS = wire.numbers(UsageGrouping, pb.UsageGrouping.DESCRIPTOR)
@@ -22,7 +22,7 @@ class AsyncUsageCalls(UnaryClient):
     def _stub(self) -> billing_service_pb2_grpc.BillingServiceAsyncStub:
         return billing_service_pb2_grpc.BillingServiceStub(self._opened().channel)
 
-    async def get_usage(
+    async def _usage_pages(
         self,
         month: str,
         group_by: Sequence[UsageGrouping],
@@ -33,9 +33,8 @@ class AsyncUsageCalls(UnaryClient):
         api_key: str = "",
         model: str = "",
         page_size: int = 0,
-        page_token: str = "",
-    ) -> UsagePage:
-        """A page of what a month (UTC, `YYYY-MM`) charges, by all of `group_by` in that order.
+    ) -> AsyncIterator[list[UsagePage]]:
+        """Pages of what a month (UTC, `YYYY-MM`) charges, by all of `group_by` in that order.
 
         organization: empty for one's own, or for all with an `admin` key. day (`YYYY-MM-DD`), project, api_key, model: only that.
         Raises: NotFound, InvalidRequest; any WeirError.
@@ -49,10 +48,11 @@ class AsyncUsageCalls(UnaryClient):
             api_key=api_key,
             model=model,
             page_size=page_size,
-            page_token=page_token,
         )
-        response = await self._call(self._stub.GetUsage, request)
-        return wire.read(UsagePage, response)
+        async for page in self._pages(self._stub.GetUsage, request):
+            yield [wire.read(UsagePage, page, has_more=bool(page.next_page_token))]
+
+    get_usage = items_of(_usage_pages)
 
     async def get_forecast(self, organization: str = "", month: str = "") -> UsageForecast:
         """What the present month, or the one given, will have cost by its end, and how sure that is. Raises: any WeirError."""

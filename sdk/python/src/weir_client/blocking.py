@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack
 
@@ -86,3 +86,21 @@ def blocking(
         return result
 
     return wait
+
+
+def blocking_items(
+    pages: Callable[Concatenate[_AsyncClient, _Arguments], AsyncIterator[Sequence[_Result]]],
+) -> Callable[Concatenate[Any, _Arguments], Iterator[_Result]]:
+    """A method of the asyncio client that yields pages as one of its blocking twin that yields their items."""
+
+    @functools.wraps(pages)
+    def items(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Iterator[_Result]:
+        unread = pages(self._client, *args, **kwargs)
+
+        async def next_page() -> Sequence[_Result] | None:
+            return await anext(unread, None)
+
+        while (page := self._thread.run(next_page)) is not None:
+            yield from page
+
+    return items

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 from weir.v1 import receipt_service_pb2 as pb
 from weir.v1 import receipt_service_pb2_grpc as pb_grpc
 
 from weir_client import wire
-from weir_client.blocking import BlockingUnaryClient, blocking
+from weir_client.blocking import BlockingUnaryClient, blocking, blocking_items
 from weir_client.receipts import Receipt, ReceiptKey, ReceiptMonth
-from weir_client.unary import UnaryClient
+from weir_client.unary import UnaryClient, items_of
 
 PAGE_SIZE = 1000
 
@@ -27,21 +27,13 @@ class AsyncReceiptClient(UnaryClient):
         response = await self._call(self._stub.ListReceiptKeys, pb.ListReceiptKeysRequest())
         return [ReceiptKey(each.key_id, each.public_key, wire.micros_of(each.create_time)) for each in response.keys]
 
-    async def list_receipts(self, organization: str, month: str) -> AsyncIterator[Receipt]:
+    async def _receipt_pages(self, organization: str, month: str) -> AsyncIterator[list[Receipt]]:
         """The receipts of a calendar month (UTC, `YYYY-MM`) in the order of time. Raises: NotFound, InvalidRequest, WeirError."""
-        token = ""
-        while True:
-            page, token = await self.list_receipt_page(organization, month, token)
-            for each in page:
-                yield each
-            if not token:
-                return
+        request = pb.ListReceiptsRequest(organization=organization, month=month, page_size=PAGE_SIZE)
+        async for page in self._pages(self._stub.ListReceipts, request):
+            yield [wire.receipt(each) for each in page.receipts]
 
-    async def list_receipt_page(self, organization: str, month: str, page_token: str = "") -> tuple[list[Receipt], str]:
-        """Some of them, and the token of the next page; empty on the last one."""
-        request = pb.ListReceiptsRequest(organization=organization, month=month, page_size=PAGE_SIZE, page_token=page_token)
-        response = await self._call(self._stub.ListReceipts, request)
-        return [wire.receipt(each) for each in response.receipts], response.next_page_token
+    list_receipts = items_of(_receipt_pages)
 
     async def get_receipt_month(self, organization: str, month: str) -> ReceiptMonth:
         """The root over a month's receipts, and where each chain begins and ends in it."""
@@ -55,14 +47,5 @@ class ReceiptClient(BlockingUnaryClient):
     _async_class = AsyncReceiptClient
 
     list_receipt_keys = blocking(AsyncReceiptClient.list_receipt_keys)
-    list_receipt_page = blocking(AsyncReceiptClient.list_receipt_page)
+    list_receipts = blocking_items(AsyncReceiptClient._receipt_pages)
     get_receipt_month = blocking(AsyncReceiptClient.get_receipt_month)
-
-    def list_receipts(self, organization: str, month: str) -> Iterator[Receipt]:
-        """The receipts of a calendar month (UTC, `YYYY-MM`) in the order of time. Raises: NotFound, InvalidRequest, WeirError."""
-        token = ""
-        while True:
-            page, token = self.list_receipt_page(organization, month, token)
-            yield from page
-            if not token:
-                return

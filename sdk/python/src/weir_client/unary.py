@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import ClassVar, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from grpc.aio import UnaryUnaryMultiCallable
 
@@ -12,6 +14,8 @@ from weir_client.tls import TlsOptions
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
+_Item = TypeVar("_Item")
+_Arguments = ParamSpec("_Arguments")
 
 
 class UnaryClient:
@@ -60,3 +64,26 @@ class UnaryClient:
         self, method: UnaryUnaryMultiCallable[_Request, _Response], request: _Request, *, idempotent: bool = True
     ) -> _Response:
         return await self._opened().call(method, request, timeout=self._timeout_s, idempotent=idempotent)
+
+    async def _pages(self, method: UnaryUnaryMultiCallable[Any, _Response], request: Any) -> AsyncIterator[_Response]:
+        """The pages of a list, each fetched when it is asked for."""
+        while True:
+            response: Any = await self._call(method, request)
+            yield response
+            if not response.next_page_token:
+                return
+            request.page_token = response.next_page_token
+
+
+def items_of(
+    pages: Callable[Concatenate[Any, _Arguments], AsyncIterator[Sequence[_Item]]],
+) -> Callable[Concatenate[Any, _Arguments], AsyncIterator[_Item]]:
+    """A method that yields pages as one that yields their items. The blocking twin is `blocking_items` of the same method."""
+
+    @functools.wraps(pages)
+    async def items(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> AsyncIterator[_Item]:
+        async for page in pages(self, *args, **kwargs):
+            for each in page:
+                yield each
+
+    return items

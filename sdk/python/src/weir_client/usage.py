@@ -77,11 +77,11 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class UsagePage:
-    """A page of rows. next_page_token is empty on the last; total stands on first pages of one organization only."""
+    """A page of rows. total: of all pages, on the first one of a single organization."""
 
     rows: tuple[UsageRow, ...]
     total: UsageRow | None
-    next_page_token: str
+    has_more: bool  # whether another page follows
 
 
 @dataclass(frozen=True, slots=True)
