@@ -5,7 +5,7 @@ api core is full, and what the next one adds.
 
 gRPC, authentication, tokenizing, admission, queue, placing, metering and settlement are the product's, and so are the engines'
 host processes, one for each replica, with their schedulers and prefix caches. The GPUs are simulated: each replica has the costs of
-Llama 3.3 70B in FP8 on two H200, from what NVIDIA publishes of TensorRT-LLM (`inference/core/cost_model.py`). Requests have the
+Llama 3.3 70B in FP8 on two H200, from what NVIDIA publishes of TensorRT-LLM (`inference/core/options.py`). Requests have the
 lengths of the reference workload, 1,025 tokens in, of which 200 are shared, and 150 out on average; 32 are under way for each
 replica, on 16 streams in all.
 

@@ -5,7 +5,7 @@
 Conversations arrive at random, so many per second. Each belongs to one of twenty applications, whose system prompt it begins with;
 its first turn brings text of its own (500 to 3,000 tokens: a document, a file, search results), the later ones a question each.
 Every turn is answered, and the next one comes after a pause; its prompt is everything so far. Engines are simulated, with the costs
-of Llama 3.3 70B in FP8 on two H200 (`inference/core/cost_model.py`) and their real schedulers and prefix caches, on a time of their
+of Llama 3.3 70B in FP8 on two H200 (`inference/core/options.py`) and their real schedulers and prefix caches, on a time of their
 own: figures do not depend on how busy this machine is, and the same seed gives the same ones. TTFT is from the request to its first
 token, waiting included.
 """
@@ -28,7 +28,7 @@ from api.cli.demo import percentile
 from api.core.settings import DEMO_MODEL_NAME, bundled_models
 from bench.virtual_time import VirtualEngine, VirtualTimeLoop
 from inference import streams
-from inference.core.cost_model import CostModel
+from inference.core.options import CostModel
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
 from inference.limits import EngineLimits
 from inference.routing.placement import POLICIES

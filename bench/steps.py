@@ -24,7 +24,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine host: torch
 
 import torch
 
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.options import EngineOptions
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria
 from inference.limits import EngineLimits
 from inference.workers.protocol import StepReport, encode
@@ -54,7 +55,7 @@ class Clock:
 def open_core(arguments: argparse.Namespace, checkpoint: Path) -> EngineCore:
     """A core in which every sequence decodes."""
     limits = EngineLimits(2048, running_sequence_count_max=max(arguments.sequences, 64))
-    core = EngineCore(EngineOptions(checkpoint, limits, arguments.precision, 2 << 30))
+    core = EngineCore(EngineOptions(str(checkpoint), limits, arguments.precision, 2 << 30))
     for number in range(arguments.sequences):
         prompt = tuple((number * 31 + position * 7) % (VOCABULARY_SIZE - 16) + 16 for position in range(arguments.context))
         stop = StopCriteria(arguments.steps + 2 * WARM_UP_STEPS + arguments.sequences, ignore_eos=True)

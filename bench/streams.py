@@ -29,7 +29,7 @@ from bench.admission import server
 from bench.admission_peers import MODEL
 from bench.front import Processes, api_process, create_keys, on_core
 from bench.processes import claim_cores, cpu_s
-from inference.core.cost_model import CostModel
+from inference.core.options import CostModel
 from metering.store.migrations_runner import migrate
 
 STEP_MS = 20.0  # of a small batch: 50 tokens per second and stream

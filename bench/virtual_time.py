@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from inference.checkpoint.checkpoint import read_model_info
-from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.options import CostModel, EngineOptions
 from inference.engine import (
     EngineCondition,
     EngineState,
@@ -54,7 +54,7 @@ class VirtualEngine:
         info = read_model_info(directory, name=name, engine="simulated", context_window_tokens_max=limits.context_window_tokens)
         self.model = replace(info, continues_output=True)
         self._clock = asyncio.get_running_loop().time
-        options = EngineOptions(directory, limits, simulation=cost)
+        options = EngineOptions(str(directory), limits, simulation=cost)
         self._core = EngineCore(options, clock=self._clock, sleep=self._note_step)
         self._step_s = 0.0
         self._sequences: dict[int, EngineSequence] = {}  # that have not ended

@@ -325,7 +325,7 @@ class Settings:
     engine_dtype: Literal["float32", "bfloat16", "int8"] = setting(
         "WEIR_ENGINE_DTYPE", "float32", one_of("float32", "bfloat16", "int8")
     )
-    # "simulated" computes nothing and takes the time of `inference.core.cost_model`: for load tests, every answer says so.
+    # "simulated" computes nothing and takes the time of `inference.core.options`: for load tests, every answer says so.
     engine_device: Literal["cpu", "cuda", "simulated"] = setting("WEIR_ENGINE_DEVICE", "cpu", one_of("cpu", "cuda", "simulated"))
     simulated_time_scale: float = setting("WEIR_SIMULATED_TIME_SCALE", 1.0, number(0, 1000))  # 0: no time passes
     engine_thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))  # 0: as many as there are cores

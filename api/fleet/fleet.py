@@ -23,7 +23,7 @@ from inference.adapters.tensorrt_engine import TensorRtEngine
 from inference.adapters.tensorrt_settings import TensorRtOptions, TensorRtSettings
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.capabilities import combined
-from inference.core.cost_model import CostModel
+from inference.core.options import CostModel
 from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.engine import Encoder, Engine
 from inference.native.packed_file import PackedPlace

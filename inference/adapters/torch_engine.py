@@ -8,6 +8,7 @@ from dataclasses import replace
 from inference.adapters.torch_settings import LoadModel, TorchEngineSettings
 from inference.capabilities import Capabilities, RequestField
 from inference.checkpoint.checkpoint import read_model_info
+from inference.core.options import EngineOptions
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
 from inference.workers.engine import HostedEngine
@@ -42,16 +43,16 @@ class TorchEngine(HostedEngine):
             running_sequence_count_max=settings.running_sequence_count_max,
             waiting_sequence_count_max=settings.waiting_sequence_count_max,
         )
-        load = LoadModel(
-            directory=model.directory,
-            limits=limits,
-            compute_dtype=settings.compute_dtype,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            torch_thread_count=settings.torch_thread_count or os.cpu_count() or 1,
-            device=settings.device,
-            simulation=settings.simulation,
-            packed=settings.packed,
+        options = EngineOptions(
+            model.directory,
+            limits,
+            settings.compute_dtype,
+            settings.kv_cache_bytes,
+            settings.device,
+            settings.simulation,
+            settings.packed,
         )
+        load = LoadModel(options, settings.torch_thread_count or os.cpu_count() or 1)
         kind = HostKind("inference.adapters.torch_worker", CHILD_ENVIRONMENT, load, KV_BLOCK_TOKENS, opener)
         capabilities = Capabilities() if settings.simulation is None else SIMULATED
         super().__init__(replace(model, continues_exactly=True, capabilities=capabilities), limits, settings, kind)

@@ -7,25 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from inference.core.cost_model import CostModel
-from inference.limits import EngineLimits
+from inference.core.options import ComputeDtype, CostModel, Device, EngineOptions
 from inference.native.packed_file import PackedPlace
 from inference.workers.protocol import Message
 
 
 class LoadModel(Message, tag="load", frozen=True):
-    """The first message: what to load and how. See `EngineOptions`; limits cross as they are."""
+    """The first message: what to load and how."""
 
-    directory: str
-    limits: EngineLimits
-    compute_dtype: Literal["float32", "bfloat16", "int8"]
-    kv_cache_bytes: int
+    options: EngineOptions
     torch_thread_count: int
-    device: Literal["cpu", "cuda"] = "cpu"
-    simulation: CostModel | None = None
-    packed: PackedPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +33,8 @@ class TorchEngineSettings:
     directory: Path
     name: str
     context_window_tokens_max: int | None = None
-    compute_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    device: Literal["cpu", "cuda"] = "cpu"
+    compute_dtype: ComputeDtype = "float32"
+    device: Device = "cpu"
     kv_cache_bytes: int = 1 << 30  # bytes: taken from the system only as far as it is used
     step_token_count_max: int = 512
     step_time_target_s: float | None = 0.1  # seconds: what readers hardly notice between two tokens

@@ -13,7 +13,6 @@ import logging
 import socket
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.adapters.torch_settings import LoadModel
@@ -92,24 +91,17 @@ class Host:
         started_s = time.monotonic()
         import torch
 
-        from inference.core.engine_core import EngineCore, EngineOptions
+        from inference.core.engine_core import EngineCore
 
         torch.set_num_threads(message.torch_thread_count)
         self._send(Loading("weights", IMPORT_FRACTION))
-        options = EngineOptions(
-            Path(message.directory),
-            message.limits,
-            message.compute_dtype,
-            message.kv_cache_bytes,
-            message.device,
-            message.simulation,
-            message.packed,
+        core = EngineCore(
+            message.options, lambda part: self._send(Loading("weights", IMPORT_FRACTION + (1 - IMPORT_FRACTION) * part))
         )
-        core = EngineCore(options, lambda part: self._send(Loading("weights", IMPORT_FRACTION + (1 - IMPORT_FRACTION) * part)))
         # What is there now stays: a collection among the steps would only walk through it, for milliseconds.
         gc.collect()
         gc.freeze()
-        _log.info("loaded %s in %.2f s", message.directory, time.monotonic() - started_s)
+        _log.info("loaded %s in %.2f s", message.options.directory, time.monotonic() - started_s)
         return core
 
     def _step(self, core: EngineCore) -> None:

@@ -3,12 +3,10 @@
 One step is `Scheduler.schedule`, `ModelRunner.run`, then `Scheduler.commit` and the new tokens' consequences. The host runs it in
 a child process; tests run it directly.
 
-`EngineOptions` say how to run a checkpoint, and `open_runner` opens what computes its steps: the model, or a simulation in its
-place.
-
 `StepPace` limits how much of a prompt a step computes beside running streams. A fixed number of tokens cannot say it: 512 prompt
 tokens take 0.1 s on a model of 100 million parameters and more than a second on one ten times as large, and every running stream
-stands still meanwhile. So the pace is learnt from the steps themselves."""
+stands still meanwhile. So the pace is learnt from the steps themselves.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +16,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
 
-from inference.checkpoint.checkpoint import DecoderConfig, read_config, rotation_switch_tokens
-from inference.core.cost_model import CostModel
+from inference.checkpoint.checkpoint import read_config, rotation_switch_tokens
 from inference.core.kv_cache import BlockPool
-from inference.core.model_runner import ComputeDtype, ModelRunner, kv_block_bytes
+from inference.core.model_runner import ModelRunner
+from inference.core.options import EngineOptions
 from inference.core.scheduler import Scheduler
 from inference.core.sequence import BeamGroup, Sequence
 from inference.core.simulated_runner import SimulatedRunner
-from inference.core.step_plan import StepPlan
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -35,13 +31,10 @@ from inference.engine import (
     GenerationRequest,
     Scheduled,
     SequenceEvent,
-    SequenceFinished,
     SequenceRefused,
     TokensGenerated,
 )
-from inference.kv_blocks import blocks_for
-from inference.limits import EngineLimits, request_fault
-from inference.native.packed_file import PackedPlace
+from inference.limits import request_fault
 from inference.sampling.grammar import Grammar, GrammarCompiler
 from inference.sampling.sampler import Chosen
 from inference.sequences import choice_seed
@@ -80,18 +73,22 @@ class EngineCore:
         Raises `CheckpointInvalid`, or `EngineStartFailed` if the device is not there.
         """
         self._clock = clock
-        config = read_config(options.directory)
-        tokenizer = Tokenizer(options.directory)
-        self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(options.directory / "tokenizer.json"))
+        directory = Path(options.directory)
+        config, tokenizer = read_config(directory), Tokenizer(directory)
+        self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(directory / "tokenizer.json"))
         self._model_end_token_ids = config.end_token_ids
         self._vocabulary_size = config.vocabulary_size
         self._rotation_switch_tokens = rotation_switch_tokens(config.rope, options.limits.context_window_tokens)
-        self._grammars = GrammarCompiler(options.directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
+        self._grammars = GrammarCompiler(directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
         self._pool = BlockPool(options.block_count(config))
         self._limits = options.limits
         self._scheduler = Scheduler(self._pool, options.limits)
         self._pace = StepPace(options.limits.step_time_target_s)
-        self._runner = open_runner(options, config, tokenizer, on_progress, clock, sleep)
+        self._runner: ModelRunner | SimulatedRunner
+        if options.simulation is None:
+            self._runner = ModelRunner(options, config, on_progress)
+        else:
+            self._runner = SimulatedRunner(options.simulation, tokenizer, clock=clock, sleep=sleep)
         self._requests: dict[int, Choices] = {}
         self._events: list[NumberedEvent] = []
         self._seeds = random.Random()  # drawn for requests that have none
@@ -302,69 +299,8 @@ class EngineCore:
         if choices.running:
             return
         del self._requests[sequence.number]
-        first = choices.first
-        finished = SequenceFinished(
-            reason=choices.ends[first.choice_index],
-            text=text,
-            prompt_token_count=first.prompt_token_count,
-            cached_token_count=first.cached_token_count or 0,
-            generated_token_count=choices.generated_token_count,
-            timings=first.timings(now_s),
-        )
+        finished = choices.first.finished(choices.ends[choices.first.choice_index], text, choices.generated_token_count, now_s)
         self._events.append((sequence.number, finished))
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How to run a checkpoint, or, with a simulation, how long to pretend to.
-
-    kv_cache_bytes: the pool's size; raised if one full context needs more. packed: where packed weights are kept, so that
-    hosts share them; None keeps none.
-    """
-
-    directory: Path
-    limits: EngineLimits
-    compute_dtype: ComputeDtype = "float32"
-    kv_cache_bytes: int = 1 << 30
-    device: Literal["cpu", "cuda"] = "cpu"
-    simulation: CostModel | None = None
-    packed: PackedPlace | None = None
-
-    def block_count(self, config: DecoderConfig) -> int:
-        if self.simulation is not None:
-            wanted = self.simulation.kv_block_count
-        else:
-            wanted = self.kv_cache_bytes // kv_block_bytes(config, self.compute_dtype)
-        return max(wanted, blocks_for(self.limits.context_window_tokens))
-
-
-class Runner(Protocol):
-    """What computes a step: the model, or what stands in for it under load tests."""
-
-    def run(self, plan: StepPlan) -> dict[Sequence, Chosen]: ...
-
-
-def open_runner(
-    options: EngineOptions,
-    config: DecoderConfig,
-    tokenizer: Tokenizer,
-    on_progress: Callable[[float], None],
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> Runner:
-    """Load what computes. clock, sleep: of a simulation, in seconds. Raises as `EngineCore`."""
-    if options.simulation is not None:
-        return SimulatedRunner(options.simulation, tokenizer, clock=clock, sleep=sleep)
-    return ModelRunner(
-        options.directory,
-        config,
-        compute_dtype=options.compute_dtype,
-        context_window_tokens=options.limits.context_window_tokens,
-        block_count=options.block_count(config),
-        device=options.device,
-        on_progress=on_progress,
-        packed=options.packed,
-    )
 
 
 SMOOTHING = 0.2  # weight of the newest step: a pause of the machine moves the estimate by a fifth, and for some ten steps

@@ -9,7 +9,6 @@ import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from inference.checkpoint.checkpoint import DecoderConfig
 from inference.checkpoint.tensors import on_device
+from inference.core.options import ComputeDtype, EngineOptions
 from inference.core.sequence import Sequence
 from inference.core.step_plan import Chunk, StepPlan
 from inference.decoder.model import (
@@ -34,11 +34,8 @@ from inference.decoder.weights import DecoderWeights, load_weights
 from inference.errors import EngineStartFailed, InvariantViolated
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.native.decoder import NativeDecoder, open_decoder, path_for, supports
-from inference.native.packed_file import PackedPlace
 from inference.sampling.grammar import MaskWorker
 from inference.sampling.sampler import Chosen, choose
-
-ComputeDtype = Literal["float32", "bfloat16", "int8"]
 
 # Of hidden states, keys and values. "int8" is that of the weights alone; they multiply bfloat16.
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
@@ -47,25 +44,16 @@ _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {"float32": torch.float32, "bfl
 class ModelRunner:
     """One loaded model with its KV pools. Used by one thread."""
 
-    def __init__(
-        self,
-        directory: Path,
-        config: DecoderConfig,
-        *,
-        compute_dtype: ComputeDtype,
-        context_window_tokens: int,
-        block_count: int,
-        device: Literal["cpu", "cuda"] = "cpu",
-        on_progress: Callable[[float], None] = lambda fraction: None,
-        packed: PackedPlace | None = None,
-    ) -> None:
-        """Load. on_progress: called with 0 to 1 while reading weights. packed: where packed weights are kept, if anywhere.
+    def __init__(self, options: EngineOptions, config: DecoderConfig, on_progress: Callable[[float], None]) -> None:
+        """Load. on_progress: called with 0 to 1 while reading weights.
 
         Raises `CheckpointInvalid`, or `EngineStartFailed` if there is no such device.
         """
-        if device == "cuda" and not torch.cuda.is_available():
+        directory, compute_dtype, packed = Path(options.directory), options.compute_dtype, options.packed
+        context_window_tokens, block_count = options.limits.context_window_tokens, options.block_count(config)
+        if options.device == "cuda" and not torch.cuda.is_available():
             raise EngineStartFailed("the device is to be cuda, and torch finds none here")
-        self._device = torch.device(device)
+        self._device = torch.device(options.device)
         dtype = self._dtype = _TORCH_DTYPES[compute_dtype]
         self._config = config
         self._mask_worker = MaskWorker(config.vocabulary_size)
@@ -156,12 +144,6 @@ class ModelRunner:
             spans={window: _spans(chunks, self._dtype, window) for window in set(self._config.layer_windows)},
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         )
-
-
-def kv_block_bytes(config: DecoderConfig, compute_dtype: ComputeDtype) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    floats = 2 * config.layer_count * config.kv_head_count * config.head_dim * KV_BLOCK_TOKENS
-    return floats * _TORCH_DTYPES[compute_dtype].itemsize
 
 
 def _allocate_pools(config: DecoderConfig, dtype: torch.dtype, block_count: int, device: torch.device) -> list[LayerPool]:

@@ -24,7 +24,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from inference.core.kv_cache import BlockKey, CachedBlock
 from inference.engine import (
@@ -41,6 +41,9 @@ from inference.sampling.beam_search import BeamSearch, Hypothesis
 from inference.sampling.grammar import Grammar
 from inference.sampling.sampler import Chosen, Draw, SeenTokens
 from inference.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from inference.core.scheduler import Scheduler
 
 
 class AppendedToken(NamedTuple):
@@ -97,11 +100,6 @@ class Sequence:
         for token_id in self.request.output_token_ids:
             # Its text was given out where the token was generated; what was held back there is held back here.
             self.ended_before = self.append(token_id, None).finish_reason
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Orders sequences by arrival, and choices among themselves."""
-        return self.number, self.choice_index
 
     @property
     def precedence(self) -> tuple[float, int, int]:
@@ -195,27 +193,17 @@ class Sequence:
             return AppendedToken(piece.text, EngineFinishReason.STOP_SEQUENCE)
         return AppendedToken(piece.text, EngineFinishReason.LENGTH if output_token_count >= stop.max_output_tokens else None)
 
-    def timings(self, now_s: float) -> EngineTimings:
-        """Durations up to now; a phase that was not reached takes no time."""
+    def finished(self, reason: EngineFinishReason, text: str, generated_token_count: int, now_s: float) -> SequenceFinished:
+        """The last event of the request whose first choice this is. A phase that was not reached takes no time."""
         scheduled_s = now_s if self.scheduled_at_s is None else self.scheduled_at_s
         first_token_s = now_s if self.first_token_at_s is None else self.first_token_at_s
-        return EngineTimings(
+        timings = EngineTimings(
             queue_ms=(scheduled_s - self.arrived_at_s) * 1e3,
             prefill_ms=(first_token_s - scheduled_s) * 1e3,
             decode_ms=(now_s - first_token_s) * 1e3,
         )
-
-
-class BeamQueue(Protocol):
-    """What the group needs of the scheduler."""
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child run that shares all of a running parent's blocks."""
-        ...
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, and take its blocks back."""
-        ...
+        cached_token_count = self.cached_token_count or 0
+        return SequenceFinished(reason, text, self.prompt_token_count, cached_token_count, generated_token_count, timings)
 
 
 class BeamGroup:
@@ -266,7 +254,7 @@ class BeamGroup:
         self.beams = [waiting]
         return waiting
 
-    def advance(self, queue: BeamQueue, chosen: Mapping[Sequence, Chosen], now_s: float) -> list[SequenceEvent]:
+    def advance(self, queue: Scheduler, chosen: Mapping[Sequence, Chosen], now_s: float) -> list[SequenceEvent]:
         """The step has computed all beams. chosen: of at least these. Returns what the request is told of it."""
         if self._preempted:
             self._return_to_search(queue)
@@ -281,13 +269,13 @@ class BeamGroup:
             queue.remove(beam)
         return self._tell_end(now_s)
 
-    def cancel(self, queue: BeamQueue, now_s: float) -> list[SequenceEvent]:
+    def cancel(self, queue: Scheduler, now_s: float) -> list[SequenceEvent]:
         """End the search with what every choice has been told."""
         for beam in self.beams:
             queue.remove(beam)
         return self._finished([EngineFinishReason.CANCELLED] * len(self._detokenizers), now_s)
 
-    def _follow(self, queue: BeamQueue, parents: list[int]) -> None:
+    def _follow(self, queue: Scheduler, parents: list[int]) -> None:
         """Make the sequences those of the living hypotheses: a beam's first child goes on in its place, others share its blocks."""
         before, followed = self.beams, set[int]()
         after = []
@@ -305,7 +293,7 @@ class BeamGroup:
             beam.take(hypothesis.token_ids[-1])
         self.beams = after
 
-    def _return_to_search(self, queue: BeamQueue) -> None:
+    def _return_to_search(self, queue: Scheduler) -> None:
         [shared], self.beams, self._preempted = self.beams, self._preempted, []
         for beam in self.beams:
             queue.fork(shared, beam)
@@ -344,15 +332,8 @@ class BeamGroup:
         events: list[SequenceEvent] = []
         if len(texts) > 1:
             events += [ChoiceFinished(index, reason, texts[index]) for index, reason in enumerate(reasons)]
-        finished = SequenceFinished(
-            reason=reasons[0],
-            text=texts[0] if len(texts) == 1 else "",
-            prompt_token_count=self._first.prompt_token_count,
-            cached_token_count=self._first.cached_token_count or 0,
-            generated_token_count=self.token_count,
-            timings=self._first.timings(now_s),
-        )
-        return [*events, finished]
+        text = texts[0] if len(texts) == 1 else ""
+        return [*events, self._first.finished(reasons[0], text, self.token_count, now_s)]
 
 
 def _shared_count(lists: list[list[int]]) -> int:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 
-from inference.core.cost_model import CostModel
+from inference.core.options import CostModel
 from inference.core.sequence import Sequence
 from inference.core.step_plan import StepPlan
 from inference.engine import TokenLogprob, TokenLogprobs

@@ -25,8 +25,8 @@ from api.generation.peers import make_identity
 from api.generation.process import Process
 from api.generation.relay import Relays
 from api.generation.start_frame import ValidStart
-from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.options import CostModel, EngineOptions
 from inference.engine import (
     EmbeddingRequest,
     Embeddings,
@@ -53,7 +53,7 @@ class PacedEngine(CoreEngine):
 
     def __init__(self, checkpoint: TinyCheckpoint, batch_size: int) -> None:
         limits = EngineLimits(2048, max(256, batch_size), running_sequence_count_max=batch_size)
-        options = EngineOptions(checkpoint.directory, limits, simulation=CostModel(time_scale=0.0))
+        options = EngineOptions(str(checkpoint.directory), limits, simulation=CostModel(time_scale=0.0))
         super().__init__(checkpoint, lambda: EngineCore(options, sleep=lambda _: None), name="demo")
         self.gate = asyncio.Event()
         self.gate.set()

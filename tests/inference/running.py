@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inference.core.engine_core import EngineCore, EngineOptions, NumberedEvent
+from inference.core.engine_core import EngineCore, NumberedEvent
+from inference.core.options import EngineOptions
 from inference.engine import (
     ChoiceFinished,
     GenerationRequest,
@@ -42,7 +43,7 @@ def make_core(
 ) -> EngineCore:
     """A core with small pools. limits: other fields of `EngineLimits`."""
     bounds = {"context_window_tokens": 2048, "step_token_count_max": step_token_count_max} | limits
-    return EngineCore(EngineOptions(directory, EngineLimits(**bounds), kv_cache_bytes=kv_cache_bytes))
+    return EngineCore(EngineOptions(str(directory), EngineLimits(**bounds), kv_cache_bytes=kv_cache_bytes))
 
 
 def make_request(

@@ -354,7 +354,7 @@ class ModelledEngine:
     def precedence(self, sequence: EngineSequence) -> tuple[float, int, int]:
         """By rank, unless it was overtaken as often as may be, then by arrival."""
         exhausted = self.overtaken[sequence] >= self.limits.waiting_sequence_count_max
-        return -math.inf if exhausted else self.ranks[sequence], *sequence.place
+        return -math.inf if exhausted else self.ranks[sequence], *sequence.precedence[1:]
 
     @property
     def _spare(self) -> int:
@@ -419,7 +419,7 @@ class ModelledEngine:
 
     def _end(self, sequence: EngineSequence) -> None:
         assert sequence.cached_token_count == self.first_cached.get(sequence), "the cached count changed after the first entry"
-        del self.live[sequence.place], self.deadlines[sequence], self.values[sequence]
+        del self.live[sequence.precedence[1:]], self.deadlines[sequence], self.values[sequence]
         self.first_cached.pop(sequence, None)
         del self.ranks[sequence], self.overtaken[sequence]
         self.scheduler.remove(sequence)

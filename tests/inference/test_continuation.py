@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from inference import streams
-from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.options import CostModel, EngineOptions
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
@@ -51,7 +51,7 @@ def core(request: pytest.FixtureRequest, tiny: TinyCheckpoint) -> EngineCore:
     if request.param == "torch":
         return make_core(tiny.directory)
     limits = EngineLimits(context_window_tokens=2048, step_token_count_max=256)
-    return EngineCore(EngineOptions(tiny.directory, limits, simulation=CostModel(time_scale=0)))
+    return EngineCore(EngineOptions(str(tiny.directory), limits, simulation=CostModel(time_scale=0)))
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,8 @@ import torch
 
 from inference.checkpoint.checkpoint import read_config
 from inference.checkpoint.tensors import on_device
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.options import EngineOptions
 from inference.decoder.model import Batch, Decoder, DecodeSpan, LayerPool, PrefillSpan, Spans, row_indices
 from inference.decoder.weights import load_weights
 from inference.errors import EngineStartFailed
@@ -27,14 +28,14 @@ def test_a_device_that_is_not_there_is_named(tiny: TinyCheckpoint) -> None:
         pytest.skip("here it is there")
 
     with pytest.raises(EngineStartFailed, match="to be cuda, and torch finds none"):
-        EngineCore(EngineOptions(tiny.directory, EngineLimits(512), device="cuda"))
+        EngineCore(EngineOptions(str(tiny.directory), EngineLimits(512), device="cuda"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_a_gpu_gives_the_tokens_of_the_cpu(tiny: TinyCheckpoint) -> None:
     rng = random.Random(1)
     requests = [make_request(random_prompt(rng, length)) for length in (1, 40, 300)]
-    cores = [EngineCore(EngineOptions(tiny.directory, EngineLimits(2048), device=device)) for device in ("cpu", "cuda")]
+    cores = [EngineCore(EngineOptions(str(tiny.directory), EngineLimits(2048), device=device)) for device in ("cpu", "cuda")]
 
     cpu, cuda = ([outcome.token_ids for outcome in run_all(core, requests)] for core in cores)
 

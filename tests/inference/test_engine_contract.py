@@ -22,7 +22,7 @@ from inference.adapters.remote_settings import Service
 from inference.adapters.tensorrt_settings import TensorRtSettings
 from inference.adapters.torch_engine import TorchEngineSettings
 from inference.capabilities import used_fields
-from inference.core.cost_model import CostModel
+from inference.core.options import CostModel
 from inference.engine import (
     ChoiceFinished,
     Engine,

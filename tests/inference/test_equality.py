@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from inference.core.engine_core import EngineCore, EngineOptions
-from inference.core.model_runner import ComputeDtype
+from inference.core.engine_core import EngineCore
+from inference.core.options import ComputeDtype, EngineOptions
 from inference.engine import EngineFinishReason, GenerationRequest, SamplingParams
 from inference.limits import EngineLimits
 from inference.native.decoder import supports
@@ -71,7 +71,7 @@ def choose_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def typed_core(directory: Path, dtype: ComputeDtype, *, step_token_count_max: int = 256) -> EngineCore:
     """A core that computes in a type."""
     limits = EngineLimits(2048, step_token_count_max=step_token_count_max)
-    return EngineCore(EngineOptions(directory, limits, dtype, SMALL_KV_BYTES))
+    return EngineCore(EngineOptions(str(directory), limits, dtype, SMALL_KV_BYTES))
 
 
 def tokens_alone(directory: Path, dtype: ComputeDtype, requests: Sequence[GenerationRequest]) -> list[list[int]]:

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from inference.checkpoint.checkpoint import read_config
-from inference.core.model_runner import ComputeDtype, ModelRunner
+from inference.core.model_runner import ModelRunner
+from inference.core.options import ComputeDtype, EngineOptions
 from inference.core.sequence import Sequence as EngineSequence
 from inference.core.step_plan import Chunk, StepPlan
 from inference.decoder.model import Logits
 from inference.errors import InvariantViolated
+from inference.limits import EngineLimits
 from inference.native import loader
 from inference.native.build import build
 from inference.native.decoder import TableRows, supports
@@ -62,7 +64,8 @@ def run_steps(directory: Path, dtype: ComputeDtype, monkeypatch: pytest.MonkeyPa
         return logits
 
     monkeypatch.setattr(ModelRunner, "_decode", recording)
-    runner = ModelRunner(directory, read_config(directory), compute_dtype=dtype, context_window_tokens=1024, block_count=200)
+    options = EngineOptions(str(directory), EngineLimits(1024), dtype, kv_cache_bytes=32 << 20)
+    runner = ModelRunner(options, read_config(directory), lambda fraction: None)
     assert (runner._native is not None) == native
     rng = random.Random(1)
     sequences = [_sequence(number, random_prompt(rng, length)) for number, length in enumerate((1, 16, 17, 70, 555))]

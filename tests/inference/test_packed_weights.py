@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.engine_core import EngineCore, EngineOptions
-from inference.core.model_runner import ComputeDtype
+from inference.core.engine_core import EngineCore
+from inference.core.options import ComputeDtype, EngineOptions
 from inference.errors import CheckpointInvalid
 from inference.limits import EngineLimits
 from inference.native import decoder as packing
@@ -30,7 +30,7 @@ def _keep_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 def core_of(directory: Path, packed: Path | None, dtype: ComputeDtype = "float32", bytes_max: int = 1 << 40) -> EngineCore:
     limits = EngineLimits(context_window_tokens=256, step_token_count_max=128)
     place = None if packed is None else PackedPlace(str(packed), bytes_max)
-    return EngineCore(EngineOptions(directory, limits, dtype, SMALL_KV_BYTES, packed=place))
+    return EngineCore(EngineOptions(str(directory), limits, dtype, SMALL_KV_BYTES, packed=place))
 
 
 def tokens(core: EngineCore) -> list[list[int]]:

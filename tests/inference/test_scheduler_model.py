@@ -189,7 +189,7 @@ def shunning_schedule(scheduler: Scheduler, prompt_token_count_max: int | None =
     if shunned and (others or scheduler._running):
         scheduler._waiting[:] = others
         plan = original_schedule(scheduler, prompt_token_count_max)
-        scheduler._waiting[:] = sorted(scheduler._waiting + shunned, key=lambda waiting: waiting.place)
+        scheduler._waiting[:] = sorted(scheduler._waiting + shunned, key=lambda waiting: waiting.precedence[1:])
         return plan
     return original_schedule(scheduler, prompt_token_count_max)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from inference.adapters.torch_engine import TorchEngine
-from inference.core.cost_model import CostModel
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.options import CostModel, EngineOptions
 from inference.core.simulated_runner import SENTENCE, SimulatedRunner
 from inference.engine import EngineFinishReason, GrammarKind, ResponseFormat, SamplingParams
 from inference.errors import RequestImpossible
@@ -17,7 +17,7 @@ from tests.inference.hosted import prompt, run, serving, settings_for
 from tests.inference.running import make_request, run_all
 
 INSTANT = CostModel(time_scale=0.0)
-# Tokens in and out, and output tokens per second of two H200: see `inference.core.cost_model`.
+# Tokens in and out, and output tokens per second of two H200: see `inference.core.options`.
 PUBLISHED = [(1000, 1000, 2 * 2587), (1024, 8192, 2 * 2009), (8192, 1024, 2 * 537)]
 
 
@@ -37,7 +37,7 @@ class FakeTime:
 
 
 def simulated_core(tiny: TinyCheckpoint, cost: CostModel, time: FakeTime, step_token_count_max: int = 256) -> EngineCore:
-    core = EngineCore(EngineOptions(tiny.directory, EngineLimits(2048, step_token_count_max), simulation=cost))
+    core = EngineCore(EngineOptions(str(tiny.directory), EngineLimits(2048, step_token_count_max), simulation=cost))
     core._runner = SimulatedRunner(cost, Tokenizer(tiny.directory), clock=time.clock, sleep=time.sleep)
     return core
 

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from inference.core.engine_core import PROMPT_TOKENS_MIN, EngineCore, EngineOptions, StepPace
+from inference.core.engine_core import PROMPT_TOKENS_MIN, EngineCore, StepPace
+from inference.core.options import EngineOptions
 from inference.limits import EngineLimits
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import make_request, random_prompt
@@ -55,7 +56,7 @@ def test_a_pause_of_the_machine_is_forgotten() -> None:
 def test_a_prompt_waits_for_streams_and_for_nobody_else(tiny: TinyCheckpoint) -> None:
     """With a target that no step can meet: all of the budget while nothing runs, then the least that a prompt may get."""
     limits = EngineLimits(2048, step_token_count_max=256, step_time_target_s=1e-9)
-    core = EngineCore(EngineOptions(tiny.directory, limits, kv_cache_bytes=8 << 20))
+    core = EngineCore(EngineOptions(str(tiny.directory), limits, kv_cache_bytes=8 << 20))
     rng = random.Random(5)
     core.add(0, make_request(random_prompt(rng, 300), 40))
     computed = []

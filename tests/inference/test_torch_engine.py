@@ -17,6 +17,7 @@ import uvloop
 from inference import streams
 from inference.adapters.torch_engine import TorchEngine
 from inference.adapters.torch_settings import LoadModel
+from inference.core.options import EngineOptions
 from inference.engine import (
     EngineFinishReason,
     EngineState,
@@ -271,7 +272,7 @@ async def test_the_host_checks_requests_itself(tiny: TinyCheckpoint) -> None:
 
 
 def load_message(checkpoint: TinyCheckpoint) -> LoadModel:
-    return LoadModel(str(checkpoint.directory), EngineLimits(2048), "float32", 8 << 20, 1)
+    return LoadModel(EngineOptions(str(checkpoint.directory), EngineLimits(2048), kv_cache_bytes=8 << 20), 1)
 
 
 PARENT = """

@@ -23,7 +23,8 @@ from inference.checkpoint.tensors import (
     project,
     quantize_rows,
 )
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.options import EngineOptions
 from inference.decoder.model import Batch, Decoder, LayerPool, PrefillSpan, Spans, row_indices
 from inference.decoder.weights import DecoderWeights, load_weights
 from inference.errors import CheckpointInvalid
@@ -194,8 +195,8 @@ def test_the_engine_continues_what_the_model_has_learned(
         monkeypatch.setattr("inference.core.model_runner.supports", lambda config, dtype: False)
     tokenizer = Tokenizer(trained)
     request = make_request(tokenizer.encode("Which hotel has a garden? The", add_special_tokens=False), 12)
-    exact = EngineCore(EngineOptions(trained, EngineLimits(512), "float32", 1 << 20))
-    rounded = EngineCore(EngineOptions(trained, EngineLimits(512), compute_dtype, 1 << 20))
+    exact = EngineCore(EngineOptions(str(trained), EngineLimits(512), "float32", 1 << 20))
+    rounded = EngineCore(EngineOptions(str(trained), EngineLimits(512), compute_dtype, 1 << 20))
 
     assert run_all(rounded, [request])[0].text == run_all(exact, [request])[0].text
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from inference.checkpoint.checkpoint import read_config
-from inference.core.engine_core import EngineCore, EngineOptions
+from inference.core.engine_core import EngineCore
+from inference.core.options import EngineOptions
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
@@ -94,7 +95,7 @@ class LLM:
             waiting_sequence_count_max=100_000,
         )
         self._kv: Any = kwargs.get("kv_cache_config") or KvCacheConfig()
-        self._core = EngineCore(EngineOptions(Path(model), limits, kv_cache_bytes=KV_BYTES))
+        self._core = EngineCore(EngineOptions(str(model), limits, kv_cache_bytes=KV_BYTES))
         self._running: dict[int, Running] = {}
         self._orders: list[Any] = []
         self._changed = threading.Condition()
