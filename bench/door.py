@@ -5,8 +5,9 @@ streamed chat and per request, and the time to the first token.
 
 One api process on a core of its own; on another core PostgreSQL, the simulated engine's host and the client. So many chats are
 being answered, each on a connection of its own, one token per engine step. Then probes beside them ask for two tokens all the
-time: their time to first token, less that of the bare server, is what Weir adds. The last lines have 50 connections on which
-answers of one token are asked for one after the other: what a request costs from its head to its settlement.
+time: their time to first token, less that of the bare server, is what Weir adds. The next lines have 50 connections on which
+answers of one token are asked for one after the other: what a request costs from its head to its settlement. The last two have
+answers in one piece, of one token and of 16, and what the longer one costs beside the shorter.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from bench.streams import PROMPT_TOKENS, WARM_UP_S, Case, scale, step_s
 from metering.store.migrations_runner import migrate
 
 SHORT_STREAMS = 50
+# Of answers in one piece. All come at one rate, since what is done at all times weighs on fewer requests more.
+WHOLE_TOKENS, WHOLE_STREAMS, WHOLE_PERIOD_S = 16, 150, 1.0
 PROMPT = " ".join(["hotel"] * PROMPT_TOKENS)
 
 
@@ -79,7 +82,7 @@ def run(case: Case, port: int, processes: Processes, key: str, seconds: float, *
     seen = json.loads(out)
     if seen["failures"]:
         raise RuntimeError(f"{len(seen['failures'])} requests failed, the first with: {seen['failures'][0]}")
-    count, used_s = seen["request_count" if load.get("short") else "token_count"], marks[1] - marks[0]
+    count, used_s = seen["request_count" if load.get("short_tokens") else "token_count"], marks[1] - marks[0]
     ttft = statistics.quantiles(seen["ttft_ms"], n=100) if seen["ttft_ms"] else [0.0] * 99
     return Result(used_s * 1e6 / count, count / seconds, used_s / seconds, ttft[49], ttft[98])
 
@@ -90,15 +93,19 @@ def by_grpc(case: Case, address: str, processes: Processes, key: str, seconds: f
     return Result(result.token_us, result.tokens_per_s, result.busy, result.ttft_p50_ms, result.ttft_p99_ms)
 
 
+def line(name: str, result: Result, ratios: str = "") -> None:
+    """One line: what was measured, and what follows from it."""
+    ttft = f"{result.ttft_p50_ms:>8.2f} {result.ttft_p99_ms:>8.2f}" if result.ttft_p50_ms else " " * 17
+    print(f"{name:<34}{result.rate_per_s:>9,.0f} {result.unit_us:>9.1f} {result.busy:>6.0%} {ttft}{ratios}", flush=True)
+
+
 def table(name: str, bare: Result, rpc: Result, door: Result) -> None:
     """Three lines of one case."""
     for who, result in (("bare aiohttp", bare), ("Weir, gRPC", rpc), ("Weir, HTTP", door)):
         ratios = "" if result is bare else f" {result.unit_us / bare.unit_us:>7.2f}x"
         ratios += f" {result.unit_us / rpc.unit_us:>7.2f}x" if result is door else ""
-        ttft = f"{result.ttft_p50_ms:>8.2f} {result.ttft_p99_ms:>8.2f}" if result.ttft_p50_ms else " " * 17
         added = f" {result.ttft_p50_ms - bare.ttft_p50_ms:>+8.2f}" if result is not bare and result.ttft_p50_ms else " " * 9
-        print(f"{who + ', ' + name:<34}{result.rate_per_s:>9,.0f} {result.unit_us:>9.1f} {result.busy:>6.0%} {ttft}{added}{ratios}")
-    sys.stdout.flush()
+        line(f"{who}, {name}", result, added + ratios)
 
 
 def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
@@ -126,9 +133,16 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
             table(case.name.replace("stream", "chat"), beside, rpc, run(case, port, processes, key, options.seconds))
         short = Case(SHORT_STREAMS)
         with echo_process(core, short) as bare:
-            beside = run(short, *bare, key, options.seconds, short=True)
-        rpc = run(short, port, processes, key, options.seconds, short=True, grpc_address=address)
-        table("requests of one token", beside, rpc, run(short, port, processes, key, options.seconds, short=True))
+            beside = run(short, *bare, key, options.seconds, short_tokens=1)
+        rpc = run(short, port, processes, key, options.seconds, short_tokens=1, grpc_address=address)
+        table("requests of one token", beside, rpc, run(short, port, processes, key, options.seconds, short_tokens=1))
+        whole = {"whole": True, "period_s": WHOLE_PERIOD_S}
+        one, more = (
+            run(Case(WHOLE_STREAMS), port, processes, key, options.seconds, short_tokens=count, **whole)
+            for count in (1, WHOLE_TOKENS)
+        )
+        line("Weir, HTTP, one token in one piece", one)
+        line(f"Weir, HTTP, {WHOLE_TOKENS} tokens in one piece", more, f"{more.unit_us / one.unit_us:>17.2f}x beside one token")
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import json
 import random
 import sys
 import time
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ import uvloop
 from aiohttp import web
 from weir.v1 import inference_service_pb2 as pb
 
-from bench.streams_load import METHOD, Load, start_message
+from bench.streams_load import METHOD
 
 LONG_TOKENS, PROBE_TOKENS, PROBES = 1500, 2, 4
 CONTENT = b'"delta":{"content":'
@@ -38,9 +39,11 @@ END = b"0\r\n\r\n"  # of a chunked body
 
 @dataclass(frozen=True, slots=True)
 class DoorLoad:
-    """What a client does. short: answers of one token, one after the other on each connection, over gRPC if there is an address.
+    """What a client does. short_tokens: answers of so many tokens, one after the other on each connection.
 
-    Else long answers, and then probes beside them; see `bench.streams_load.Load`.
+    grpc_address: those over gRPC. whole: those in one piece instead of a stream. period_s: from one to the next, where it takes
+    less; 0: at once. Without `short_tokens` long answers, and then
+    probes beside them; see `bench.streams_load.Load`.
     """
 
     host: str
@@ -52,7 +55,9 @@ class DoorLoad:
     step_s: float
     warm_up_s: float
     seconds: float
-    short: bool = False
+    short_tokens: int = 0
+    whole: bool = False
+    period_s: float = 0.0
     grpc_address: str = ""
 
 
@@ -88,7 +93,7 @@ class Client:
             self._counting = False
             print("end", flush=True)
             self._seen.cpu_s = time.process_time() - cpu
-            if not load.short:
+            if not load.short_tokens:
                 streams += [tasks.create_task(self._probe()) for _ in range(PROBES)]
                 await asyncio.sleep(load.seconds)
             for stream in streams:
@@ -99,8 +104,10 @@ class Client:
         """Answers one after the other on one connection."""
         await asyncio.sleep(random.random())  # all at one moment would be one huge prefill
         reader, writer = await asyncio.open_connection(self._load.host, self._load.port)
-        request = self._request(1 if self._load.short else LONG_TOKENS)
+        request = self._request(self._load.short_tokens or LONG_TOKENS)
+        due = time.perf_counter()
         while True:
+            due = max(due + self._load.period_s, time.perf_counter())
             writer.write(request)
             ended, tail = False, b""
             while not ended:
@@ -110,6 +117,8 @@ class Client:
                 tail = data[-len(CONTENT) + 1 :]
                 ended = data.endswith(END)
             self._seen.request_count += self._counting
+            if (left_s := due - time.perf_counter()) > 0:
+                await asyncio.sleep(left_s)
 
     async def _probe(self) -> None:
         """Short answers one after the other, for the time to the first token."""
@@ -126,15 +135,17 @@ class Client:
                     self._seen.ttft_ms.append((time.perf_counter() - sent_at) * 1000)
 
     async def _call_short(self) -> None:
-        """The same short answers over gRPC, on a stream of its own."""
+        """The same short chats over gRPC, on a stream of its own."""
         load = self._load
-        like = Load(load.grpc_address, load.model, load.prompt, load.api_key, 1, False, load.step_s, 0.0, 0.0)
+        chat = pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content=load.prompt)])
+        start = pb.StartFrame(model=load.model, conversation=chat, max_output_tokens=load.short_tokens, ignore_eos=True)
         options = (("grpc.use_local_subchannel_pool", 1),)
         async with grpc.aio.insecure_channel(load.grpc_address, options) as channel:
             open_stream: Any = channel.stream_stream(METHOD)  # no serializers: bytes both ways
             call = open_stream(metadata=(("authorization", f"Bearer {load.api_key}"),))
             while True:
-                await call.write(start_message(like, 1).SerializeToString())
+                asked = pb.ClientFrame(request_id=str(uuid.uuid4()), start=start)
+                await call.write(pb.GenerateRequest(frames=[asked]).SerializeToString())
                 ended = False
                 while not ended:
                     for frame in pb.GenerateResponse.FromString(await call.read()).frames:
@@ -152,7 +163,8 @@ class Client:
 
     def _request(self, token_count: int) -> bytes:
         load = self._load
-        chat = {"model": load.model, "messages": [{"role": "user", "content": load.prompt}], "stream": True, "ignore_eos": True}
+        messages = [{"role": "user", "content": load.prompt}]
+        chat = {"model": load.model, "messages": messages, "stream": not load.whole, "ignore_eos": True}
         body = json.dumps(chat | {"max_tokens": token_count}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {load.api_key}\r\n"
         return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body

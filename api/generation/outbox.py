@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from weir.v1 import inference_service_pb2 as pb
@@ -91,6 +92,8 @@ class Receiver:
         self.is_refused = False  # it has ended without anything of a request
         self.supply: Output | None = None  # of output; None: all its frames are pushed
         self.head = frame_head(given_id)
+        # Number, text and id of a token of the first choice as a part of a message.
+        self.token: Callable[[int, bytes, int], bytes] = partial(token_frame, self.head)
         self.is_waiting = False  # in the outbox's line
         self.in_flight_count = 0  # frames of the message that is being written
         self.on_taken: Callable[[], None] | None = None  # called when the transport takes frames; must not block
@@ -110,6 +113,10 @@ class Receiver:
             self.frames.append(b"\x0a%b%b%b" % (varint(size), self.head, body))
             self.outbox.frame_count += 1
             self.outbox.add(self)
+
+    def delta(self, seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes) -> bytes:
+        """Return new output as a part of a message. rest: the other fields of its `DeltaFrame`, serialized."""
+        return delta_frame(self.head, delta_bytes(seq, choice_index, text, token_ids, rest))
 
     def end(self, frame: pb.ServerFrame | None) -> None:
         """Push the last frame; None if the process shuts down without one."""
@@ -224,7 +231,7 @@ class Outbox:
         on_gone: Callable[[], None] | None = None,
         gone: type[Exception] | tuple[()] = (),
     ) -> None:
-        """Send until closed and empty. write: sends a serialized `GenerateResponse`.
+        """Send until closed and empty. write: sends the parts of a message, joined: a serialized `GenerateResponse` over gRPC.
 
         on_gone: called when `write` raises `gone`, by which it tells that the client has gone. Raises: OSError if the journal
         cannot be written (nothing of that message was sent), and whatever else `write` raises.
@@ -232,7 +239,7 @@ class Outbox:
         while True:
             if self._line and self._is_open:
                 # Made only now, since a process may be stopped anywhere before, for any time.
-                if message := self._message():
+                if (message := self._message()) or self._in_flight:
                     try:
                         await write(message)
                     except gone:

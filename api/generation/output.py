@@ -20,7 +20,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import AttachedElsewhere, FieldViolation, InvalidRequest, OutputGone, status_of
 from api.generation import frames
 from api.generation.life import Life
-from api.generation.outbox import Collected, Receiver, UsageSoFar, delta_bytes, delta_frame, framed, token_frame, varint
+from api.generation.outbox import Collected, Receiver, UsageSoFar, delta_bytes, delta_frame, framed, varint
 from api.generation.replay import ReplayBuffer
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
@@ -441,7 +441,7 @@ class LiveOutput(Output):
             if len(token_ids) == 1 and not (choice_index or logprobs or calls):
                 self._steps.clear()
                 self._last_seq += 1
-                into.parts.append(token_frame(receiver.head, self._last_seq, text.encode(), token_ids[0]))
+                into.parts.append(receiver.token(self._last_seq, text.encode(), token_ids[0]))
                 into.token_room -= 1
                 into.entries.append((self, 1))
                 if self._life is None:
@@ -465,7 +465,7 @@ class LiveOutput(Output):
                     break  # the first token waits for credit
                 self._last_seq += 1
                 delta_count += 1
-                into.parts.append(delta_frame(receiver.head, delta_bytes(self._last_seq, choice_index, text, token_ids, rest)))
+                into.parts.append(receiver.delta(self._last_seq, choice_index, text, token_ids, rest))
                 taken_count += len(token_ids)
                 if flow.credit is not None:
                     flow.credit -= len(token_ids)

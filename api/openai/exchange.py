@@ -10,12 +10,12 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import structlog
 from aiohttp import HttpVersion11, web
 from aiohttp.http_writer import StreamWriter
-from google.rpc import status_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
@@ -55,6 +55,32 @@ class Arrival:
     check: Callable[[], Awaitable[None]]
 
 
+class AnswerReceiver(Receiver):
+    """Receives one request of an exchange. What comes becomes bytes of the answer, instead of frames that would be parsed again."""
+
+    def __init__(self, exchange: Exchange, outbox: Outbox, given_id: str, index: int) -> None:
+        """index: of the request among those of the exchange."""
+        super().__init__(outbox, given_id, exchange.on_end)
+        self.index = index
+        self.token = partial(exchange.note_token, index)
+        self._exchange = exchange
+
+    def push(self, frame: pb.ServerFrame | bytes) -> None:
+        """See `Receiver.push`. A frame of which the answer says nothing wakes nobody."""
+        if not self.outbox.is_abandoned:
+            event = self._exchange.note(self, pb.ServerFrame.FromString(frame) if isinstance(frame, bytes) else frame)
+            if event:
+                self.frames.append(event)
+                self.outbox.frame_count += 1
+                self.outbox.add(self)
+
+    def delta(self, seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes) -> bytes:
+        """See `Receiver.delta`."""
+        new = pb.DeltaFrame.FromString(rest)
+        new.text = text.decode()
+        return self._exchange.note_delta(self.index, choice_index, new)
+
+
 class Exchange:
     """One HTTP request that generates."""
 
@@ -68,14 +94,14 @@ class Exchange:
         whole = None if asked.streams else WholeOutbox(journal, len(asked.starts), self._stop_others)
         self._outbox: Outbox = whole or Outbox(journal, process.admission.holds.may_have_lapsed)
         self._live: list[LiveRequest] = []
-        self._receivers: dict[str, Receiver] = {}  # of requests that have not ended, by the id in their frames
-        self._places: dict[str, int] = {}  # of requests, by the same id
+        self._receivers: dict[str, AnswerReceiver] = {}  # of requests that have not ended, by their id as text
         self._outputs = [Output(index) for index in range(len(asked.starts) * asked.choice_count)]
         self._bill = Bill(request_ids=[str(each) for each in self._request_ids()])
         self._headers: dict[str, str] = {}
         self._refusal: Refusal | None = None  # the first failure, which is the answer's
         self._response: web.StreamResponse | None = None  # once anything has been written
         self._is_open = False  # whether a stream's opening has been said
+        self._has_output = False  # whether an answer in one piece has begun
         self._silent_since = time.monotonic()
 
     async def serve(self) -> web.StreamResponse:
@@ -117,12 +143,12 @@ class Exchange:
         for key, start in zip(keys, starts, strict=True):
             if (here := self._process.find(key)) is not None:
                 check_same(here, start)
-        for index, start in enumerate(starts):
-            self._places[start.given_id] = index
-            self._receivers[start.given_id] = Receiver(self._outbox, start.given_id, self._on_end)
-        self._live += [self._process.begin(caller, start, self._receivers[start.given_id]) for start in starts]
+        receivers = [AnswerReceiver(self, self._outbox, start.given_id, index) for index, start in enumerate(starts)]
+        self._receivers = {receiver.given_id: receiver for receiver in receivers}
+        self._live += [self._process.begin(caller, *each) for each in zip(starts, receivers, strict=True)]
 
-    def _on_end(self, receiver: Receiver) -> None:
+    def on_end(self, receiver: Receiver) -> None:
+        """Handle that a request has ended."""
         del self._receivers[receiver.given_id]
         if receiver.is_refused:
             self._process.pace.spent(self._arrival.caller.payer, REFUSAL_COST_S)
@@ -139,43 +165,47 @@ class Exchange:
         """One of several prompts has ended without an answer: the others end by the same cause, and are charged by that."""
         if not self._live:
             return  # all were left before this one ended
-        ended = self._live[self._places[ended_id]]
+        ended = self._live[self._receivers[ended_id].index]
         cause = ended.end_cause or Cause.SERVICE
         for request in self._live:
             if request is not ended and request.start.given_id in self._receivers:
                 request.stop(OUTCOMES[cause], SiblingEnded(cause))
 
-    async def _take(self, data_of_message: bytes) -> None:
-        """One message of the outbox: written as events, or kept for the body, which begins when all output is there."""
-        message = pb.GenerateResponse.FromString(data_of_message)
-        data = b"".join([self._event(frame) for frame in message.frames])
-        if self._response is None and not self._asked.streams and any(frame.HasField("delta") for frame in message.frames):
+    async def _take(self, data: bytes) -> None:
+        """Write what a message of the outbox says, or the body of a whole answer, which begins when all output is there."""
+        if self._has_output and self._response is None:
             data = self._body_without_end()
         if data:
             await self._write(data)
 
-    def _event(self, frame: pb.ServerFrame) -> bytes:
-        """Note a frame; what a stream says of it."""
+    def note(self, receiver: AnswerReceiver, frame: pb.ServerFrame) -> bytes:
+        """Note a frame without output. Returns the events that a stream says of it."""
         kind = frame.WhichOneof("kind")
-        if kind == "delta":
-            return self._delta(frame)
         if kind == "admitted":
             self._headers = headers_of(frame.admitted.quotas)
             self._bill.price_version = frame.admitted.price_version
         elif kind == "progress":
             return self._ping()
         elif kind == "finished":
-            return self._finished(frame)
+            return self._finished(receiver, frame.finished)
         elif kind == "failed":
-            return self._failed(frame.request_id, frame.failed.status)
+            return self._fail(receiver, refusal_of(frame.failed.status, self._asked.names))
         return b""
 
-    def _delta(self, frame: pb.ServerFrame) -> bytes:
-        delta = frame.delta
-        output = self._outputs[self._places[frame.request_id] * self._asked.choice_count + delta.choice_index]
-        if not self._asked.streams or self._answer.tells_all_again:
+    def note_token(self, index: int, seq: int, text: bytes, token_id: int) -> bytes:
+        """Note a token of the first choice; see `Receiver.token`."""
+        return self.note_delta(index, 0, pb.DeltaFrame(text=text.decode()))
+
+    def note_delta(self, index: int, choice_index: int, delta: pb.DeltaFrame) -> bytes:
+        """Note new output of a request. Returns the events that a stream says of it."""
+        output = self._outputs[index * self._asked.choice_count + choice_index]
+        if not self._asked.streams:
+            output.add(delta)
+            self._has_output = True
+            return b""
+        if self._answer.tells_all_again:
             output.add(delta)  # a client that reads slowly must not cost memory for what it was told
-        if not self._asked.streams or self._refusal is not None or not (delta.text or delta.logprobs or delta.tool_calls):
+        if self._refusal is not None or not (delta.text or delta.logprobs or delta.tool_calls):
             return b""
         return self._opening() + self._answer.delta(output, delta)
 
@@ -192,10 +222,9 @@ class Exchange:
             return b""
         return answers.PING
 
-    def _finished(self, frame: pb.ServerFrame) -> bytes:
-        finished = frame.finished
+    def _finished(self, receiver: AnswerReceiver, finished: pb.FinishedFrame) -> bytes:
         self._bill.add(finished.usage, finished.cost)
-        first = self._places[frame.request_id] * self._asked.choice_count
+        first = receiver.index * self._asked.choice_count
         reasons = [choice.reason for choice in finished.choices] or [finished.reason]
         for offset, reason in enumerate(reasons):
             self._outputs[first + offset].reason = reason
@@ -204,19 +233,16 @@ class Exchange:
             return b""
         name = answers.reason_name(cut)
         refusal = Refusal(CLIENT_CLOSED, f"the answer was cut off: {name}", "invalid_request_error", name.lower())
-        return self._fail(frame.request_id, refusal)
+        return self._fail(receiver, refusal)
 
-    def _failed(self, given_id: str, status: status_pb2.Status) -> bytes:
-        return self._fail(given_id, refusal_of(status, self._asked.names))
-
-    def _fail(self, given_id: str, refusal: Refusal) -> bytes:
+    def _fail(self, receiver: AnswerReceiver, refusal: Refusal) -> bytes:
         """Note the first failure; what a stream that has begun says of it."""
         if self._refusal is not None:
             return b""
         self._refusal = refusal
         if not self._asked.streams:
             return b""
-        self._stop_others(given_id)
+        self._stop_others(receiver.given_id)
         if self._response is None and not self._is_open:
             return b""
         return self._opening() + self._answer.failure(refusal, self._outputs)
@@ -235,15 +261,14 @@ class Exchange:
         if self._response is None and self._refusal is not None:
             return refused(self._refusal, self._arrival.request_id, closing=self._process.admission.capacity.is_draining)
         if self._asked.streams:
-            await self._write(self._stream_end())
+            end = self._stream_end()
         elif self._response is None:  # an answer without a token
-            whole = self._answer.body(self._outputs) | self._answer.tail(self._outputs, self._bill)
-            await self._write(answers.encode(whole))
+            end = answers.encode(self._answer.body(self._outputs) | self._answer.tail(self._outputs, self._bill))
         else:
-            await self._write(b"," + answers.encode(self._body_end())[1:])
-        assert self._response is not None
-        await self._response.write_eof()
-        return self._response
+            end = b"," + answers.encode(self._body_end())[1:]
+        response = await self._opened()
+        await self._http.writer.write_eof(end)
+        return response
 
     def _stream_end(self) -> bytes:
         if self._refusal is not None:
@@ -259,18 +284,27 @@ class Exchange:
 
     async def _write(self, data: bytes) -> None:
         """Hand bytes to the connection. Raises: ConnectionError if it is gone, TimeoutError if it takes nothing for too long."""
-        if self._response is None:
-            self._response = web.StreamResponse(headers=self._response_headers())
-            # Before HTTP/1.1 nothing but the end of the connection tells where such a body ends.
-            if self._process.admission.capacity.is_draining or self._http.version < HttpVersion11:
-                self._response.force_close()
-            await self._response.prepare(self._http)
+        await self._opened()
         self._silent_since = time.monotonic()
         # `StreamResponse.write` may wait by itself, and a clock for each token costs as much as the token.
-        writer = cast(StreamWriter, self._http.writer)
-        await writer.write(data, drain=False)
+        await cast(StreamWriter, self._http.writer).write(data, drain=False)
         if self._http.protocol.writing_paused:
             await cast(Connection, self._http.protocol).drained()
+
+    async def _opened(self) -> web.StreamResponse:
+        """The response, of which at least the head is about to be sent: with what is written first, in one piece."""
+        if self._response is not None:
+            return self._response
+        is_chunked = self._http.version >= HttpVersion11
+        headers = self._response_headers()
+        self._response = response = web.Response(headers=headers) if is_chunked else web.StreamResponse(headers=headers)
+        if is_chunked:
+            response.enable_chunked_encoding()
+        # Before HTTP/1.1 nothing but the end of the connection tells where such a body ends.
+        if self._process.admission.capacity.is_draining or not is_chunked:
+            response.force_close()
+        await response.prepare(self._http)
+        return response
 
     def _response_headers(self) -> dict[str, str]:
         kind = {"content-type": EVENT_STREAM, "x-accel-buffering": "no"} if self._asked.streams else {"content-type": JSON}

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,7 @@ from api.generation.live import Caller, LiveRequest
 from api.generation.peers import PeerCertificates, make_identity
 from api.inference_service import InferenceServicer
 from api.openai.door import Door
-from api.openai.exchange import Exchange
+from api.openai.exchange import AnswerReceiver, Exchange
 from api.openai.listener import Listener
 from api.server import build_peer_server
 from metering.core.models import Outcome, QuotaDimension
@@ -417,12 +417,24 @@ handed_over: list[int] = []  # tokens, by message, of the one HTTP request that 
 
 @pytest.fixture(autouse=True)
 def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Exchange._take
+    take, token, delta = Exchange._take, Exchange.note_token, AnswerReceiver.delta
+    collected: list[int] = []
+
+    def count_one(self: Exchange, index: int, seq: int, text: bytes, token_id: int) -> bytes:
+        collected.append(1)
+        return token(self, index, seq, text, token_id)
+
+    def count(self: AnswerReceiver, seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes) -> bytes:
+        collected.append(len(token_ids))
+        return delta(self, seq, choice_index, text, token_ids, rest)
 
     async def take_and_note(self: Exchange, data: bytes) -> None:
-        handed_over.append(sum(len(frame.delta.token_ids) for frame in pb.GenerateResponse.FromString(data).frames))
+        handed_over.append(sum(collected))
+        collected.clear()
         await take(self, data)
 
+    monkeypatch.setattr(Exchange, "note_token", count_one)
+    monkeypatch.setattr(AnswerReceiver, "delta", count)
     monkeypatch.setattr(Exchange, "_take", take_and_note)
 
 
