@@ -92,8 +92,7 @@ if TYPE_CHECKING:
         RotatedApiKey,
         TokenKind,
     )
-    from weir_client.admin import AsyncAdminClient
-    from weir_client.admin_sync import AdminClient
+    from weir_client.admin import AdminClient, AsyncAdminClient
     from weir_client.alerts import (
         Alert,
         AlertDelivery,
@@ -102,8 +101,7 @@ if TYPE_CHECKING:
         AlertWebhook,
         CreatedAlertWebhook,
     )
-    from weir_client.billing import AsyncBillingClient
-    from weir_client.billing_sync import BillingClient
+    from weir_client.billing import AsyncBillingClient, BillingClient
     from weir_client.billing_terms import (
         AppliedPrice,
         CreditBalance,
@@ -170,10 +168,8 @@ if TYPE_CHECKING:
 _MANAGING = (
     "accounts",
     "admin",
-    "admin_sync",
     "alerts",
     "billing",
-    "billing_sync",
     "billing_terms",
     "bills",
     "live",
