@@ -14,8 +14,6 @@ from sqlalchemy.pool import NullPool
 
 import metering.alerts.alerts
 import metering.control.live
-import metering.invoicing.invoice_document
-import metering.invoicing.invoices
 import metering.ledger.ledger  # each declares mapped classes on the base
 import metering.plans.prepaid
 import metering.receipts.months  # noqa: F401
@@ -27,7 +25,9 @@ from metering.store.migrations_runner import MIGRATION_LOCK_ID
 # per month, made ahead of its time.
 UNMAPPED = re.compile(
     r"usage_events_(\d{4}_\d{2}|default)|unrated_usage|usage_corrections|ledger_(transactions|entries)|receipt_(chains|batches)"
-    r"|live_reports|worker_incidents|export_progress|meter_batches|stripe_(objects|events|invoices|late_items|month_settlements|month_items)"
+    r"|document_series|month_closings|invoices|invoice_(lines|letterheads)|adjustments|adjustment_decisions"
+    r"|live_reports|worker_incidents|export_progress|meter_batches"
+    r"|stripe_(objects|events|invoices|late_items|month_settlements|month_items)"
 )
 MONTHS_AHEAD = 3  # a worker makes them, too: so long nobody notices that none runs
 CAN_MAKE_PARTITIONS = "SELECT to_regprocedure('create_usage_partitions(int)') IS NOT NULL"

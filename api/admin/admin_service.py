@@ -65,7 +65,7 @@ from metering.core.models import AuditEntry, Organization, Project, TokenKind
 from metering.holds.recovery import sweep_expired_holds
 from metering.ledger.ledger import month_bounds
 from metering.plans import plan_admin, prepaid, simulation
-from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
+from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.pricing import prices
 from metering.pricing.prices import CustomerPrice, ModelPrice
 from metering.quotas import quota_admin, quota_states
@@ -1007,7 +1007,7 @@ def rules_of(path: str, message: plan_pb.PlanConfiguration) -> PlanRules:
             tuple(Allowance(selector_of(each.selector), each.token_count) for each in message.allowances),
             tuple(
                 TieredPrice(
-                    PlanLineKind(each.kind) if each.kind in set(PlanLineKind) else PlanLineKind.COMMITMENT,
+                    LineKind(each.kind) if each.kind in set(LineKind) else LineKind.COMMITMENT,
                     selector_of(each.selector),
                     tuple(PriceStep(*(wire.given(step, name) for name in STEP_FIELDS)) for step in each.steps),
                 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from datetime import datetime
 from decimal import Decimal
@@ -29,11 +29,19 @@ from sqlalchemy import (
     SmallInteger,
     Text,
     Uuid,
+    column,
     func,
+    table,
     text,
 )
-from sqlalchemy.dialects.postgresql import ARRAY, JSONB
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB, Insert, insert
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+
+def insertion(name: str, values: Mapping[str, Any]) -> Insert:
+    """An INSERT of one row into a table that no class maps."""
+    return insert(table(name, *map(column, values))).values(values)
+
 
 D = TypeVar("D")
 

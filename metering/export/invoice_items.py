@@ -46,7 +46,7 @@ from metering.export.stripe_gateway import (
     subscription_of,
     usage_invoices,
 )
-from metering.invoicing.invoices import invoice_of_month, is_charge, read_lines
+from metering.invoicing.invoices import invoice_of_month, read_lines
 from metering.ledger.ledger import month_text
 from metering.store.db import Sessions, lock_holder, try_lock
 
@@ -372,7 +372,7 @@ async def charges(session: AsyncSession, month: Row[Any]) -> list[tuple[str, int
     found = [
         (f"{month_text(month.month)}: {line.description}", whole_units(line.amount_picos, month.currency_code))
         for line in await read_lines(session, invoice.id)
-        if is_charge(line.kind)
+        if line.kind.is_charge
     ]
     return [(description, amount) for description, amount in found if amount][:LABELLED_MAX]
 

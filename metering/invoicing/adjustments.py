@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import re
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from enum import StrEnum
+from typing import Any
 
-from sqlalchemy import Row, Select, func, insert, select, text
+from sqlalchemy import Row, column, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change
 from metering.core.errors import ApprovalRefused, InvalidValue, NotFound
-from metering.core.models import record_of
+from metering.core.models import insertion, record_of
 from metering.core.money import exact_text, minor_unit, round_to_minor_unit
-from metering.invoicing.invoices import Adjustment, AdjustmentDecision, InvoiceRow, Series, credited_picos, draw_number
+from metering.invoicing.invoices import Series, credited_picos, draw_number
 from metering.ledger.ledger import (
     AccountKind,
     Posting,
@@ -34,6 +35,7 @@ from metering.ledger.ledger import (
 )
 from metering.ledger.rating import misstated_usage
 from metering.plans.prepaid import refresh
+from metering.store.db import database_now
 from metering.tenants.tenants import as_uuid, find_organization
 
 REASON_FORM = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]{0,199}")  # one line that a customer reads; no formula for a spreadsheet either
@@ -51,6 +53,20 @@ WHERE month <= :present
   AND month > coalesce((SELECT max(month) FROM billing_months
                         WHERE organization_id = :organization_id AND state = 'closed'), '-infinity')
 """)
+
+
+FOUND = """
+SELECT a.*, i.number AS invoice_number, d.decided_by, d.decided_at, d.billing_month, d.credit_note_number,
+       CASE WHEN d.approved IS NULL THEN 'proposed' WHEN d.approved THEN 'approved' ELSE 'rejected' END AS state
+FROM adjustments a LEFT JOIN adjustment_decisions d ON d.adjustment_id = a.id LEFT JOIN invoices i ON i.id = a.invoice_id WHERE
+"""
+ONE = text(f"{FOUND} a.id = :id")
+LISTED = text(f"""
+{FOUND} a.organization_id = :organization_id AND (NOT :undecided_only OR d.adjustment_id IS NULL)
+  AND (CAST(:invoice_id AS uuid) IS NULL OR a.invoice_id = :invoice_id) ORDER BY a.created_at DESC, a.id
+""")
+LOCK = text("SELECT * FROM adjustments WHERE id = :id FOR UPDATE")
+LOCK_INVOICE = text("SELECT * FROM invoices WHERE id = :id FOR UPDATE")
 
 
 class AdjustmentState(StrEnum):
@@ -98,7 +114,7 @@ async def create_adjustment(
 
 
 async def create_credit_note(
-    session: AsyncSession, *, invoice: InvoiceRow, amount_picos: int, currency_code: str, reason: str, actor: str
+    session: AsyncSession, *, invoice: Row[Any], amount_picos: int, currency_code: str, reason: str, actor: str
 ) -> AdjustmentRecord:
     """Propose to give back a part of an invoice, or all of it. amount_picos: above zero. Raises: InvalidValue."""
     check_currency(currency_code, invoice.currency_code)
@@ -142,20 +158,18 @@ async def approve(session: AsyncSession, *, adjustment_id: str, actor: str, now:
             f"{actor} cannot approve adjustment {record.id}: the key was created after the proposal, or by {record.author}, or "
             f"created {record.author}; a key that somebody else holds, and held before, has to approve it"
         )
-    decided_at = now or (await session.scalars(select(func.now()))).one()
+    decided_at = now or await database_now(session)
     month = await _billing_month(session, row.organization_id, decided_at)
-    decision = AdjustmentDecision(
-        adjustment_id=row.id, author=row.author, approved=True, decided_by=actor, decided_at=decided_at, billing_month=month
-    )
+    decision = {"adjustment_id": row.id, "author": row.author, "approved": True, "decided_by": actor, "decided_at": decided_at}
+    decision["billing_month"] = month
     if row.invoice_id is not None:
-        invoice = (await session.scalars(select(InvoiceRow).where(InvoiceRow.id == row.invoice_id).with_for_update())).one()
+        invoice = (await session.execute(LOCK_INVOICE, {"id": row.invoice_id})).one()
         await check_credit_left(session, invoice, -int(row.amount_picos))
     await post(session, [_posting(record, month, decided_at)])
     await refresh(session, row.organization_id, actor=actor)  # of one that pays in advance, the limit has changed
     if row.invoice_id is not None:
-        decision.credit_note_ordinal, decision.credit_note_number = await draw_number(session, Series.CREDIT_NOTE)
-    session.add(decision)
-    await session.flush()
+        decision["credit_note_ordinal"], decision["credit_note_number"] = await draw_number(session, Series.CREDIT_NOTE)
+    await session.execute(insertion("adjustment_decisions", decision))
     return await _decided(session, row.id, actor, "adjustment.approve")
 
 
@@ -167,13 +181,13 @@ async def reject(session: AsyncSession, *, adjustment_id: str, actor: str, now: 
         return record
     refuse_decided(record)
     values = {"adjustment_id": row.id, "author": row.author, "approved": False, "decided_by": actor}
-    await session.execute(insert(AdjustmentDecision).values(values | ({} if now is None else {"decided_at": now})))
+    await session.execute(insertion("adjustment_decisions", values | ({} if now is None else {"decided_at": now})))
     return await _decided(session, row.id, actor, "adjustment.reject")
 
 
 async def find_adjustment(session: AsyncSession, adjustment_id: uuid.UUID) -> AdjustmentRecord:
     """One by its id. Raises: NotFound."""
-    row = (await session.execute(_select().where(Adjustment.id == adjustment_id))).one_or_none()
+    row = (await session.execute(ONE, {"id": adjustment_id})).one_or_none()
     if row is None:
         raise NotFound("adjustment", str(adjustment_id))
     return _record(row)
@@ -183,12 +197,8 @@ async def list_adjustments(
     session: AsyncSession, organization_id: uuid.UUID, *, undecided_only: bool = False, invoice_id: uuid.UUID | None = None
 ) -> list[AdjustmentRecord]:
     """Adjustments and credit notes, the latest first; only of one invoice if it is given."""
-    query = _select().where(Adjustment.organization_id == organization_id).order_by(Adjustment.created_at.desc(), Adjustment.id)
-    if undecided_only:
-        query = query.where(AdjustmentDecision.adjustment_id.is_(None))
-    if invoice_id is not None:
-        query = query.where(Adjustment.invoice_id == invoice_id)
-    return [_record(row) for row in await session.execute(query)]
+    wanted = {"organization_id": organization_id, "undecided_only": undecided_only, "invoice_id": invoice_id}
+    return [_record(row) for row in await session.execute(LISTED, wanted)]
 
 
 def check_currency(given: str, expected: str) -> None:
@@ -197,7 +207,7 @@ def check_currency(given: str, expected: str) -> None:
         raise InvalidValue("amount.currency_code", f"give {expected}, which this organization is billed in")
 
 
-async def check_credit_left(session: AsyncSession, invoice: InvoiceRow, amount_picos: int) -> None:
+async def check_credit_left(session: AsyncSession, invoice: Row[Any], amount_picos: int) -> None:
     """Raises: InvalidValue if an invoice with its credit notes has less left than is to be given back."""
     left = int(invoice.total_picos) - await credited_picos(session, invoice.id)
     if amount_picos > left:
@@ -216,7 +226,7 @@ def refuse_decided(record: AdjustmentRecord) -> None:
 async def _propose(
     session: AsyncSession,
     organization_id: uuid.UUID,
-    invoice: InvoiceRow | None,
+    invoice: Row[Any] | None,
     amount_picos: int,
     currency_code: str,
     reason: str,
@@ -234,7 +244,7 @@ async def _propose(
         "reason": reason,
         "author": actor,
     }
-    adjustment_id = (await session.scalars(insert(Adjustment).values(values).returning(Adjustment.id))).one()
+    adjustment_id: uuid.UUID = (await session.execute(insertion("adjustments", values).returning(column("id")))).scalar_one()
     return await _decided(session, adjustment_id, actor, "adjustment.create")
 
 
@@ -256,11 +266,10 @@ async def _decided(session: AsyncSession, adjustment_id: uuid.UUID, actor: str, 
     return record
 
 
-async def _locked(session: AsyncSession, adjustment_id: str) -> Adjustment:
+async def _locked(session: AsyncSession, adjustment_id: str) -> Row[Any]:
     """The row, so that nobody else decides it meanwhile. Raises: NotFound."""
     key = as_uuid(adjustment_id)
-    query = select(Adjustment).where(Adjustment.id == key).with_for_update()
-    if key is None or (row := await session.scalar(query)) is None:
+    if key is None or (row := (await session.execute(LOCK, {"id": key})).one_or_none()) is None:
         raise NotFound("adjustment", adjustment_id)
     return row
 
@@ -287,24 +296,6 @@ def _posting(record: AdjustmentRecord, month: date, decided_at: datetime) -> Pos
     )
 
 
-def _select() -> Select[Adjustment, AdjustmentDecision | None, str | None]:
-    return (
-        select(Adjustment, AdjustmentDecision, InvoiceRow.number)
-        .outerjoin(AdjustmentDecision, AdjustmentDecision.adjustment_id == Adjustment.id)
-        .outerjoin(InvoiceRow, InvoiceRow.id == Adjustment.invoice_id)
-    )
-
-
-def _record(row: Row[Adjustment, AdjustmentDecision | None, str | None]) -> AdjustmentRecord:
-    adjustment, decision, invoice_number = row
-    proposed = record_of(AdjustmentRecord, adjustment, invoice_number=invoice_number or "", state=AdjustmentState.PROPOSED)
-    if decision is None:
-        return proposed
-    return replace(
-        proposed,
-        state=AdjustmentState.APPROVED if decision.approved else AdjustmentState.REJECTED,
-        decided_by=decision.decided_by,
-        decided_at=decision.decided_at,
-        billing_month="" if decision.billing_month is None else month_text(decision.billing_month),
-        credit_note_number=decision.credit_note_number or "",
-    )
+def _record(row: Row[Any]) -> AdjustmentRecord:
+    month = "" if row.billing_month is None else month_text(row.billing_month)
+    return record_of(AdjustmentRecord, row, invoice_number=row.invoice_number or "", billing_month=month)

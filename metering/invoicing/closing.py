@@ -19,16 +19,17 @@ from datetime import date, datetime, timedelta
 from decimal import Decimal
 from typing import TypedDict, Unpack
 
-from sqlalchemy import func, insert, select, text, update
+from psycopg.types.json import Jsonb
+from sqlalchemy import func, select, text, update
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change
 from metering.core.errors import InvariantViolated, MonthNotClosable, Obstacle, ObstacleKind
-from metering.core.models import Organization
+from metering.core.models import Organization, insertion
 from metering.core.money import exact_text
-from metering.invoicing.invoices import MonthClosing, Series, draw_number, write_invoice
-from metering.invoicing.month_report import ChargeKind, Closed, MonthReport, digests
+from metering.invoicing.invoices import Series, draw_number, write_invoice
+from metering.invoicing.month_report import Closed, MonthReport, digests
 from metering.invoicing.months import LONG_READ_S, prepaid_credit_of, read_month, read_patiently
 from metering.ledger.ledger import (
     BEFORE,
@@ -45,7 +46,7 @@ from metering.ledger.ledger import (
     take_lane,
 )
 from metering.ledger.rating import correct, misstated_usage, rate_all_pending, rate_customer, unratable_usage, why_not
-from metering.plans.plans import CreditApplication
+from metering.plans.plans import CreditApplication, LineKind
 from metering.plans.prepaid import expire, refresh, spend
 from metering.receipts.months import receipt_month, seal_month
 from metering.store.db import Sessions, patience
@@ -135,7 +136,7 @@ def named(ids: list[str]) -> str:
 
 
 # Lines of a plan that change what usage costs. Adjustments are posted when they are approved, not here.
-DISCOUNTS = (ChargeKind.ALLOWANCE, ChargeKind.GRADUATED, ChargeKind.VOLUME)
+DISCOUNTS = (LineKind.ALLOWANCE, LineKind.GRADUATED, LineKind.VOLUME)
 INSTANT = timedelta(microseconds=1)
 
 
@@ -143,7 +144,7 @@ def spent_credit(draft: MonthReport) -> list[CreditApplication]:
     return [
         CreditApplication(each.source_id, -each.amount_picos)
         for each in draft.charges
-        if each.kind is ChargeKind.CREDIT and each.source_id is not None
+        if each.kind is LineKind.CREDIT and each.source_id is not None
     ]
 
 
@@ -151,7 +152,7 @@ def close_postings(draft: MonthReport, month: date, invoice_id: uuid.UUID) -> li
     """What the close adds to the ledger: the plan's lines, the credit that pays, and what rounding moves."""
     discount, commitment, spent = (
         sum(each.amount_picos for each in draft.charges if each.kind in kinds)
-        for kinds in (DISCOUNTS, (ChargeKind.COMMITMENT,), (ChargeKind.CREDIT,))
+        for kinds in (DISCOUNTS, (LineKind.COMMITMENT,), (LineKind.CREDIT,))
     )
     rounded = draft.total_rounded_picos - draft.total_picos
     moves = (
@@ -358,9 +359,9 @@ async def _freeze(session: AsyncSession, request: CloseRequest, report: MonthRep
         "json_sha256": digest.json_sha256,
         "csv_sha256": digest.csv_sha256,
         "receipts_root": "" if report.closed is None else report.closed.receipts_root,
-        "billing_profile": None if report.billing_profile is None else report.billing_profile.as_json(),
+        "billing_profile": None if report.billing_profile is None else Jsonb(report.billing_profile.as_json()),
     }
-    await session.execute(insert(MonthClosing).values(facts))
+    await session.execute(insertion("month_closings", facts))
     closed = {"state": MonthState.CLOSED, "closed_at": now, "closed_by": request.actor}
     key = (BillingMonth.organization_id == request.organization_id, BillingMonth.month == request.month)
     await session.execute(update(BillingMonth).where(*key).values(closed).execution_options(synchronize_session=False))

@@ -10,20 +10,18 @@ from __future__ import annotations
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
-from sqlalchemy import ForeignKey, func, select
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Mapped, mapped_column
 
-from metering.core.models import Base
+from metering.core.models import record_of
 from metering.core.money import PICO_DIGITS, exact_text
-from metering.invoicing.invoices import InvoiceRow
-from metering.invoicing.month_report import TAX_NOTE, ChargeKind, MonthReport, ReportLine
+from metering.invoicing.month_report import TAX_NOTE, MonthReport, ReportLine
 from metering.ledger.ledger import month_bounds
+from metering.plans.plans import LineKind
 from metering.tenants.billing_profiles import BillingProfile
 
 
@@ -117,7 +115,7 @@ def shown_by_helvetica(character: str) -> bool:
 
 DRAFT = "DRAFT, month not closed"
 UNBALANCED = "NOT RECONCILED, do not send"
-HEADINGS = {ChargeKind.ADJUSTMENT: "Adjustments", ChargeKind.CREDIT: "Prepaid credit"}
+HEADINGS = {LineKind.ADJUSTMENT: "Adjustments", LineKind.CREDIT: "Prepaid credit"}
 PLAN_HEADING = "Plan"
 
 
@@ -244,18 +242,22 @@ def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
         yield f"Root of the receipts of this month: {report.closed.receipts_root}"
 
 
-class InvoiceLetterhead(Base):
-    """The issuer on an invoice, written with its first document. address, payment: a line each."""
-
-    __tablename__ = "invoice_letterheads"
-
-    invoice_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("invoices.id"), primary_key=True)
-    name: Mapped[str]
-    address: Mapped[list[str]]
-    tax_id: Mapped[str]
-    contact: Mapped[str]
-    payment: Mapped[list[str]]
-    recorded_at: Mapped[datetime] = mapped_column(server_default=func.now())
+LETTERHEAD = (
+    "name",
+    "address",
+    "tax_id",
+    "contact",
+    "payment",
+)  # what of the issuer an invoice keeps; address and payment as lines
+KEPT = text("""
+SELECT l.* FROM invoice_letterheads l JOIN invoices i ON i.id = l.invoice_id
+WHERE i.organization_id = :organization_id AND i.month = :month
+""")
+KEEP = text("""
+INSERT INTO invoice_letterheads (invoice_id, name, address, tax_id, contact, payment)
+SELECT id, :name, :address, :tax_id, :contact, :payment FROM invoices WHERE organization_id = :organization_id AND month = :month
+ON CONFLICT DO NOTHING
+""")
 
 
 async def letterhead_of(session: AsyncSession, organization_id: uuid.UUID, month: str, issuer: Issuer) -> Issuer:
@@ -264,27 +266,9 @@ async def letterhead_of(session: AsyncSession, organization_id: uuid.UUID, month
     Of an invoice the kept one, or this one, which is kept from now on if it has a name; of a month without an invoice this one.
     Never commits. Two who ask first at once get the same. Raises: InvalidValue for a bad month.
     """
-    first_day = month_bounds(month)[0].date()
-    of_month = (InvoiceRow.organization_id == organization_id, InvoiceRow.month == first_day)
-    invoice_id = await session.scalar(select(InvoiceRow.id).where(*of_month))
-    if issuer.name and invoice_id is not None:
-        values = {
-            "invoice_id": invoice_id,
-            "name": issuer.name,
-            "address": list(issuer.address),
-            "tax_id": issuer.tax_id,
-            "contact": issuer.contact,
-            "payment": list(issuer.payment),
-        }
-        await session.execute(insert(InvoiceLetterhead).values(values).on_conflict_do_nothing())
-    kept = await session.scalar(select(InvoiceLetterhead).where(InvoiceLetterhead.invoice_id == invoice_id))
-    if kept is None:
-        return issuer
-    return replace(
-        issuer,
-        name=kept.name,
-        address=tuple(kept.address),
-        tax_id=kept.tax_id,
-        contact=kept.contact,
-        payment=tuple(kept.payment),
-    )
+    of_month = {"organization_id": organization_id, "month": month_bounds(month)[0].date()}
+    if issuer.name:
+        lines = {"address": [*issuer.address], "payment": [*issuer.payment]}
+        await session.execute(KEEP, {name: getattr(issuer, name) for name in LETTERHEAD} | lines | of_month)
+    kept = (await session.execute(KEPT, of_month)).one_or_none()
+    return issuer if kept is None else record_of(Issuer, kept, font=issuer.font, bold_font=issuer.bold_font)

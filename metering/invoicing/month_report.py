@@ -1,6 +1,6 @@
 """The month of a customer as a value: its usage, its charges and what it owes; as JSON and as CSV. Pure.
 
-`month_reading.py` reads it from the ledger, `invoices.py` makes an invoice of it. The same report gives the same bytes, in the
+`months.py` reads it from the ledger, `invoices.py` makes an invoice of it. The same report gives the same bytes, in the
 format version that the report names.
 """
 
@@ -14,27 +14,16 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from enum import StrEnum
 from typing import Any
 
 from metering.core.errors import InvalidValue
 from metering.core.models import ServiceTier, TokenKind
 from metering.core.money import exact_text, round_parts
+from metering.plans.plans import Charge
 from metering.tenants.billing_profiles import BillingProfile
 
 REPORT_FORMAT = 2  # 1: until months could be closed. A closed month is written in the format of its close, for ever
 TAX_NOTE = "tax not included"
-
-
-class ChargeKind(StrEnum):
-    """What a line beside the usage is: of the plan, a correction, or prepaid credit that pays."""
-
-    ALLOWANCE = "allowance"
-    GRADUATED = "graduated"
-    VOLUME = "volume"
-    COMMITMENT = "commitment"
-    ADJUSTMENT = "adjustment"
-    CREDIT = "credit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +43,6 @@ class ReportLine:
     amount_picos: int
     late_month: str = ""
     tier: ServiceTier = ServiceTier.INTERACTIVE
-
-
-@dataclass(frozen=True, slots=True)
-class Charge:
-    """A line beside the usage; what the customer pays less for is negative. source_id: of the adjustment or the credit grant."""
-
-    kind: ChargeKind
-    description: str
-    amount_picos: int
-    model: str = ""
-    token_kind: TokenKind | None = None
-    token_count: int | None = None
-    source_id: uuid.UUID | None = None
 
 
 @dataclass(frozen=True, slots=True)

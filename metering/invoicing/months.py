@@ -22,10 +22,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.errors import InvariantViolated, MonthOpen
 from metering.core.models import Organization, Outcome, PriceVersion, TokenKind, record_of
 from metering.core.money import exact_text
-from metering.invoicing.invoices import MonthClosing, charges_of, invoice_lines, invoice_of_month, read_lines
+from metering.invoicing.invoices import charges_of, invoice_lines, invoice_of_month, read_lines
 from metering.invoicing.month_report import (
-    Charge,
-    ChargeKind,
     Closed,
     CreditNoteIssued,
     Digests,
@@ -38,7 +36,7 @@ from metering.invoicing.month_report import (
 )
 from metering.ledger.ledger import AccountKind, BillingMonth, MonthState, TransactionKind, month_bounds, month_of, month_text
 from metering.plans.plan_admin import plan_in_force
-from metering.plans.plans import MonthUsage, apply_credit, plan_lines
+from metering.plans.plans import Charge, LineKind, MonthUsage, apply_credit, plan_lines
 from metering.plans.prepaid import grants_of, usable_grants
 from metering.pricing.prices import COUNTS_OF_EVENT
 from metering.receipts.months import month_root
@@ -46,6 +44,8 @@ from metering.store.db import patience
 from metering.tenants.billing_profiles import BillingProfile, billing_profile
 from metering.tenants.tenants import find_organization
 
+CLOSING = text("SELECT * FROM month_closings WHERE organization_id = :organization_id AND month = :month")
+ALL_CLOSED = text("SELECT organization_id, month FROM month_closings ORDER BY month, organization_id")
 # Postings by hand, but for those of credit notes, which are documents of their own.
 ADJUSTMENTS = text(f"""
 SELECT t.id, t.source_id, coalesce('adjustment: ' || a.reason, t.description) AS description, sum(e.amount_picos) AS amount_picos
@@ -89,18 +89,15 @@ async def draft_charges(
     begins = {version.id: version.effective_at for version in await session.scalars(versions)}
     usage = [record_of(MonthUsage, line, effective_at=begins[line.price_version]) for line in lines]
     plan = await plan_in_force(session, organization_id, month)
-    charges = [
-        record_of(Charge, line, kind=ChargeKind(line.kind.value), token_count=line.token_count or None)
-        for line in (plan_lines(plan.rules, usage) if plan else ())
-    ]
+    charges = list(plan_lines(plan.rules, usage) if plan else ())
     rows = await session.execute(ADJUSTMENTS, {"organization_id": organization_id, "month": month})
-    charges += [Charge(ChargeKind.ADJUSTMENT, row.description, int(row.amount_picos), source_id=row.source_id) for row in rows]
+    charges += [Charge(LineKind.ADJUSTMENT, row.description, int(row.amount_picos), source_id=row.source_id) for row in rows]
     due_picos = sum(line.amount_picos for line in lines) + sum(charge.amount_picos for charge in charges)
     reasons = {grant.id: f"prepaid credit: {grant.reason}" for grant in await grants_of(session, organization_id)}
     spent = apply_credit(await usable_grants(session, organization_id, month), due_picos)
     return (
         *charges,
-        *(Charge(ChargeKind.CREDIT, reasons[each.grant_id], -each.amount_picos, source_id=each.grant_id) for each in spent),
+        *(Charge(LineKind.CREDIT, reasons[each.grant_id], -each.amount_picos, source_id=each.grant_id) for each in spent),
     )
 
 
@@ -222,7 +219,7 @@ async def read_month(session: AsyncSession, owner: Organization, month: date, *,
 
     to_close: as the close sees it, which leaves what is not rated to the next month.
     """
-    closing = await session.get(MonthClosing, (owner.id, month), populate_existing=True)
+    closing = (await session.execute(CLOSING, {"organization_id": owner.id, "month": month})).one_or_none()
     lines, counts = await _usage(session, owner, month, with_unrated=closing is None and not to_close)
     report = MonthReport(
         organization_name=owner.name,
@@ -243,7 +240,7 @@ async def read_month(session: AsyncSession, owner: Organization, month: date, *,
     if closing is not None:
         return await _as_closed(session, report, closing)
     charges = await draft_charges(session, owner.id, month, lines)
-    spent = sum(charge.amount_picos for charge in charges if charge.kind is ChargeKind.CREDIT)
+    spent = sum(charge.amount_picos for charge in charges if charge.kind is LineKind.CREDIT)
     credit = replace(report.credit, left_picos=report.credit.left_picos + spent)
     return replace(
         report,
@@ -254,7 +251,7 @@ async def read_month(session: AsyncSession, owner: Organization, month: date, *,
     )
 
 
-async def _as_closed(session: AsyncSession, report: MonthReport, closing: MonthClosing) -> MonthReport:
+async def _as_closed(session: AsyncSession, report: MonthReport, closing: Row[Any]) -> MonthReport:
     """With what the close has frozen in place of what may have changed since."""
     month = await session.get_one(BillingMonth, (closing.organization_id, closing.month), populate_existing=True)
     assert month.closed_at is not None
@@ -393,8 +390,7 @@ class Verification:
 
 async def changed_months(session: AsyncSession) -> AsyncIterator[tuple[str, str, str]]:
     """Of every closed month, what is not as it was closed: name of the organization, month, and what differs in words."""
-    closed = select(MonthClosing.organization_id, MonthClosing.month).order_by(MonthClosing.month, MonthClosing.organization_id)
-    for organization_id, month in (await session.execute(closed)).all():
+    for organization_id, month in (await session.execute(ALL_CLOSED)).all():
         owner = await session.get_one(Organization, organization_id)
         for difference in (await verify_month(session, owner, month_text(month))).differences:
             yield owner.name, month_text(month), difference
@@ -403,7 +399,7 @@ async def changed_months(session: AsyncSession) -> AsyncIterator[tuple[str, str,
 async def verify_month(session: AsyncSession, organization: Organization, month: str) -> Verification:
     """Compare a month `YYYY-MM`. Raises: InvalidValue, MonthOpen."""
     first_day = month_of(month_bounds(month)[0].date())
-    closing = await session.get(MonthClosing, (organization.id, first_day))
+    closing = (await session.execute(CLOSING, {"organization_id": organization.id, "month": first_day})).one_or_none()
     if closing is None:
         raise MonthOpen(f"{month} of {organization.name} is not closed: there is nothing to compare it with")
     await read_patiently(session)

@@ -21,7 +21,7 @@ from metering.core.errors import AlreadyExists, InvalidValue, MonthClosed, NotFo
 from metering.core.models import Base, Organization, ServiceTier, TokenKind, record_of
 from metering.core.money import checked_currency
 from metering.ledger.ledger import BillingMonth, MonthState, current_month, month_of, share_lanes
-from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
+from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.tenants.tenants import checked_name, find_organization
 
 
@@ -83,7 +83,7 @@ def rules_of(document: Document) -> PlanRules:
     return PlanRules(
         tuple(Allowance(_selector_of(each), each["token_count"]) for each in document["allowances"]),
         tuple(
-            TieredPrice(PlanLineKind(each["kind"]), _selector_of(each), tuple(PriceStep(**step) for step in each["steps"]))
+            TieredPrice(LineKind(each["kind"]), _selector_of(each), tuple(PriceStep(**step) for step in each["steps"]))
             for each in document["tiered_prices"]
         ),
         document["commitment_picos"],

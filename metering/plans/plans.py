@@ -37,13 +37,22 @@ KIND_ORDER = {kind: index for index, kind in enumerate(TokenKind)}
 TIER_ORDER = {tier: index for index, tier in enumerate(ServiceTier)}
 
 
-class PlanLineKind(StrEnum):
-    """Which rule a line comes from."""
+class LineKind(StrEnum):
+    """What a line of a bill is for: usage of the month or of an earlier one; or a charge, of a plan or what else is owed."""
 
+    USAGE = "usage"
+    LATE_USAGE = "late_usage"
     ALLOWANCE = "allowance"
     GRADUATED = "graduated"
     VOLUME = "volume"
     COMMITMENT = "commitment"
+    ADJUSTMENT = "adjustment"
+    CREDIT = "credit"
+
+    @property
+    def is_charge(self) -> bool:
+        """Whether the line stands beside the usage."""
+        return self not in (LineKind.USAGE, LineKind.LATE_USAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,7 @@ class PriceStep:
 class TieredPrice:
     """Prices by how much is used in a month. kind: graduated or volume."""
 
-    kind: PlanLineKind
+    kind: LineKind
     selector: Selector
     steps: tuple[PriceStep, ...]
 
@@ -144,7 +153,7 @@ class PlanRules:
 
 def _check_steps(field: str, tiered: TieredPrice) -> None:
     """Raises: InvalidValue unless the steps rise and the last one, and only it, is without end."""
-    if tiered.kind not in (PlanLineKind.GRADUATED, PlanLineKind.VOLUME):
+    if tiered.kind not in (LineKind.GRADUATED, LineKind.VOLUME):
         raise InvalidValue(f"{field}.kind", "give graduated or volume")
     if not tiered.steps or tiered.steps[-1].up_to_token_count is not None:
         raise InvalidValue(f"{field}.steps", "the last step must have no up_to: it prices all that is beyond the others")
@@ -182,15 +191,16 @@ class MonthUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanLine:
-    """One line of the bill. Discounts are negative. A commitment has neither model nor kind nor tokens."""
+class Charge:
+    """A line beside the usage; what the customer pays less for is negative. source_id: of the adjustment or the credit grant."""
 
-    kind: PlanLineKind
+    kind: LineKind
     description: str
-    model: str
-    token_kind: TokenKind | None
-    token_count: int
     amount_picos: int
+    model: str = ""
+    token_kind: TokenKind | None = None
+    token_count: int | None = None
+    source_id: uuid.UUID | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +220,11 @@ class CreditApplication:
     amount_picos: int
 
 
-def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[PlanLine, ...]:
+def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[Charge, ...]:
     """The lines of a month; see above. Rows of the same price version, tier and kind count as one."""
     rows = _merged(usage)
     total_picos = sum(row.amount_picos for row in rows)
-    lines: list[PlanLine] = []
+    lines: list[Charge] = []
     for allowance in sorted(rules.allowances, key=lambda each: each.selector.order):
         free, rows = _allowed(allowance, rows)
         lines += free
@@ -225,7 +235,7 @@ def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[PlanLine,
             lines.append(_step_line(tiered, step, token_count, amount_picos))
     missing_picos = rules.commitment_picos - total_picos - sum(line.amount_picos for line in lines)
     if missing_picos > 0:
-        lines.append(PlanLine(PlanLineKind.COMMITMENT, "rest of the month's commitment", "", None, 0, missing_picos))
+        lines.append(Charge(LineKind.COMMITMENT, "rest of the month's commitment", missing_picos))
     return tuple(lines)
 
 
@@ -280,7 +290,7 @@ def _merged(usage: Iterable[MonthUsage]) -> list[MonthUsage]:
     )
 
 
-def _allowed(allowance: Allowance, rows: Sequence[MonthUsage]) -> tuple[list[PlanLine], list[MonthUsage]]:
+def _allowed(allowance: Allowance, rows: Sequence[MonthUsage]) -> tuple[list[Charge], list[MonthUsage]]:
     groups: defaultdict[tuple[str, TokenKind, ServiceTier], list[MonthUsage]] = defaultdict(list)
     for row in rows:
         if allowance.selector.matches(*group_of(row)):
@@ -297,7 +307,7 @@ def _allowed(allowance: Allowance, rows: Sequence[MonthUsage]) -> tuple[list[Pla
             left[id(row)] = replace(row, token_count=row.token_count - covered)
         if part:
             description = f"free allowance of {allowance.token_count:,} tokens a month ({allowance.selector}): {tier}"
-            lines.append(PlanLine(PlanLineKind.ALLOWANCE, description, model, kind, part, -discount_picos))
+            lines.append(Charge(LineKind.ALLOWANCE, description, -discount_picos, model, kind, part))
     return lines, [row for row in left.values() if row.token_count]
 
 
@@ -306,7 +316,7 @@ def _stepped(tiered: TieredPrice, rows: Sequence[MonthUsage]) -> Iterator[tuple[
     ordered = sorted(rows, key=lambda row: (row.effective_at, TIER_ORDER[row.tier], row.model, KIND_ORDER[row.token_kind]))
     total = sum(row.token_count for row in ordered)
     steps = tiered.steps
-    if tiered.kind is PlanLineKind.VOLUME:
+    if tiered.kind is LineKind.VOLUME:
         steps = (next(step for step in steps if step.up_to_token_count is None or total <= step.up_to_token_count),)
     begins = 0
     for step in steps:
@@ -321,7 +331,7 @@ def _stepped(tiered: TieredPrice, rows: Sequence[MonthUsage]) -> Iterator[tuple[
         begins = max(begins, ends)
 
 
-def _step_line(tiered: TieredPrice, step: PriceStep, token_count: int, amount_picos: int) -> PlanLine:
+def _step_line(tiered: TieredPrice, step: PriceStep, token_count: int, amount_picos: int) -> Charge:
     selector = tiered.selector
     bounds = [each.up_to_token_count for each in tiered.steps[:-1]]
     if step.up_to_token_count is not None:
@@ -330,4 +340,4 @@ def _step_line(tiered: TieredPrice, step: PriceStep, token_count: int, amount_pi
         reach = f"beyond {bounds[-1]:,} tokens a month" if bounds else "all tokens"
     price = f"{step.price_picos} picos per token" if step.price_milli is None else f"{step.price_milli / 10:g} % of the price"
     description = f"{tiered.kind} price of {selector}, {reach}: {price}"
-    return PlanLine(tiered.kind, description, selector.model, selector.token_kind, token_count, amount_picos)
+    return Charge(tiered.kind, description, amount_picos, selector.model, selector.token_kind, token_count)

@@ -25,8 +25,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.models import ServiceTier, TokenKind, record_of
 from metering.core.money import exact_text
 from metering.invoicing.invoices import TOKENS_PER_PRICE
-from metering.invoicing.month_report import Charge, ChargeKind, MonthReport
+from metering.invoicing.month_report import MonthReport
 from metering.ledger.ledger import month_bounds, month_text
+from metering.plans.plans import Charge, LineKind
 from metering.pricing.prices import COUNTS_OF_EVENT
 from metering.reports.usage_reports import KEYS, Grouping, UsageFilter, parameters_of, utc_date, where
 
@@ -199,9 +200,9 @@ class FocusMonth:
 
     def _beside(self, charge: Charge) -> FocusRow:
         match charge.kind:
-            case ChargeKind.CREDIT:
+            case LineKind.CREDIT:
                 return self._row(charge.amount_picos, "Credit", charge.description, "One-Time")
-            case ChargeKind.ADJUSTMENT:
+            case LineKind.ADJUSTMENT:
                 return self._row(charge.amount_picos, "Adjustment", charge.description, "One-Time") | {"ChargeClass": "Correction"}
             case _:
                 of = {"x_Model": charge.model, "x_TokenKind": charge.token_kind.value if charge.token_kind else ""}

@@ -16,10 +16,11 @@ from metering.core.models import Hold, TokenKind
 from metering.export.reconciliation import conclude, our_month
 from metering.invoicing.adjustments import approve, create_adjustment
 from metering.invoicing.closing import check_month, close_month
-from metering.invoicing.invoices import InvoiceLineKind, find_invoice_row, read_invoice
+from metering.invoicing.invoices import find_invoice_row, read_invoice
 from metering.invoicing.month_report import PrepaidCredit, ReportLine, to_csv, to_json
 from metering.invoicing.months import list_months, verify_month
 from metering.ledger.rating import rate_all_pending
+from metering.plans.plans import LineKind
 from metering.plans.prepaid import grant_credit
 from metering.pricing.prices import set_price
 from metering.proof import fsck as billing_checks
@@ -94,8 +95,8 @@ async def test_late_usage_is_a_labelled_line_of_the_next_month(world: ClosingWor
     async with world.sessions() as session:
         invoice = await read_invoice(session, await find_invoice_row(session, "INV-000002"))
     assert [(line.kind, line.usage_month) for line in invoice.lines] == [
-        (InvoiceLineKind.USAGE, "2025-11"),
-        (InvoiceLineKind.LATE_USAGE, "2025-10"),
+        (LineKind.USAGE, "2025-11"),
+        (LineKind.LATE_USAGE, "2025-10"),
     ]
     assert invoice.lines[1].description.startswith("late usage of 2025-10: demo, input tokens")
 

@@ -12,11 +12,11 @@ from datetime import UTC, date, datetime, timedelta
 
 from metering.core.models import ServiceTier, TokenKind
 from metering.core.money import PICOS_PER_UNIT
-from metering.invoicing.month_report import ChargeKind, MonthReport, to_csv, to_json
+from metering.invoicing.month_report import MonthReport, to_csv, to_json
 from metering.invoicing.months import list_months
 from metering.ledger.ledger import AccountKind, month_end
 from metering.ledger.rating import rate_all_pending
-from metering.plans.plans import Allowance, PlanLineKind, PlanRules, PriceStep, Selector, TieredPrice
+from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
@@ -29,7 +29,7 @@ GRACIOUS = timedelta(hours=2)
 INPUT = Selector("demo", TokenKind.INPUT)
 OUTPUT = Selector("demo", TokenKind.OUTPUT)
 STEPS = (PriceStep(30_000, price_milli=1000), PriceStep(60_000, price_milli=805), PriceStep(None, price_picos=333_333))
-RULES = PlanRules((Allowance(INPUT, 400_000),), (TieredPrice(PlanLineKind.GRADUATED, OUTPUT, STEPS),))
+RULES = PlanRules((Allowance(INPUT, 400_000),), (TieredPrice(LineKind.GRADUATED, OUTPUT, STEPS),))
 COMMITTED = PlanRules(RULES.allowances, RULES.tiered_prices, commitment_picos=PICOS_PER_UNIT // 4)
 
 
@@ -106,11 +106,11 @@ async def test_a_year_of_closes_loses_nothing_and_can_be_proved(sessions: Sessio
     assert {line.price_version for line in closed["2025-04"].lines if not line.late_month} == {
         price.prices.version for _, price in year.prices
     }
-    assert closed["2025-07"].charges[-2].kind is ChargeKind.ADJUSTMENT
+    assert closed["2025-07"].charges[-2].kind is LineKind.ADJUSTMENT
     assert [note.number for note in closed["2025-08"].credit_notes] == ["CN-000001"]
 
     # Credit: spent and expired are what was granted; what ends in March is gone after March.
-    spent = {month: -sum(c.amount_picos for c in r.charges if c.kind is ChargeKind.CREDIT) for month, r in closed.items()}
+    spent = {month: -sum(c.amount_picos for c in r.charges if c.kind is LineKind.CREDIT) for month, r in closed.items()}
     assert spent["2025-01"] == spent["2025-04"] == 0
     assert spent["2025-02"] + spent["2025-03"] + closed["2025-03"].credit.expired_picos == 5 * PICOS_PER_UNIT
     assert closed["2025-03"].credit.expired_picos > 0
@@ -122,9 +122,9 @@ async def test_a_year_of_closes_loses_nothing_and_can_be_proved(sessions: Sessio
     # The commitment: what is missing to it is charged, in November for hardly any usage at all.
     for month in ("2025-09", "2025-10", "2025-11", "2025-12"):
         usage = sum(line.amount_picos for line in closed[month].lines)
-        plan = sum(c.amount_picos for c in closed[month].charges if c.kind not in (ChargeKind.ADJUSTMENT, ChargeKind.CREDIT))
+        plan = sum(c.amount_picos for c in closed[month].charges if c.kind not in (LineKind.ADJUSTMENT, LineKind.CREDIT))
         assert usage + plan >= COMMITTED.commitment_picos
-    assert ChargeKind.COMMITMENT in [charge.kind for charge in closed["2025-11"].charges]
+    assert LineKind.COMMITMENT in [charge.kind for charge in closed["2025-11"].charges]
 
     # To the pico: usage at its prices and all charges are what was invoiced and what is carried on.
     charges = sum(charge.amount_picos for report in closed.values() for charge in report.charges)
@@ -163,9 +163,9 @@ async def test_the_plans_lines_and_the_credit_stand_on_the_invoice_as_reckoned_b
     free = -320_000 * 150_000 - 80_000 * 75_000  # shared between the tiers in proportion to their tokens
     steps = (-30_000 * 600_000 * 195 // 1000, 10_000 * (333_333 - 600_000))
     used = 400_000 * 150_000 + 70_000 * 600_000 + 100_000 * 75_000
-    assert sum(c.amount_picos for c in report.charges if c.kind is ChargeKind.ALLOWANCE) == free
-    assert tuple(c.amount_picos for c in report.charges if c.kind is ChargeKind.GRADUATED) == steps
-    assert [(c.amount_picos, c.source_id) for c in report.charges if c.kind is ChargeKind.CREDIT] == [(-(10**9), grant_id)]
+    assert sum(c.amount_picos for c in report.charges if c.kind is LineKind.ALLOWANCE) == free
+    assert tuple(c.amount_picos for c in report.charges if c.kind is LineKind.GRADUATED) == steps
+    assert [(c.amount_picos, c.source_id) for c in report.charges if c.kind is LineKind.CREDIT] == [(-(10**9), grant_id)]
     assert report.total_picos == used + free + sum(steps) - 10**9
     assert [line.tier for line in report.lines] == [ServiceTier.INTERACTIVE, ServiceTier.INTERACTIVE, ServiceTier.BATCH]
     assert (open_report.charges, open_report.total_rounded_picos) == (report.charges, report.total_rounded_picos)

@@ -13,10 +13,11 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import PriceVersion, ServiceTier, TokenKind
-from metering.invoicing.month_report import Charge, ChargeKind, Closed, MonthReport, Reconciliation, RequestCounts
+from metering.invoicing.month_report import Closed, MonthReport, Reconciliation, RequestCounts
 from metering.invoicing.months import month_report
 from metering.ledger.ledger import BillingMonth, MonthState
 from metering.ledger.rating import rate_all_pending
+from metering.plans.plans import Charge, LineKind
 from metering.pricing.prices import ModelPrice, TokenPrices
 from metering.reports.focus import COLUMNS, FocusMonth, UsageCharge, cell, csv_text, focus_csv
 from metering.store.db import Sessions
@@ -43,9 +44,9 @@ CHARGE = UsageCharge(
     list_price_picos=600_000,
 )
 CHARGES = (
-    Charge(ChargeKind.VOLUME, "10 % off", -1_234_567, "demo", TokenKind.OUTPUT, 100),
-    Charge(ChargeKind.ADJUSTMENT, "Outage, 3 hours", -1_000_000_000),
-    Charge(ChargeKind.CREDIT, "Welcome credit", -2_000_000_000),
+    Charge(LineKind.VOLUME, "10 % off", -1_234_567, "demo", TokenKind.OUTPUT, 100),
+    Charge(LineKind.ADJUSTMENT, "Outage, 3 hours", -1_000_000_000),
+    Charge(LineKind.CREDIT, "Welcome credit", -2_000_000_000),
 )
 
 

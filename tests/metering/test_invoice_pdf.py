@@ -18,8 +18,6 @@ from metering.core.models import ServiceTier, TokenKind
 from metering.invoicing.invoice_document import DRAFT, UNBALANCED, Issuer, invoice_document
 from metering.invoicing.invoice_pdf import render_pdf
 from metering.invoicing.month_report import (
-    Charge,
-    ChargeKind,
     Closed,
     CreditNoteIssued,
     MonthReport,
@@ -28,6 +26,7 @@ from metering.invoicing.month_report import (
     ReportLine,
     RequestCounts,
 )
+from metering.plans.plans import Charge, LineKind
 
 ISSUER = Issuer("Weir Operations GmbH", ("Brückenstraße 12", "10179 Berlin"), "DE 123", "billing@weir.example", ("IBAN DE02 1005",))
 CLOSED = Closed(datetime(2026, 12, 2, 9, tzinfo=UTC), "key weir_ab12cd", "INV-000042")
@@ -45,9 +44,9 @@ REPORT = MonthReport(
     unrated_event_count=0,
     reconciliation=Reconciliation(50_000, 50_000, 0),
     charges=(
-        Charge(ChargeKind.ALLOWANCE, "1,000 output tokens free", -600_001_000, "demo", TokenKind.OUTPUT, 1_000),
-        Charge(ChargeKind.ADJUSTMENT, "Outage on 2026-11-03", -1_000_000_000_000),
-        Charge(ChargeKind.CREDIT, "Welcome credit", -2_000_000_000_000),
+        Charge(LineKind.ALLOWANCE, "1,000 output tokens free", -600_001_000, "demo", TokenKind.OUTPUT, 1_000),
+        Charge(LineKind.ADJUSTMENT, "Outage on 2026-11-03", -1_000_000_000_000),
+        Charge(LineKind.CREDIT, "Welcome credit", -2_000_000_000_000),
     ),
     carried_in_picos=3_000_000_000,
     credit=PrepaidCredit(5_000_000_000_000, 0, 3_000_000_000_000),

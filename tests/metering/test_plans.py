@@ -16,9 +16,9 @@ from metering.core.errors import InvalidValue
 from metering.core.models import ServiceTier, TokenKind
 from metering.plans.plans import (
     Allowance,
+    Charge,
+    LineKind,
     MonthUsage,
-    PlanLine,
-    PlanLineKind,
     PlanRules,
     PriceStep,
     Selector,
@@ -69,7 +69,7 @@ def plans(draw: st.DrawFn) -> PlanRules:
             else PriceStep(bound, price_milli=draw(st.integers(0, 2_000)))
             for bound in [*bounds, None]
         )
-        tiered.append(TieredPrice(draw(st.sampled_from([PlanLineKind.GRADUATED, PlanLineKind.VOLUME])), selector, steps))
+        tiered.append(TieredPrice(draw(st.sampled_from([LineKind.GRADUATED, LineKind.VOLUME])), selector, steps))
     commitment = draw(st.one_of(st.just(0), st.integers(0, 100_000)))
     return PlanRules(tuple(Allowance(*each) for each in allowances.items()), tuple(tiered), commitment)
 
@@ -101,7 +101,7 @@ def cost_by_token(rules: PlanRules, usage: list[MonthUsage]) -> tuple[int, Fract
     for tiered in rules.tiered_prices:
         mine = [row for row in order if tiered.selector.matches(row.model, row.token_kind, row.tier)]
         for position, row in enumerate(mine, start=1):
-            place = position if tiered.kind is PlanLineKind.GRADUATED else len(mine)
+            place = position if tiered.kind is LineKind.GRADUATED else len(mine)
             step = next(each for each in tiered.steps if each.up_to_token_count is None or place <= each.up_to_token_count)
             cost += step.price_picos if step.price_picos is not None else Fraction(row.unit_price_picos * step.price_milli, 1000)  # type: ignore[operator]
     for row in order:
@@ -133,13 +133,13 @@ def test_the_lines_are_what_each_single_token_costs(rules: PlanRules, usage: lis
     turned = PlanRules(rules.allowances[::-1], rules.tiered_prices[::-1], rules.commitment_picos)
 
     charged = sum(row.amount_picos for row in usage) + sum(
-        line.amount_picos for line in lines if line.kind is not PlanLineKind.COMMITMENT
+        line.amount_picos for line in lines if line.kind is not LineKind.COMMITMENT
     )
     assert charged == cost // 1
-    assert charged + sum(line.amount_picos for line in lines if line.kind is PlanLineKind.COMMITMENT) == max(
+    assert charged + sum(line.amount_picos for line in lines if line.kind is LineKind.COMMITMENT) == max(
         charged, rules.commitment_picos
     )
-    assert sum(line.token_count for line in lines if line.kind is PlanLineKind.ALLOWANCE) == free_count
+    assert sum(line.token_count or 0 for line in lines if line.kind is LineKind.ALLOWANCE) == free_count
     assert plan_lines(turned, shuffled) == lines
 
 
@@ -186,7 +186,7 @@ def test_a_month_by_hand() -> None:
         (Allowance(Selector(token_kind=TokenKind.OUTPUT), 10),),
         (
             TieredPrice(
-                PlanLineKind.GRADUATED,
+                LineKind.GRADUATED,
                 Selector("alpha", TokenKind.OUTPUT),
                 (PriceStep(50, price_milli=1000), PriceStep(None, price_milli=900)),
             ),
@@ -197,23 +197,23 @@ def test_a_month_by_hand() -> None:
     lines = plan_lines(rules, [usage_of(60, 100), usage_of(50, 110, version=2)])
 
     assert lines == (
-        PlanLine(
-            PlanLineKind.ALLOWANCE,
+        Charge(
+            LineKind.ALLOWANCE,
             "free allowance of 10 tokens a month (all models, output): interactive",
+            -1_000,
             "alpha",
             TokenKind.OUTPUT,
             10,
-            -1_000,
         ),
-        PlanLine(
-            PlanLineKind.GRADUATED,
+        Charge(
+            LineKind.GRADUATED,
             "graduated price of alpha, output, beyond 50 tokens a month: 90 % of the price",
+            -550,
             "alpha",
             TokenKind.OUTPUT,
             50,
-            -550,
         ),
-        PlanLine(PlanLineKind.COMMITMENT, "rest of the month's commitment", "", None, 0, 11_000 - (11_500 - 1_000 - 550)),
+        Charge(LineKind.COMMITMENT, "rest of the month's commitment", 11_000 - (11_500 - 1_000 - 550)),
     )
 
 
@@ -221,7 +221,7 @@ def test_a_month_by_hand() -> None:
 def test_a_volume_step_takes_in_its_last_token(count: int, amount_picos: int) -> None:
     """Up to 100 tokens is with the hundredth; then all of them have the next step's price."""
     steps = (PriceStep(100, price_picos=90), PriceStep(None, price_picos=50))
-    rules = PlanRules(tiered_prices=(TieredPrice(PlanLineKind.VOLUME, Selector("alpha", TokenKind.OUTPUT), steps),))
+    rules = PlanRules(tiered_prices=(TieredPrice(LineKind.VOLUME, Selector("alpha", TokenKind.OUTPUT), steps),))
 
     (line,) = plan_lines(rules, [usage_of(count, 100)])
 
@@ -237,20 +237,20 @@ STEP = PriceStep(None, price_picos=1)
         ([], [], -1, "commitment"),
         ([Allowance(Selector(), 0)], [], 0, "allowances[0].tokens"),
         ([Allowance(Selector(), 1), Allowance(Selector(), 2)], [], 0, "allowances[1]"),
-        ([], [TieredPrice(PlanLineKind.ALLOWANCE, Selector(), (STEP,))], 0, "tiered_prices[0].kind"),
-        ([], [TieredPrice(PlanLineKind.VOLUME, Selector(), ())], 0, "tiered_prices[0].steps"),
-        ([], [TieredPrice(PlanLineKind.VOLUME, Selector(), (PriceStep(5, price_picos=1),))], 0, "tiered_prices[0].steps"),
-        ([], [TieredPrice(PlanLineKind.VOLUME, Selector(), (PriceStep(0, 1), STEP))], 0, "tiered_prices[0].steps[0].up_to"),
+        ([], [TieredPrice(LineKind.ALLOWANCE, Selector(), (STEP,))], 0, "tiered_prices[0].kind"),
+        ([], [TieredPrice(LineKind.VOLUME, Selector(), ())], 0, "tiered_prices[0].steps"),
+        ([], [TieredPrice(LineKind.VOLUME, Selector(), (PriceStep(5, price_picos=1),))], 0, "tiered_prices[0].steps"),
+        ([], [TieredPrice(LineKind.VOLUME, Selector(), (PriceStep(0, 1), STEP))], 0, "tiered_prices[0].steps[0].up_to"),
         (
             [],
-            [TieredPrice(PlanLineKind.VOLUME, Selector(), (PriceStep(9, 1), PriceStep(9, 1), STEP))],
+            [TieredPrice(LineKind.VOLUME, Selector(), (PriceStep(9, 1), PriceStep(9, 1), STEP))],
             0,
             "tiered_prices[0].steps[1].up_to",
         ),
-        ([], [TieredPrice(PlanLineKind.VOLUME, Selector(), (PriceStep(None, 1, 1),))], 0, "tiered_prices[0].steps[0]"),
-        ([], [TieredPrice(PlanLineKind.VOLUME, Selector(), (PriceStep(None),))], 0, "tiered_prices[0].steps[0]"),
-        ([], [TieredPrice(PlanLineKind.VOLUME, Selector(), (PriceStep(None, -1),))], 0, "tiered_prices[0].steps[0]"),
-        ([], [TieredPrice(PlanLineKind.VOLUME, Selector(m), (STEP,)) for m in ("", "alpha")], 0, "tiered_prices[1]"),
+        ([], [TieredPrice(LineKind.VOLUME, Selector(), (PriceStep(None, 1, 1),))], 0, "tiered_prices[0].steps[0]"),
+        ([], [TieredPrice(LineKind.VOLUME, Selector(), (PriceStep(None),))], 0, "tiered_prices[0].steps[0]"),
+        ([], [TieredPrice(LineKind.VOLUME, Selector(), (PriceStep(None, -1),))], 0, "tiered_prices[0].steps[0]"),
+        ([], [TieredPrice(LineKind.VOLUME, Selector(m), (STEP,)) for m in ("", "alpha")], 0, "tiered_prices[1]"),
     ],
 )
 def test_rules_that_contradict_each_other_are_refused_by_field(

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from metering.core.errors import InvalidValue
 from metering.core.models import TokenKind
-from metering.invoicing.invoices import InvoiceLineKind, Series, document_number, invoice_lines
+from metering.invoicing.invoices import Series, document_number, invoice_lines
 from metering.invoicing.month_report import (
-    Charge,
-    ChargeKind,
     Closed,
     CreditNoteIssued,
     MonthReport,
@@ -30,6 +28,7 @@ from metering.invoicing.month_report import (
     to_csv,
     to_json,
 )
+from metering.plans.plans import Charge, LineKind
 
 REPORT = MonthReport(
     organization_name="acme",
@@ -72,9 +71,9 @@ FULL = replace(
     REPORT,
     lines=(*REPORT.lines, replace(REPORT.lines[0], late_month="2026-10", amount_picos=3_000_000_000)),
     charges=(
-        Charge(ChargeKind.ALLOWANCE, "free allowance", -4_500_000_000, "demo", TokenKind.INPUT, 30_000),
-        Charge(ChargeKind.ADJUSTMENT, "adjustment: an outage", -2_000_000_000, source_id=uuid.UUID(int=9)),
-        Charge(ChargeKind.CREDIT, "prepaid credit", -1_000_000_000, source_id=uuid.UUID(int=10)),
+        Charge(LineKind.ALLOWANCE, "free allowance", -4_500_000_000, "demo", TokenKind.INPUT, 30_000),
+        Charge(LineKind.ADJUSTMENT, "adjustment: an outage", -2_000_000_000, source_id=uuid.UUID(int=9)),
+        Charge(LineKind.CREDIT, "prepaid credit", -1_000_000_000, source_id=uuid.UUID(int=10)),
     ),
     carried_in_picos=4_000_000_000,
     credit=PrepaidCredit(granted_picos=0, expired_picos=5, left_picos=10**12),
@@ -137,10 +136,10 @@ def test_an_invoice_says_each_line_in_words_and_its_lines_are_the_total() -> Non
         "late usage of 2026-10: demo, input tokens, USD 0.15 per million (price 1)",
     ]
     assert [line.kind for line in lines[2:]] == [
-        InvoiceLineKind.LATE_USAGE,
-        InvoiceLineKind.ALLOWANCE,
-        InvoiceLineKind.ADJUSTMENT,
-        InvoiceLineKind.CREDIT,
+        LineKind.LATE_USAGE,
+        LineKind.ALLOWANCE,
+        LineKind.ADJUSTMENT,
+        LineKind.CREDIT,
     ]
     assert [line.usage_month for line in lines] == ["2026-11", "2026-11", "2026-10", "", "", ""]
     assert sum(line.amount_picos for line in lines) == FULL.total_rounded_picos
@@ -149,7 +148,7 @@ def test_an_invoice_says_each_line_in_words_and_its_lines_are_the_total() -> Non
 
 @given(st.lists(st.integers(-(10**13), 10**13), max_size=6), st.integers(-5 * 10**9, 5 * 10**9))
 def test_every_report_adds_up(amounts: list[int], carried: int) -> None:
-    charges = tuple(Charge(ChargeKind.ADJUSTMENT, "adjustment", amount) for amount in amounts)
+    charges = tuple(Charge(LineKind.ADJUSTMENT, "adjustment", amount) for amount in amounts)
     report = replace(REPORT, charges=charges, carried_in_picos=carried)
 
     assert report.total_rounded_picos + report.carried_out_picos == report.total_picos + report.carried_in_picos
