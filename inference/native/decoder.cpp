@@ -20,8 +20,7 @@
 
 extern "C" {
 
-// The interface below is what loader.py declares. What the set functions point at is copied, but for the rotation tables, which
-// must outlive the decoder.
+// The interface below is what loader.py declares. What `weir_decoder_set` points at is copied.
 
 int32_t weir_kv_block_tokens() { return BLOCK_TOKENS; }
 
@@ -36,30 +35,13 @@ void *weir_decoder_open(const Shape *shape, int32_t is_bfloat16) try {
 
 void weir_decoder_close(void *decoder) { delete static_cast<AnyDecoder *>(decoder); }
 
-int32_t weir_decoder_set_linear(
+int32_t weir_decoder_set(
     void *decoder, int64_t layer, int32_t kind, const void *weight, const float *scales, const float *bias
 ) try {
-    static_cast<AnyDecoder *>(decoder)->set_linear(layer, kind, weight, scales, bias);
+    static_cast<AnyDecoder *>(decoder)->set(layer, kind, weight, scales, bias);
     return 0;
 } catch (...) {
     return 1;
-}
-
-int32_t weir_decoder_set_norm(void *decoder, int64_t layer, int32_t kind, const float *weight) try {
-    static_cast<AnyDecoder *>(decoder)->set_norm(layer, kind, weight);
-    return 0;
-} catch (...) {
-    return 1;
-}
-
-void weir_decoder_set_window(void *decoder, int64_t layer, int64_t positions) {
-    static_cast<AnyDecoder *>(decoder)->set_window(layer, positions);
-}
-
-void weir_decoder_set_embedding(void *decoder, const void *weight) { static_cast<AnyDecoder *>(decoder)->set_embedding(weight); }
-
-void weir_decoder_set_rotation(void *decoder, const float *cosines, const float *sines) {
-    static_cast<AnyDecoder *>(decoder)->set_rotation(cosines, sines);
 }
 
 void weir_decoder_copy_blocks(void *decoder, const int64_t *pairs, int64_t count) {

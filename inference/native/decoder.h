@@ -26,6 +26,8 @@ struct Shape {
     int64_t block_count; // KV blocks of the pool
     float rms_norm_eps;
     int32_t thread_count;
+    const float *cosines, *sines; // the rotation tables, which must outlive the decoder
+    const int64_t *windows;       // positions that the rows of each layer look back on, the row's own included; 0: all
 };
 
 // A run of rows of one sequence: rows `row` to row + count, at positions from `position`; its block table begins at `table`.
@@ -53,11 +55,7 @@ struct Step {
 class AnyDecoder {
   public:
     virtual ~AnyDecoder() = default;
-    virtual void set_linear(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) = 0;
-    virtual void set_norm(int64_t layer, int kind, const float *weight) = 0;
-    virtual void set_window(int64_t layer, int64_t positions) = 0;
-    virtual void set_embedding(const void *weight) = 0;
-    virtual void set_rotation(const float *cosines, const float *sines) = 0;
+    virtual void set(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) = 0;
     virtual void forward(const Step &step) = 0;
     virtual void copy_blocks(const int64_t *pairs, int64_t count) = 0;
     virtual const void *part(int64_t layer, int kind, int64_t *bytes) = 0;
@@ -87,73 +85,14 @@ template <class T> class Decoder final : public AnyDecoder {
             scratch.probabilities = Buffer<T>(TILE_ROWS * CHUNK_KEYS);
             scratch.attended = Buffer<float>(TILE_ROWS * shape.head_dim);
         }
+        for (int64_t layer = 0; layer < shape.layer_count; ++layer) layers_[layer].window = shape.windows[layer];
     }
 
-    // weight: (columns, inner) rows of T, or of int8 with one scale per column. bias: (columns,) or null.
-    void set_linear(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) override {
-        Linear<T> &linear = layers_[layer].linears[kind];
-        const int64_t sources = set_shape(linear, kind);
-        const int64_t size = linear.panel_count() * linear.panel_size(), columns = linear.panel_count() * PANEL;
-        if (bias) linear.bias = Buffer<float>(columns);
-        if (scales) {
-            linear.scales = Buffer<float>(columns);
-            linear.quantized = Buffer<int8_t>(size);
-        } else {
-            linear.packed = Buffer<T>(size);
-        }
-        team_.run([&](int index) {
-            Worker(team_, index).each(linear.panel_count(), [&](int64_t panel) {
-                for (int64_t column = panel * PANEL; column < (panel + 1) * PANEL; ++column) {
-                    const int64_t source = source_row(kind, column, sources);
-                    if (source < 0) continue;
-                    if (bias) linear.bias.data()[column] = bias[source];
-                    if (scales) linear.scales.data()[column] = scales[source];
-                    if (scales)
-                        pack_column(
-                            linear.quantized.data() + panel * linear.panel_size(),
-                            static_cast<const int8_t *>(weight) + source * linear.inner, column, linear.inner
-                        );
-                    else
-                        pack_column(
-                            linear.packed.data() + panel * linear.panel_size(),
-                            static_cast<const T *>(weight) + source * linear.inner, column, linear.inner
-                        );
-                }
-            });
-        });
-        linear.packed.join_pages();
-        linear.quantized.join_pages();
-    }
-
-    void set_norm(int64_t layer, int kind, const float *weight) override {
-        const bool of_heads = kind == QUERY_NORM || kind == KEY_NORM;
-        const int64_t count = of_heads ? shape_.head_dim : shape_.hidden_size;
-        Buffer<float> &norm = layers_[layer].norms[kind];
-        norm = Buffer<float>(hidden_stride_ + shape_.head_dim);
-        std::memcpy(norm.data(), weight, count * sizeof(float));
-    }
-
-    // positions: that a row of this layer looks back on, itself included; 0: all.
-    void set_window(int64_t layer, int64_t positions) override { layers_[layer].window = positions; }
-
-    // weight: (V, E) rows of T. Copied, since a memory-mapped file costs a page fault for each new token.
-    void set_embedding(const void *weight) override {
-        const int64_t row_size = shape_.hidden_size;
-        embedding_ = Buffer<T>(shape_.vocabulary_size * row_size);
-        team_.run([&](int index) {
-            Worker(team_, index).each((shape_.vocabulary_size + COPIED_ROWS - 1) / COPIED_ROWS, [&](int64_t task) {
-                const int64_t first = task * COPIED_ROWS, count = std::min(COPIED_ROWS, shape_.vocabulary_size - first);
-                std::memcpy(
-                    embedding_.data() + first * row_size, static_cast<const T *>(weight) + first * row_size,
-                    count * row_size * sizeof(T)
-                );
-            });
-        });
-    }
-
-    void set_rotation(const float *cosines, const float *sines) override {
-        cosines_ = cosines;
-        sines_ = sines;
+    // kind: LinearKind, then NormKind, whose weight is in fp32, then the embedding.
+    void set(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) override {
+        if (kind < LINEAR_KIND_COUNT) return set_linear(layer, kind, weight, scales, bias);
+        if (kind == LINEAR_KIND_COUNT + NORM_KIND_COUNT) return set_embedding(weight);
+        set_norm(layer, kind - LINEAR_KIND_COUNT, static_cast<const float *>(weight));
     }
 
     void forward(const Step &step) override {
@@ -214,6 +153,65 @@ template <class T> class Decoder final : public AnyDecoder {
     struct AttentionTask {
         int32_t span, kv_head, row, row_count;
     };
+
+    // weight: (columns, inner) rows of T, or of int8 with one scale per column. bias: (columns,) or null.
+    void set_linear(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) {
+        Linear<T> &linear = layers_[layer].linears[kind];
+        const int64_t sources = set_shape(linear, kind);
+        const int64_t size = linear.panel_count() * linear.panel_size(), columns = linear.panel_count() * PANEL;
+        if (bias) linear.bias = Buffer<float>(columns);
+        if (scales) {
+            linear.scales = Buffer<float>(columns);
+            linear.quantized = Buffer<int8_t>(size);
+        } else {
+            linear.packed = Buffer<T>(size);
+        }
+        team_.run([&](int index) {
+            Worker(team_, index).each(linear.panel_count(), [&](int64_t panel) {
+                for (int64_t column = panel * PANEL; column < (panel + 1) * PANEL; ++column) {
+                    const int64_t source = source_row(kind, column, sources);
+                    if (source < 0) continue;
+                    if (bias) linear.bias.data()[column] = bias[source];
+                    if (scales) linear.scales.data()[column] = scales[source];
+                    if (scales)
+                        pack_column(
+                            linear.quantized.data() + panel * linear.panel_size(),
+                            static_cast<const int8_t *>(weight) + source * linear.inner, column, linear.inner
+                        );
+                    else
+                        pack_column(
+                            linear.packed.data() + panel * linear.panel_size(),
+                            static_cast<const T *>(weight) + source * linear.inner, column, linear.inner
+                        );
+                }
+            });
+        });
+        linear.packed.join_pages();
+        linear.quantized.join_pages();
+    }
+
+    void set_norm(int64_t layer, int kind, const float *weight) {
+        const bool of_heads = kind == QUERY_NORM || kind == KEY_NORM;
+        const int64_t count = of_heads ? shape_.head_dim : shape_.hidden_size;
+        Buffer<float> &norm = layers_[layer].norms[kind];
+        norm = Buffer<float>(hidden_stride_ + shape_.head_dim);
+        std::memcpy(norm.data(), weight, count * sizeof(float));
+    }
+
+    // weight: (V, E) rows of T. Copied, since a memory-mapped file costs a page fault for each new token.
+    void set_embedding(const void *weight) {
+        const int64_t row_size = shape_.hidden_size;
+        embedding_ = Buffer<T>(shape_.vocabulary_size * row_size);
+        team_.run([&](int index) {
+            Worker(team_, index).each((shape_.vocabulary_size + COPIED_ROWS - 1) / COPIED_ROWS, [&](int64_t task) {
+                const int64_t first = task * COPIED_ROWS, count = std::min(COPIED_ROWS, shape_.vocabulary_size - first);
+                std::memcpy(
+                    embedding_.data() + first * row_size, static_cast<const T *>(weight) + first * row_size,
+                    count * row_size * sizeof(T)
+                );
+            });
+        });
+    }
 
     // Sets what follows from the shape; rows of the weights that are packed into it.
     int64_t set_shape(Linear<T> &linear, int kind) const {
@@ -376,7 +374,7 @@ template <class T> class Decoder final : public AnyDecoder {
         const int64_t position = span.position + row - span.row;
         const int64_t block = step.tables[span.table + position / BLOCK_TOKENS], slot = position % BLOCK_TOKENS;
         const int64_t rotary_row = span.rotary_row + row - span.row;
-        const float *cosines = cosines_ + rotary_row * head_dim, *sines = sines_ + rotary_row * head_dim;
+        const float *cosines = shape_.cosines + rotary_row * head_dim, *sines = shape_.sines + rotary_row * head_dim;
         float *mixed = mixed_.data() + row * mixed_stride_;
         float *key_heads = mixed + heads_size(), *value_heads = key_heads + shape_.kv_head_count * head_dim;
         for (int64_t head = 0; head < shape_.head_count; ++head) {
@@ -525,7 +523,6 @@ template <class T> class Decoder final : public AnyDecoder {
     std::vector<Layer> layers_; // the last entry holds what is above all layers
     std::vector<Scratch<T>> scratches_;
     Buffer<T> embedding_;
-    const float *cosines_ = nullptr, *sines_ = nullptr;
     int64_t hidden_stride_, mixed_stride_, gated_stride_, layer_stride_;
     // The pool. Zeroed, since blocks are read to their ends, whose weight is 0, so they must be finite; the system gives zeros, and
     // takes memory, only where it is touched.

@@ -13,7 +13,6 @@ import logging
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
@@ -35,27 +34,13 @@ PANEL_COLUMNS = 64  # as in decoder.cpp: rows of logits are padded to whole pane
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-class _Linear(IntEnum):
-    QKV = 0
-    ATTENTION_OUT = 1
-    GATE_UP = 2
-    DOWN = 3
-    LM_HEAD = 4
-
-
-class _Norm(IntEnum):
-    ATTENTION = 0
-    MLP = 1
-    QUERY = 2
-    KEY = 3
-    FINAL = 4
-
-
-# Kinds of parts, as `with_part` in decoder.h numbers them.
+# Fields of `LayerWeights` and `DecoderWeights`, as `Decoder::set` in decoder.h numbers them.
+_LINEARS = ("qkv", "attention_out", "gate_up", "down", "lm_head")
+_NORMS = ("attention_norm", "mlp_norm", "query_norm", "key_norm", "final_norm")
+_KINDS = (*_LINEARS, *_NORMS, "embedding")
+# Kinds of parts, as `with_part` in decoder.h numbers them: those of the linear layers, the norms, the embedding.
 _LINEAR_PARTS = 4
-_LINEAR_PART_KINDS = range(len(_Linear) * _LINEAR_PARTS)
-_NORM_PART_KINDS = range(_LINEAR_PART_KINDS.stop, _LINEAR_PART_KINDS.stop + len(_Norm))
-_EMBEDDING_KIND = _NORM_PART_KINDS.stop
+_EMBEDDING_KIND = len(_LINEARS) * _LINEAR_PARTS + len(_NORMS)
 
 
 class _Shape(ctypes.Structure):
@@ -75,6 +60,7 @@ class _Shape(ctypes.Structure):
         ),
         ("rms_norm_eps", ctypes.c_float),
         ("thread_count", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "windows")),
     ]
 
 
@@ -137,6 +123,9 @@ class NativeDecoder:
         self._library = library
         self._config = config
         self._thread_count = torch.get_num_threads()
+        tables = rotary_tables(config.rope, config.head_dim, context_window_tokens, torch.float32)
+        self._rotation = tuple(table.contiguous() for table in tables)
+        windows = array("q", (window or 0 for window in config.layer_windows))
         shape = _Shape(
             config.hidden_size,
             config.intermediate_size,
@@ -148,21 +137,17 @@ class NativeDecoder:
             block_count,
             config.rms_norm_eps,
             self._thread_count,
+            *(table.data_ptr() for table in self._rotation),
+            windows.buffer_info()[0],
         )
         self._handle = library.weir_decoder_open(ctypes.byref(shape), int(dtype == torch.bfloat16))
         if not self._handle:
             raise MemoryError("no memory for the native decoder")
         weakref.finalize(self, library.weir_decoder_close, self._handle)
-        tables = rotary_tables(config.rope, config.head_dim, context_window_tokens, torch.float32)
-        self._rotation = tuple(table.contiguous() for table in tables)
-        library.weir_decoder_set_rotation(self._handle, self._rotation[0].data_ptr(), self._rotation[1].data_ptr())
-        for index, window in enumerate(config.layer_windows):
-            library.weir_decoder_set_window(self._handle, index, window or 0)
         self._file: PackedFile | None = None  # kept alive while the decoder reads it
         if isinstance(weights, PackedFile):
             self.adopt(weights)
         else:
-            library.weir_decoder_set_embedding(self._handle, weights.embedding.contiguous().data_ptr())
             self._pack(weights)
         self._tables = TableRows(blocks_for(context_window_tokens))
         self._logits_stride = -(-config.vocabulary_size // PANEL_COLUMNS) * PANEL_COLUMNS
@@ -204,8 +189,7 @@ class NativeDecoder:
         """What was packed, where it lies; valid as long as this decoder."""
         byte_count = ctypes.c_int64()
         for layer in range(self._config.layer_count + 1):
-            kinds = [*_LINEAR_PART_KINDS, *_NORM_PART_KINDS, *([_EMBEDDING_KIND] if layer == self._config.layer_count else [])]
-            for kind in kinds:
+            for kind in range(_EMBEDDING_KIND + (layer == self._config.layer_count)):  # the embedding belongs to no layer
                 address = self._library.weir_decoder_part(self._handle, layer, kind, ctypes.byref(byte_count))
                 if address and byte_count.value:
                     yield Part(layer, kind, address, byte_count.value)
@@ -224,8 +208,9 @@ class NativeDecoder:
     def _needed_parts(self) -> set[tuple[int, int]]:
         """Layer and kind of what no model is without: matrices, packed or quantized, which are neighbours, and the embedding."""
         above = self._config.layer_count
-        matrices = {(layer, kind * _LINEAR_PARTS) for layer in range(above) for kind in _Linear if kind is not _Linear.LM_HEAD}
-        return matrices | {(above, _Linear.LM_HEAD * _LINEAR_PARTS), (above, _EMBEDDING_KIND - _EMBEDDING_KIND % 2)}
+        head = len(_LINEARS) - 1
+        matrices = {(layer, kind * _LINEAR_PARTS) for layer in range(above) for kind in range(head)}
+        return matrices | {(above, head * _LINEAR_PARTS), (above, _EMBEDDING_KIND - _EMBEDDING_KIND % 2)}
 
     def _make_logits(self, row_count: int) -> None:
         """A view of so many rows without their padding; kept, since most steps want as many as the one before."""
@@ -239,28 +224,17 @@ class NativeDecoder:
         self._library.weir_decoder_copy_blocks(self._handle, blocks.ctypes.data, len(pairs))
 
     def _pack(self, weights: DecoderWeights) -> None:
-        for index, layer in enumerate(weights.layers):
-            self._set_linear(index, _Linear.QKV, layer.qkv)
-            self._set_linear(index, _Linear.ATTENTION_OUT, layer.attention_out)
-            self._set_linear(index, _Linear.GATE_UP, layer.gate_up)
-            self._set_linear(index, _Linear.DOWN, layer.down)
-            self._set_norm(index, _Norm.ATTENTION, layer.attention_norm)
-            self._set_norm(index, _Norm.MLP, layer.mlp_norm)
-            self._set_norm(index, _Norm.QUERY, layer.query_norm)
-            self._set_norm(index, _Norm.KEY, layer.key_norm)
-        above = len(weights.layers)
-        self._set_linear(above, _Linear.LM_HEAD, weights.lm_head)
-        self._set_norm(above, _Norm.FINAL, weights.final_norm)
+        for layer, held in enumerate((*weights.layers, weights)):  # what is above all layers comes last
+            for name in _KINDS:
+                if (value := getattr(held, name, None)) is not None:
+                    self._set(layer, name, value)
 
-    def _set_linear(self, layer: int, kind: _Linear, linear: LinearWeights) -> None:
-        weight, scales, bias = linear.weight.contiguous(), _in_fp32(linear.scales), _in_fp32(linear.bias)
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in (weight, scales, bias)]
-        if self._library.weir_decoder_set_linear(self._handle, layer, kind, *addresses):
-            raise MemoryError("no memory for the native decoder's weights")
-
-    def _set_norm(self, layer: int, kind: _Norm, weight: Tensor | None) -> None:
-        values = _in_fp32(weight)
-        if values is not None and self._library.weir_decoder_set_norm(self._handle, layer, kind, values.data_ptr()):
+    def _set(self, layer: int, name: str, value: LinearWeights | Tensor) -> None:
+        if isinstance(value, Tensor):
+            value = LinearWeights(value if name == "embedding" else value.float(), None)
+        tensors = (value.weight.contiguous(), _in_fp32(value.scales), _in_fp32(value.bias))
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if self._library.weir_decoder_set(self._handle, layer, _KINDS.index(name), *addresses):
             raise MemoryError("no memory for the native decoder's weights")
 
 

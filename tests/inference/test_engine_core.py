@@ -10,7 +10,6 @@ import torch
 from inference.core.model_runner import ModelRunner
 from inference.engine import EngineFinishReason, GenerationRequest, SamplingParams
 from inference.errors import InvariantViolated
-from inference.native.decoder import _Norm
 from inference.native.loader import load
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
@@ -223,7 +222,7 @@ def test_output_that_is_not_finite_is_an_error_and_not_a_token(
     if core._runner._native:
         weight = torch.ones(core._runner._config.hidden_size)
         weight[3] = broken
-        core._runner._native._set_norm(core._runner._config.layer_count, _Norm.FINAL, weight)
+        core._runner._native._set(core._runner._config.layer_count, "final_norm", weight)
     else:
         core._runner._decoder._weights.final_norm[3] = broken
     core.add(0, make_request([9], 5))
