@@ -15,7 +15,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api.access.auth import Authenticator, StandingKey, bearer_token, check_model, metadata_values, payer
 from api.core import wire
-from api.core.addresses import Origin
+from api.core.addresses import FORWARDED_FOR, Origin
 from api.core.errors import AddressNotAllowed, FieldViolation, InvalidRequest, Overloaded
 from api.core.interceptor import METHOD, Context
 from api.core.messages import effective_quota_statuses, find_generation, models_for, restrictions
@@ -72,7 +72,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             raise
         with place:
             secret, trace = bearer_token(context), trace_of_metadata(context.invocation_metadata())
-            origin = await self._vouched_origin(context, secret) if self._for_peers else self._authenticator.origin(context)
+            if self._for_peers:
+                origin = await self._vouched_origin(context, secret)
+            else:
+                origin = self._authenticator.proxies.origin(context.peer(), metadata_values(context, FORWARDED_FOR))
             look_up = partial(self._authenticator.principal_of, secret, method=METHOD.get(), origin=origin)
             principal = await look_up()
             auth_ms = (time.monotonic() - opened_at) * 1000

@@ -391,7 +391,8 @@ class Authenticator:
 
         Raises as `principal_of`, and Unauthenticated if the call brings no secret.
         """
-        return await self.principal_of(bearer_token(context), method=METHOD.get(), origin=self.origin(context))
+        origin = self.proxies.origin(context.peer(), metadata_values(context, FORWARDED_FOR))
+        return await self.principal_of(bearer_token(context), method=METHOD.get(), origin=origin)
 
     async def turn(self, principal: Principal) -> None:
         """Wait for the turn of a call, unless it has had it. Administrators' calls have no turns. Raises: TooManyCalls."""
@@ -415,10 +416,6 @@ class Authenticator:
             return address_of(context.peer())
         await self.turn(known[2])
         return known[2].api_key_id
-
-    def origin(self, context: Context) -> Origin:
-        """From where a call over gRPC comes."""
-        return self.proxies.origin(context.peer(), metadata_values(context, FORWARDED_FOR))
 
     async def principal_of(self, secret: str, *, method: str, origin: Origin, age_max_s: float = 0.0) -> Principal:
         """Who has this secret, whatever wire it came over, if it is good for the call, and from where it comes.

@@ -6,8 +6,8 @@ Every violation of a message is reported at once, by field.
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
 
+import msgspec
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import PromptTooLong, Violations
@@ -50,12 +50,11 @@ LIMIT_FIELDS = frozenset(
 )
 
 
-@dataclass(slots=True)
-class ValidStart:
+class ValidStart(msgspec.Struct):
     """A start frame that is right in itself; whether model, context window and quotas allow it is decided later.
 
-    Only its model changes; `frozen` would cost a microsecond for each. given_id: the request id as the client spelt it,
-    for the frames of its answer. model: as the client named it, and by its own name from when it is routed.
+    Only its model changes. given_id: the request id as the client spelt it, for the frames of its answer. model: as the client
+    named it, and by its own name from when it is routed.
     """
 
     request_id: uuid.UUID

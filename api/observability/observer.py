@@ -12,9 +12,9 @@ import uuid
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import structlog
 
 from api.core.errors import reason_of
@@ -234,9 +234,8 @@ class Asked(Protocol):
     def operation(self) -> str: ...
 
 
-@dataclass(slots=True)
-class Ending:
-    """How one request has ended. Not changed by anybody; `frozen` would cost a microsecond for each.
+class Ending(msgspec.Struct, frozen=True):
+    """How one request has ended.
 
     start: what was asked, under the model's own name if there is such a model. outcome: of one that ran. broken: what it was
     refused or has failed with. timings: as `Stopwatch` has them. settled: what is billed; None if nothing is. choice_count: outputs
