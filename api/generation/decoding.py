@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import msgspec
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Violations
@@ -44,8 +45,7 @@ EARLY_STOPPING: Mapping[int, EarlyStopping] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingOverrides:
+class SamplingOverrides(msgspec.Struct, frozen=True):
     """What a request says of sampling; None leaves it to the model's defaults."""
 
     temperature: float | None
@@ -81,8 +81,7 @@ class SamplingOverrides:
 NO_OVERRIDES = SamplingOverrides(None, None, None, None, None, None, 0.0, 0.0, (), None)
 
 
-@dataclass(frozen=True, slots=True)
-class StopRules:
+class StopRules(msgspec.Struct, frozen=True):
     """What a request says of its end."""
 
     max_output_tokens: int | None

@@ -11,10 +11,10 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 from weir.v1 import inference_service_pb2 as pb
 
 from metering.core.models import Outcome
@@ -29,8 +29,7 @@ TOKENS_PER_MESSAGE_MAX = 4000  # some 1.2 MB with 20 log-probabilities each: bel
 DELTAS_PER_TURN_MAX = 8  # of one request in a message, where others wait
 
 
-@dataclass(slots=True)
-class UsageSoFar:
+class UsageSoFar(msgspec.Struct):
     """The tokens of one request while it runs. input_token_count is 0 until the engine has begun."""
 
     input_token_count: int = 0
@@ -67,8 +66,7 @@ class Source(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Collected:
+class Collected(msgspec.Struct, eq=False):
     """Message under construction. entries: tokens in it that do not count as delivered yet, by output.
 
     asks_fences: each request is asked whether its tokens may leave; else all of them may.

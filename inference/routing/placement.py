@@ -8,16 +8,16 @@ have so much less to do that computing it again is sooner done.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from inference.routing.replica import Keys, Replica, prefix_keys
 
 TokenIds = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """What a sequence asks for. keys: of its prompt's blocks; none if the policy does not look at them."""
 
     prompt_token_count: int

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import msgspec
+
 from inference.engine import Backend, Encoder, Engine, ModelInfo
 from inference.errors import EngineError, RequestImpossible
 from inference.routing.replica import ReplicaReport as ReplicaReport
@@ -48,8 +50,7 @@ class EncoderRoute:
     encoder: Encoder
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """Where a request goes. model: the own name of what was asked for, by which it is billed.
 
     served: the name that the engine serves. regions: see `GenerationRequest`.

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import TracebackType
@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import psycopg
 import structlog
+from msgspec import structs
 
 from metering.core.errors import InvariantViolated, MeteringError, StoreAway
 from metering.core.models import HoldState
@@ -244,7 +245,7 @@ def seems_to_fit(known: Known, op: Admit) -> bool:
     reads = BatchReads(now, terms=known.terms)
     counters = Counters(now, known.counters, guessed=True)
     try:
-        Decisions(reads, counters).decide(replace(op, only_asks=True))
+        Decisions(reads, counters).decide(structs.replace(op, only_asks=True))
     except (MeteringError, Unsure):
         return False
     return True

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import NamedTuple
+
+import msgspec
+from msgspec import structs
 
 from metering.core.errors import (
     HoldEnded,
@@ -88,8 +91,7 @@ class AdmissionTerms:
     until: datetime | None
 
 
-@dataclass(slots=True, eq=False)
-class Hold:
+class Hold(msgspec.Struct, eq=False):
     """A hold, changed as operations are decided. rules: those that it is charged to.
 
     posted_cost_picos: the money that its posted tokens are worth, once it is extended.
@@ -300,9 +302,9 @@ class Decisions:
         if hold.state == HoldState.VOIDED:
             raise HoldEnded(f"hold {hold.id} was voided: its usage cannot be recorded any more")
         if unbound := hold.request_id.int == number:  # as `Hold.unbound`
-            op = replace(op, input_token_count=0, cached_input_token_count=0)
+            op = structs.replace(op, input_token_count=0, cached_input_token_count=0)
         elif hold.terms.embedding:
-            op = replace(op, cached_input_token_count=0)
+            op = structs.replace(op, cached_input_token_count=0)
         if hold.state == HoldState.EXPIRED:
             return self.settle_late(hold, op)
         if hold.state == HoldState.SETTLED:
@@ -311,7 +313,7 @@ class Decisions:
             if not op.recovered:
                 raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered after {hold.delivered_token_count}")
             # A machine that went down may have lost the end of a journal; the last extension still knows.
-            op = replace(op, delivered_token_count=hold.delivered_token_count)
+            op = structs.replace(op, delivered_token_count=hold.delivered_token_count)
         sent, delivered = op.input_token_count, 0 if unbound else op.delivered_token_count
         if hold.posted_token_count:
             quotas.end(self.counters, hold.rules, hold.claim(), sent, delivered)
@@ -332,7 +334,7 @@ class Decisions:
         known = self.standing(hold.id)
         if known.part_count > (1 if hold.delivered_token_count else 0):
             return self.standing_usage(hold)
-        rest = replace(
+        rest = structs.replace(
             op,
             input_token_count=max(op.input_token_count - known.sent_token_count, 0),
             cached_input_token_count=max(op.cached_input_token_count - known.cached_input_token_count, 0),

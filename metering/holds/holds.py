@@ -11,11 +11,12 @@ import contextlib
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import structlog
+from msgspec import structs
 from sqlalchemy import text
 
 from common.incidents import Retries
@@ -221,7 +222,7 @@ class HoldStore:
         While the database is away nothing is raised where holds are set aside for that. Raises: as `admit`.
         """
         if self._has_given() or not self._admitting.seems_to_fit(op):
-            await awaited(partial(self.begin_admit, replace(op, only_asks=True)), lambda _: None)
+            await awaited(partial(self.begin_admit, structs.replace(op, only_asks=True)), lambda _: None)
 
     async def extend(self, op: Extend) -> Extended:
         """Lease more output tokens. While the database is away this waits for it, for a bounded time.

@@ -1,6 +1,6 @@
 """The operations on a hold, and what each answers. One batch (`batch.py`) carries any mix of them.
 
-Nobody changes one once it is made. Those that each request has are not frozen all the same: that takes five times as long to make.
+Nobody changes one once it is handed over.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from datetime import datetime
+
+import msgspec
 
 from metering.core.errors import MeteringError
 from metering.core.models import Outcome, ServiceTier
@@ -30,8 +32,7 @@ def is_other_payload(known: bytes, asked: bytes) -> bool:
     return known[:n] == asked[:n] and known != asked
 
 
-@dataclass(slots=True)
-class Admit:
+class Admit(msgspec.Struct):
     """Take a hold for a new request. Answers `Admitted`.
 
     payload_hash: 32 bytes over everything that makes the request what it is (`is_other_payload`).
@@ -48,19 +49,17 @@ class Admit:
     input_token_count: int
     first_slice_token_count: int
     least_slice_token_count: int
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
     tier: ServiceTier = ServiceTier.INTERACTIVE
     embedding: bool = False
     only_asks: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Fits:
+class Fits(msgspec.Struct, frozen=True):
     """A hold could be taken now; none was."""
 
 
-@dataclass(slots=True)
-class Extend:
+class Extend(msgspec.Struct, frozen=True):
     """Lease more output tokens, at least one. Answers `Extended`. Delivered and cached counts are those known now."""
 
     hold_id: uuid.UUID
@@ -69,8 +68,7 @@ class Extend:
     wanted_token_count: int
 
 
-@dataclass(slots=True)
-class Settle:
+class Settle(msgspec.Struct, frozen=True):
     """End a hold with what was delivered, and write the usage event. Answers `Settled`; doing it again answers the same.
 
     input_token_count: prompt tokens to bill: all, or 0 if the engine never began. Of an embedding: those embedded, which the usage
@@ -88,8 +86,7 @@ class Settle:
     migration_count: int = 0
 
 
-@dataclass(slots=True)
-class Void:
+class Void(msgspec.Struct, frozen=True):
     """End a hold of which nothing is to be billed, as if it had never been. Answers `Ended`.
 
     What its extensions have posted is taken back in the windows it was posted to. Refused if tokens are known to be delivered:
@@ -99,8 +96,7 @@ class Void:
     hold_id: uuid.UUID
 
 
-@dataclass(frozen=True, slots=True)
-class Expire:
+class Expire(msgspec.Struct, frozen=True):
     """End a hold whose owner has been silent past its expiry. Answers `Ended`; does nothing if it is not due.
 
     Bills what was known to be delivered at the last extension. Quotas with a window keep the whole lease as used: nobody knows how
@@ -110,8 +106,7 @@ class Expire:
     hold_id: uuid.UUID
 
 
-@dataclass(frozen=True, slots=True)
-class Renew:
+class Renew(msgspec.Struct, frozen=True):
     """Prove that the owner of these holds lives: moves their expiry. Answers `Renewed`.
 
     Holds of the same owner that are neither among them nor spared are voided: their admission was committed but its answer lost.
@@ -126,8 +121,7 @@ class Renew:
 HoldOperation = Admit | Extend | Settle | Void | Expire | Renew
 
 
-@dataclass(slots=True)
-class Admitted:
+class Admitted(msgspec.Struct):
     """A hold was taken. quotas: every limit that applies, this hold counted."""
 
     hold_id: uuid.UUID
@@ -137,8 +131,7 @@ class Admitted:
     admitted_at: datetime
 
 
-@dataclass(slots=True)
-class Extended:
+class Extended(msgspec.Struct, frozen=True):
     """The lease grew. leased_token_count: output tokens that may be delivered in all."""
 
     leased_token_count: int
@@ -171,15 +164,13 @@ class RequestSettled(MeteringError):
         self.settled = settled
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """Nothing to tell but whether anything was done."""
 
     done: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Renewed:
+class Renewed(msgspec.Struct, frozen=True):
     """The expiry of these holds was moved. The others have ended, or somebody is about to end them."""
 
     hold_ids: frozenset[uuid.UUID]

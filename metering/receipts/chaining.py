@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from metering.receipts.encoding import FIXED, HASH_SIZE, MAGIC, Receipt, decode, encode, micros, texts
 from metering.receipts.merkle import Step, Tree
@@ -57,8 +58,7 @@ class SignedBatch:
         return self._tree.path(self.hashes.index(receipt_hash))
 
 
-@dataclass(slots=True)
-class IssuedReceipt:
+class IssuedReceipt(msgspec.Struct):
     """A receipt as it was made. batch: None where no key signs."""
 
     encoded: bytes
@@ -89,8 +89,7 @@ class IssuedReceipt:
         return self.batch.path(self.hash) if self.batch else ()
 
 
-@dataclass(slots=True)
-class ChainHead:
+class ChainHead(msgspec.Struct):
     """The last receipt of a project. project_id: its 16 bytes. settled_at_us: the same time in microseconds."""
 
     project_id: bytes

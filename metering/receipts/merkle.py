@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from typing import NamedTuple
 
 NODE = b"\1"
 EMPTY_ROOT = sha256(b"").digest()  # of no hashes at all
 
 
-class Step(NamedTuple):
-    """One step from a leaf to the root: the neighbour, and whether it stands on the left."""
-
-    on_left: bool
-    hash: bytes
+Step = tuple[bool, bytes]  # from a leaf to the root: whether the neighbour stands on the left, and its hash
 
 
 def node(left: bytes, right: bytes) -> bytes:
@@ -48,7 +43,7 @@ class Tree:
         for level in self._levels[:-1]:
             neighbour = index ^ 1
             if neighbour < len(level):
-                steps.append(Step(neighbour < index, level[neighbour]))
+                steps.append((neighbour < index, level[neighbour]))
             index //= 2
         return tuple(steps)
 
@@ -56,8 +51,8 @@ class Tree:
 def root_by_path(leaf: bytes, path: Iterable[Step]) -> bytes:
     """The root to which a path leads."""
     at = leaf
-    for step in path:
-        at = node(step.hash, at) if step.on_left else node(at, step.hash)
+    for on_left, neighbour in path:
+        at = node(neighbour, at) if on_left else node(at, neighbour)
     return at
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
+
 from common.incidents import Retries
 
 WORTHWHILE_COUNT = 32  # operations; in smaller batches the statements themselves cost more than the wait that is saved
@@ -29,8 +31,7 @@ Result = TypeVar("Result")
 Answered = Callable[[Any], None]  # told of a result or an exception
 
 
-@dataclass(slots=True, eq=False)
-class Entry(Generic[Op]):
+class Entry(msgspec.Struct, Generic[Op], eq=False):
     """One operation until it is answered.
 
     done: told of the answer; None if nobody takes it. since: when it came, by the loop's clock. attempt_count: how often it was

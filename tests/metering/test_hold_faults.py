@@ -8,12 +8,12 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from msgspec.structs import replace
 
 from metering.core.errors import MeteringError, StoreAway
 from metering.core.models import QuotaDimension

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import psycopg
 import pytest
+from msgspec import structs
 
 from metering.core.errors import InvariantViolated, KeyInvalid, PriceMissing
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject
@@ -634,7 +635,7 @@ async def test_a_hold_that_nobody_knows_is_told_apart(world: HoldWorld) -> None:
 
 async def test_one_operation_that_breaks_its_batch_does_not_harm_the_others(world: HoldWorld) -> None:
     payer = world.tenant()
-    poisoned = replace(admit(payer), labels={"a": "\0"})
+    poisoned = structs.replace(admit(payer), labels={"a": "\0"})
     fine = [admit(payer), admit(payer)]
 
     answers = await world.run(fine[0], poisoned, fine[1])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import psycopg
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from metering.core.errors import InvariantViolated, KeyInvalid, RequestIdReused, RequestInFlight
 from metering.core.models import QuotaDimension, QuotaSubject
@@ -371,7 +372,7 @@ async def test_an_error_that_nobody_foresaw_gives_each_admission_its_own_hold(
 async def test_keys_that_were_revoked_are_forgotten(world: HoldWorld, holds: HoldConnection) -> None:
     payer, _ = tenant(world)
     for _ in range(3):
-        key = replace(payer, api_key_id=world.key(payer.project_id))
+        key = dataclasses.replace(payer, api_key_id=world.key(payer.project_id))
         assert isinstance(await one(holds, admit(key)), Admitted)
         revoke(world, key)
     await one(holds, admit(payer))

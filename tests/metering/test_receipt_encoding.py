@@ -134,7 +134,8 @@ def test_any_changed_bit_of_receipt_path_or_signature_is_caught(batch: list[Rece
     signature = flipped(signed.signature, data.draw(st.integers(0, 511)))
     assert not holds(encoded[index], path, signature)
     for step in range(len(path)):
-        wrong = path[step]._replace(hash=flipped(path[step].hash, data.draw(st.integers(0, 255))))
+        on_left, neighbour = path[step]
+        wrong = (on_left, flipped(neighbour, data.draw(st.integers(0, 255))))
         assert not holds(encoded[index], (*path[:step], wrong, *path[step + 1 :]), signed.signature)
         assert not holds(encoded[index], (*path[:step], *path[step + 1 :]), signed.signature)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from metering.core.errors import KeyInvalid, RequestIdReused, RequestInFlight
 from metering.core.models import QuotaDimension
