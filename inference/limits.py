@@ -129,8 +129,9 @@ def sampling_fault(sampling: SamplingParams, vocabulary_size: int) -> str | None
         return "repetition_penalty must be above 0"
     if not (math.isfinite(sampling.presence_penalty) and math.isfinite(sampling.frequency_penalty)):
         return "presence_penalty and frequency_penalty must be numbers"
-    if any(not (0 <= token_id < vocabulary_size and math.isfinite(bias)) for token_id, bias in sampling.logit_bias):
-        return f"logit_bias must be a number for each of its token ids, and those from 0 to {vocabulary_size - 1}"
+    for token_id, bias in sampling.logit_bias:
+        if not (0 <= token_id < vocabulary_size and math.isfinite(bias)):
+            return f"logit_bias must be a number for each of its token ids, and those from 0 to {vocabulary_size - 1}"
     if sampling.top_logprobs is not None and not 0 <= sampling.top_logprobs <= TOP_LOGPROBS_MAX:
         return f"top_logprobs must be from 0 to {TOP_LOGPROBS_MAX}"
     return None

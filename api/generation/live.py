@@ -409,7 +409,7 @@ class LiveRequest:
 
     def _charge(self) -> None:
         """Tell the queue of what was generated."""
-        count = self.usage.generated_token_count - self._charged_token_count
+        count = self.output.usage.generated_token_count - self._charged_token_count
         if count > 0 and self.place is not None:
             self._charged_token_count += count
             self.place.generated(count)
@@ -420,7 +420,7 @@ class LiveRequest:
         assert limits is not None
         assert request is not None
         assert sequence is not None
-        self.usage.generated_token_count = event.generated_token_count
+        self.output.usage.generated_token_count = event.generated_token_count
         if event.migration_count:
             self._migration_count += event.migration_count
             log.info("request_migrated", request_id=str(self.start.request_id), migration_count=event.migration_count)

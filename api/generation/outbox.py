@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from api.generation.output import Output
 
 FRAMES_WAITING_MAX = 50_000  # some 10 MB: beyond it nothing more is read from a client that does not read itself
-FRAMES_PER_MESSAGE_MAX = 1000  # some 60 kB of deltas: below any receive limit a client may have
-TOKENS_PER_MESSAGE_MAX = 4000  # some 1.2 MB with 20 log-probabilities each: below the 4 MB that clients take unless told otherwise
-DELTAS_PER_TURN_MAX = 8  # of one request in a message, where others wait
 
 
 class UsageSoFar(msgspec.Struct):
@@ -108,7 +105,7 @@ class Receiver:
         if not self.outbox.is_abandoned:
             body = frame if isinstance(frame, bytes) else frame.SerializeToString()
             size = len(self.head) + len(body)
-            self.frames.append(b"\x0a%b%b%b" % (varint(size), self.head, body))
+            self.frames.append(b"\x0a%b%b%b" % (VARINTS[size] if size < 0x4000 else varint(size), self.head, body))
             self.outbox.frame_count += 1
             self.outbox.add(self)
 
@@ -154,6 +151,9 @@ class Outbox:
     """Send queue of one stream, with one writer and any number of requests."""
 
     takes_whole = False  # whether the client wants each answer in one piece; see `WholeOutbox`
+    # Of one message. Frames: some 60 kB of deltas, below any receive limit a client may have. Tokens: some 1.2 MB with 20
+    # log-probabilities each, below the 4 MB that clients take unless told otherwise. Deltas: of one request, where others wait.
+    frame_max, token_max, delta_max = 1000, 4000, 8
 
     def __init__(self, journal: UsageJournal, may_have_lapsed: Callable[[], bool] = always) -> None:
         """may_have_lapsed: whether any request has to be asked before its tokens leave; asked once for each message."""
@@ -247,7 +247,9 @@ class Outbox:
                     self.message_count += 1
                     taken, self._in_flight = self._in_flight, []
                     for receiver in taken:
-                        receiver.was_taken()
+                        receiver.in_flight_count = 0
+                        if receiver.on_taken is not None or (receiver.supply is not None and receiver.supply.then is not None):
+                            receiver.was_taken()
             elif self._closing:
                 return
             else:
@@ -274,11 +276,9 @@ class Outbox:
             self._room.set_result(None)
 
     def collect(self) -> Collected:
-        """Collect the next message, with at most `DELTAS_PER_TURN_MAX` deltas of each request."""
-        return self._collect(FRAMES_PER_MESSAGE_MAX, TOKENS_PER_MESSAGE_MAX, DELTAS_PER_TURN_MAX)
-
-    def _collect(self, frame_max: int, token_max: int, delta_max: int) -> Collected:
-        collected = Collected([], token_max, [], self._may_have_lapsed())
+        """Collect the next message, with at most `delta_max` deltas of each request."""
+        frame_max, delta_max = self.frame_max, self.delta_max
+        collected = Collected([], self.token_max, [], self._may_have_lapsed())
         line, parts, in_flight, more = self._line, collected.parts, self._in_flight, []
         while line and collected.token_room > 0 and (count := len(parts)) < frame_max:
             one = line.popleft()
@@ -309,6 +309,7 @@ class WholeOutbox(Outbox):
     """Sends one message with all frames once every request has all its output or has ended."""
 
     takes_whole = True
+    frame_max = token_max = delta_max = sys.maxsize  # the answer's length is bounded by the context windows of its requests
 
     def __init__(self, journal: UsageJournal, request_count: int, on_failure: Callable[[str], None]) -> None:
         """request_count: so many requests make up the answer. on_failure: called with the id of each that has failed."""
@@ -343,10 +344,6 @@ class WholeOutbox(Outbox):
         if self._is_open:
             super()._note()
 
-    def collect(self) -> Collected:
-        """All of it: the answer's length is bounded by the context windows of its requests."""
-        return self._collect(sys.maxsize, sys.maxsize, sys.maxsize)
-
 
 # Frames are put together from bytes: a message object that is put into another one is copied, and one for each token costs more
 # than all else that is done for it. Numbers are those of `weir/v1/inference_service.proto`.
@@ -365,7 +362,7 @@ VARINTS = [varint(number) for number in range(1 << 14)]  # 0.6 MB: those of most
 def frame_head(request_id: str) -> bytes:
     """The first field of a `ServerFrame`."""
     data = request_id.encode()
-    return b"\x0a%b%b" % (varint(len(data)), data)
+    return b"\x0a%b%b" % (VARINTS[len(data)] if len(data) < 0x4000 else varint(len(data)), data)
 
 
 def framed(frame: bytes) -> bytes:

@@ -70,7 +70,8 @@ class Flow:
     def close(self) -> None:
         """Stop the timer for good."""
         self._on_stall = None
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -164,14 +165,6 @@ class Output(ABC):
         if self.receiver is not None:
             self.receiver.outbox.complete(self.receiver)
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether nothing waits for the client. A replay buffer has taken all of it."""
-        receiver = self.receiver
-        if receiver is None or self.is_kept or receiver.outbox.is_abandoned:
-            return True
-        return not (self._waits() or receiver.unsent_frame_count)
-
     def when_taken(self, then: Callable[[], None], stall_max_s: float | None) -> None:
         """Call `then` in a later turn of the loop, once the client has taken everything or what waits was discarded.
 
@@ -218,7 +211,8 @@ class Output(ABC):
         self._end, self._life = frame, None
         self.fence, self._update = may_always_send, _ended
         self.flow.close()
-        self._attended()
+        if self._unattended is not None:
+            self._attended()
         if self.receiver is not None and not self._waits():
             self._say_end()
 
@@ -323,8 +317,16 @@ class Output(ABC):
 
     def moved(self) -> None:
         """The transport has taken what it was given, or the client is gone."""
-        if self.then is not None and (self.is_taken or self._life is None or self._life.discards):
-            asyncio.get_running_loop().call_soon(self.then)
+        then, life, receiver = self.then, self._life, self.receiver
+        if then is None:
+            return
+        # A replay buffer takes all of it at once.
+        if (
+            (receiver is None or self.is_kept or receiver.outbox.is_abandoned)
+            or (life is None or life.discards)
+            or not (self._waits() or receiver.frames or receiver.in_flight_count)
+        ):
+            asyncio.get_running_loop().call_soon(then)
             self.then = None
             if self._stall is not None:
                 self._stall.cancel()

@@ -75,7 +75,8 @@ class Reply:
         self.output.hold_id = lease.admitted.hold_id
         if self._start.usage_interval_tokens is not None:
             self.output.usage_telling = UsageTelling(self._start.usage_interval_tokens, lease.admitted.prices)
-        self._filters = open_filters(safety, self._start.choice_count, has_json=self._has_json)
+        if safety is not None:
+            self._filters = open_filters(safety, self._start.choice_count, has_json=self._has_json)
         self._has_to_wait = bool(self._filters) or self._start.beam_search is not None
         if self.call_reading is not None:
             self._parsers = {index: self.call_reading.open() for index in range(self._start.choice_count)}
@@ -324,8 +325,8 @@ class OutputFilter:
         return [self._waiting.popleft()[0] for _ in range(count)]
 
 
-def open_filters(checker: SafetyChecker | None, choice_count: int, *, has_json: bool = False) -> tuple[OutputFilter, ...]:
+def open_filters(checker: SafetyChecker, choice_count: int, *, has_json: bool = False) -> tuple[OutputFilter, ...]:
     """One filter per choice; none if outputs are not checked. has_json: they are checked as whoever parses them reads them, too."""
-    opened = [] if checker is None else [checker.open_output() for _ in range(choice_count)]
+    opened = [checker.open_output() for _ in range(choice_count)]
     checks = [EscapedOutputCheck(check) if has_json else check for check in opened if check is not None]
     return tuple(OutputFilter(check, index) for index, check in enumerate(checks))

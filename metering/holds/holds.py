@@ -128,6 +128,7 @@ class HoldStore:
         self._expiry_s = expiry_s
         self._answer_wait_s = answer_wait_s
         self._leases = LeaseClock(expiry_s)
+        self.may_have_lapsed = self._leases.may_have_lapsed  # any hold of this process; `lapse` tells of each
         self._standing = StandingHolds(*grace, self._leases) if grace else None
         self._own: OwnHolds = {}
         self._others, self._admitting = (
@@ -246,10 +247,6 @@ class HoldStore:
     def away_s(self) -> float | None:
         """For how long the database has not answered, from the start of this process if it never did; None while it answers."""
         return self.gate.away_s if self.has_answered else self._leases.now() - self._began_at
-
-    def may_have_lapsed(self) -> bool:
-        """Whether any hold of this process may have lapsed; `lapse` tells of each."""
-        return self._leases.may_have_lapsed()
 
     def lapse(self, hold_id: uuid.UUID) -> HoldEnded | StoreAway | None:
         """Why nothing more may be delivered under a hold that could not be renewed in time; None while that may go on."""

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation import outbox as outbox_module
 from api.generation.life import Life
 from api.generation.outbox import Outbox, Receiver
 from api.generation.output import Flow, LiveOutput
@@ -87,7 +86,7 @@ async def test_all_that_waits_goes_out_in_one_message_and_in_order(journal: Usag
 
 
 async def test_a_burst_is_split_at_the_bound_of_a_message(journal: UsageJournal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox_module, "FRAMES_PER_MESSAGE_MAX", 2)
+    monkeypatch.setattr(Outbox, "frame_max", 2)
     outbox, transport = Outbox(journal), Transport()
     outputs = [output_on(outbox) for _ in range(5)]
     for number, output in enumerate(outputs):
@@ -103,7 +102,7 @@ async def test_a_burst_is_split_at_the_bound_of_a_message(journal: UsageJournal,
 async def test_a_request_with_much_to_say_lets_the_others_of_its_stream_have_their_turn(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox_module, "TOKENS_PER_MESSAGE_MAX", 100)
+    monkeypatch.setattr(Outbox, "token_max", 100)
     outbox, transport = Outbox(journal), Transport()
     much, little = output_on(outbox), output_on(outbox)
     for _ in range(300):

@@ -76,7 +76,6 @@ async def test_a_match_at_the_end_is_found_and_the_rest_goes_out_otherwise(tmp_p
 async def test_every_choice_has_a_filter_and_without_rules_there_is_none(tmp_path: Path) -> None:
     assert len(open_filters(rules(tmp_path), 3)) == 3
     assert open_filters(rules(tmp_path, RULES + "applies_to = 'prompt'\n"), 3) == ()
-    assert open_filters(None, 3) == ()
 
 
 async def test_the_rest_of_a_choice_is_that_choices(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import regex
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
-from api.generation import outbox as outbox_module
 from api.generation.admission import Lease
 from api.generation.life import Life
 from api.generation.outbox import Outbox, Receiver
@@ -133,7 +132,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
 ) -> None:
     """Each message takes most of the client's patience, and what this request waits for is in the last of them."""
     patience_s = 0.2
-    monkeypatch.setattr(outbox_module, "FRAMES_PER_MESSAGE_MAX", 1)
+    monkeypatch.setattr(Outbox, "frame_max", 1)
     stopped: list[Outcome] = []
     outbox = Outbox(journal)
     settings = cast(

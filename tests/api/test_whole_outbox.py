@@ -11,12 +11,12 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.life import Life
-from api.generation.outbox import FRAMES_PER_MESSAGE_MAX, Receiver, WholeOutbox
+from api.generation.outbox import Outbox, Receiver, WholeOutbox
 from api.generation.output import Flow, LiveOutput
 from metering.holds.journal import UsageJournal
 from tests.service import all_taken
 
-MANY = FRAMES_PER_MESSAGE_MAX * 64 + 1
+MANY = Outbox.frame_max * 64 + 1
 
 
 class Half:

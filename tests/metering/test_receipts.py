@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from msgspec import structs
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import structs
 
 from metering.core.models import Outcome, QuotaDimension
 from metering.holds.journal import Delivered, UsageJournal
