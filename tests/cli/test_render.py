@@ -21,7 +21,6 @@ from weir_cli.render import (
     table,
     to_text,
     tokens_per_second,
-    units_to_picos,
     usage_line,
     waterfall,
 )
@@ -56,7 +55,7 @@ def test_numbers_keep_every_digit() -> None:
 
 
 def test_money_and_prices_are_read_exactly() -> None:
-    assert units_to_picos(Decimal("12345678901234567.123456789012")) == 12345678901234567123456789012
+    assert Money.of(Decimal("12345678901234567.123456789012"), "").picos == 12345678901234567123456789012
     assert parse_limit(QuotaDimension.COST_PER_MONTH, "0.000000000001") == 1
     assert parse_limit(QuotaDimension.TOKENS_PER_DAY, "1_000_000") == 1_000_000
     assert parse_price("0.15") == 150_000

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime, timedelta
-from decimal import Context, Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 from uuid import UUID
@@ -115,14 +115,6 @@ def dimension_amount(dimension: QuotaDimension | None, value: int) -> str:
     return f"{value:,}"
 
 
-def units_to_picos(amount: Decimal) -> int:
-    """An amount in units of a currency as whole picos. Raises: ValueError if it is finer than a pico."""
-    scaled = amount.scaleb(12, Context(prec=len(amount.as_tuple().digits) + 20))  # the default precision would round silently
-    if scaled != scaled.to_integral_value():
-        raise ValueError(f"{amount} is finer than a pico (twelve decimals)")
-    return int(scaled)
-
-
 def parsed(flag: str, parse: Callable[..., T], *values: Any) -> T:
     """What `parse` makes of a parameter. Raises: typer.BadParameter naming the flag or argument where it raises ValueError."""
     try:
@@ -144,7 +136,7 @@ def parse_amount(text: str) -> Decimal:
 
 def parse_picos(text: str) -> int:
     """An amount in units of a currency as whole picos. Raises: ValueError if it is no number, or finer than a pico."""
-    return units_to_picos(parse_amount(text))
+    return Money.of(parse_amount(text), "").picos
 
 
 def parse_limit(dimension: QuotaDimension, text: str) -> int:
@@ -156,7 +148,7 @@ def parse_limit(dimension: QuotaDimension, text: str) -> int:
     if amount < 0:
         raise ValueError("a limit is 0 or more; 0 lets nothing in")
     if dimension in MONEY:
-        limit = units_to_picos(amount)
+        limit = Money.of(amount, "").picos
     elif amount == amount.to_integral_value():
         limit = int(amount)
     else:
@@ -172,7 +164,7 @@ def parse_price(text: str) -> int:
     amount = parse_amount(text)
     if amount < 0:
         raise ValueError("a price is 0 or more")
-    picos, rest = divmod(units_to_picos(amount), TOKENS_PER_PRICE)
+    picos, rest = divmod(Money.of(amount, "").picos, TOKENS_PER_PRICE)
     if rest:
         raise ValueError(f"{text} per million tokens is finer than a pico per token (six decimals)")
     return picos
