@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from api.chaos import rounds as system
+from common import processes as system
 from common.child_environment import inherited
 from inference.safety.safety_file import CHILD_ENVIRONMENT as CLASSIFIER_ENVIRONMENT
 from inference.workers import process

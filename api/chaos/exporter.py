@@ -16,7 +16,7 @@ from sqlalchemy import text
 from metering.core.errors import StoreAway
 from metering.export.deliveries import deliver_pending, form, form_batches
 from metering.export.exporting import FileExporter
-from metering.store.db import Sessions, create_engine, create_sessions
+from metering.store.db import create_engine, create_sessions
 
 EVERY_S = 0.2
 CONNECTION_COUNT = 3
@@ -26,21 +26,17 @@ RUNNING_HOURS = text(
 )
 
 
-async def export_running_hour(sessions: Sessions, exporter: FileExporter) -> None:
-    """Form what is missing of the hour and hand it over. Raises: StoreAway."""
-    await form_batches(sessions)
-    async with sessions.begin() as session:
-        begins, ends = (await session.execute(RUNNING_HOURS)).one()
-        await form(session, begins, ends)
-    await deliver_pending(sessions, exporter)
-
-
 async def export_for_ever(database_url: str, path: Path) -> None:
+    """Form what is missing of the hour and hand it over, until the process is killed."""
     sessions = create_sessions(create_engine(database_url, pool_size=CONNECTION_COUNT))
     exporter = FileExporter(path)
     while True:
         try:
-            await export_running_hour(sessions, exporter)
+            await form_batches(sessions)
+            async with sessions.begin() as session:
+                begins, ends = (await session.execute(RUNNING_HOURS)).one()
+                await form(session, begins, ends)
+            await deliver_pending(sessions, exporter)
         except* (StoreAway, psycopg.OperationalError):
             print("the database is away", flush=True)
         await asyncio.sleep(EVERY_S)

@@ -23,7 +23,6 @@ import shutil
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,6 +44,7 @@ from weir_client import AsyncClient, WeirError
 from api.cli.stack import Child, StackFailed, bootstrap, child_environment, clear_failures, ensure_receipt_key, serving_pid
 from api.core.settings import Settings
 from api.fleet.fleet_file import model_names
+from common.processes import alive, children_of
 from metering.holds.journal import abandoned_journals
 from metering.proof.fsck import CHECKS, fsck
 from metering.receipts.signing import KEY_FILE
@@ -56,7 +56,6 @@ from metering.worker import worker_command
 
 DEATH_TIMEOUT_S = 30.0  # children of a killed server notice within a second
 CHILD_POLL_S = 0.01
-PROC = Path("/proc")
 
 # What has been committed must be there again after a crash of the server's processes, which fsync does not decide.
 CRASH_SETTINGS = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "on", "max_connections": "200"}
@@ -73,24 +72,6 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def parents() -> dict[int, int]:
-    if PROC.is_dir():
-        return {int(entry.name): parent for entry in PROC.iterdir() if entry.name.isdigit() and (parent := _parent_of(entry))}
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in listing.splitlines()]
-    return {int(pid): int(parent) for pid, parent, state in rows if state[0] not in "ZX"}
-
-
-def children_of(pid: int) -> list[int]:
-    return [child for child, parent in parents().items() if parent == pid]
-
-
-def alive(pid: int) -> bool:
-    if PROC.is_dir():
-        return _parent_of(PROC / str(pid)) is not None
-    return pid in parents()
-
-
 def crash_postgres(server: EmbeddedPostgres) -> None:
     """As `kill -9` does to the postmaster; returns when its children have followed it. Does nothing if it does not run."""
     pid = server.pid
@@ -103,15 +84,6 @@ def crash_postgres(server: EmbeddedPostgres) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"children of the killed server {pid} are still there")
         time.sleep(CHILD_POLL_S)
-
-
-def _parent_of(entry: Path) -> int | None:
-    """The parent that a directory of /proc tells; None for a process that is gone or dead."""
-    try:
-        state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):
-        return None
-    return None if state in "ZX" else int(parent)
 
 
 LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"  # all processes share the journals' directory
@@ -134,12 +106,8 @@ class Part(Child):
 
     def kill(self) -> bool:
         """As `kill -9` does; whether there was anything to kill."""
-        if (pid := self.pid) is None:
-            return False
-        self.killed = True
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        return True
+        self.killed = self.killed or self.pid is not None
+        return kill_process(self.pid)
 
     async def keep_alive(self) -> None:
         """Start it again whenever it ends, until cancelled."""

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.processes import descendants
 from inference.adapters.findings import (
     Observation,
     Verdict,
@@ -24,7 +25,7 @@ from inference.adapters.findings import (
     expected,
     needed,
 )
-from inference.adapters.tensorrt_library import TensorRtLibrary, descendants
+from inference.adapters.tensorrt_library import TensorRtLibrary
 from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.engine import GenerationRequest, GrammarKind, ResponseFormat, SamplingParams, StopCriteria
 from inference.limits import EngineLimits

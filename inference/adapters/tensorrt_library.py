@@ -15,9 +15,9 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from common.processes import alive, descendants
 from inference.adapters.external_core import OutsideCore, StallWatch
 from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.engine import GenerationRequest, GrammarKind
@@ -210,25 +210,3 @@ class EngineWatch:
             return "the engine says that it is shutting down"
         gone = [pid for pid in self._workers if not alive(pid)]
         return f"the engine's process {gone[0]} is gone" if gone else None
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes below one, as far as they are there now. Source: /proc/PID/task/TID/children."""
-    found: list[int] = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            pids = [int(word) for word in children.read_text().split()]
-        except OSError:
-            continue  # the thread has ended
-        for child in pids:
-            found += [child, *descendants(child)]
-    return found
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"

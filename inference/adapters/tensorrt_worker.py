@@ -20,10 +20,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.processes import descendants
 from inference.adapters.external_core import OutsideCore
 from inference.adapters.external_sequences import Answer, Choice
 from inference.adapters.kv_events import KvCacheChange
-from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary, descendants
+from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
 from inference.adapters.tensorrt_settings import LoadTensorRt
 from inference.checkpoint.checkpoint import read_config
 from inference.engine import EngineStatistics, SequenceEvent, SequenceRefused

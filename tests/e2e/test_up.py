@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from api.chaos.rounds import alive, children_of
+from common.processes import alive, children_of
 from tests.service import MODEL, PATIENCE_S, wait_for
 
 

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from weir.v1 import types_pb2
 from weir_client import AsyncClient, Result
 
-from api.chaos.rounds import alive
+from common.processes import alive
 from metering.core.models import QuotaDimension
 from tests.e2e.openai_clients import connect
 from tests.faults.conftest import Start

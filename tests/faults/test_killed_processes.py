@@ -14,7 +14,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.chaos.rounds import alive
+from common.processes import alive
 from metering.core.models import QuotaDimension
 from tests.faults.billed import check_ledger, rate
 from tests.faults.conftest import Start

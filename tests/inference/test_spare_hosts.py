@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from api.chaos.rounds import alive, children_of
+from common.processes import alive, children_of
 from inference.adapters.torch_engine import TorchEngine
 from inference.workers import process as spare_hosts
 from inference.workers.process import SpareHosts

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.processes import alive, descendants
 from inference import streams
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
 from inference.adapters.tensorrt_engine import CAPABILITIES
-from inference.adapters.tensorrt_library import alive, descendants
 from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.adapters.tensorrt_worker import KvEventReader
 from inference.engine import BeamSearchParams, EngineState, GenerationRequest, GrammarKind, ResponseFormat

@@ -1,0 +1,42 @@
+"""Processes of this machine, by their ids: which are alive, and which have started which."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    if PROC.is_dir():
+        return _parent_of(PROC / str(pid)) is not None
+    return pid in parents()
+
+
+def parents() -> dict[int, int]:
+    """The parent of every process that runs."""
+    if PROC.is_dir():
+        return {int(entry.name): parent for entry in PROC.iterdir() if entry.name.isdigit() and (parent := _parent_of(entry))}
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in listing.splitlines()]
+    return {int(pid): int(parent) for pid, parent, state in rows if state[0] not in "ZX"}
+
+
+def children_of(pid: int) -> list[int]:
+    return [child for child, parent in parents().items() if parent == pid]
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, and theirs, as far as they are there now."""
+    return [each for child in children_of(pid) for each in (child, *descendants(child))]
+
+
+def _parent_of(entry: Path) -> int | None:
+    """The parent that a directory of /proc tells; None for a process that is gone or dead."""
+    try:
+        state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(parent)
