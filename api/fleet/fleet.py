@@ -6,11 +6,10 @@ It is one of the places of the API that know concrete engines.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 from urllib.parse import quote
 
 import grpc
@@ -42,15 +41,6 @@ log = structlog.get_logger(__name__)
 FETCH_TIMEOUT_S = 30.0  # for a tokenizer of some ten MB; a server that loads its model does not answer yet
 
 
-def check_budget(budget: MemoryBudget, slots: Iterable[Resident], setting: str) -> None:
-    """Whether what is kept warm fits, and each slot beside it. setting: what to change. Raises: SettingInvalid."""
-    try:
-        budget.check(slots)
-    except BudgetTooSmall as error:
-        remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
-        raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
-
-
 def check_encoder_names(settings: Settings) -> None:
     """Raises: SettingInvalid for a name that a model which generates has."""
     generating = settings.models.keys() | settings.remote_targets.keys()
@@ -74,20 +64,20 @@ def encoder_plan(settings: Settings, name: str, directory: Path) -> tuple[Callab
 
 
 def engine_plan(
-    settings: Settings,
-    backend: Literal["torch", "tensorrt"],
-    name: str,
-    directory: Path,
-    opener: HostOpener,
+    settings: Settings, kind: EngineKind, name: str, directory: Path, opener: HostOpener
 ) -> tuple[Callable[[], Engine], int]:
     """How an engine is built, and how much memory it takes. Raises: CheckpointInvalid, SettingInvalid."""
-    if backend == "torch":
-        torch = torch_settings(settings, name, directory)
-        if torch.simulation is not None:
-            return lambda: TorchEngine(torch, opener), HOST_BYTES  # no weights, no keys and values
-        return lambda: TorchEngine(torch, opener), torch_memory_bytes(directory, torch.compute_dtype, torch.kv_cache_bytes)
-    tensorrt = tensorrt_settings(settings, name, directory)
-    return lambda: TensorRtEngine(tensorrt), stored_bytes(directory)
+    match kind:
+        case "tensorrt":
+            tensorrt = tensorrt_settings(settings, name, directory)
+            return lambda: TensorRtEngine(tensorrt), stored_bytes(directory)
+        case "torch" | "simulated":
+            own = replace(settings, engine_device="simulated") if kind == "simulated" else settings
+            torch = torch_settings(own, name, directory)
+            if torch.simulation is not None:
+                return lambda: TorchEngine(torch, opener), HOST_BYTES  # no weights, no keys and values
+            return lambda: TorchEngine(torch, opener), torch_memory_bytes(directory, torch.compute_dtype, torch.kv_cache_bytes)
+    raise SettingInvalid(f"WEIR_FLEET: {name!r} has `engine: {kind}`, which this version of Weir cannot run")
 
 
 def tensorrt_settings(settings: Settings, name: str, directory: Path) -> TensorRtSettings:
@@ -126,6 +116,7 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
             torch_thread_count=1,
             simulation=CostModel(time_scale=settings.simulated_time_scale),
         )
+    packed = PackedPlace(str(settings.home / "packed"), settings.packed_weights_bytes)
     return TorchEngineSettings(
         directory=directory,
         name=name,
@@ -133,15 +124,8 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
         device=settings.engine_device,
         kv_cache_bytes=settings.kv_cache_bytes,
         torch_thread_count=settings.engine_thread_count,
-        packed=packed_place(settings),
+        packed=None if settings.packed_weights == "off" else packed,
     )
-
-
-def packed_place(settings: Settings) -> PackedPlace | None:
-    """Where packed weights are kept, if anywhere."""
-    if settings.packed_weights == "off":
-        return None
-    return PackedPlace(str(settings.home / "packed"), settings.packed_weights_bytes)
 
 
 def remote_settings(settings: Settings, name: str, target_text: str, directory: Path | None = None) -> RemoteSettings:
@@ -240,8 +224,13 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
                 engines[served] = yard.build_set(model, version, served)
             share = Share(version.version, served, version.weight)
             (encoder_shares if model.embeds else shares).setdefault(model.name, []).append(share)
-    in_file, alone = "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES", settings.engine_memory_bytes
-    check_budget(yard.budget, yard.slots, in_file if settings.fleet_file else f"WEIR_ENGINE_MEMORY_BYTES={alone}")
+    try:  # what is kept warm, and each slot beside it
+        yard.budget.check(yard.slots)
+    except BudgetTooSmall as error:
+        in_file, alone = "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES", settings.engine_memory_bytes
+        setting = in_file if settings.fleet_file else f"WEIR_ENGINE_MEMORY_BYTES={alone}"
+        remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
+        raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
     catalog = Catalog(shares, aliases_within(fleet.aliases, shares), fleet.regions, settings.region)
     return Serving(engines, encoders, catalog, Catalog(encoder_shares, aliases_within(fleet.aliases, encoder_shares)))
 
@@ -365,19 +354,10 @@ class Yard:
     def _local_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
         """Those that run on this machine: the first ones kept warm, the others started when they are wanted."""
         assert version.directory is not None, "only those of remote engines may be left out"
-        settings, rest = self._settings, (served, version.directory, self._opener)
-        match version.engine:
-            case "torch":
-                build, memory_bytes = engine_plan(settings, "torch", *rest)
-            case "simulated":
-                build, memory_bytes = engine_plan(replace(settings, engine_device="simulated"), "torch", *rest)
-            case "tensorrt":
-                build, memory_bytes = engine_plan(settings, "tensorrt", *rest)
-            case other:
-                raise SettingInvalid(f"WEIR_FLEET: {served!r} has `engine: {other}`, which this version of Weir cannot run")
+        build, memory_bytes = engine_plan(self._settings, version.engine, served, version.directory, self._opener)
         found = []
         for index in range(version.replica_count_max):
             slot = OnDemandEngine(build, self._terms(version, index, memory_bytes), self.budget)
             self.slots.append(slot)
-            found.append(Replica(f"{served}#{index}", slot, version.region or settings.region, self._breaker(version)))
+            found.append(Replica(f"{served}#{index}", slot, version.region or self._settings.region, self._breaker(version)))
         return found
