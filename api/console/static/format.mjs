@@ -58,11 +58,6 @@ export function perMillion(picosPerToken) {
   return decimal(picosPerToken, TOKENS_PER_PRICE);
 }
 
-// A fraction as 12.3 %.
-export function percent(part, of) {
-  return of > 0 ? `${((100 * part) / of).toFixed(1)} %` : "\u2014";
-}
-
 // Two values of the wire as a number between 0 and 1, for bars.
 export function share(part, of) {
   const [numerator, denominator] = [whole(part), whole(of)];

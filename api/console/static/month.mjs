@@ -1,5 +1,6 @@
 // The bill of a month: what it would be now, or what it was closed as. Amounts are exact; nothing is added up here.
 
+import { file } from "./client.mjs";
 import { badge, column, command, h, remark, swap, table, tile, tiles, time } from "./dom.mjs";
 import { amount, amountPlaces, count, money, perMillion, picosOf, plain, words } from "./format.mjs";
 
@@ -98,8 +99,8 @@ function downloads(view, organization, month, report) {
     return { name: `${report.organizationName}-${month}.${ending}`, content: new Blob([Uint8Array.from(atob(content), (each) => each.charCodeAt(0))]) };
   };
   return h("div", { class: "buttons" },
-    view.download(report.invoiceNumber ? "Invoice as PDF" : "Draft as PDF", () => view.file(EXPORT, { organization, month, format: "MONTH_EXPORT_FORMAT_INVOICE_PDF" })),
+    view.download(report.invoiceNumber ? "Invoice as PDF" : "Draft as PDF", () => file(EXPORT, { organization, month, format: "MONTH_EXPORT_FORMAT_INVOICE_PDF" })),
     view.download("Report as CSV", () => bytes("MONTH_DOCUMENT_FORMAT_CSV", "csv")),
     view.download("Report as JSON", () => bytes("MONTH_DOCUMENT_FORMAT_JSON", "json")),
-    view.download("Charges as FOCUS CSV", () => view.file(EXPORT, { organization, month, format: "MONTH_EXPORT_FORMAT_FOCUS_CSV" })));
+    view.download("Charges as FOCUS CSV", () => file(EXPORT, { organization, month, format: "MONTH_EXPORT_FORMAT_FOCUS_CSV" })));
 }

@@ -1,6 +1,6 @@
 // One page while it is shown: its calls, which end with it, what it repeats, and how it tells what went wrong.
 
-import { CallFailed, call, file, save } from "./client.mjs";
+import { CallFailed, call, save } from "./client.mjs";
 import { choice, field, h, remark, swap } from "./dom.mjs";
 import { backedOff, localTime, monthOf, secondsOf, wait } from "./format.mjs";
 
@@ -33,10 +33,6 @@ export class View {
 
   may(name) {
     return this.session.calls.includes(name);
-  }
-
-  get isAdmin() {
-    return this.session.scopes.includes("admin");
   }
 
   // One call of the contract; it ends when the page is left.
@@ -115,21 +111,16 @@ export class View {
     return button;
   }
 
-  file(name, request) {
-    return file(name, request);
-  }
-
   // The organization that is looked at: an admin chooses, everybody else has their own.
-  async organization({ all = "" } = {}) {
+  async organization() {
     const own = this.session.organizationId;
-    if (!this.isAdmin) return { ref: own, name: "", currency: this.session.currencyCode, chooser: null };
+    if (!this.session.scopes.includes("admin")) return { ref: own, name: "", currency: this.session.currencyCode, chooser: null };
     const { organizations = [] } = await this.call("AdminService/ListOrganizations");
     const asked = this.params.get("org") ?? "";
     const found = organizations.find((each) => each.name === asked || each.organizationId === asked)
-      ?? (all ? null : organizations.find((each) => each.organizationId === own));
-    const options = [...(all ? [["", all]] : []), ...organizations.map((each) => [each.name, each.name])];
-    const chooser = choice("Organization", options, found?.name ?? "", (org) => this.go({ org, month: "", key: "" }));
-    return { ref: found?.name ?? (all ? "" : own), name: found?.name ?? "", currency: found?.currencyCode ?? "", chooser };
+      ?? organizations.find((each) => each.organizationId === own);
+    const chooser = choice("Organization", organizations.map((each) => [each.name, each.name]), found?.name ?? "", (org) => this.go({ org, month: "", key: "" }));
+    return { ref: found?.name ?? own, name: found?.name ?? "", currency: found?.currencyCode ?? "", chooser };
   }
 
   // The month that is looked at, and all that there are of an organization.
