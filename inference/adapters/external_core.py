@@ -24,7 +24,7 @@ from inference.engine import EngineFinishReason, EngineStatistics, GenerationReq
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
 from inference.sequences import choice_seed
-from inference.text.detokenizer import Detokenizer, TextDecoder
+from inference.text.detokenizer import TextDecoder
 
 _log = logging.getLogger("weir.inference.adapters")
 Tell = Callable[[int, SequenceEvent | EngineError], None]
@@ -85,7 +85,7 @@ class OutsideCore:
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         added = Request(number, request, ends | request.stop.stop_token_ids, arrived_at_s)
         added.choices = [
-            Choice(added, index, choice_seed(seed, index), Detokenizer(self._decoder.open(), request.stop.stop_sequences))
+            Choice(added, index, choice_seed(seed, index), self._decoder.open(request.stop.stop_sequences))
             for index in range(request.choice_count)
         ]
         self._requests[number] = added

@@ -35,7 +35,7 @@ from inference.capabilities import Capabilities
 from inference.checkpoint.checkpoint import read_default_sampling, read_end_token_ids, read_json, read_json_list
 from inference.engine import GenerationRequest, ModelInfo, SamplingParams, StopCriteria
 from inference.errors import CheckpointInvalid, EngineError
-from inference.text.detokenizer import Detokenizer, TextDecoder
+from inference.text.detokenizer import TextDecoder
 
 Examined = TypeVar("Examined")
 Use = Callable[[Dialect, grpc.aio.Channel, Examined, asyncio.TaskGroup], contextlib.AbstractContextManager[None]]
@@ -379,7 +379,7 @@ async def one_output(
     dialect: Dialect, vocabulary_size: int, decoder: TextDecoder, wanted: GenerationRequest, ends: frozenset[int] = frozenset()
 ) -> tuple[Output, int]:
     """One output, outside of any queue, and how many prompt tokens were cached. Raises: EngineFailed, grpc.aio.AioRpcError."""
-    choice = Choice(Request(0, wanted, ends, 0.0), 0, 0, Detokenizer(decoder.open(), ()))
+    choice = Choice(Request(0, wanted, ends, 0.0), 0, 0, decoder.open())
     output, cached_token_count = Output(), 0
     call = dialect.generate(f"weir-probe-{uuid.uuid4().hex}", choice)
     try:

@@ -32,7 +32,7 @@ from inference.adapters.remote_connection import (
 from inference.adapters.remote_dialects import Dialect, ServerUnfit
 from inference.adapters.remote_settings import RemoteSettings
 from inference.engine import GenerationRequest, GrammarKind, ModelInfo, ResponseFormat, SamplingParams, StopCriteria
-from inference.text.detokenizer import Detokenizer, TextDecoder
+from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 
 SILENCE_S = 5.0  # after which an answer that may never come is taken not to come
@@ -139,7 +139,7 @@ async def cached_tokens(patient: Patient) -> tuple[Verdict, str]:
 async def abort(patient: Patient) -> tuple[Verdict, str]:
     """What does an abort in mid-output answer?"""
     request_id = f"weir-doctor-{uuid.uuid4().hex}"
-    choice = Choice(Request(0, patient.request(LONG), frozenset(), 0.0), 0, 0, Detokenizer(patient.decoder.open(), ()))
+    choice = Choice(Request(0, patient.request(LONG), frozenset(), 0.0), 0, 0, patient.decoder.open())
     call = patient.dialect.generate(request_id, choice)
     output = Output()
     try:

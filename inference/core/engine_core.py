@@ -38,7 +38,7 @@ from inference.limits import request_fault
 from inference.sampling.grammar import Grammar, GrammarCompiler
 from inference.sampling.sampler import Chosen
 from inference.sequences import choice_seed
-from inference.text.detokenizer import Detokenizer, TextDecoder
+from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 
 
@@ -144,7 +144,7 @@ class EngineCore:
                 request=request,
                 seed=choice_seed(seed, index),
                 end_token_ids=model_ends | request.stop.stop_token_ids,
-                detokenizer=Detokenizer(self._decoder.open(), request.stop.stop_sequences),
+                detokenizer=self._decoder.open(request.stop.stop_sequences),
                 arrived_at_s=arrived_at_s,
                 grammar=grammar and grammar.copy(),
             )
@@ -152,7 +152,7 @@ class EngineCore:
         ]
         choices = self._requests[number] = Choices(sequences[0], sequences)
         if request.beam_search is not None:
-            choices.beams = BeamGroup(sequences[0], lambda: Detokenizer(self._decoder.open(), ()))
+            choices.beams = BeamGroup(sequences[0], self._decoder.open)
         for sequence in sequences:
             if self._rotation_switch_tokens is not None:
                 sequence.rotary_offset = self._rotary_offset(sequence)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import tokenizers
 
@@ -26,18 +27,8 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TEXT_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
 
 
-class TextStream(Protocol):
-    """Turns one sequence's ids into final text."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str:
-        """The rest, at the end; nothing may be pushed afterwards."""
-        ...
-
-
 class TextDecoder:
-    """What a tokenizer's ids mean as text, prepared once per model; opens a `TextStream` per sequence."""
+    """What a tokenizer's ids mean as text, prepared once per model; opens a `Detokenizer` per sequence."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_token_ids: frozenset[int], path: str) -> None:
         """Raises `CheckpointInvalid` (for `path`) if the tokenizer's decoder follows rules that streaming would break."""
@@ -54,54 +45,11 @@ class TextDecoder:
         else:
             raise CheckpointInvalid(path, f"decoder {decoder_types or 'none'} is not supported for streaming")
 
-    def open(self) -> TextStream:
+    def open(self, stop_sequences: Sequence[str] = ()) -> Detokenizer:
+        """stop_sequences: none of them empty."""
         if self._bytes_by_id is not None:
-            return _ByteLevelStream(self._bytes_by_id, self._special_token_ids)
-        return _TextTokenStream(self._backend, self._special_token_ids, self._byte_token_ids)
-
-
-class _ByteLevelStream:
-    def __init__(self, bytes_by_id: list[bytes | None], special_token_ids: frozenset[int]) -> None:
-        self._bytes_by_id = bytes_by_id
-        self._special_token_ids = special_token_ids
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token_id: int) -> str:
-        if token_id in self._special_token_ids or token_id >= len(self._bytes_by_id):
-            return ""
-        return self._decoder.decode(self._bytes_by_id[token_id] or b"")
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class _TextTokenStream:
-    """Decodes the pending tokens together with the last final one, since what precedes a token decides about its space."""
-
-    def __init__(self, backend: tokenizers.Tokenizer, special_token_ids: frozenset[int], byte_token_ids: frozenset[int]) -> None:
-        self._backend = backend
-        self._special_token_ids = special_token_ids
-        self._byte_token_ids = byte_token_ids
-        self._context: list[int] = []  # the last final token that has text, if any
-        self._pending: list[int] = []
-
-    def push(self, token_id: int) -> str:
-        if token_id in self._special_token_ids:
-            return ""
-        self._pending.append(token_id)
-        return "" if token_id in self._byte_token_ids else self._emit()
-
-    def flush(self) -> str:
-        return self._emit()
-
-    def _emit(self) -> str:
-        if not self._pending:
-            return ""
-        # Control tokens are not among these; a special token that is here is one that counts as text.
-        known = self._backend.decode(self._context, skip_special_tokens=False) if self._context else ""
-        text = self._backend.decode(self._context + self._pending, skip_special_tokens=False)
-        self._context, self._pending = self._pending[-1:], []
-        return text[len(known) :]
+            return _ByteLevelDetokenizer(stop_sequences, self._bytes_by_id, self._special_token_ids)
+        return _TextTokenDetokenizer(stop_sequences, self._backend, self._special_token_ids, self._byte_token_ids)
 
 
 class TextPiece(NamedTuple):
@@ -111,32 +59,26 @@ class TextPiece(NamedTuple):
     stopped: bool = False
 
 
-class Detokenizer:
+class Detokenizer(ABC):
     """One sequence's output text: decoded, searched for stop sequences, held back where either needs it.
 
     The stop sequence that is complete first in the text wins; of two complete at the same character, the longer one. That does
     not depend on how the text is cut into tokens. After it, nothing more is given out.
     """
 
-    def __init__(self, stream: TextStream, stop_sequences: Sequence[str]) -> None:
+    def __init__(self, stop_sequences: Sequence[str]) -> None:
         """stop_sequences: none of them empty."""
         assert all(stop_sequences), "the caller has refused empty stop sequences"
-        self._stream = stream
         self._stops = tuple(stop_sequences)
         self._held = ""  # final text whose end could be the beginning of a stop sequence
 
+    @abstractmethod
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         """The text that `token_id` lets go. may_stop: look for stop sequences in it; once True, always."""
-        text = self._stream.push(token_id)
-        return self._search(text) if may_stop and self._stops else TextPiece(text)
 
+    @abstractmethod
     def finish(self) -> TextPiece:
         """What is still held back, once no token follows; it may hold a stop sequence too."""
-        if not self._stops:
-            return TextPiece(self._stream.flush())
-        piece = self._search(self._stream.flush())
-        rest, self._held = ("" if piece.stopped else self._held), ""
-        return TextPiece(piece.text + rest, piece.stopped)
 
     def _search(self, new_text: str) -> TextPiece:
         if not new_text:
@@ -149,6 +91,69 @@ class Detokenizer:
         kept = _held_length(text, self._stops)
         self._held = text[len(text) - kept :]
         return TextPiece(text[: len(text) - kept])
+
+    def _search_rest(self, new_text: str) -> TextPiece:
+        piece = self._search(new_text)
+        rest, self._held = ("" if piece.stopped else self._held), ""
+        return TextPiece(piece.text + rest, piece.stopped)
+
+
+class _ByteLevelDetokenizer(Detokenizer):
+    def __init__(self, stop_sequences: Sequence[str], bytes_by_id: list[bytes | None], special_token_ids: frozenset[int]) -> None:
+        super().__init__(stop_sequences)
+        self._bytes_by_id = bytes_by_id
+        self._special_token_ids = special_token_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        if token_id in self._special_token_ids or token_id >= len(self._bytes_by_id):
+            return TextPiece("")
+        text = self._decoder.decode(self._bytes_by_id[token_id] or b"")
+        return self._search(text) if may_stop and self._stops else TextPiece(text)
+
+    def finish(self) -> TextPiece:
+        text = self._decoder.decode(b"", final=True)
+        return self._search_rest(text) if self._stops else TextPiece(text)
+
+
+class _TextTokenDetokenizer(Detokenizer):
+    """Decodes the pending tokens together with the last final one, since what precedes a token decides about its space."""
+
+    def __init__(
+        self,
+        stop_sequences: Sequence[str],
+        backend: tokenizers.Tokenizer,
+        special_token_ids: frozenset[int],
+        byte_token_ids: frozenset[int],
+    ) -> None:
+        super().__init__(stop_sequences)
+        self._backend = backend
+        self._special_token_ids = special_token_ids
+        self._byte_token_ids = byte_token_ids
+        self._context: list[int] = []  # the last final token that has text, if any
+        self._pending: list[int] = []
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        if token_id in self._special_token_ids:
+            return TextPiece("")
+        self._pending.append(token_id)
+        if token_id in self._byte_token_ids:
+            return TextPiece("")
+        text = self._emit()
+        return self._search(text) if may_stop and self._stops else TextPiece(text)
+
+    def finish(self) -> TextPiece:
+        text = self._emit()
+        return self._search_rest(text) if self._stops else TextPiece(text)
+
+    def _emit(self) -> str:
+        if not self._pending:
+            return ""
+        # Control tokens are not among these; a special token that is here is one that counts as text.
+        known = self._backend.decode(self._context, skip_special_tokens=False) if self._context else ""
+        text = self._backend.decode(self._context + self._pending, skip_special_tokens=False)
+        self._context, self._pending = self._pending[-1:], []
+        return text[len(known) :]
 
 
 def _first_completed(text: str, stops: Sequence[str]) -> int | None:

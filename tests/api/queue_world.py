@@ -22,7 +22,6 @@ from inference.core.sequence import Sequence
 from inference.core.step_plan import StepPlan
 from inference.engine import EngineStatistics
 from inference.limits import EngineLimits
-from inference.text.detokenizer import Detokenizer
 from tests.inference.running import make_request
 from tests.inference.scheduler_model import NoText
 
@@ -160,7 +159,7 @@ class World:
         number = request.place.number
         tokens = range(number, number + request.input_tokens)  # nothing shared: each begins with another one
         made = make_request(tokens, request.output_tokens, rank=request.place.rank)
-        request.sequence = Sequence(number, made, 0, frozenset(), Detokenizer(NoText(), ()))
+        request.sequence = Sequence(number, made, 0, frozenset(), NoText(()))
         self._by_sequence[request.sequence] = request
         self._inbox.append(request)
         self.with_engine.add(request)

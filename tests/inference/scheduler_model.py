@@ -26,7 +26,7 @@ from inference.core.step_plan import StepPlan
 from inference.engine import GenerationRequest
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits, request_fault
-from inference.text.detokenizer import Detokenizer
+from inference.text.detokenizer import Detokenizer, TextPiece
 
 VOCABULARY_SIZE = 6  # tokens: so few that random prompts share prefixes
 END_TOKEN = VOCABULARY_SIZE  # never in a prompt; ends a sequence before its length does
@@ -35,16 +35,16 @@ Precedences = dict[EngineSequence, tuple[float, int, int]]
 Path = tuple[str, tuple[int, ...]]  # a salt, and all tokens from the beginning of the prompt
 
 
-class NoText:
-    """A text stream for sequences whose text does not matter."""
+class NoText(Detokenizer):
+    """For sequences whose text does not matter."""
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         """No text."""
-        return ""
+        return TextPiece("")
 
-    def flush(self) -> str:
+    def finish(self) -> TextPiece:
         """No text."""
-        return ""
+        return TextPiece("")
 
 
 @dataclass(slots=True, eq=False)
@@ -263,7 +263,7 @@ class ModelledEngine:
                 request,
                 seed=0,
                 end_token_ids=frozenset({END_TOKEN}),
-                detokenizer=Detokenizer(NoText(), ()),
+                detokenizer=NoText(()),
                 choice_index=choice_index,
             )
             self.live[number, choice_index] = sequence

@@ -26,7 +26,7 @@ from inference.engine import (
 )
 from inference.errors import RequestImpossible
 from inference.sequences import choice_seed
-from inference.text.detokenizer import Detokenizer, TextDecoder
+from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_request
@@ -98,7 +98,7 @@ class RecordingStub:
 def choice_of(request: GenerationRequest, decoder: TextDecoder) -> Choice:
     ends = frozenset() if request.stop.ignore_eos else frozenset({2, 6})
     made = Request(1, request, ends | request.stop.stop_token_ids, 0.0)
-    return Choice(made, 0, choice_seed(request.sampling.seed or 0, 0), Detokenizer(decoder.open(), ()))
+    return Choice(made, 0, choice_seed(request.sampling.seed or 0, 0), decoder.open())
 
 
 @pytest.fixture(params=["tensorrt", "trtllm", "vllm"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from inference.errors import CheckpointInvalid
-from inference.text.detokenizer import Detokenizer, TextDecoder, _byte_alphabet
+from inference.text.detokenizer import TextDecoder, _byte_alphabet
 from tests.inference import checkpoints
 
 SPECIAL_IDS = frozenset({1, 2})
@@ -73,7 +73,7 @@ def ids_of(case: Case) -> st.SearchStrategy[list[int]]:
 
 def stream_text(case: Case, ids: list[int], stops: tuple[str, ...] = ()) -> tuple[str, bool, list[str]]:
     """All text, whether it was stopped, and the pieces."""
-    detokenizer = Detokenizer(TextDecoder(case.backend, case.special_ids, "tokenizer.json").open(), stops)
+    detokenizer = TextDecoder(case.backend, case.special_ids, "tokenizer.json").open(stops)
     pieces = []
     for token_id in ids:
         piece = detokenizer.push(token_id)
@@ -142,7 +142,7 @@ def test_every_sequence_of_three_kinds_of_bytes_streams_as_it_decodes_at_once(ca
     letter = ids[ord("z")]
     for data in SEQUENCES:
         for tokens in ([ids[byte] for byte in data], [ids[byte] for byte in data] + [letter]):
-            detokenizer = Detokenizer(decoder.open(), ())
+            detokenizer = decoder.open()
             text = "".join(detokenizer.push(token_id).text for token_id in tokens) + detokenizer.finish().text
             assert text == case.backend.decode(tokens, skip_special_tokens=True), data
 
@@ -157,7 +157,7 @@ def test_byte_level_text_is_that_of_the_bytes_and_as_early_as_it_can_be(data: by
     """Held against Python's own decoder, after each byte: nothing that is final is held back, nothing that is not is given out."""
     case = CASES[0]
     ids = byte_ids(case)
-    detokenizer = Detokenizer(TextDecoder(case.backend, case.special_ids, "tokenizer.json").open(), ())
+    detokenizer = TextDecoder(case.backend, case.special_ids, "tokenizer.json").open()
 
     text = ""
     for count, byte in enumerate(data, 1):
