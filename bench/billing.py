@@ -7,7 +7,7 @@ copies the same rows into a table with the same indexes, a thousand rows to each
 to write them down once, without a ledger. Rates are by the clock and by CPU time, of the server and of this process together: the
 latter is what one core does in a second, and says something on a busy machine, too.
 
-Then one worker on the embedded broker: seconds from the end of a request to its ledger row, while the worker is idle, with the
+Then one worker without a broker: seconds from the end of a request to its ledger row, while the worker is idle, with the
 notice that an api process sends. Last the export: seconds from a closed hour of usage to its meter events in a file. An hour is
 closed two minutes after it is over, so this comes on top of that wait.
 """
@@ -175,7 +175,7 @@ def wait_until(connection: psycopg.Connection[tuple[int]], query: str, wanted: i
 
 @contextlib.contextmanager
 def idle_worker(database_url: str) -> Iterator[None]:
-    """A worker on the embedded broker, which listens when the block begins."""
+    """A worker without a broker, which listens when the block begins."""
     listening = f"SELECT count(*) FROM pg_stat_activity WHERE application_name = '{APPLICATION}'"
     with tempfile.TemporaryDirectory() as home, psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as looking:
         environment = {**os.environ, "WEIR_HOME": home, "WEIR_DATABASE_URL": database_url, "WEIR_BROKER_URL": ""}

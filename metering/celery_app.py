@@ -6,16 +6,12 @@ one, and the broker needs no care. Settings come from the environment: `WEIR_DAT
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
-import time
-import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 from celery import Celery, bootsteps  # type: ignore[import-untyped]
@@ -23,7 +19,6 @@ from celery.beat import Scheduler, Service  # type: ignore[import-untyped]
 from celery.exceptions import SecurityWarning  # type: ignore[import-untyped]
 from celery.signals import worker_init, worker_ready  # type: ignore[import-untyped]
 from click import Option
-from kombu.transport import virtual
 
 from common.incidents import Retries
 from metering.core.errors import InvalidValue
@@ -53,7 +48,7 @@ SCHEDULE = {
 }
 EXPIRES = {"rate_pending": 10}  # times of its schedule after which a message has nothing to say; else 2
 TIME_LIMIT_S = 60.0  # of one task: it stops by itself far earlier, so reaching this means that something hangs
-POLLING_INTERVAL_S = 0.05  # of the embedded broker, and so how late usage may be rated; looking into an empty directory costs 20 us
+POLLING_INTERVAL_S = 0.05  # of a worker without a broker, and so how late usage may be rated
 CLOCK_TICK_MAX_S = 1.0  # how long the clock may sleep, and so how long it may take to stop
 REST_S_MAX = 30.0  # of a task or of the clock after a failure: what is wrong with one item rests for longer by itself
 VISIBILITY_TIMEOUT_S = 300  # after which Redis gives a dead worker's message to another; longer than any task may take
@@ -65,11 +60,10 @@ clock_retries = Retries("worker_clock", longest_s=REST_S_MAX)
 
 def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
     """Celery's settings for an environment."""
-    home = Path(environment.get("WEIR_HOME") or Path.home() / ".weir")
-    broker_url = environment.get("WEIR_BROKER_URL") or "filesystem://localhost"
     return {
-        "broker_url": broker_url,
-        **broker_options(broker_url, home),
+        # A worker alone sends its messages to itself. What it forgets with its death the next one's schedule sends again.
+        "broker_url": environment.get("WEIR_BROKER_URL") or "memory://localhost",
+        "broker_transport_options": {"polling_interval": POLLING_INTERVAL_S, "visibility_timeout": VISIBILITY_TIMEOUT_S},
         "broker_connection_retry_on_startup": True,
         # A message is acknowledged when its task has ended, and is given to another worker if that one's process dies.
         "task_acks_late": True,
@@ -92,76 +86,6 @@ def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
             for name, every_s in SCHEDULE.items()
         },
     }
-
-
-def broker_options(broker_url: str, home: Path) -> dict[str, Any]:
-    """What the broker of a URL needs to be told beside it."""
-    if broker_url.startswith("filesystem:"):
-        options = {"directory": str(home / "broker"), "polling_interval": POLLING_INTERVAL_S}
-        return {"broker_transport": f"{__name__}:DirectoryTransport", "broker_transport_options": options}
-    return {"broker_transport_options": {"visibility_timeout": VISIBILITY_TIMEOUT_S}}
-
-
-class DirectoryChannel(virtual.Channel):
-    """The broker that needs no server: each message is a file in one directory of this machine.
-
-    In place of kombu's own, whose worker dies of a message that it finds half written, or when the directory goes away. Here a file
-    gets its name when it is complete, and the directory may be emptied or removed at any time.
-    """
-
-    def _put(self, queue: str, message: dict[str, Any], **_: Any) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        name = f"{time.time_ns():020d}-{uuid.uuid4().hex}.{queue}"
-        draft = self._directory / f".{name}"
-        draft.write_text(json.dumps(message))
-        draft.replace(self._directory / name)
-
-    def _get(self, queue: str, timeout: float | None = None) -> dict[str, Any]:
-        for path in self._messages(queue):
-            try:
-                written = path.read_text()
-                path.unlink()
-            except FileNotFoundError:
-                continue  # whoever removes it has it
-            try:
-                message: dict[str, Any] = json.loads(written)
-            except ValueError:
-                log.warning("dropped %s, which is no message", path)
-                continue
-            return message
-        raise Empty
-
-    def _size(self, queue: str) -> int:
-        return len(self._messages(queue))
-
-    def _purge(self, queue: str) -> int:
-        messages = self._messages(queue)
-        for path in messages:
-            path.unlink(missing_ok=True)
-        return len(messages)
-
-    def _messages(self, queue: str) -> list[Path]:
-        try:
-            return sorted(self._directory.glob(f"[0-9]*.{queue}"))
-        except FileNotFoundError:  # `glob` looks whether it is there, and then into it
-            return []
-
-    @property
-    def _directory(self) -> Path:
-        return Path(self.connection.client.transport_options["directory"])
-
-
-class DirectoryTransport(virtual.Transport):
-    """Connects to a `DirectoryChannel`. What is bound to what is known to each process by itself."""
-
-    Channel = DirectoryChannel
-    implements = virtual.Transport.implements.extend(asynchronous=False, exchange_type=frozenset(["direct"]))
-    global_state = virtual.BrokerState()  # type: ignore[no-untyped-call]
-    driver_type = driver_name = "directory"
-
-    def __init__(self, client: Any, **options: Any) -> None:
-        super().__init__(client, **options)  # type: ignore[no-untyped-call]
-        self.state = self.global_state
 
 
 class ClockThread(threading.Thread):

@@ -174,11 +174,8 @@ class System:
         return True
 
     def lose_broker(self) -> None:
-        """Every message that waits, and the broker itself."""
-        if self.redis is not None:
-            self.redis.kill()
-        else:
-            shutil.rmtree(self.directory / "broker", ignore_errors=True)
+        """Every message that waits, and the broker itself: the worker, if it sends its messages to itself."""
+        (self.redis or self.worker).kill()
 
     async def all_ready(self) -> None:
         """Wait until every API process serves and the database is there. Raises: TimeoutError."""

@@ -526,7 +526,7 @@ def serve(listen: ListenOption = "", home: HomeOption = None) -> None:
 def worker(home: HomeOption = None) -> None:
     """Start one worker on the database of WEIR_DATABASE_URL: it rates, ends stuck holds and exports, until SIGTERM or Ctrl-C.
 
-    Any number may run. With WEIR_BROKER_URL (Redis) they may be on several machines; `weir up` starts one by itself.
+    Any number may run, on any machines. With WEIR_BROKER_URL (Redis) they share their messages. `weir up` starts one by itself.
     """
     settings = read_settings(home)
     if not settings.database_url:
