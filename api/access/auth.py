@@ -427,12 +427,14 @@ class Authenticator:
         """
         needed = SCOPES[method]  # a call that is missing there is nobody's
         digest = digest_of(secret)
-        if digest in self._remembered:  # before it is looked up, which costs as much as the rest of a call
-            await self.turn(self._remembered[digest][2])
+        remembered = self._remembered.get(digest)
+        if remembered is not None:  # before it is looked up, which costs as much as the rest of a call
+            await self.turn(remembered[2])
         principal = self._known(digest, age_max_s) if age_max_s else None
         if principal is None:
             principal = await self._look_up(digest, secret, origin.peer)
-        await self.turn(principal)
+        if remembered is None or principal is not remembered[2]:
+            await self.turn(principal)
         # After the key: who has a wrong one learns nothing of networks. Before its scopes: who is outside learns nothing of them.
         if not allows(principal.networks, origin.address):
             raise AddressNotAllowed(origin.address)
@@ -442,7 +444,13 @@ class Authenticator:
                 f"key {principal.key_prefix} has the scopes {', '.join(sorted(principal.scopes))}; this call needs "
                 f"{' or '.join(sorted(needed))}"
             )
-        return replace(principal, address=origin.address)
+        if principal.address is origin.address:
+            return principal
+        found = replace(principal, address=origin.address)
+        remembered = self._remembered.get(digest)
+        if remembered is not None and remembered[2] is principal:  # the next call is likely to come from there as well
+            self._remembered[digest] = *remembered[:2], found
+        return found
 
     def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network] = (), ended_secrets: Collection[bytes] = ()) -> None:
         """A key was revoked, or is good for something else: what was found of it counts no more, also of look-ups under way.

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,9 +210,12 @@ class Console:
         # One answer at a time: a thread that computes slows the streams of this process.
         self._json_thread = ThreadPoolExecutor(1, "weir-console")
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.path != ROOT and not request.path.startswith(f"{ROOT}/"):
-            return await self._others(request)
+    def handle(self, request: web.BaseRequest) -> Coroutine[Any, Any, web.StreamResponse]:
+        """Answer a request of the console, or pass it on."""
+        is_own = request.path == ROOT or request.path.startswith(f"{ROOT}/")
+        return self._handle(request) if is_own else self._others(request)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         closing = False
         try:
             response = await self._answer(request)

@@ -148,11 +148,13 @@ class FramePace:
         turns = self._turns.get(owner.api_key_id.int)
         waiting_count = 0 if turns is None else turns.waiting_count
         # As if there were all room: who calls no more than that is not refused because others keep the event loop busy.
-        ahead_s = self.wait_s(owner) * self._room + waiting_count * CALL_COST_S / self._share
+        wait_s = self.wait_s(owner)
+        ahead_s = wait_s * self._room + waiting_count * CALL_COST_S / self._share
         if ahead_s > CALL_WAIT_S_MAX:
             await self.refusal(owner)
             raise TooManyCalls(ahead_s)
-        await self.turn(owner)
+        if turns is not None or wait_s >= WAIT_S_MIN:
+            await self.turn(owner)
         self.spent(owner, CALL_COST_S)
 
     async def refusal(self, owner: Payer) -> None:

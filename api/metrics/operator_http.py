@@ -465,9 +465,12 @@ class Probes:
     def before(self, handle: Handle) -> Handle:
         """A handler that answers health checks itself and passes on every other request."""
 
-        async def answer_or_pass_on(request: web.BaseRequest) -> web.StreamResponse:
+        async def probed(answer: web.Response) -> web.StreamResponse:
+            return answer
+
+        def answer_or_pass_on(request: web.BaseRequest) -> Coroutine[Any, Any, web.StreamResponse]:
             answer = self.answer(request)
-            return await handle(request) if answer is None else answer
+            return handle(request) if answer is None else probed(answer)
 
         return answer_or_pass_on
 

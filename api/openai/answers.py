@@ -41,6 +41,9 @@ FINISH_REASONS: Mapping[int, str] = {
     types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
+# By their names in the contract, without its prefix.
+REASON_NAMES: Mapping[int, str] = {number: name.removeprefix("FINISH_REASON_") for name, number in types_pb2.FinishReason.items()}
+
 # What clients split lines at although it is no line end of an event stream; JSON may escape any of it.
 LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -160,24 +163,23 @@ class Bill:
     def extension(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """What OpenAI has no field for: the exact cost, the price it comes from, and how each output really ended."""
         return {
-            "cost": cost_facts(wire.money(self.currency_code, self.cost_picos)),
+            "cost": cost_facts(self.currency_code, self.cost_picos),
             "price_version": self.price_version,
             "request_ids": self.request_ids,
-            "finish_reasons": [reason_name(output.reason) for output in outputs],
+            "finish_reasons": [REASON_NAMES[output.reason] for output in outputs],
         }
 
 
-def cost_facts(cost: types_pb2.Money) -> dict[str, Any]:
+def cost_facts(currency_code: str, picos: int) -> dict[str, Any]:
     """An exact amount, for people and for programs."""
-    picos = wire.picos_of(cost)
-    return {"currency_code": cost.currency_code, "amount": f"{Decimal(picos).scaleb(-12).normalize():f}", "picos": picos}
+    return {"currency_code": currency_code, "amount": f"{Decimal(picos).scaleb(-12).normalize():f}", "picos": picos}
 
 
 def encode(value: Any) -> bytes:
     """JSON that every reader of lines leaves whole."""
     data = msgspec.json.encode(value)
-    for raw, escaped in LINE_ENDS:
-        if raw in data:
+    if not data.isascii():
+        for raw, escaped in LINE_ENDS:
             data = data.replace(raw, escaped)
     return data
 
@@ -185,11 +187,6 @@ def encode(value: Any) -> bytes:
 def event(value: Any, name: str | None = None) -> bytes:
     data = b"data: " + encode(value) + b"\n\n"
     return data if name is None else f"event: {name}\n".encode() + data
-
-
-def reason_name(reason: types_pb2.FinishReason.ValueType) -> str:
-    """A reason by its name in the contract, without its prefix."""
-    return types_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_")
 
 
 class Answer:
@@ -208,6 +205,8 @@ class Answer:
         self._texts = texts
         self._wants_logprobs = asked.starts[0].HasField("top_logprobs")
         self._common = common
+        self._chunk_head = b"data: " + encode({"object": self.chunk_kind, **common})[:-1] if asked.streams else b""
+        self._chunk_tail = b',"usage":null}\n\n' if asked.includes_usage else b"}\n\n"
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
         """Events before the first output."""
@@ -240,8 +239,10 @@ class Answer:
         return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
 
     def _chunk(self, choices: Sequence[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
-        usage = {"usage": None} if self._asked.includes_usage else {}
-        return event({"object": self.chunk_kind, **self._common, "choices": choices, **usage, **(more or {})})
+        """One event. more: fields beside those of every event, and instead of a usage of null."""
+        if more is None:
+            return b"".join((self._chunk_head, b',"choices":', encode(choices), self._chunk_tail))
+        return b"".join((self._chunk_head, b",", encode({"choices": choices, **more})[1:], b"\n\n"))
 
 
 class ChatAnswer(Answer):

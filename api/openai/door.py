@@ -23,6 +23,7 @@ from api.core.addresses import FORWARDED_FOR
 from api.core.errors import Draining, status_of
 from api.core.messages import models_for
 from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
+from api.core.wire import picos_of
 from api.generation.embedding_wire import parse_embed
 from api.generation.live import Caller
 from api.generation.process import Process
@@ -96,7 +97,11 @@ def embedding_list(given: EmbeddingParameters, response: pb.EmbedResponse, reque
         "data": data,
         "model": given.model,
         "usage": {"prompt_tokens": count, "total_tokens": count},
-        "weir": {"cost": cost_facts(response.cost), "price_version": response.price_version, "request_ids": [request_id]},
+        "weir": {
+            "cost": cost_facts(response.cost.currency_code, picos_of(response.cost)),
+            "price_version": response.price_version,
+            "request_ids": [request_id],
+        },
     }
 
 
@@ -113,6 +118,7 @@ SERVICE = "/weir.v1.InferenceService"
 KEY_AGE_MAX_S = 1.0  # second: what is known of a key may be so old. Over gRPC a stream is let in once, here each request is
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 CHUNKED_BYTES = 256 * 1024  # what a body of unknown size counts as while it is read
+SHORT_BYTES_MAX = 16_384  # of a body that takes no room from others if it came with its head: it is read in some 50 µs
 KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")  # of request ids that come from keys that are no UUIDs
 Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse]]
 
@@ -172,20 +178,13 @@ class Door:
             secret = secret_of(request)
             origin = self._authenticator.proxies.origin(peer_of(request), request.headers.getall(FORWARDED_FOR, ()))
 
-            async def look_up() -> Principal:
-                return await self._authenticator.principal_of(secret, method=stands_for, origin=origin, age_max_s=KEY_AGE_MAX_S)
-
+            find = self._authenticator.principal_of
+            look_up = partial(find, secret, method=stands_for, origin=origin, age_max_s=KEY_AGE_MAX_S)
             owner = principal = await look_up()
             auth_ms = (time.monotonic() - received_at) * 1000
             trace = trace_of(request.headers.get("traceparent"), request.headers.get("tracestate"))
-            with self._authenticator.standing.hold(StandingKey(principal, look_up, math.inf)) as key:
-
-                async def check() -> None:
-                    await key.look_again()
-                    key.check()
-
-                arrival = Arrival(Caller.of(principal, auth_ms, received_at, None, trace), request_id, check)
-                return await handler(request, arrival, principal)
+            arrival = Arrival(Caller.of(principal, auth_ms, received_at, None, trace), request_id, look_up)
+            return await handler(request, arrival, principal)
         except HttpFault as fault:
             self._count_refusal(owner)
             self._process.observer.http_failed(fault.refusal.code)
@@ -228,15 +227,17 @@ class Door:
         principal: Principal,
     ) -> web.StreamResponse:
         """parameters: what a body may hold. understood: what they ask for. answer: says what comes of it."""
-        body = await self._body(request, arrival)
+        body = await self._body(request, arrival, principal)
         with self._reading(arrival):
             asked = understood(decode(body, parameters))
-        texts = self._texts_of(asked, principal, arrival.request_id)
-        told = answer(asked, texts, arrival.request_id.hex, int(time.time()))
-        return await Exchange(self._process, request, arrival, asked, told).serve()
+            texts = self._texts_of(asked, principal, arrival.request_id)
+            told = answer(asked, texts, arrival.request_id.hex, int(time.time()))
+            exchange = Exchange(self._process, request, arrival, asked, told)
+            refusal = exchange.parse()
+        return refusal or await exchange.serve()
 
     async def _embed(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
-        body = await self._body(request, arrival)
+        body = await self._body(request, arrival, principal)
         with self._reading(arrival):
             given = decode(body, EmbeddingParameters)
         try:
@@ -267,22 +268,31 @@ class Door:
         check_model(principal, router.own_name(asked.model))
         return self._texts[router.route(asked.model, request_id).served]
 
-    async def _body(self, request: web.BaseRequest, arrival: Arrival) -> bytes:
+    async def _body(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> bytes:
         """The body, once the request may have one, in its key's turn.
 
-        Raises: HttpFault, Draining, PreparationLimit, Overloaded; as `Arrival.check`, since a body takes its time.
+        Raises: HttpFault, Draining, PreparationLimit, Overloaded; as the look-up of the key, since a body takes its time.
         """
-        most = self._process.admission.settings.message_bytes_max
-        with self._process.text_work.permit(arrival.caller.payer, min(request.content_length or CHUNKED_BYTES, most)):
-            if self._is_draining:
-                raise Draining("this server is shutting down: the same request will be served elsewhere")
+        if self._is_draining:
+            raise Draining("this server is shutting down: the same request will be served elsewhere")
+        most, size = self._process.admission.settings.message_bytes_max, request.content_length or CHUNKED_BYTES
+        if size <= SHORT_BYTES_MAX and request.content.is_eof():  # in the turn in which the key was looked up: nothing waits
             body = await read_body(request, most)
-            if (visit := VISIT.get()) is not None:
-                visit.work_s += BYTE_COST_S * len(body)
-            await arrival.check()
+            self._count_bytes(body)
+            return body
+        key = StandingKey(principal, arrival.look_up, math.inf)
+        with self._process.text_work.permit(arrival.caller.payer, min(size, most)), self._authenticator.standing.hold(key):
+            body = await read_body(request, most)
+            self._count_bytes(body)
+            await key.look_again()
+            key.check()
             # At last, so that what is done with the body counts before another one of the key has its turn.
             await self._process.pace.turn(arrival.caller.payer)
         return body
+
+    def _count_bytes(self, body: bytes) -> None:
+        if (visit := VISIT.get()) is not None:
+            visit.work_s += BYTE_COST_S * len(body)
 
     def _reading(self, arrival: Arrival) -> contextlib.AbstractContextManager[None]:
         """Counts the processor time in which a body becomes what is asked for, beyond that of an ordinary one."""

@@ -20,7 +20,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded, status_of
-from api.core.pace import REFUSAL_COST_S, START_FREE_S
+from api.core.pace import REFUSAL_COST_S
 from api.core.wire import finish_reason
 from api.generation.endings import OUTCOMES
 from api.generation.live import Caller, LiveRequest
@@ -34,6 +34,7 @@ from api.openai.parameters import Asked
 from api.openai.refusals import CLIENT_CLOSED, Refusal, headers_of, refusal_of
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
+from metering.tenants.tenants import Principal
 
 PING_INTERVAL_S = 10.0  # seconds of waiting after which a stream begins, and then tells that it lives: proxies cut after a minute
 EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
@@ -45,14 +46,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """An HTTP request. request_id: of the whole, and of its first request.
-
-    check: raises what the key is refused with by now; asks the database if the key has changed.
-    """
+    """An HTTP request. request_id: of the whole, and of its first request. look_up: looks its key up again."""
 
     caller: Caller
     request_id: uuid.UUID
-    check: Callable[[], Awaitable[None]]
+    look_up: Callable[[], Awaitable[Principal]]
 
 
 class AnswerReceiver(Receiver):
@@ -93,6 +91,7 @@ class Exchange:
         journal = process.admission.journal
         whole = None if asked.streams else WholeOutbox(journal, len(asked.starts), self._stop_others)
         self._outbox: Outbox = whole or Outbox(journal, process.admission.holds.may_have_lapsed)
+        self._starts: list[ValidStart] = []
         self._live: list[LiveRequest] = []
         self._receivers: dict[str, AnswerReceiver] = {}  # of requests that have not ended, by their id as text
         self._outputs = [Output(index) for index in range(len(asked.starts) * asked.choice_count)]
@@ -104,17 +103,21 @@ class Exchange:
         self._has_output = False  # whether an answer in one piece has begun
         self._silent_since = time.monotonic()
 
-    async def serve(self) -> web.StreamResponse:
-        """Run it to its end; on any exit nothing of it runs any more. Raises: RequestInFlight, RequestUnderWay."""
+    def parse(self) -> web.Response | None:
+        """Check what is asked for. Returns the refusal if that is not valid."""
+        window = self._process.window_tokens_max
         try:
-            with self._process.pace.spending(self._arrival.caller.payer, START_FREE_S):
-                window = self._process.window_tokens_max
-                starts = [parse_start(*each, window) for each in zip(self._bill.request_ids, self._asked.starts, strict=True)]
+            for request_id, start in zip(self._bill.request_ids, self._asked.starts, strict=True):
+                self._starts.append(parse_start(request_id, start, window))
         except InvalidRequest as error:
             self._process.observer.start_refused(error)
             return refused(refusal_of(status_of(error), self._asked.names), self._arrival.request_id)
+        return None
+
+    async def serve(self) -> web.StreamResponse:
+        """Run what was parsed to its end; on any exit nothing of it runs any more. Raises: RequestInFlight, RequestUnderWay."""
         try:
-            self._begin(starts)
+            self._begin(self._starts)
             await self._outbox.write_all(self._take)
             return await self._close()
         except TimeoutError:
@@ -129,6 +132,7 @@ class Exchange:
             self._leave(Outcome.CANCELLED)
             # Its outbox leads back to it: a cycle, which would keep body and prompts until a garbage collection.
             self._live.clear()
+            self._starts.clear()
             del self._asked, self._answer, self._http
 
     def _request_ids(self) -> list[uuid.UUID]:
@@ -231,7 +235,7 @@ class Exchange:
         cut = next((reason for reason in reasons if reason in CUT_OFF), None)
         if cut is None or self._refusal is not None:
             return b""
-        name = answers.reason_name(cut)
+        name = answers.REASON_NAMES[cut]
         refusal = Refusal(CLIENT_CLOSED, f"the answer was cut off: {name}", "invalid_request_error", name.lower())
         return self._fail(receiver, refusal)
 
@@ -311,7 +315,7 @@ class Exchange:
         took_ms = (time.monotonic() - self._arrival.caller.received_at) * 1000
         return {
             **kind,
-            **plain_headers(self._arrival.request_id),
+            **plain_headers(self._bill.request_ids[0]),
             "openai-processing-ms": f"{took_ms:.0f}",
             **self._headers,
         }
@@ -333,6 +337,6 @@ def refused(refusal: Refusal, request_id: uuid.UUID, *, closing: bool = False) -
     return response
 
 
-def plain_headers(request_id: uuid.UUID) -> dict[str, str]:
+def plain_headers(request_id: uuid.UUID | str) -> dict[str, str]:
     """What every response has."""
     return {"cache-control": "no-store", "server": "weir", "x-request-id": str(request_id)}

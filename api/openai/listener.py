@@ -39,8 +39,8 @@ log = structlog.get_logger(__name__)
 
 
 def peer_of(request: web.BaseRequest) -> str:
-    host, port, *_ = request.get_extra_info("peername") or ("", 0)
-    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+    """Who has connected, as gRPC names it."""
+    return cast(Connection, request.protocol).peer
 
 
 def secret_of(request: web.BaseRequest) -> str:
@@ -69,8 +69,11 @@ async def read_body(request: web.BaseRequest, most: int) -> bytes:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # it is not the response
     try:
-        async with asyncio.timeout(BODY_WAIT_S):
-            content = await request.read()
+        if request.content.is_eof():  # as a short one mostly is: it came with the head
+            content = request.content.read_nowait()
+        else:
+            async with asyncio.timeout(BODY_WAIT_S):
+                content = await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise too_large from None
     except TimeoutError:
@@ -105,7 +108,7 @@ class Connection(RequestHandler):
     Whoever takes nothing of its answers for too long is hung up on, whatever they are: answers of errors cost no key.
     """
 
-    __slots__ = ("_last_body", "_stall_max_s", "_stall_watch", "_writable")
+    __slots__ = ("_last_body", "_stall_max_s", "_stall_watch", "_writable", "peer")
 
     def __init__(self, manager: web.Server, *, stall_max_s: float, **options: Any) -> None:
         """stall_max_s: for so long a client may take next to nothing of what it is sent."""
@@ -117,6 +120,8 @@ class Connection(RequestHandler):
         self._writable.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        host, port, *_ = transport.get_extra_info("peername") or ("", 0)
+        self.peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
         cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         super().connection_made(transport)
 

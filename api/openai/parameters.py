@@ -242,11 +242,6 @@ ROLES: Mapping[str, pb.Role.ValueType] = {
     "assistant": pb.ROLE_ASSISTANT,
     "tool": pb.ROLE_TOOL,
 }
-# Of a call in an earlier answer.
-NAMES = {
-    "conversation.messages[].tool_calls[].name": "messages[].tool_calls[].function.name",
-    "conversation.messages[].tool_calls[].arguments_json": "messages[].tool_calls[].function.arguments",
-}
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
@@ -289,21 +284,13 @@ class Message(Struct, forbid_unknown_fields=True):
 NO_TEXT = ContentPart.__struct_fields__[ContentPart.__struct_fields__.index("refusal") :]  # what parts of other types have
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """A conversation, and how errors call the fields of its turns."""
-
-    conversation: pb.Conversation
-    names: dict[str, str]
-
-
-def conversation(messages: Sequence[Message], field: str) -> Turns:
-    """The conversation for a start frame. field: the parameter that they stand in. Raises: InvalidRequest."""
+def conversation(messages: Sequence[Message]) -> pb.Conversation:
+    """The conversation for a start frame. Raises: InvalidRequest."""
     if not messages:
-        raise wrong_parameter(field, "must hold at least one message")
-    check_count(messages, field, MESSAGE_COUNT_MAX)
-    turns = [_plain_turn(message) or _turn(message, f"{field}[{index}]") for index, message in enumerate(messages)]
-    return Turns(pb.Conversation(messages=turns), NAMES | {"conversation.messages": field})
+        raise wrong_parameter("messages", "must hold at least one message")
+    check_count(messages, "messages", MESSAGE_COUNT_MAX)
+    turns = [_plain_turn(message) or _turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return pb.Conversation(messages=turns)
 
 
 def _plain_turn(message: Message) -> pb.Message | None:
@@ -395,8 +382,14 @@ CHAT_NAMES = COMMON_NAMES | {
     "stop_sequences": "stop",
     "choice_count": "n",
     "response_format.json_schema": "response_format.json_schema.schema",
+    "conversation.messages": "messages",
+    "conversation.messages[].tool_calls[].name": "messages[].tool_calls[].function.name",
+    "conversation.messages[].tool_calls[].arguments_json": "messages[].tool_calls[].function.arguments",
 }
+# By the name that the bound on output tokens was given by.
+CHAT_NAMES_BY_LIMIT = {name: CHAT_NAMES | {"max_output_tokens": name} for name in ("max_tokens", "max_completion_tokens")}
 
+SHORT_NAME_CHARS = 64  # a name of a model that is not longer needs no look at the bound
 MAX_TOKENS_UNSET = 16  # OpenAI's own default of this API, and of no other
 PROMPT_COUNT_MAX = 128  # each is a request of its own, all of which wait for the last one
 COMPLETION_NAMES = COMMON_NAMES | {
@@ -458,9 +451,12 @@ class SharedParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
-    """One HTTP request, understood. starts: what is to run, one for each prompt. names: what errors call its parameters."""
+    """One HTTP request, understood. Not changed by anybody.
+
+    starts: what is to run, one for each prompt. names: what errors call its parameters.
+    """
 
     starts: Sequence[pb.StartFrame]
     model: str
@@ -495,16 +491,18 @@ def _violation(message: str) -> Exception:
 def fill_shared(start: pb.StartFrame, given: SharedParameters) -> None:
     """Put into a start frame what `SharedParameters` has to say of it. Raises: InvalidRequest."""
     check_model_name(given.model)
-    check_count(given.metadata, "metadata", LABEL_COUNT_MAX)
-    check_count(given.stop_token_ids, "stop_token_ids", STOP_TOKEN_ID_COUNT_MAX)
     start.model = given.model
     for name in SAMPLING:
         if (value := getattr(given, name)) is not None:
             setattr(start.sampling, name, value)
     start.ignore_eos = bool(given.ignore_eos)
     start.min_output_tokens = given.min_tokens or 0
-    start.stop_token_ids.extend(given.stop_token_ids or ())
-    start.labels.update(_labels(given))
+    if given.metadata or given.user or given.safety_identifier:
+        check_count(given.metadata, "metadata", LABEL_COUNT_MAX)
+        start.labels.update(_labels(given))
+    if given.stop_token_ids:
+        check_count(given.stop_token_ids, "stop_token_ids", STOP_TOKEN_ID_COUNT_MAX)
+        start.stop_token_ids.extend(given.stop_token_ids)
     if given.service_tier is not None:
         if given.service_tier not in TIERS:
             raise wrong_parameter("service_tier", f"must be one of {', '.join(TIERS)}")
@@ -513,6 +511,8 @@ def fill_shared(start: pb.StartFrame, given: SharedParameters) -> None:
 
 def check_model_name(model: str) -> None:
     """Raises: InvalidRequest for a name that no model has."""
+    if 0 < len(model) <= SHORT_NAME_CHARS and model.isprintable():
+        return
     wrong = Violations()
     wrong.check(bool(model), "model", "must name a model; GET /v1/models tells which there are")
     wrong.check_text(model, "model")
@@ -613,11 +613,11 @@ def chat_asked(given: ChatParameters) -> Asked:
     if given.modalities not in (None, [], ["text"]):
         raise wrong_parameter("modalities", "only text is supported")
     limit_name, limit = output_limit(given)
-    turns = conversation(given.messages, "messages")
-    start = pb.StartFrame(conversation=turns.conversation)
+    start = pb.StartFrame(conversation=conversation(given.messages))
     fill_shared(start, given)
     fill_thinking(start, given.chat_template_kwargs)
-    fill_tools(start, given.tools, given.tool_choice, given.parallel_tool_calls, wrapped=True)
+    if given.tools or given.tool_choice is not None:
+        fill_tools(start, given.tools, given.tool_choice, given.parallel_tool_calls, wrapped=True)
     fill_decoding(start, given)
     if limit is not None:
         start.max_output_tokens = limit
@@ -632,7 +632,7 @@ def chat_asked(given: ChatParameters) -> Asked:
         model=given.model,
         streams=bool(given.stream),
         includes_usage=given.stream_options is not None and bool(given.stream_options.include_usage),
-        names=CHAT_NAMES | turns.names | {"max_output_tokens": limit_name},
+        names=CHAT_NAMES_BY_LIMIT[limit_name],
         choice_count=1 if given.n is None else given.n,
     )
 
@@ -650,12 +650,14 @@ def fill_decoding(start: pb.StartFrame, given: DecodingParameters) -> None:
     for name in DECODING:
         if (value := getattr(given, name)) is not None:
             setattr(start.sampling, name, value)
-    check_count(given.logit_bias, "logit_bias", LOGIT_BIAS_COUNT_MAX)
+    if given.logit_bias:
+        check_count(given.logit_bias, "logit_bias", LOGIT_BIAS_COUNT_MAX)
     stop = [given.stop] if isinstance(given.stop, str) else given.stop
-    check_count(stop, "stop", STOP_SEQUENCE_COUNT_MAX)
+    if stop:
+        check_count(stop, "stop", STOP_SEQUENCE_COUNT_MAX)
+        start.stop_sequences.extend(stop)
     for token_id, bias in (given.logit_bias or {}).items():
         start.sampling.logit_bias[token_id] = bias
-    start.stop_sequences.extend(stop or ())
     if given.n is not None:
         if not 1 <= given.n <= CHOICE_COUNT_MAX:  # before anything is made for each of them
             raise wrong_parameter("n", f"must be from 1 to {CHOICE_COUNT_MAX}, not {given.n}")
@@ -780,8 +782,11 @@ class Item(Struct, forbid_unknown_fields=True, kw_only=True):
     encrypted_content: Any = None
 
 
-def conversation_of(items: Sequence[Item], instructions: str | None) -> Turns:
-    """The conversation for a start frame. Calls belong to the assistant's turn that they follow. Raises: InvalidRequest."""
+def conversation_of(items: Sequence[Item], instructions: str | None) -> tuple[pb.Conversation, dict[str, str]]:
+    """The conversation for a start frame, and how errors call the fields of its turns.
+
+    Calls belong to the assistant's turn that they follow. Raises: InvalidRequest.
+    """
     if not items:
         raise wrong_parameter("input", "must hold at least one item")
     check_count(items, "input", MESSAGE_COUNT_MAX)
@@ -803,7 +808,7 @@ def conversation_of(items: Sequence[Item], instructions: str | None) -> Turns:
         turns.append(_message(item, field) if kind == MESSAGE else _result(item, field))
         turn = f"conversation.messages[{len(turns) - 1}]"
         names |= {f"{turn}.tool_call_id": f"{field}.call_id", turn: field}
-    return Turns(pb.Conversation(messages=turns), names | {"conversation.messages": "input"})
+    return pb.Conversation(messages=turns), names | {"conversation.messages": "input"}
 
 
 def _kind(item: Item, field: str) -> str:
@@ -892,8 +897,8 @@ def response_asked(given: ResponseParameters) -> Asked:
     check_shared(given)
     check_unserved(given)
     items = [Item(role="user", content=given.input)] if isinstance(given.input, str) else given.input
-    turns = conversation_of(items, given.instructions)
-    start = pb.StartFrame(conversation=turns.conversation)
+    conversation, names = conversation_of(items, given.instructions)
+    start = pb.StartFrame(conversation=conversation)
     fill_shared(start, given)
     fill_thinking(start, given.chat_template_kwargs)
     fill_tools(start, given.tools, given.tool_choice, given.parallel_tool_calls, wrapped=False)
@@ -905,7 +910,7 @@ def response_asked(given: ResponseParameters) -> Asked:
         start.top_logprobs = given.top_logprobs or 0
     if (wanted := response_format(None if given.text is None else given.text.format, "text.format")) is not None:
         start.response_format.CopyFrom(wanted)
-    names = RESPONSE_NAMES | turns.names
+    names = RESPONSE_NAMES | names
     return Asked((start,), given.model, streams=bool(given.stream), includes_usage=True, names=names, given=given)
 
 

@@ -12,12 +12,14 @@ from functools import lru_cache
 from metering.core.errors import InvalidValue
 
 NETWORKS_PER_KEY_MAX = 100  # each call looks at all of them
+KNOWN_ADDRESSES_MAX = 4096  # addresses that are kept read, of some 200 bytes each
 KNOWN_LISTS_MAX = 1024  # different lists of networks that are kept read, of some 50 kB at most
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
+@lru_cache(maxsize=KNOWN_ADDRESSES_MAX)
 def parse_address(text: str) -> Address | None:
     """The address that a text is; None if it is none."""
     try:

@@ -85,7 +85,7 @@ def test_too_many_messages_are_refused_before_any_is_looked_at() -> None:
     wrong_role = "nobody"
 
     with pytest.raises(InvalidRequest, match=f"messages: at most {MESSAGE_COUNT_MAX} are allowed, not {count}"):
-        conversation([Message(role=wrong_role)] * count, "messages")
+        conversation([Message(role=wrong_role)] * count)
     with pytest.raises(InvalidRequest, match=f"input: at most {MESSAGE_COUNT_MAX} are allowed, not {count}"):
         conversation_of([Item(role=wrong_role)] * count, None)
 
