@@ -48,7 +48,7 @@ REASON_NAMES: Mapping[int, str] = {number: name.removeprefix("FINISH_REASON_") f
 LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 FAILURE_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # those that OpenAI's clients know; the rest is the server's
-MARK = "text"  # stands where the text will; after it comes nothing that a client has a say in
+CONTENT = b'"content":'  # what the text of a chat stands behind in most of its events
 
 
 class TokenTexts:
@@ -257,8 +257,11 @@ class ChatAnswer(Answer):
         self._plain_chunks: dict[int, tuple[bytes, bytes]] = {}
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
-        first = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._chunk([_chat_choice(output.index, first)]) for output in outputs)
+        events: list[bytes] = []
+        for output in outputs:
+            before, after = self._plain_chunk(output.index)
+            events += (before.removesuffix(CONTENT), b'"role":"assistant","content":"","refusal":null', after)
+        return b"".join(events)
 
     def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
         if not new.logprobs and not new.tool_calls:
@@ -273,7 +276,8 @@ class ChatAnswer(Answer):
     def _plain_chunk(self, index: int) -> tuple[bytes, bytes]:
         """The event of a piece of text, up to the text and after it: all but that is the same for every token of a choice."""
         if (found := self._plain_chunks.get(index)) is None:
-            before, _, after = self._chunk([_chat_choice(index, {"content": MARK})]).rpartition(encode(MARK))
+            before = b'%b,"choices":[{"index":%d,"delta":{%b' % (self._chunk_head, index, CONTENT)
+            after = b'},"logprobs":null,"finish_reason":null}]' + self._chunk_tail
             found = self._plain_chunks[index] = before, after
         return found
 

@@ -120,7 +120,7 @@ IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 CHUNKED_BYTES = 256 * 1024  # what a body of unknown size counts as while it is read
 SHORT_BYTES_MAX = 16_384  # of a body that takes no room from others if it came with its head: it is read in some 50 µs
 KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")  # of request ids that come from keys that are no UUIDs
-Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse | Exchange]]
 
 
 def model_object(model: pb.Model, started_at: int) -> dict[str, Any]:
@@ -184,7 +184,8 @@ class Door:
             auth_ms = (time.monotonic() - received_at) * 1000
             trace = trace_of(request.headers.get("traceparent"), request.headers.get("tracestate"))
             arrival = Arrival(Caller.of(principal, auth_ms, received_at, None, trace), request_id, look_up)
-            return await handler(request, arrival, principal)
+            answer = await handler(request, arrival, principal)
+            return await answer.serve() if isinstance(answer, Exchange) else answer
         except HttpFault as fault:
             self._count_refusal(owner)
             self._process.observer.http_failed(fault.refusal.code)
@@ -225,16 +226,18 @@ class Door:
         request: web.BaseRequest,
         arrival: Arrival,
         principal: Principal,
-    ) -> web.StreamResponse:
-        """parameters: what a body may hold. understood: what they ask for. answer: says what comes of it."""
+    ) -> web.StreamResponse | Exchange:
+        """Return an exchange that is to be served, or a refusal.
+
+        parameters: what a body may hold. understood: what they ask for. answer: says what comes of it.
+        """
         body = await self._body(request, arrival, principal)
         with self._reading(arrival):
             asked = understood(decode(body, parameters))
             texts = self._texts_of(asked, principal, arrival.request_id)
             told = answer(asked, texts, arrival.request_id.hex, int(time.time()))
             exchange = Exchange(self._process, request, arrival, asked, told)
-            refusal = exchange.parse()
-        return refusal or await exchange.serve()
+            return exchange.parse() or exchange
 
     async def _embed(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
         body = await self._body(request, arrival, principal)

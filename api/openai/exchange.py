@@ -11,11 +11,10 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any
 
 import structlog
 from aiohttp import HttpVersion11, web
-from aiohttp.http_writer import StreamWriter
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
@@ -29,7 +28,6 @@ from api.generation.process import Process
 from api.generation.start_frame import ValidStart, parse_start
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
-from api.openai.listener import Connection
 from api.openai.parameters import Asked
 from api.openai.refusals import CLIENT_CLOSED, Refusal, headers_of, refusal_of
 from metering.core.errors import RequestInFlight
@@ -129,7 +127,8 @@ class Exchange:
         except ConnectionError:
             return self._response or web.Response(status=CLIENT_CLOSED)
         finally:
-            self._leave(Outcome.CANCELLED)
+            if self._receivers:
+                self._leave(Outcome.CANCELLED)
             # Its outbox leads back to it: a cycle, which would keep body and prompts until a garbage collection.
             self._live.clear()
             self._starts.clear()
@@ -143,13 +142,12 @@ class Exchange:
     def _begin(self, starts: Sequence[ValidStart]) -> None:
         """Start all requests, or none. Raises: RequestInFlight, RequestUnderWay."""
         caller = self._arrival.caller
-        keys = [(caller.payer.project_id, start.request_id) for start in starts]
-        for key, start in zip(keys, starts, strict=True):
-            if (here := self._process.find(key)) is not None:
+        for index, start in enumerate(starts):
+            if (here := self._process.find((caller.payer.project_id, start.request_id))) is not None:
                 check_same(here, start)
-        receivers = [AnswerReceiver(self, self._outbox, start.given_id, index) for index, start in enumerate(starts)]
-        self._receivers = {receiver.given_id: receiver for receiver in receivers}
-        self._live += [self._process.begin(caller, *each) for each in zip(starts, receivers, strict=True)]
+            self._receivers[start.given_id] = AnswerReceiver(self, self._outbox, start.given_id, index)
+        for start in starts:
+            self._live.append(self._process.begin(caller, start, self._receivers[start.given_id]))
 
     def on_end(self, receiver: Receiver) -> None:
         """Handle that a request has ended."""
@@ -229,10 +227,13 @@ class Exchange:
     def _finished(self, receiver: AnswerReceiver, finished: pb.FinishedFrame) -> bytes:
         self._bill.add(finished.usage, finished.cost)
         first = receiver.index * self._asked.choice_count
-        reasons = [choice.reason for choice in finished.choices] or [finished.reason]
-        for offset, reason in enumerate(reasons):
-            self._outputs[first + offset].reason = reason
-        cut = next((reason for reason in reasons if reason in CUT_OFF), None)
+        self._outputs[first].reason = finished.reason
+        for offset, choice in enumerate(finished.choices):
+            self._outputs[first + offset].reason = choice.reason
+        cut = None
+        for output in self._outputs[first : first + self._asked.choice_count]:
+            if cut is None and output.reason in CUT_OFF:
+                cut = output.reason
         if cut is None or self._refusal is not None:
             return b""
         name = answers.REASON_NAMES[cut]
@@ -288,12 +289,15 @@ class Exchange:
 
     async def _write(self, data: bytes) -> None:
         """Hand bytes to the connection. Raises: ConnectionError if it is gone, TimeoutError if it takes nothing for too long."""
-        await self._opened()
+        if self._response is None:
+            await self._opened()
         self._silent_since = time.monotonic()
         # `StreamResponse.write` may wait by itself, and a clock for each token costs as much as the token.
-        await cast(StreamWriter, self._http.writer).write(data, drain=False)
-        if self._http.protocol.writing_paused:
-            await cast(Connection, self._http.protocol).drained()
+        writer: Any = self._http.writer
+        await writer.write(data, drain=False)
+        connection: Any = self._http.protocol
+        if connection.writing_paused:
+            await connection.drained()
 
     async def _opened(self) -> web.StreamResponse:
         """The response, of which at least the head is about to be sent: with what is written first, in one piece."""

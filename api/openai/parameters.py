@@ -372,6 +372,8 @@ NO_EFFORT = (
 
 NO_VERBOSITY = ("medium", "how much a model says is for its prompt and max_tokens to say")
 NO_RETENTION = ("in_memory", "what is cached stays as long as there is room")
+# Of a chat.
+ONE_VALUE = {"reasoning_effort": NO_EFFORT, "verbosity": NO_VERBOSITY, "prompt_cache_retention": NO_RETENTION}
 CHAT_NAMES = COMMON_NAMES | {
     "prompt": "messages",
     "tools[].name": "tools[].function.name",
@@ -607,9 +609,9 @@ def chat_asked(given: ChatParameters) -> Asked:
     """What a chat completion asks for. Raises: InvalidRequest."""
     check_shared(given)
     refuse_given(given, *unserved(ChatParameters))
-    refuse_unless(given.reasoning_effort, "reasoning_effort", *NO_EFFORT)
-    refuse_unless(given.verbosity, "verbosity", *NO_VERBOSITY)
-    refuse_unless(given.prompt_cache_retention, "prompt_cache_retention", *NO_RETENTION)
+    for name, taken in ONE_VALUE.items():
+        if (value := getattr(given, name)) is not None:
+            refuse_unless(value, name, *taken)
     if given.modalities not in (None, [], ["text"]):
         raise wrong_parameter("modalities", "only text is supported")
     limit_name, limit = output_limit(given)

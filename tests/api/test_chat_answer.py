@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
-from api.openai.answers import MARK, ChatAnswer, Output
+from api.openai.answers import CONTENT, ChatAnswer, Output
 from api.openai.parameters import Asked
 
+MARK = CONTENT.decode()
 texts = st.text() | st.sampled_from([MARK, f'"{MARK}"', "\u2028\u0085\u2029", '"}],"usage":', "\x00"])
 
 
