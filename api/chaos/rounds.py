@@ -37,6 +37,7 @@ from typing import Annotated, Any, Literal, LiteralString
 import psycopg
 import typer
 from rich.markup import escape
+from weir_cli.commands import ExitCode
 from weir_cli.connection import Connection
 from weir_cli.render import JsonOption, duration_text, make_console, note, print_json, show, table
 from weir_client import AsyncClient, WeirError
@@ -520,7 +521,7 @@ def chaos(
         tell(report, time.monotonic() - began_at)
     if report.wrong:
         note(f"data and logs are in {home}")
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
     if directory is None:
         shutil.rmtree(home, ignore_errors=True)
 

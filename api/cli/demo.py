@@ -16,6 +16,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 from rich.table import Table
+from weir_cli.commands import ExitCode
 from weir_cli.render import fail, make_console, month_report, result_line, table, waterfall
 from weir_client import (
     AsyncAdminClient,
@@ -156,7 +157,7 @@ def demo(agents: AgentsOption = 50) -> None:
         with clear_failures():
             balanced = asyncio.run(run_demo(settings, agents))
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     finally:
         shutil.rmtree(home, ignore_errors=True)
     if not balanced:

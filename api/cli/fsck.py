@@ -12,6 +12,7 @@ from typing import Annotated
 import psycopg.errors
 import typer
 from rich.markup import escape
+from weir_cli.commands import ExitCode
 from weir_cli.render import JsonOption, duration_text, fail, make_console, parse_time, print_json
 
 from api.cli.stack import HomeOption, clear_failures, local_database, open_sessions
@@ -67,7 +68,7 @@ def fsck(
     else:
         conclude(verdicts, wrong)
     if wrong:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @contextlib.contextmanager

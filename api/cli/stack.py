@@ -27,8 +27,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
+from weir_cli.commands import ExitCode
 from weir_cli.connection import CONNECTION_FILE, Connection, ConnectionProblem, read_connection_file
-from weir_cli.render import JsonOption, fail, note, print_json, show, table
+from weir_cli.render import JsonOption, fail, note, print_json, show, table, wrong_use
 
 from api.core.endpoint import Told, forget_endpoint, make_private, read_endpoint
 from api.core.settings import SettingInvalid, Settings, listen_address
@@ -73,14 +74,14 @@ def read_settings(home: Path | None = None, listen: str = "") -> Settings:
     try:
         settings = Settings.from_environment()
     except SettingInvalid as error:
-        fail(str(error), 2)
+        wrong_use(str(error))
     settings = replace(settings, home=(home or settings.home).expanduser().absolute())
     if not listen:
         return settings
     try:
         return replace(settings, listen_address=listen_address(listen))
     except ValueError as error:
-        fail(f"--listen {error}, not {listen!r}", 2)
+        wrong_use(f"--listen {error}, not {listen!r}")
 
 
 def said(error: Exception) -> str:
@@ -223,7 +224,7 @@ def local_database(home: HomeOption) -> Iterator[str]:
         yield settings.database_url
         return
     if not data_dir.exists():
-        fail(f"there is no database: set WEIR_DATABASE_URL, or start `weir up` once ({data_dir} is not there)", 2)
+        wrong_use(f"there is no database: set WEIR_DATABASE_URL, or start `weir up` once ({data_dir} is not there)")
     ran = (data_dir / "postmaster.pid").exists()
     server = embedded_postgres.start(data_dir)
     try:
@@ -516,7 +517,7 @@ def serve(listen: ListenOption = "", home: HomeOption = None) -> None:
 
     settings = read_settings(home, listen)
     if not settings.database_url:
-        fail("WEIR_DATABASE_URL is not set: name a PostgreSQL database, or start everything on this machine with `weir up`", 2)
+        wrong_use("WEIR_DATABASE_URL is not set: name a PostgreSQL database, or start everything on this machine with `weir up`")
     with clear_failures():
         if not is_current(settings.database_url):
             fail("the database has not the schema of this version: run `weir migrate` first")
@@ -530,7 +531,7 @@ def worker(home: HomeOption = None) -> None:
     """
     settings = read_settings(home)
     if not settings.database_url:
-        fail("WEIR_DATABASE_URL is not set: name the database that the worker is to work on", 2)
+        wrong_use("WEIR_DATABASE_URL is not set: name the database that the worker is to work on")
     command = worker_command()
     os.execve(command[0], command, {**os.environ, **settings.to_environment()})
 
@@ -543,9 +544,9 @@ def migrate(
     """Bring the database of WEIR_DATABASE_URL to the schema of this version; without one, the embedded database of the home."""
     settings = read_settings(home)
     if grant and not settings.database_url:
-        fail("--grant is for a PostgreSQL of your own: set WEIR_DATABASE_URL; the embedded one has a single user", 2)
+        wrong_use("--grant is for a PostgreSQL of your own: set WEIR_DATABASE_URL; the embedded one has a single user")
     if grant and revision != "head":
-        fail(f"--grant {grant} needs the newest schema, revision `head`, got {revision!r}: leave the revision out", 2)
+        wrong_use(f"--grant {grant} needs the newest schema, revision `head`, got {revision!r}: leave the revision out")
     with clear_failures():
         if settings.database_url:
             upgrade(settings.database_url, revision)
@@ -578,7 +579,7 @@ def init(
 
     settings = read_settings()
     if not settings.database_url:
-        fail("WEIR_DATABASE_URL is not set: name the database of the installation", 2)
+        wrong_use("WEIR_DATABASE_URL is not set: name the database of the installation")
     with clear_failures():
         if not is_current(settings.database_url):
             fail("the database has not the schema of this version: run `weir migrate` first")
@@ -600,18 +601,13 @@ def rotate_receipt_key() -> None:
     """
     path = key_path(read_settings().to_environment())
     if path is None:
-        fail("WEIR_RECEIPT_KEY_FILE says off: name a file there to sign receipts", 2)
+        wrong_use("WEIR_RECEIPT_KEY_FILE says off: name a file there to sign receipts")
     try:
         signer = replace_key(path)
     except OSError as error:
         fail(f"{path} cannot be written: {error.strerror}")
     typer.echo(signer.key_id)
     note(f"{path} holds the new key: copy it to the other machines that serve, and restart the servers")
-
-
-@doctor.callback()
-def group() -> None:
-    """Look at what this machine really does."""
 
 
 @doctor.command()
@@ -668,4 +664,4 @@ def report(title: str, found: Sequence[Observation], as_json: bool) -> NoReturn:
     else:
         rows = ((each.question, each.verdict.value, each.seen) for each in found)
         show(table("question", "verdict", "seen", title=title, rows=rows))
-    raise typer.Exit(any(observation.verdict is Verdict.BAD for observation in found))
+    raise typer.Exit(ExitCode.FAILED if any(each.verdict is Verdict.BAD for each in found) else ExitCode.DONE)

@@ -16,7 +16,8 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from weir_cli.render import JsonOption, csv_of, duration_text, fail, make_console, note, print_json, show, table
+from weir_cli.commands import ExitCode
+from weir_cli.render import JsonOption, csv_of, duration_text, fail, make_console, note, print_json, show, table, wrong_use
 
 from api.cli.stack import HomeOption, clear_failures, run
 from metering.core.errors import BillingDetailsMissing, InvalidValue
@@ -160,7 +161,7 @@ def webhooks(home: HomeOption = None) -> None:
     with clear_failures():
         settings = webhook_settings(os.environ)
     if settings is None:
-        fail("WEIR_STRIPE_WEBHOOK_SECRET is not set: give the signing secret of the webhook endpoint (whsec_…)", 2)
+        wrong_use("WEIR_STRIPE_WEBHOOK_SECRET is not set: give the signing secret of the webhook endpoint (whsec_…)")
     run(home, lambda sessions: serve_webhooks(sessions, settings, lambda at: note(f"taking Stripe's events at {at}")))
 
 
@@ -221,7 +222,7 @@ def reconcile(
     else:
         tell(found, now)
     if not found.balanced:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 async def reconciled(sessions: Sessions, month: str, organization: str | None, *, against_stripe: bool) -> MonthReconciliation:

@@ -16,12 +16,14 @@ try:
 except ModuleNotFoundError:
     sys.exit("error: the command line needs the extra `cli` of the client: pip install './sdk/python[cli]' in a clone")
 
-from weir_cli.commands import PERSONAS, Command, all_commands
+from weir_cli.commands import PERSONAS, Command, ExitCode, all_commands
 
 OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what writing to a full or broken disk says
 COMMANDS = all_commands()
 HELP_WIDTH = 80  # columns of the terminal that help is laid out for
-HELP_END = "More: weir COMMAND --help. Exit codes: 0 done, 1 failed, 2 wrong use, 3 not all done, 130 interrupted."
+HELP_END = "More: weir COMMAND --help. Exit codes: " + ", ".join(
+    f"{each:d} {each.name.lower().replace('_', ' ')}" for each in ExitCode
+)
 
 
 def imported(command: Command) -> Any:
@@ -76,7 +78,7 @@ class LazyGroup(TyperGroup):
                 if entry.persona == persona and " " not in name:
                     lines.append(f"{heading:<10} {name:<12} {entry.help}")
                     heading = ""
-        lines += textwrap.wrap(f"Options: {options}. {HELP_END}", HELP_WIDTH, break_on_hyphens=False)
+        lines += textwrap.wrap(f"Options: {options}. {HELP_END}.", HELP_WIDTH, break_on_hyphens=False)
         formatter.write("\n".join(lines) + "\n")
 
 
@@ -131,7 +133,7 @@ def main() -> None:
             raise
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what is left in it cannot go out either
         typer.echo(f"error: the output cannot be written: {error.strerror}", err=True)
-        sys.exit(1)
+        sys.exit(ExitCode.FAILED)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import typer
 from rich.console import RenderableType
 from weir_client import AdminClient, Alert, AlertDeliveryState, BillingClient, QuotaDimension
 
+from weir_cli.commands import ExitCode
 from weir_cli.connection import Output, admin_client, billing_client, calls
 from weir_cli.render import (
     JsonOption,
@@ -69,7 +70,7 @@ def send_test(
         sent = next((each for each in latest if each.alert_id == sent.alert_id), sent)
     tell_found(sent, f"test {sent.alert_id}: {delivery_text(sent)}", as_json=as_json)
     if delivery is None or delivery.state is not AlertDeliveryState.DELIVERED:
-        raise typer.Exit(1 if delivery is not None and delivery.last_error else 3)
+        raise typer.Exit(ExitCode.FAILED if delivery is not None and delivery.last_error else ExitCode.NOT_ALL_DONE)
 
 
 @webhook.command("set")

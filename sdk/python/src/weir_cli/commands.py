@@ -9,10 +9,21 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from importlib import import_module
 
 DEVELOPER, ADMIN, FINANCE, OPERATOR = PERSONAS = ("developer", "admin", "finance", "operator")
 PLUGINS = "weir_commands"
+
+
+class ExitCode(IntEnum):
+    """What the exit codes of all commands mean; scripts rely on them."""
+
+    DONE = 0
+    FAILED = 1
+    WRONG_USE = 2
+    NOT_ALL_DONE = 3
+    INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,12 @@ from weir_client import AdminClient, AppliedConfiguration, BillingProfile, Chang
 from weir_client.wire import DIMENSION_NUMBERS
 from weir_yaml import FileMistake, NotYaml, StrictReader, compose, joined
 
+from weir_cli.commands import ExitCode
 from weir_cli.connection import admin_client, calls
 from weir_cli.render import (
     JsonOption,
     decimal_text,
     dimension_amount,
-    fail,
     note,
     parse_amount,
     parse_limit,
@@ -44,6 +44,7 @@ from weir_cli.render import (
     print_json,
     printable,
     show,
+    wrong_use,
 )
 
 Json = Any  # a value of the JSON mapping of a message
@@ -480,7 +481,6 @@ SIGNS = {
 
 VERBS = ((ChangeAction.CREATE, "create"), (ChangeAction.UPDATE, "change"), (ChangeAction.DELETE, "remove"))
 DONE = {"create": "created", "change": "changed", "remove": "removed"}
-CHANGES_WAIT = 3  # exit code: something remains to be done
 TIMEOUT_S = 120.0  # for thousands of changes in one transaction
 
 
@@ -566,7 +566,7 @@ def apply(
     else:
         tell(applied, dry_run=dry_run, prune=prune, with_secrets=secrets is None)
     if exit_code and dry_run and applied.changes:
-        raise typer.Exit(CHANGES_WAIT)
+        raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
 @calls(admin_client, timeout=TIMEOUT_S)
@@ -588,7 +588,7 @@ def content_of(file: Path) -> str:
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        fail(f"{file} cannot be read: {error}", 2)
+        wrong_use(f"{file} cannot be read: {error}")
 
 
 def new_secrets_file(path: Path) -> int:
@@ -596,7 +596,9 @@ def new_secrets_file(path: Path) -> int:
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        fail(f"{path} cannot be made: {error.strerror}; name a new file for the secrets: one that is there is never overwritten", 2)
+        wrong_use(
+            f"{path} cannot be made: {error.strerror}; name a new file for the secrets: one that is there is never overwritten"
+        )
 
 
 def mistakes_of(document: Document, applied: AppliedConfiguration) -> list[FileMistake]:
@@ -612,7 +614,7 @@ def tell_mistakes(file: Path, mistakes: list[FileMistake]) -> NoReturn:
         typer.secho(f"{file}:{each.line}: {each.place and each.place + ': '}{each.message}", fg="red", err=True)
     count = len(mistakes)
     note(f"nothing was changed: {count} {'mistake' if count == 1 else 'mistakes'}")
-    raise typer.Exit(2)
+    raise typer.Exit(ExitCode.WRONG_USE)
 
 
 def tell(applied: AppliedConfiguration, *, dry_run: bool, prune: bool, with_secrets: bool) -> None:

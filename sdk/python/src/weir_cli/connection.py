@@ -37,6 +37,7 @@ from weir_client import (
 )
 from weir_client.connection import is_local
 
+from weir_cli.commands import ExitCode
 from weir_cli.render import JsonOption, dimension_amount, duration_text, fail, tell_found
 
 if TYPE_CHECKING:
@@ -329,10 +330,10 @@ def reported(address: str | None) -> Iterator[None]:
     except WeirError as error:
         fail(explain(error, address or ""))
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     except BrokenPipeError:  # the reader of our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
+        raise typer.Exit(ExitCode.FAILED) from None
 
 
 def env() -> None:

@@ -36,6 +36,7 @@ from weir_client import (
     WeirError,
 )
 
+from weir_cli.commands import ExitCode
 from weir_cli.connection import AddressOption, KeyOption, Output, calls, inference_client
 from weir_cli.render import (
     JsonOption,
@@ -71,7 +72,6 @@ TierOption = Annotated[
     Literal["interactive", "batch"] | None,
     typer.Option(help="interactive (default), or batch: runs when nothing else waits."),
 ]
-WOULD_BE_REFUSED = 3  # exit code: told apart from errors, so that a script can ask first
 FLOATS_SHOWN = 4
 TEXT_SHOWN_CHARS = 40
 LIKENESS_COUNT_MAX = 12  # texts, beyond which a table of all pairs fits no terminal
@@ -185,7 +185,7 @@ def tell_quote(found: Quote, *, as_json: bool) -> None:
     tell_found(found, Text(told(found)), *quotas, as_json=as_json)
     if not found.would_admit:
         note(why_refused(found))
-        raise typer.Exit(WOULD_BE_REFUSED)
+        raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
 def told(found: Quote) -> str:
@@ -275,7 +275,6 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
     return sum(map(mul, one, other)) / lengths if lengths else 0.0
 
 
-INTERRUPTED = 130  # exit code of a program that Ctrl-C ended, as shells report it
 CUT_OFF = (FinishReason.QUOTA_EXHAUSTED, FinishReason.COST_LIMIT, FinishReason.SLOW_CONSUMER, FinishReason.FILTERED)
 
 
@@ -381,7 +380,7 @@ def generate(
             write("".join(f"[{choice.index + 1}] {choice.text.rstrip()}\n" for choice in result.choices))
         note(result_line(result))
     if interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(ExitCode.INTERRUPTED)
     if result.finish_reason in CUT_OFF:
         fail(why_cut_off(result))
 

@@ -42,6 +42,7 @@ from weir_client import (
     WeirError,
 )
 
+from weir_cli.commands import ExitCode
 from weir_cli.connection import Output, admin_client, billing_client, calls, organization_or_default
 from weir_cli.render import (
     Cell,
@@ -525,7 +526,7 @@ def close_months(
     if refused:
         if every:
             note(f"{refused} refused or failed, of {len(names)} organizations")
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @month.command("verify")
@@ -554,7 +555,7 @@ def verify_months(
     if as_json:
         print_json(found)
     if failed:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def one_failure(every: bool) -> tuple[type[WeirError], ...]:

@@ -17,8 +17,9 @@ from rich.text import Text
 from weir_client import Receipt, ReceiptClient, ReceiptKey, ReceiptVerdict, public_keys, verify_receipts
 from weir_client.receipt_months import Totals
 
+from weir_cli.commands import ExitCode
 from weir_cli.connection import AddressOption, KeyOption, Output, calls, organization_or_default, receipt_client
-from weir_cli.render import JsonOption, checked_month, fail, jsonable, note, parse_picos, print_json, put, show, table
+from weir_cli.render import JsonOption, checked_month, jsonable, note, parse_picos, print_json, put, show, table, wrong_use
 from weir_cli.tenants import OrganizationOption
 
 receipt = typer.Typer(help="Export receipts and verify them.", no_args_is_help=True)
@@ -152,7 +153,7 @@ def verify(
         known = read_keys(keys) if keys is not None else fetched_keys(receipts, address, api_key)
         reported = read_report(report) if report is not None else ReportedMonth(month=month)
         if month and reported.month != month:
-            fail(f"{report} is the report of {reported.month}, not of {month}", 2)
+            wrong_use(f"{report} is the report of {reported.month}, not of {month}")
         if month or reported.month:
             checked_month(reported.month)
         expected = bytes.fromhex(root) if root else reported.root
@@ -165,12 +166,12 @@ def verify(
             totals=reported.totals,
         )
     except (FileInvalid, ValueError, ImportError) as error:
-        fail(str(error), 2)
+        wrong_use(str(error))
     except OSError as error:
-        fail(f"{error.filename} cannot be read: {error.strerror}", 2)
+        wrong_use(f"{error.filename} cannot be read: {error.strerror}")
     tell(verdict, reported, expected, as_json=as_json)
     if not verdict.valid:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def fetched_keys(receipts: list[Receipt], address: str | None, api_key: str | None) -> list[ReceiptKey]:

@@ -25,6 +25,8 @@ from rich.table import Table
 from rich.text import Text
 from weir_client import Money, MonthReport, Price, QuotaDimension, Receipt, Result, Timings, Usage
 
+from weir_cli.commands import ExitCode
+
 T = TypeVar("T")
 
 TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens, as customers compare them
@@ -275,10 +277,15 @@ def checked_month(month: str) -> str:
     return month
 
 
-def fail(message: str, status: int = 1) -> NoReturn:
-    """One line on stderr, then the exit code: 2 where the command line or a file of the user is what is wrong."""
+def fail(message: str, status: ExitCode = ExitCode.FAILED) -> NoReturn:
+    """One line on stderr, then the exit code."""
     typer.secho(f"error: {message}", fg="red", err=True)
     raise typer.Exit(status) from None
+
+
+def wrong_use(message: str) -> NoReturn:
+    """The same where the command line, a setting or a file of the user is what is wrong."""
+    fail(message, ExitCode.WRONG_USE)
 
 
 def tell_found(value: Any, *parts: RenderableType, as_json: bool) -> None:

@@ -26,10 +26,10 @@ from weir_client import (
     RequestPhase,
 )
 
+from weir_cli.commands import ExitCode
 from weir_cli.connection import AddressOption, ConnectionProblem, KeyOption, Output, admin_client, calls, inference_client, resolve
 from weir_cli.render import Cell, JsonOption, duration_text, make_console, table, tell_found, time_text, usage_line, waterfall
 
-REMAINS = 3  # exit code: something remains to be done
 PHASE_WORDS = {RequestPhase.UNSPECIFIED: "?"}
 
 requests = typer.Typer(help="Show and end what runs.", invoke_without_command=True)
@@ -89,7 +89,7 @@ def kill_request(
     killed = client.kill_request(request_id, project=project, reason=reason)
     tell_found(killed, killed_text(request_id, killed), as_json=as_json)
     if killed.result is KillResult.PENDING:
-        raise typer.Exit(REMAINS)
+        raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
 @requests.command("stuck")
@@ -106,7 +106,7 @@ def stuck_requests(
     ended = [f"ended {ended_count} overdue {'hold' if ended_count == 1 else 'holds'}"] if end else []
     tell_found(found, *ended, *stuck_parts(view), as_json=as_json)
     if view.request_count:
-        raise typer.Exit(REMAINS)
+        raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
 def tell(view: LiveView, *, wide: bool, as_json: bool) -> None:
@@ -282,7 +282,7 @@ def drain_replica(
     told = f"{drain_text(drained.drain)}; {taken_text(drained.replicas)}, {running_count} requests still run in it"
     tell_found(drained, told, *silence(drained.silent_owner_ids), as_json=as_json)
     if drained.silent_owner_ids:
-        raise typer.Exit(REMAINS)
+        raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
 @replicas.command("undrain")
@@ -300,7 +300,7 @@ def undrain_replica(
     told = f"replica {replica} {was}; {taken_text(undrained.replicas)}"
     tell_found(undrained, told, *silence(undrained.silent_owner_ids), as_json=as_json)
     if undrained.silent_owner_ids:
-        raise typer.Exit(REMAINS)
+        raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
 def taken_text(found: tuple[Replica, ...]) -> str:
