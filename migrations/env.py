@@ -15,8 +15,7 @@ from sqlalchemy.pool import NullPool
 import metering.alerts.alerts
 import metering.control.live
 import metering.ledger.ledger  # each declares mapped classes on the base
-import metering.plans.prepaid
-import metering.receipts.months  # noqa: F401
+import metering.plans.plan_admin  # noqa: F401
 from metering.core.models import Base
 from metering.store.db import sqlalchemy_url
 from metering.store.migrations_runner import MIGRATION_LOCK_ID
@@ -24,8 +23,8 @@ from metering.store.migrations_runner import MIGRATION_LOCK_ID
 # Read and written as SQL alone, see `docs/tables.md`; any other table must have a mapped class. Usage events have a partition
 # per month, made ahead of its time.
 UNMAPPED = re.compile(
-    r"usage_events_(\d{4}_\d{2}|default)|unrated_usage|usage_corrections|ledger_(transactions|entries)|receipt_(chains|batches)"
-    r"|document_series|month_closings|invoices|invoice_(lines|letterheads)|adjustments|adjustment_decisions"
+    r"usage_events_(\d{4}_\d{2}|default)|unrated_usage|usage_corrections|ledger_(accounts|transactions|entries)|receipt_(chains|batches|keys)"
+    r"|billing_profiles|stop_orders|plan_(versions|assignments)|credit_(grants|applications)|document_series|month_closings|invoices|invoice_(lines|letterheads)|adjustments|adjustment_decisions"
     r"|live_reports|worker_incidents|export_progress|meter_batches"
     r"|stripe_(objects|events|invoices|late_items|month_settlements|month_items)"
 )

@@ -18,36 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import BigInteger, ForeignKey, Identity, LargeBinary, delete, func, select, text
-from sqlalchemy.dialects.postgresql import ARRAY, insert
+from sqlalchemy import BigInteger, delete, func, select, text
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue
-from metering.core.models import Base, Hold, HoldState
+from metering.core.models import Base, Hold, HoldState, insertion
 from metering.store.db import Sessions
-
-
-class StopOrderRow(Base):
-    """An order to every api process: end this request, or all requests of this key. Kept for a day.
-
-    changed_key_id: of a key that is good for something else by now: look at it again, and end what comes from outside of
-    `allowed_networks`, if there are any. ended_secrets: hashes of its secrets that have ended now; what was begun with one ends.
-    `ordered_at` is the time of the statement, not of its transaction: see `control_channel.py`.
-    """
-
-    __tablename__ = "stop_orders"
-
-    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
-    request_id: Mapped[uuid.UUID | None]
-    project_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("projects.id"))
-    api_key_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("api_keys.id"))
-    changed_key_id: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("api_keys.id"))
-    allowed_networks: Mapped[list[str] | None]
-    ended_secrets: Mapped[list[bytes] | None] = mapped_column(ARRAY(LargeBinary()))
-    reason: Mapped[str]
-    ordered_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class ReplicaDrain(Base):
@@ -68,6 +47,7 @@ class ReplicaDrain(Base):
 CHANNEL = "weir_control"
 LOOK_FOR_ORDERS, REPORT, PEERS = "stop", "report", "peers"  # what a notification can ask of a process
 KEPT_FOR = timedelta(days=1)  # far longer than any process can be cut off and still hold its requests
+FORGET_OLD = text("DELETE FROM stop_orders WHERE ordered_at < now() - :kept_for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +79,12 @@ class DrainOrder:
 
 async def order_end_of_request(session: AsyncSession, *, project_id: uuid.UUID, request_id: uuid.UUID, reason: str) -> None:
     """Once the transaction is committed, the process that runs the request ends it."""
-    await session.execute(insert(StopOrderRow).values(project_id=project_id, request_id=request_id, reason=reason))
-    await _ordered(session)
+    await _order(session, project_id=project_id, request_id=request_id, reason=reason)
 
 
 async def order_end_of_key(session: AsyncSession, api_key_id: uuid.UUID) -> None:
     """Once the transaction is committed, every process ends what it runs for the key."""
-    await session.execute(insert(StopOrderRow).values(api_key_id=api_key_id, reason=""))
-    await _ordered(session)
+    await _order(session, api_key_id=api_key_id)
 
 
 async def order_look_at_key(
@@ -116,13 +94,13 @@ async def order_look_at_key(
 
     ended_secrets: hashes of the secrets whose requests end as well.
     """
-    values = {"allowed_networks": list(allowed_networks), "ended_secrets": list(ended_secrets) or None, "reason": ""}
-    await session.execute(insert(StopOrderRow).values(changed_key_id=api_key_id, **values))
-    await _ordered(session)
+    networks, secrets = list(allowed_networks), list(ended_secrets) or None
+    await _order(session, changed_key_id=api_key_id, allowed_networks=networks, ended_secrets=secrets)
 
 
-async def _ordered(session: AsyncSession) -> None:
-    await session.execute(delete(StopOrderRow).where(StopOrderRow.ordered_at < func.now() - KEPT_FOR))
+async def _order(session: AsyncSession, reason: str = "", **values: object) -> None:
+    await session.execute(insertion("stop_orders", values | {"reason": reason}))
+    await session.execute(FORGET_OLD, {"kept_for": KEPT_FOR})
     await _announce(session)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import insert, or_, select
+from sqlalchemy import Row, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
@@ -20,10 +20,10 @@ UNLOGGED = frozenset({"secret_hash", "secret"})  # columns that no log may show
 Snapshot = dict[str, Any]
 
 
-def snapshot(row: Base) -> Snapshot:
+def snapshot(row: Base | Row[Any]) -> Snapshot:
     """The columns of a row as JSON values."""
-    columns = (column.key for column in row.__mapper__.column_attrs)
-    return {name: _json_value(getattr(row, name)) for name in columns if name not in UNLOGGED}
+    names = row._fields if isinstance(row, Row) else [column.key for column in row.__mapper__.column_attrs]
+    return {name: _json_value(getattr(row, name)) for name in names if name not in UNLOGGED}
 
 
 async def record_change(

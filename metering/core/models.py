@@ -110,25 +110,6 @@ class Organization(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
-class BillingProfileRow(Base):
-    """Whom an organization's invoices are addressed to; empty text for what is not known. See `tenants/billing_profiles.py`."""
-
-    __tablename__ = "billing_profiles"
-
-    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"), primary_key=True)
-    emails: Mapped[list[str]]
-    legal_name: Mapped[str]
-    address_line1: Mapped[str]
-    address_line2: Mapped[str]
-    city: Mapped[str]
-    postal_code: Mapped[str]
-    state: Mapped[str]
-    country: Mapped[str]
-    tax_id: Mapped[str]
-    language: Mapped[str]
-    updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
-
-
 class Project(Base):
     """A part of an organization with its own keys and request ids."""
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
 from enum import StrEnum
 
-from sqlalchemy import ForeignKey, Identity, func, select, text, tuple_
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import ForeignKey, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -64,17 +63,6 @@ class MonthState(StrEnum):
     OPEN = "open"
     CLOSING = "closing"
     CLOSED = "closed"
-
-
-class LedgerAccount(Base):
-    """One account per organization, kind and currency."""
-
-    __tablename__ = "ledger_accounts"
-
-    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
-    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
-    kind: Mapped[str]
-    currency_code: Mapped[str]
 
 
 class BillingMonth(Base):
@@ -272,21 +260,22 @@ async def post(session: AsyncSession, postings: Sequence[Posting]) -> list[int]:
     return ids
 
 
+WANTED = "unnest(CAST(:organization_ids AS uuid[]), CAST(:kinds AS text[]), CAST(:currency_codes AS text[]))"
+ACCOUNTS = text(f"SELECT * FROM ledger_accounts WHERE (organization_id, kind, currency_code) IN (SELECT * FROM {WANTED})")
+OPEN_ACCOUNTS = text(f"""
+INSERT INTO ledger_accounts (organization_id, kind, currency_code) SELECT * FROM {WANTED} ON CONFLICT DO NOTHING
+""")
+
+
 async def open_accounts(session: AsyncSession, keys: Collection[AccountKey]) -> Mapping[AccountKey, int]:
     """Ids of the accounts, opening those that are new. In one order, so that two who open the same ones do not deadlock."""
     wanted = sorted((key.organization_id, str(key.kind), key.currency_code) for key in keys)
-    columns = (LedgerAccount.organization_id, LedgerAccount.kind, LedgerAccount.currency_code)
-    known = select(LedgerAccount).where(tuple_(*columns).in_(wanted))
-    ids = {_key(account): account.id for account in await session.scalars(known)}
-    if len(ids) < len(keys):
-        rows = [dict(zip(("organization_id", "kind", "currency_code"), values, strict=True)) for values in wanted]
-        await session.execute(insert(LedgerAccount).values(rows).on_conflict_do_nothing())
-        ids = {_key(account): account.id for account in await session.scalars(known)}
-    return ids
-
-
-def _key(account: LedgerAccount) -> AccountKey:
-    return AccountKey(account.organization_id, AccountKind(account.kind), account.currency_code)
+    organization_ids, kinds, currency_codes = (list(column) for column in zip(*wanted, strict=True))
+    parameters = {"organization_ids": organization_ids, "kinds": kinds, "currency_codes": currency_codes}
+    if len(found := (await session.execute(ACCOUNTS, parameters)).all()) < len(wanted):
+        await session.execute(OPEN_ACCOUNTS, parameters)
+        found = (await session.execute(ACCOUNTS, parameters)).all()
+    return {AccountKey(row.organization_id, AccountKind(row.kind), row.currency_code): row.id for row in found}
 
 
 # The first month that should have been closed before: the one after the last closed, or the first with anything in it.

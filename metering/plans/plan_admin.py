@@ -7,48 +7,33 @@ take a session and never commit; every change writes the audit log. Months are g
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import ForeignKey, Identity, func, select
-from sqlalchemy.dialects.postgresql import insert
+from psycopg.types.json import Jsonb
+from sqlalchemy import ForeignKey, Row, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, MonthClosed, NotFound
-from metering.core.models import Base, Organization, ServiceTier, TokenKind, record_of
+from metering.core.models import Base, Organization, ServiceTier, TokenKind, insertion, record_of
 from metering.core.money import checked_currency
 from metering.ledger.ledger import BillingMonth, MonthState, current_month, month_of, share_lanes
 from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.tenants.tenants import checked_name, find_organization
 
-
-class PlanVersion(Base):
-    """Rules of a plan, as `plan_admin.py` writes them. Another set of rules is another version."""
-
-    __tablename__ = "plan_versions"
-
-    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
-    name: Mapped[str]
-    version: Mapped[int]
-    currency_code: Mapped[str]
-    rules: Mapped[dict[str, Any]]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
-
-
-class PlanAssignment(Base):
-    """Which plan an organization has from a month on, until the next one; none for no plan. Of two for a month the later counts."""
-
-    __tablename__ = "plan_assignments"
-
-    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
-    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
-    first_month: Mapped[date]
-    plan_version_id: Mapped[int | None] = mapped_column(ForeignKey("plan_versions.id"))
-    assigned_by: Mapped[str]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+# Rules of a plan, as `rules_document` writes them. Another set of rules is another version.
+PLANS = text("""
+SELECT * FROM plan_versions WHERE :id IN (0, id) AND :name IN ('', name) AND :version IN (0, version) ORDER BY name, version DESC
+""")
+# Which plan an organization has from a month on, until the next one; none for no plan. Of two for a month the later counts.
+ASSIGNED = text("""
+SELECT DISTINCT ON (organization_id, first_month) * FROM plan_assignments
+WHERE CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id ORDER BY organization_id, first_month, id DESC
+""")
 
 
 class PrepaidOrganization(Base):
@@ -129,14 +114,13 @@ async def create_plan(
 
     Customers keep the version that they were assigned. Raises: InvalidValue; AlreadyExists if somebody else makes one this moment.
     """
-    values: dict[str, object] = {"currency_code": checked_currency(currency_code), "rules": rules_document(rules)}
-    latest = await session.scalar(
-        select(PlanVersion).where(PlanVersion.name == checked_name(name)).order_by(PlanVersion.version.desc()).limit(1)
-    )
-    if latest is not None and (latest.currency_code, latest.rules) == (values["currency_code"], values["rules"]):
+    document = rules_document(rules)
+    latest = next(iter(await _plans(session, checked_name(name))), None)
+    if latest is not None and (latest.currency_code, latest.rules) == (checked_currency(currency_code), document):
         return _plan(latest), True
-    values |= {"name": name, "version": 1 if latest is None else latest.version + 1}
-    made = await session.scalar(insert(PlanVersion).values(values).on_conflict_do_nothing().returning(PlanVersion))
+    values = {"name": name, "version": latest.version + 1 if latest else 1, "rules": Jsonb(document)}
+    making = insertion("plan_versions", values | {"currency_code": checked_currency(currency_code)}).on_conflict_do_nothing()
+    made = (await session.execute(making.returning(text("*")))).one_or_none()
     if made is None:
         raise AlreadyExists("plan", name, "in another version that was made this moment: call again")
     before = None if latest is None else snapshot(latest)
@@ -146,17 +130,14 @@ async def create_plan(
 
 async def list_plans(session: AsyncSession, *, name: str = "") -> list[Plan]:
     """All versions, or those of one plan, by name, the latest version first."""
-    query = select(PlanVersion).order_by(PlanVersion.name, PlanVersion.version.desc())
-    return [_plan(row) for row in await session.scalars(query.where(PlanVersion.name == name) if name else query)]
+    return [_plan(row) for row in await _plans(session, name)]
 
 
 async def find_plan(session: AsyncSession, name: str, version: int = 0) -> Plan:
     """A version of a plan, 0 for the latest. Raises: NotFound."""
-    query = select(PlanVersion).where(PlanVersion.name == name).order_by(PlanVersion.version.desc()).limit(1)
-    row = await session.scalar(query.where(PlanVersion.version == version) if version else query)
-    if row is None:
+    if not (found := await _plans(session, name, version)):
         raise NotFound("plan", f"{name} version {version}" if version else name)
-    return _plan(row)
+    return _plan(found[0])
 
 
 async def assign_plan(
@@ -185,7 +166,7 @@ async def assign_plan(
     if before is not None and before.first_month == month and before.plan_version_id == chosen_id:
         return await _assignment(session, before), True
     values = {"organization_id": owner.id, "first_month": month, "plan_version_id": chosen_id, "assigned_by": actor}
-    made = (await session.scalars(insert(PlanAssignment).values(values).returning(PlanAssignment))).one()
+    made = (await session.execute(insertion("plan_assignments", values).returning(text("*")))).one()
     await record_change(
         session,
         actor=actor,
@@ -199,11 +180,8 @@ async def assign_plan(
 
 async def list_assignments(session: AsyncSession, *, organization: str = "") -> list[Assignment]:
     """Of one organization or all: by organization, then month, without those that a later one for the same month replaced."""
-    query = select(PlanAssignment).order_by(PlanAssignment.organization_id, PlanAssignment.first_month, PlanAssignment.id)
-    if organization:
-        query = query.where(PlanAssignment.organization_id == (await find_organization(session, organization)).id)
-    last = {(row.organization_id, row.first_month): row for row in await session.scalars(query)}
-    return [await _assignment(session, row) for row in last.values()]
+    owner_id = (await find_organization(session, organization)).id if organization else None
+    return [await _assignment(session, row) for row in await session.execute(ASSIGNED, {"organization_id": owner_id})]
 
 
 async def plan_in_force(session: AsyncSession, organization_id: uuid.UUID, month: date) -> Plan | None:
@@ -214,21 +192,17 @@ async def plan_in_force(session: AsyncSession, organization_id: uuid.UUID, month
 
 async def has_plan_from(session: AsyncSession, organization_id: uuid.UUID, month: date) -> str:
     """The name of a plan with rules that an organization has in a month or any later one; empty if it has none."""
-    rows = list(await session.scalars(select(PlanAssignment).where(PlanAssignment.organization_id == organization_id)))
-    months = {month, *(row.first_month for row in rows if row.first_month > month)}
-    for each in sorted(months):
+    months = (row.first_month for row in await session.execute(ASSIGNED, {"organization_id": organization_id}))
+    for each in (month, *(later for later in months if later > month)):
         plan = await plan_in_force(session, organization_id, each)
         if plan is not None and plan.rules != NO_PLAN:
             return plan.name
     return ""
 
 
-async def _latest(session: AsyncSession, organization_id: uuid.UUID, month: date) -> PlanAssignment | None:
-    query = select(PlanAssignment).where(PlanAssignment.organization_id == organization_id, PlanAssignment.first_month <= month)
-    row: PlanAssignment | None = await session.scalar(
-        query.order_by(PlanAssignment.first_month.desc(), PlanAssignment.id.desc()).limit(1)
-    )
-    return row
+async def _latest(session: AsyncSession, organization_id: uuid.UUID, month: date) -> Row[Any] | None:
+    rows = (await session.execute(ASSIGNED, {"organization_id": organization_id})).all()
+    return next((row for row in reversed(rows) if row.first_month <= month), None)
 
 
 async def _closed_from(session: AsyncSession, organization_id: uuid.UUID, month: date) -> date | None:
@@ -241,10 +215,15 @@ async def _closed_from(session: AsyncSession, organization_id: uuid.UUID, month:
     return found
 
 
-async def _assignment(session: AsyncSession, row: PlanAssignment) -> Assignment:
-    plan = None if row.plan_version_id is None else _plan(await session.get_one(PlanVersion, row.plan_version_id))
+async def _assignment(session: AsyncSession, row: Row[Any]) -> Assignment:
+    plan = _plan((await _plans(session, plan_id=row.plan_version_id))[0]) if row.plan_version_id else None
     return record_of(Assignment, row, plan=plan)
 
 
-def _plan(row: PlanVersion) -> Plan:
+async def _plans(session: AsyncSession, name: str = "", version: int = 0, plan_id: int = 0) -> Sequence[Row[Any]]:
+    """Versions of plans, only those of what is given; the latest of each plan first."""
+    return (await session.execute(PLANS, {"id": plan_id, "name": name, "version": version})).all()
+
+
+def _plan(row: Row[Any]) -> Plan:
     return record_of(Plan, row, rules=rules_of(row.rules))

@@ -26,18 +26,16 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
-from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import ForeignKey, Identity, func, select, text, update
+from sqlalchemy import func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Mapped, mapped_column
 
 from common.incidents import Retries
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue, NotFound, StoreAway
-from metering.core.models import Base, Organization, Quota, QuotaDimension, QuotaSubject, record_of
+from metering.core.models import Organization, Quota, QuotaDimension, QuotaSubject, insertion, record_of
 from metering.core.money import to_decimal
 from metering.ledger.ledger import (
     AccountKind,
@@ -59,39 +57,10 @@ from metering.quotas.quota_rules import checked_lefts
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 
-
-class CreditGrant(Base):
-    """Credit that an organization may use for what is billed in some months, the last one included."""
-
-    __tablename__ = "credit_grants"
-
-    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
-    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
-    currency_code: Mapped[str]
-    amount_picos: Mapped[int]
-    first_month: Mapped[date]
-    last_month: Mapped[date]
-    reason: Mapped[str]
-    granted_by: Mapped[str]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
-
-
-class CreditApplicationRow(Base):
-    """What of a grant paid for a month, written when that is closed. Never more than was granted (trigger)."""
-
-    __tablename__ = "credit_applications"
-
-    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
-    grant_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("credit_grants.id"))
-    billing_month: Mapped[date]
-    amount_picos: Mapped[Decimal]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
-
-
 AMOUNT_MAX_PICOS = 10**18  # a million units; more would be a unit mixed up, and a limit made of several must fit its column
 REASON_CHARS_MAX = 500
 
-GRANTS = text(f"""
+GRANTS_WHERE = f"""
 SELECT g.id, g.organization_id, g.currency_code, g.amount_picos, g.first_month, g.last_month, g.reason, g.granted_by, g.created_at,
        coalesce(spent.picos, 0)::bigint AS spent_picos, coalesce(expired.picos, 0)::bigint AS expired_picos
 FROM credit_grants g
@@ -100,8 +69,17 @@ LEFT JOIN (SELECT t.source_id, sum(e.amount_picos) AS picos
            FROM ledger_transactions t JOIN ledger_entries e ON e.transaction_id = t.id
            JOIN ledger_accounts a ON a.id = e.account_id AND a.kind = '{AccountKind.PREPAID_CREDIT}'
            WHERE t.kind = '{TransactionKind.CREDIT_EXPIRED}' GROUP BY 1) expired ON expired.source_id = g.id
-WHERE CAST(:organization_id AS uuid) IS NULL OR g.organization_id = :organization_id
+WHERE
+"""
+GRANT = text(f"{GRANTS_WHERE} g.id = :grant_id")
+GRANTS = text(f"""
+{GRANTS_WHERE} CAST(:organization_id AS uuid) IS NULL OR g.organization_id = :organization_id
 ORDER BY g.organization_id, g.last_month, g.id
+""")
+SPEND = text("""
+INSERT INTO credit_applications (grant_id, billing_month, amount_picos)
+SELECT grant_id, CAST(:month AS date), picos
+FROM unnest(CAST(:grant_ids AS uuid[]), CAST(:amounts AS numeric[])) AS spent (grant_id, picos)
 """)
 
 
@@ -166,7 +144,7 @@ async def grant_credit(
         "reason": reason.strip(),
         "granted_by": actor,
     }
-    row = (await session.scalars(insert(CreditGrant).values(values).returning(CreditGrant))).one()
+    row = (await session.execute(insertion("credit_grants", values).returning(text("*")))).one()
     grant = record_of(Grant, row)
     # No later than the first month that may spend it, so that no month has spent what it did not have.
     await share_lanes(session, (owner.id,))
@@ -191,11 +169,9 @@ async def grants_of(session: AsyncSession, organization_id: uuid.UUID | None) ->
 
 async def find_grant(session: AsyncSession, grant_id: uuid.UUID) -> Grant:
     """One grant. Raises: NotFound."""
-    row = await session.get(CreditGrant, grant_id)
-    for each in [] if row is None else await grants_of(session, row.organization_id):
-        if each.id == grant_id:
-            return each
-    raise NotFound("credit grant", str(grant_id))
+    if (row := (await session.execute(GRANT, {"grant_id": grant_id})).one_or_none()) is None:
+        raise NotFound("credit grant", str(grant_id))
+    return Grant(*row)
 
 
 async def usable_grants(session: AsyncSession, organization_id: uuid.UUID, month: date) -> list[UsableGrant]:
@@ -207,8 +183,8 @@ async def usable_grants(session: AsyncSession, organization_id: uuid.UUID, month
 async def spend(session: AsyncSession, month: date, spent: Sequence[CreditApplication]) -> None:
     """Write what of each grant pays for a month. The database refuses more than was granted, and a second time for a month."""
     if spent:
-        rows = [{"grant_id": each.grant_id, "billing_month": month, "amount_picos": each.amount_picos} for each in spent]
-        await session.execute(insert(CreditApplicationRow).values(rows))
+        amounts = [each.amount_picos for each in spent]
+        await session.execute(SPEND, {"grant_ids": [each.grant_id for each in spent], "amounts": amounts, "month": month})
 
 
 async def expire(session: AsyncSession, organization_id: uuid.UUID, month: date, *, at: datetime) -> list[Grant]:

@@ -10,13 +10,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
+from typing import Any
 
-from sqlalchemy import func, select, text
+from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.errors import InvalidValue
-from metering.core.models import Base
 from metering.receipts.chaining import BATCHES, ISSUED, IssuedReceipt, issued_of_rows, split
 from metering.receipts.encoding import NO_HASH
 from metering.receipts.merkle import RunningRoot
@@ -40,22 +39,13 @@ ORDER BY e.settled_at, e.project_id, e.receipt_sequence LIMIT :page_size
 """)
 OF_HOLD = text(f"{ISSUED} AND e.hold_id = :hold_id ORDER BY e.part")
 SELECT_BATCHES = text(f"{BATCHES} WHERE id = ANY(:ids)")
+KEYS = text("SELECT id, public_key, created_at FROM receipt_keys ORDER BY created_at, id")  # kept for ever: old receipts need them
 SEAL = text("""
 UPDATE receipt_chains c SET last_settled_at = :ends
 FROM (SELECT c.project_id FROM receipt_chains c JOIN projects p ON p.id = c.project_id
       WHERE p.organization_id = :organization_id AND c.last_settled_at < :ends ORDER BY c.project_id FOR UPDATE OF c) AS open
 WHERE c.project_id = open.project_id AND :ends <= now()
 """)
-
-
-class ReceiptKey(Base):
-    """The public half of a key that receipts were signed with. Kept for ever: old receipts are verified by it."""
-
-    __tablename__ = "receipt_keys"
-
-    id: Mapped[str] = mapped_column(primary_key=True)
-    public_key: Mapped[bytes]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 @dataclass(slots=True)
@@ -180,6 +170,6 @@ async def with_batches(session: AsyncSession, rows: Sequence[Sequence[object]]) 
     return [receipt for _, receipt in issued_of_rows(rows, batches)]
 
 
-async def list_receipt_keys(session: AsyncSession) -> Sequence[ReceiptKey]:
+async def list_receipt_keys(session: AsyncSession) -> Sequence[Row[Any]]:
     """Return the public keys that have signed receipts, the oldest first."""
-    return (await session.scalars(select(ReceiptKey).order_by(ReceiptKey.created_at, ReceiptKey.id))).all()
+    return (await session.execute(KEYS)).all()

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import func, select
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import func, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change
 from metering.core.errors import InvalidValue
-from metering.core.models import BillingProfileRow, record_of
+from metering.core.models import insertion, record_of
 from metering.tenants.tenants import find_organization
 
 EMAILS_MAX = 10
@@ -92,14 +91,20 @@ class BillingProfile:
         return cls(**{**document, "emails": tuple(document["emails"])})
 
 
+PROFILES = text("""
+SELECT * FROM billing_profiles WHERE CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id
+""")
+
+
 async def billing_profiles(session: AsyncSession) -> dict[uuid.UUID, BillingProfile]:
     """All profiles, by organization id. Organizations without one are left out."""
-    return {row.organization_id: record_of(BillingProfile, row) for row in await session.scalars(select(BillingProfileRow))}
+    rows = await session.execute(PROFILES, {"organization_id": None})
+    return {row.organization_id: record_of(BillingProfile, row) for row in rows}
 
 
 async def billing_profile(session: AsyncSession, organization_id: uuid.UUID) -> BillingProfile | None:
     """The profile of an organization; None if none was ever set."""
-    row = await session.get(BillingProfileRow, organization_id, populate_existing=True)
+    row = (await session.execute(PROFILES, {"organization_id": organization_id})).one_or_none()
     return None if row is None else record_of(BillingProfile, row)
 
 
@@ -110,9 +115,8 @@ async def set_billing_profile(session: AsyncSession, *, organization: str, profi
     before = await billing_profile(session, owner.id)
     if checked == before:
         return checked
-    values = checked.as_json() | {"organization_id": owner.id}
-    statement = insert(BillingProfileRow).values(values)
-    changed = {name: statement.excluded[name] for name in checked.as_json()} | {"updated_at": func.now()}
+    changed = checked.as_json() | {"updated_at": func.now()}
+    statement = insertion("billing_profiles", changed | {"organization_id": owner.id})
     await session.execute(statement.on_conflict_do_update(index_elements=["organization_id"], set_=changed))
     await record_change(
         session,

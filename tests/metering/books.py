@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.models import BillingProfileRow, Hold, HoldState, UsageEvent
+from metering.core.models import Hold, HoldState, UsageEvent, insertion
 from metering.ledger.ledger import AccountKey, AccountKind
 from metering.ledger.rating import BATCH_SIZE, rate_batch
 from metering.pricing.prices import ModelPrice, set_price
@@ -70,7 +70,7 @@ async def new_customer(session: AsyncSession, name: str, currency_code: str = "U
     """Organization `name` with a billing e-mail address, the project `search` and a key with all scopes."""
     organization = await create_organization(session, name=name, currency_code=currency_code, actor="test")
     profile = BillingProfile(emails=(f"billing@{name}.example",))
-    await session.execute(insert(BillingProfileRow).values(profile.as_json() | {"organization_id": organization.id}))
+    await session.execute(insertion("billing_profiles", profile.as_json() | {"organization_id": organization.id}))
     await create_project(session, organization=name, name="search", actor="test")
     key, secret = await create_api_key(
         session, organization=name, project="search", name="all", scopes=("inference", "admin", "billing"), actor="test"

@@ -6,10 +6,10 @@ import uuid
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 
-from sqlalchemy import insert, text
+from sqlalchemy import column, insert, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.models import PriceVersion, ServiceTier
+from metering.core.models import PriceVersion, ServiceTier, insertion
 from metering.invoicing import adjustments
 from metering.invoicing.closing import CloseResult, close_month
 from metering.invoicing.invoices import find_invoice_row
@@ -18,7 +18,6 @@ from metering.invoicing.months import Verification, month_report, verify_month
 from metering.ledger.ledger import AccountKind, Posting, TransactionKind, post
 from metering.plans.plan_admin import assign_plan, create_plan
 from metering.plans.plans import PlanRules
-from metering.plans.prepaid import CreditGrant
 from metering.pricing.prices import ModelPrice, get_price
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
@@ -84,7 +83,8 @@ class ClosingWorld:
         values = {"organization_id": owner, "currency_code": self.currency_code, "amount_picos": amount_picos, "granted_by": "ann"}
         async with self.sessions.begin() as session:
             months = {"first_month": first_month, "last_month": last_month, "reason": reason}
-            grant_id = (await session.scalars(insert(CreditGrant).values(values | months).returning(CreditGrant.id))).one()
+            statement = insertion("credit_grants", values | months)
+            grant_id: uuid.UUID = (await session.execute(statement.returning(column("id")))).scalar_one()
             legs = ((AccountKind.CREDIT_FUNDING, amount_picos), (AccountKind.PREPAID_CREDIT, -amount_picos))
             at = datetime(first_month.year, first_month.month, 1, tzinfo=UTC)
             kind = TransactionKind.CREDIT_GRANTED
