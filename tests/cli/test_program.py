@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,7 +173,43 @@ def test_without_typer_the_program_says_what_to_install() -> None:
     )
 
 
-def test_the_distribution_of_the_client_holds_every_module_beside_its_packages() -> None:
-    declared = tomllib.loads((ROOT / "sdk" / "python" / "pyproject.toml").read_text())["tool"]["setuptools"]["py-modules"]
+def project(path: str) -> dict[str, Any]:
+    """A pyproject.toml of the repository."""
+    return tomllib.loads((ROOT / path / "pyproject.toml").read_text())
 
-    assert declared == sorted(path.stem for path in (ROOT / "sdk" / "python" / "src").glob("*.py"))
+
+def test_only_the_client_owns_the_program_and_no_package_is_in_both_distributions() -> None:
+    """So that the two wheels may be installed, and one removed, in either order."""
+    sources = ROOT / "sdk" / "python" / "src"
+    client, server = project("sdk/python"), project(".")
+    packaged = {each.rstrip("*") for each in server["tool"]["setuptools"]["packages"]["find"]["include"]}
+
+    assert client["project"]["scripts"] == {"weir": "weir_cli.__main__:main"}
+    assert "scripts" not in server["project"]
+    assert packaged.isdisjoint(path.stem for path in sources.iterdir())
+    assert (ROOT / "weir_commands" / "__init__.py").exists() is False, "a namespace package, which others may add to"
+
+
+def test_the_wheel_of_the_client_holds_all_that_its_commands_import(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    shutil.copytree(ROOT / "sdk" / "python", tmp_path / "source")  # building leaves files behind
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    built = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=tmp_path / "source", capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    installed = tmp_path / "installed"
+    zipfile.ZipFile(tmp_path / built.stdout.splitlines()[-1]).extractall(installed)
+    modules = sorted({entry.target.partition(":")[0] for entry in CLIENT_COMMANDS.values()})
+
+    code = (
+        f"import sys; sys.path = [{str(installed)!r}, *(each for each in sys.path if 'python3' in each)]\n"
+        "sys.meta_path = [each for each in sys.meta_path if not getattr(each, '__module__', '').startswith('__editable__')]\n"
+        f"for name in {modules}:\n    __import__(name)\n"
+        "print(sorted({name.split('.')[0]: str(module.__file__ or module.__path__) for name, module in sys.modules.items() "
+        "if name.startswith('weir')}.items()))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+
+    assert said.returncode == 0, said.stderr
+    found = dict(ast.literal_eval(said.stdout))
+    assert set(found) == {"weir", "weir_cli", "weir_client", "weir_yaml"}
+    assert all(str(installed) in path for path in found.values())
