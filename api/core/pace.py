@@ -66,7 +66,7 @@ class FramePace:
         """share: of the event loop's time, for the frames of one key."""
         self._share = share
         self._clock = clock
-        self._room = 1.0  # of all shares
+        self.room = 1.0  # what there is of each share now, between `ROOM_MIN` and 1
         # A clock that goes as fast as there is room: so what is given back is what was counted, whatever room there was then.
         self._now, self._looked_at = 0.0, clock()
         # By the number of an API key or organization, or by address: when, on that clock, what it has spent will have been
@@ -75,20 +75,15 @@ class FramePace:
         self._turns: dict[int, Turns] = {}
         self._late_counts: dict[int | str, int] = {}  # of refusals that wait
 
-    @property
-    def room(self) -> float:
-        """What there is of each share now, between `ROOM_MIN` and 1."""
-        return self._room
-
     def late(self, lag_s: float) -> None:
         """So late a timer was: to be told at regular intervals of some 50 ms."""
         self._look()
-        self._room = max(self._room * SHRINK, ROOM_MIN) if lag_s > LATE_S else min(self._room * GROW, 1.0)
+        self.room = max(self.room * SHRINK, ROOM_MIN) if lag_s > LATE_S else min(self.room * GROW, 1.0)
 
     def _look(self) -> float:
         """The time on the clock that goes as fast as there is room."""
         now = self._clock()
-        self._now += (now - self._looked_at) * self._room
+        self._now += (now - self._looked_at) * self.room
         self._looked_at = now
         return self._now
 
@@ -138,7 +133,7 @@ class FramePace:
             free_at = max(self._free_at.get(key_id, -math.inf), self._free_at.get(organization_id, -math.inf))
         if free_at <= self._now:  # as for most: that needs no look at the clock
             return 0.0
-        return max(free_at - self._look(), 0.0) / self._room
+        return max(free_at - self._look(), 0.0) / self.room
 
     async def turn_to_call(self, owner: Owner) -> None:
         """Wait for the turn of a call that answers once, and count what it costs. Raises: TooManyCalls.
@@ -149,7 +144,7 @@ class FramePace:
         waiting_count = 0 if turns is None else turns.waiting_count
         # As if there were all room: who calls no more than that is not refused because others keep the event loop busy.
         wait_s = self.wait_s(owner)
-        ahead_s = wait_s * self._room + waiting_count * CALL_COST_S / self._share
+        ahead_s = wait_s * self.room + waiting_count * CALL_COST_S / self._share
         if ahead_s > CALL_WAIT_S_MAX:
             await self.refusal(owner)
             raise TooManyCalls(ahead_s)

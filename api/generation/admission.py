@@ -38,45 +38,35 @@ class Capacity:
 
     def __init__(self, permit_count_max: int) -> None:
         self._permit_count_max = permit_count_max
-        self._taken_count = 0
+        self.taken_count = 0  # requests that hold a permit now
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
-
-    @property
-    def taken_count(self) -> int:
-        """Requests that hold a permit now."""
-        return self._taken_count
+        self.is_draining = False  # no more permits are given
 
     def take(self) -> None:
         """Take a permit, to be given back once. Raises: Draining, Overloaded."""
-        if self._draining or self._taken_count >= self._permit_count_max:
+        if self.is_draining or self.taken_count >= self._permit_count_max:
             self.check()
-        if not self._taken_count:
+        if not self.taken_count:
             self._idle.clear()
-        self._taken_count += 1
+        self.taken_count += 1
 
     def check(self) -> None:
         """Raise what taking a permit would raise: Draining, Overloaded."""
-        if self._draining:
+        if self.is_draining:
             raise Draining("this server is shutting down: the same request will be served elsewhere")
-        if self._taken_count >= self._permit_count_max:
-            raise Overloaded(f"this server runs {self._taken_count} requests, as many as it may")
+        if self.taken_count >= self._permit_count_max:
+            raise Overloaded(f"this server runs {self.taken_count} requests, as many as it may")
 
     def give_back(self) -> None:
         """The request has ended."""
-        self._taken_count -= 1
-        if not self._taken_count:
+        self.taken_count -= 1
+        if not self.taken_count:
             self._idle.set()
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether no more permits are given."""
-        return self._draining
 
     def drain(self) -> None:
         """Give no more permits."""
-        self._draining = True
+        self.is_draining = True
 
     async def idle(self) -> None:
         """Wait until no permit is out."""

@@ -42,12 +42,7 @@ class OpenStreams:
         self._count_max = count_max
         self._error = error
         self._counts: Counter[str] = Counter()
-        self._open_count = 0
-
-    @property
-    def open_count(self) -> int:
-        """Of all connections."""
-        return self._open_count
+        self.open_count = 0  # of all connections
 
     def take(self, peer: str) -> contextlib.ExitStack:
         """Count a stream until the stack is left. peer: the connection, as gRPC names it. Raises the error of the bound."""
@@ -56,17 +51,17 @@ class OpenStreams:
                 f"this connection has {self._per_connection_max} streams open, as many as it may: "
                 "close some, or send several requests over one stream"
             )
-        if self._count_max is not None and self._open_count >= self._count_max:
+        if self._count_max is not None and self.open_count >= self._count_max:
             raise self._error(f"this server has {self._count_max} streams of this kind open, as many as it may: try again later")
         self._counts[peer] += 1
-        self._open_count += 1
+        self.open_count += 1
         taken = contextlib.ExitStack()
         taken.callback(self._give_back, peer)
         return taken
 
     def _give_back(self, peer: str) -> None:
         self._counts[peer] -= 1
-        self._open_count -= 1
+        self.open_count -= 1
         if not self._counts[peer]:
             del self._counts[peer]
 

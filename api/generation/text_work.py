@@ -52,27 +52,17 @@ class TextWork:
         self._chars_per_key_max = chars_per_key_max
         self._thread_count = thread_count
         self._weights = weights or {}
-        self._taken_chars = 0
+        self.taken_chars = 0  # of requests that are being prepared, or wait for it
         self._taken: Counter[uuid.UUID] = Counter()  # by API key and by organization
         self._threads = ThreadPoolExecutor(thread_count, "weir-text")
         self._line: Line[Work[Any]] = Line()
-        self._running_count = 0
+        self.running_count = 0  # calls that threads are working on
         self._number = 0
-
-    @property
-    def taken_chars(self) -> int:
-        """Characters of requests that are being prepared, or wait for it."""
-        return self._taken_chars
 
     @property
     def waiting_count(self) -> int:
         """Calls that no thread has begun with."""
         return self._line.waiting_count
-
-    @property
-    def running_count(self) -> int:
-        """Calls that threads are working on."""
-        return self._running_count
 
     @contextlib.contextmanager
     def permit(self, owner: Owner, chars: int) -> Iterator[None]:
@@ -84,20 +74,20 @@ class TextWork:
         of_key, of_organization = self._taken[owner.api_key_id], self._taken[owner.organization_id]
         if of_key and of_key + chars > self._chars_per_key_max:
             raise PreparationLimit("API key", of_key, chars, self._chars_per_key_max)
-        free_chars = self._chars_max - self._taken_chars
+        free_chars = self._chars_max - self.taken_chars
         if of_organization and of_organization + chars > free_chars - chars:
             raise PreparationLimit("organization", of_organization, chars, max((of_organization + free_chars) // 2, 0))
-        if self._taken_chars and chars > free_chars:
+        if self.taken_chars and chars > free_chars:
             raise Overloaded(
-                f"this server prepares prompts of {self._taken_chars} characters, and {chars} more would exceed "
+                f"this server prepares prompts of {self.taken_chars} characters, and {chars} more would exceed "
                 f"its limit of {self._chars_max}: send the request again"
             )
-        self._taken_chars += chars
+        self.taken_chars += chars
         self._taken.update({owner.api_key_id: chars, owner.organization_id: chars})
         try:
             yield
         finally:
-            self._taken_chars -= chars
+            self.taken_chars -= chars
             for each in (owner.api_key_id, owner.organization_id):
                 self._taken[each] -= chars
                 if not self._taken[each]:
@@ -118,17 +108,17 @@ class TextWork:
 
     def _begin_next(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._running_count < self._thread_count and (tenant := self._line.next_tenant()) is not None:
+        while self.running_count < self._thread_count and (tenant := self._line.next_tenant()) is not None:
             work = self._line.take(tenant, 0.0)
             self._line.begun(work, tenant)
             self._line.ended(work, tenant)
-            self._running_count += 1
+            self.running_count += 1
             loop.run_in_executor(self._threads, timed, work.call).add_done_callback(
                 lambda done, work=work: self._ended(work, done)  # type: ignore[misc]
             )
 
     def _ended(self, work: Work[Any], done: asyncio.Future[tuple[Any, float]]) -> None:
-        self._running_count -= 1
+        self.running_count -= 1
         error = None if done.cancelled() else done.exception()
         if not work.result.done():
             if done.cancelled():

@@ -275,15 +275,10 @@ class ServiceRate:
     """Units of service per second, over the time in which something waited: at other times it is the demand that is measured."""
 
     def __init__(self) -> None:
-        self._per_s: float | None = None
+        self.per_s: float | None = None  # None until there was enough to observe
         self._sampled_from: float | None = None
         self._sampled_units = 0.0
         self.is_sampled = False  # while something waits
-
-    @property
-    def per_s(self) -> float | None:
-        """None until there was enough to observe."""
-        return self._per_s
 
     def watch(self, now: float, *, waiting: bool) -> None:
         """Something waits, or nothing does any more. now: monotonic seconds."""
@@ -302,10 +297,10 @@ class ServiceRate:
         if elapsed_s < SAMPLE_S:
             return
         sample = self._sampled_units / elapsed_s
-        if self._per_s is None:
-            self._per_s = sample
+        if self.per_s is None:
+            self.per_s = sample
         else:
-            self._per_s += (sample - self._per_s) * -math.expm1(-elapsed_s / MEMORY_S)
+            self.per_s += (sample - self.per_s) * -math.expm1(-elapsed_s / MEMORY_S)
         self._sampled_from, self._sampled_units = now, 0.0
 
 

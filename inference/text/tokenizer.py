@@ -60,33 +60,25 @@ class Tokenizer:
         if not path.exists():
             raise CheckpointInvalid(str(path), "the file is missing")
         try:
-            self._backend = tokenizers.Tokenizer.from_file(str(path))
+            # The underlying tokenizer, for the detokenizer alone. Not to be changed.
+            self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every defect of the file
             raise CheckpointInvalid(str(path), f"not a tokenizer: {error}") from error
         # Stored truncation or padding would silently change what is billed and computed.
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._special_token_ids = frozenset(
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        # Control tokens: they add no text. Those that begin and end a tool call are not among them.
+        self.special_token_ids = frozenset(
             token_id
-            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            for token_id, token in self.backend.get_added_tokens_decoder().items()
             if token.special and token.content not in MARKERS
         )
-        self._is_byte_level = is_byte_level(self._backend)
-        self._bound = TokenBound(self._backend)
+        self._is_byte_level = is_byte_level(self.backend)
+        self._bound = TokenBound(self.backend)
         self._templates = ChatTemplates(directory)
         self._control_tokens_lock = threading.Lock()
         self._control_tokens_made: ControlTokens | None = None
         self.call_format = call_format or self._templates.call_format()
-
-    @property
-    def backend(self) -> tokenizers.Tokenizer:
-        """The underlying tokenizer, for the detokenizer alone. Not to be changed."""
-        return self._backend
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        """Ids that are control tokens: they add no text. Those that begin and end a tool call are not among them."""
-        return self._special_token_ids
 
     def chars_max(self, token_count: int) -> int | None:
         """The most characters that so many tokens can stand for; None if that cannot be told for this tokenizer."""
@@ -105,7 +97,7 @@ class Tokenizer:
         if token_count_max is not None:
             self.check_limit(text, token_count_max)
         # A batch of one: only for batches does the library leave out offsets, a quarter of the time, which nobody here asks for.
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
     def encode_within(self, text: str, token_count_max: int) -> tuple[tuple[int, ...], bool]:
@@ -113,35 +105,35 @@ class Tokenizer:
 
         What the model expects around a text is never left out.
         """
-        added_count = self._backend.num_special_tokens_to_add(is_pair=False)
+        added_count = self.backend.num_special_tokens_to_add(is_pair=False)
         encoding = self._head(text, token_count_max)
         if is_longer := len(encoding) + added_count > token_count_max:
             encoding.truncate(max(token_count_max - added_count, 0))
-        return tuple(self._backend.post_process(encoding).ids), is_longer
+        return tuple(self.backend.post_process(encoding).ids), is_longer
 
     def _head(self, text: str, token_count: int) -> tokenizers.Encoding:
         """As much of a text's beginning as has so many tokens, and some more; or all of it."""
         chars = HEAD_CHARS_PER_TOKEN * (token_count + HEAD_TOKENS_MORE)
         while chars < len(text):
-            head = self._backend.encode(text[:chars], add_special_tokens=False)
+            head = self.backend.encode(text[:chars], add_special_tokens=False)
             if len(head) > token_count + HEAD_TOKENS_MORE:
                 head.truncate(token_count + 1)
                 return head
             chars *= 4
-        return self._backend.encode(text, add_special_tokens=False)
+        return self.backend.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence at once. For streams use `inference.text.detokenizer`."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, which may be less than a character; empty for an id that is not in the vocabulary."""
-        token = self._backend.id_to_token(token_id)
+        token = self.backend.id_to_token(token_id)
         return b"" if token is None else token_bytes(token, self._is_byte_level)
 
     def token_id(self, text: str) -> int | None:
         """The token that is this text; None if there is none."""
-        return self._backend.token_to_id(text)
+        return self.backend.token_to_id(text)
 
     def shows_tools(self) -> bool:
         """Whether the chat template puts tools before the model."""
@@ -194,7 +186,7 @@ class Tokenizer:
         with self._control_tokens_lock:
             if self._control_tokens_made is None:
                 renderings, sources = self._templates.placeholder_renderings(), self._templates.sources()
-                self._control_tokens_made = ControlTokens(self._backend, written_markers(self._backend, renderings, sources))
+                self._control_tokens_made = ControlTokens(self.backend, written_markers(self.backend, renderings, sources))
             return self._control_tokens_made
 
     def _hidden_message(self, message: ChatMessage) -> ChatMessage:

@@ -150,10 +150,10 @@ def test_what_was_counted_for_a_call_that_is_let_in_is_given_back_whatever_room_
     for room in (pace.ROOM_MIN, 1.0):
         visit = Visit(paced, "ipv4:192.0.2.1:1")
         visit.belongs_to(one, is_free=False)
-        paced._room = room  # in the middle of it
+        paced.room = room  # in the middle of it
         visit.count(0.1)
         assert paced.wait_s(one) > 0
-        paced._room = 1.0
+        paced.room = 1.0
         visit.let_in()
         visit.over()
     assert paced.wait_s(one) == pytest.approx(0.0, abs=1e-6)
