@@ -26,9 +26,9 @@ from weir_client import AsyncClient, Delta, Progress
 
 from api.cli.stack import run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
+from bench import engine_streams as streams
 from bench.processes import children_of
 from bench.shapes import SHAPES, Precision, write_checkpoint
-from inference import streams
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
 

@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from bench import engine_streams as streams
 from bench.peers import measure_llama_cpp, measure_vllm
 from bench.shapes import SHAPES, VOCABULARY_SIZE, Precision, Shape, write_checkpoint
-from inference import streams
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import (
     GenerationRequest,

@@ -17,8 +17,8 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from bench import engine_streams as streams
 from bench.shapes import SHAPES, Precision, write_checkpoint
-from inference import streams
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria
 from inference.native.loader import SWITCH

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from api.cli.demo import percentile
 from api.core.settings import DEMO_MODEL_NAME, bundled_models
+from bench import engine_streams as streams
 from bench.virtual_time import VirtualEngine, VirtualTimeLoop
-from inference import streams
 from inference.core.options import CostModel
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
 from inference.limits import EngineLimits

@@ -25,9 +25,9 @@ from weir_client import AsyncClient
 from api.cli.demo import OUTPUT_TOKENS, percentile, reference_prompts
 from api.cli.stack import run_stack
 from api.core.settings import DEMO_MODEL_NAME, Settings
+from bench import engine_streams as streams
 from bench.engine import KV_CACHE_BYTES, Prompts
 from bench.shapes import SHAPES, write_checkpoint
-from inference import streams
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import GenerationRequest, SamplingParams, SequenceFinished, StopCriteria, TokensGenerated
 from inference.text.tokenizer import ChatMessage, Tokenizer

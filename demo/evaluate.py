@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from bench import engine_streams as streams
 from demo.corpus import (
     Case,
     Message,
@@ -22,7 +23,6 @@ from demo.corpus import (
 )
 from demo.scoring import Score, score
 from demo.tokenization import token_ids_of
-from inference import streams
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import (
     EngineFinishReason,

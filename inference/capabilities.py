@@ -7,14 +7,14 @@ translated into the engine's own request; every other one is refused by its name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from math import inf
 
 from inference.errors import RequestImpossible
-from inference.sequences import GenerationRequest, GrammarKind, SamplingParams
+from inference.sequences import GenerationRequest, SamplingParams
 
 
 class RequestField(StrEnum):
@@ -38,41 +38,20 @@ class RequestField(StrEnum):
     BEAM_SEARCH = "beam_search"
 
 
-def _sampled(request: GenerationRequest) -> bool:
-    return request.sampling.temperature > 0
-
-
-def _has_format(kind: GrammarKind) -> Callable[[GenerationRequest], bool]:
-    return lambda request: request.response_format is not None and request.response_format.kind is kind
-
-
-# Whether a request's answer depends on the field. Without a temperature nothing is drawn.
-_USED: Mapping[RequestField, Callable[[GenerationRequest], bool]] = {
-    RequestField.TOP_P: lambda request: _sampled(request) and request.sampling.top_p != 1.0,
-    RequestField.TOP_K: lambda request: _sampled(request) and request.sampling.top_k != 0,
-    RequestField.MIN_P: lambda request: _sampled(request) and request.sampling.min_p != 0.0,
-    RequestField.SEED: lambda request: _sampled(request) and request.sampling.seed is not None,
-    RequestField.REPETITION_PENALTY: lambda request: request.sampling.repetition_penalty != 1.0,
-    RequestField.PRESENCE_PENALTY: lambda request: request.sampling.presence_penalty != 0.0,
-    RequestField.FREQUENCY_PENALTY: lambda request: request.sampling.frequency_penalty != 0.0,
-    RequestField.LOGIT_BIAS: lambda request: bool(request.sampling.logit_bias),
-    RequestField.TOP_LOGPROBS: lambda request: request.sampling.top_logprobs is not None,
-    RequestField.STOP_TOKEN_IDS: lambda request: bool(request.stop.stop_token_ids),
-    RequestField.IGNORE_EOS: lambda request: request.stop.ignore_eos,
-    RequestField.MIN_OUTPUT_TOKENS: lambda request: request.stop.min_output_tokens > 0,
-    RequestField.JSON_SCHEMA: _has_format(GrammarKind.JSON_SCHEMA),
-    RequestField.REGEX: _has_format(GrammarKind.REGEX),
-    RequestField.LARK: _has_format(GrammarKind.LARK),
-    RequestField.BEAM_SEARCH: lambda request: request.beam_search is not None,
-}
-
-
 _FORMATS = frozenset({RequestField.JSON_SCHEMA, RequestField.REGEX, RequestField.LARK})
+_OF_CHANCE = frozenset({RequestField.TOP_P, RequestField.TOP_K, RequestField.MIN_P, RequestField.SEED})
+_NEUTRAL = SamplingParams()
 
 
-def used_fields(request: GenerationRequest) -> frozenset[RequestField]:
-    """Return the fields that change the request's answer."""
-    return frozenset(field for field, is_used in _USED.items() if is_used(request))
+def is_used(field: RequestField, request: GenerationRequest) -> bool:
+    """Return whether the request's answer depends on the field. Without a temperature nothing is drawn."""
+    section, _, name = field.rpartition(".")
+    if field in _FORMATS:
+        return request.response_format is not None and request.response_format.kind == name
+    if section or field is RequestField.TOP_LOGPROBS:
+        drawn = request.sampling.temperature > 0 or field not in _OF_CHANCE
+        return drawn and getattr(request.sampling, name) != getattr(_NEUTRAL, name)
+    return bool(getattr(request if field is RequestField.BEAM_SEARCH else request.stop, name))
 
 
 @cache
@@ -98,7 +77,7 @@ class Capabilities:
         """Raise `RequestImpossible` with the field if the engine would ignore one. engine: its name, for the message."""
         sampling = request.sampling
         for field in _in_order(self.unsupported):
-            if (request.response_format is not None or field not in _FORMATS) and _USED[field](request):
+            if (request.response_format is not None or field not in _FORMATS) and is_used(field, request):
                 raise self._refusal(request, field, engine)
         if sampling.top_logprobs is not None:
             most = self.top_logprobs_max
@@ -122,11 +101,11 @@ class Capabilities:
 
     def honoured(self, defaults: SamplingParams) -> tuple[SamplingParams, frozenset[RequestField]]:
         """Return a checkpoint's default sampling without what the engine ignores, and the fields that were left out."""
-        neutral, left_out = SamplingParams(), set()
+        left_out = set()
         for field in self.unsupported:
             section, _, name = field.partition(".")
-            if section == "sampling" and getattr(defaults, name) != getattr(neutral, name):
-                defaults = replace(defaults, **{name: getattr(neutral, name)})
+            if section == "sampling" and getattr(defaults, name) != getattr(_NEUTRAL, name):
+                defaults = replace(defaults, **{name: getattr(_NEUTRAL, name)})
                 left_out.add(field)
         return defaults, frozenset(left_out)
 

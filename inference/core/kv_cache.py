@@ -16,7 +16,7 @@ collision cannot serve another prompt's KV. No torch here: the parent process us
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -212,26 +212,6 @@ class BlockPool:
             )
         if readers != table_entry_count:
             raise InvariantViolated(f"KV blocks have {readers} readers, but tables have {table_entry_count} entries")
-
-    def check_deeply(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise `InvariantViolated` unless counts, lists and index agree block by block. For tests: it looks at everything."""
-        expected = np.zeros_like(self._reference_counts)
-        for table in tables:
-            np.add.at(expected, list(table), 1)
-        if not np.array_equal(expected, self._reference_counts):
-            wrong = np.flatnonzero(expected != self._reference_counts).tolist()
-            raise InvariantViolated(f"KV blocks {wrong} have wrong reference counts")
-        states = (expected > 0).astype(np.int32)
-        for listed in (self._free, self._evictable):
-            np.add.at(states, list(listed), 1)
-        if (misplaced := np.flatnonzero(states != 1)).size:
-            raise InvariantViolated(f"KV block {misplaced[0]} is in {states[misplaced[0]]} states")
-        filled = {block_id: content for block_id, content in enumerate(self._contents) if content is not None}
-        if wrong_ids := (self._evictable.keys() - filled.keys()) | (filled.keys() & set(self._free)):
-            raise InvariantViolated(f"KV blocks {sorted(wrong_ids)} are listed as what they are not")
-        for block_id, content in filled.items():
-            if content.block_id != block_id or self._index.get(content.key) is not content:
-                raise InvariantViolated(f"KV block {block_id} is not where the index says")
 
     def _find(self, key: BlockKey, parent: CachedBlock | None, cache_salt: str) -> CachedBlock | None:
         content = self._index.get(key.key)

@@ -17,8 +17,8 @@ from torch import Tensor
 from inference.checkpoint.checkpoint import DecoderConfig
 from inference.checkpoint.tensors import on_device
 from inference.core.options import ComputeDtype, EngineOptions
+from inference.core.scheduler import Chunk, StepPlan
 from inference.core.sequence import Sequence
-from inference.core.step_plan import Chunk, StepPlan
 from inference.decoder.model import (
     NOT_FINITE,
     Batch,

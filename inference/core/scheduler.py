@@ -26,7 +26,10 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
+import sys
+from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from inference.core.kv_cache import (
     BlockKey,
@@ -36,12 +39,48 @@ from inference.core.kv_cache import (
     matchable_block_count,
 )
 from inference.core.sequence import Sequence
-from inference.core.step_plan import StepPlan
 from inference.errors import InvariantViolated
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.limits import EngineLimits
 
 _precedence = attrgetter("precedence")
+
+
+class Chunk(NamedTuple):
+    """The next `token_count` uncomputed tokens of a sequence, to be computed in this step.
+
+    completes: nothing is uncomputed afterwards, so that the next token is wanted. copied: a KV block and the one that its content
+    goes to before anything is computed: beams share the first and write their own.
+    """
+
+    sequence: Sequence
+    token_count: int
+    completes: bool
+    copied: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What a step computes.
+
+    token_count: rows of the step's batch, at most token_count_max. entered: sequences that left the queue for the first time.
+    """
+
+    token_count_max: int = sys.maxsize
+    chunks: list[Chunk] = field(default_factory=list)
+    entered: list[Sequence] = field(default_factory=list)
+    token_count: int = 0
+
+    def add(self, sequence: Sequence, token_count: int, copied: tuple[int, int] | None = None) -> None:
+        """Compute so many more tokens of a sequence. copied: see `Chunk`."""
+        completes = sequence.computed_token_count + token_count == len(sequence.token_ids)
+        self.chunks.append(Chunk(sequence, token_count, completes, copied))
+        self.token_count += token_count
+
+    def drop(self, sequence: Sequence) -> None:
+        """Compute nothing of a sequence after all."""
+        self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
+        self.token_count = sum(chunk.token_count for chunk in self.chunks)
 
 
 class Scheduler:

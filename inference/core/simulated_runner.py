@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 
 from inference.core.options import CostModel
+from inference.core.scheduler import StepPlan
 from inference.core.sequence import Sequence
-from inference.core.step_plan import StepPlan
 from inference.engine import TokenLogprob, TokenLogprobs
 from inference.sampling.sampler import Chosen
 from inference.sequences import uniform

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from api.core.errors import QueueFull, StartsTooLate
 from api.queue.fair_queue import Arrival, FairQueue, Place, QueueLimits, ServiceTier
 from inference.core.kv_cache import BlockPool
-from inference.core.scheduler import Scheduler
+from inference.core.scheduler import Scheduler, StepPlan
 from inference.core.sequence import Sequence
-from inference.core.step_plan import StepPlan
 from inference.engine import EngineStatistics
 from inference.limits import EngineLimits
 from tests.inference.running import make_request

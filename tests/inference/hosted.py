@@ -8,12 +8,12 @@ import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from inference import streams
+from bench import engine_streams as streams
+from bench.engine_streams import SequenceStream
 from inference.adapters.tensorrt_engine import TensorRtEngine
 from inference.adapters.tensorrt_settings import TensorRtSettings
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import Engine, GenerationRequest, Scheduled, SequenceFinished, TokensGenerated
-from inference.streams import SequenceStream
 from inference.workers.engine import HostedEngine
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, random_prompt

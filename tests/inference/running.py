@@ -7,7 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
+from inference.capabilities import RequestField, is_used
 from inference.core.engine_core import EngineCore, NumberedEvent
+from inference.core.kv_cache import BlockPool
 from inference.core.options import EngineOptions
 from inference.engine import (
     ChoiceFinished,
@@ -21,6 +25,7 @@ from inference.engine import (
     TokenLogprobs,
     TokensGenerated,
 )
+from inference.errors import InvariantViolated
 from inference.limits import EngineLimits
 
 SMALL_KV_BYTES = 8 << 20  # bytes: 1,024 blocks of the default tiny shape
@@ -85,7 +90,7 @@ def run_all(core: EngineCore, requests: Iterable[GenerationRequest], first_numbe
         outcomes[number] = Outcome()
     while not core.idle:
         collect(core.step(), outcomes)
-        core.pool.check_deeply(sequence.block_table for sequence in core.scheduler.running)
+        check_deeply(core.pool, [sequence.block_table for sequence in core.scheduler.running])
     return list(outcomes.values())
 
 
@@ -108,3 +113,29 @@ def collect(events: Iterable[NumberedEvent], outcomes: dict[int, Outcome]) -> No
             case SequenceFinished():
                 outcome.text += event.text
                 outcome.finished = event
+
+
+def check_deeply(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
+    """Raise `InvariantViolated` unless counts, lists and index agree block by block. It looks at everything."""
+    expected = np.zeros_like(pool._reference_counts)
+    for table in tables:
+        np.add.at(expected, list(table), 1)
+    if not np.array_equal(expected, pool._reference_counts):
+        wrong = np.flatnonzero(expected != pool._reference_counts).tolist()
+        raise InvariantViolated(f"KV blocks {wrong} have wrong reference counts")
+    states = (expected > 0).astype(np.int32)
+    for listed in (pool._free, pool._evictable):
+        np.add.at(states, list(listed), 1)
+    if (misplaced := np.flatnonzero(states != 1)).size:
+        raise InvariantViolated(f"KV block {misplaced[0]} is in {states[misplaced[0]]} states")
+    filled = {block_id: content for block_id, content in enumerate(pool._contents) if content is not None}
+    if wrong_ids := (pool._evictable.keys() - filled.keys()) | (filled.keys() & set(pool._free)):
+        raise InvariantViolated(f"KV blocks {sorted(wrong_ids)} are listed as what they are not")
+    for block_id, content in filled.items():
+        if content.block_id != block_id or pool._index.get(content.key) is not content:
+            raise InvariantViolated(f"KV block {block_id} is not where the index says")
+
+
+def used_fields(request: GenerationRequest) -> frozenset[RequestField]:
+    """The fields that change the request's answer."""
+    return frozenset(field for field in RequestField if is_used(field, request))

@@ -20,9 +20,8 @@ from inference.core.kv_cache import (
     CachedBlock,
     PrefixMatch,
 )
-from inference.core.scheduler import Scheduler
+from inference.core.scheduler import Scheduler, StepPlan
 from inference.core.sequence import Sequence as EngineSequence
-from inference.core.step_plan import StepPlan
 from inference.engine import GenerationRequest
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits, request_fault

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from inference import streams
+from bench import engine_streams as streams
+from bench.engine_streams import SequenceStream
 from inference.engine import (
     EngineCondition,
     EngineFinishReason,
@@ -24,7 +25,6 @@ from inference.engine import (
 from inference.errors import CheckpointInvalid, EngineStartFailed, EngineUnavailable
 from inference.routing.memory import MemoryBudget
 from inference.routing.on_demand import OnDemandEngine, SlotTerms
-from inference.streams import SequenceStream
 from tests.inference.running import make_request
 
 

@@ -29,7 +29,7 @@ from inference.engine import (
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
-from tests.inference.running import make_core, make_request, random_prompt, run_all
+from tests.inference.running import check_deeply, make_core, make_request, random_prompt, run_all
 
 ENDS = frozenset(range(7, 30))  # so many that outputs of a random model end now and then
 REFERENCE_STOPPING: dict[EarlyStopping, bool | str] = {
@@ -86,7 +86,7 @@ def search(core: EngineCore, requests: list[GenerationRequest]) -> list[Found]:
         for number, one in found.items():
             if one.finished is not None and number not in ended:
                 one.told = before[number]
-        core.pool.check_deeply(sequence.block_table for sequence in core.scheduler.running)
+        check_deeply(core.pool, [sequence.block_table for sequence in core.scheduler.running])
         places = sum(sequence.place_count for sequence in core.scheduler.running)
         assert places <= core._limits.running_sequence_count_max
     assert core.pool.block_count_held == 0

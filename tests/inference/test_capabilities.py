@@ -14,7 +14,7 @@ from inference.adapters.external_sequences import Choice, Request
 from inference.adapters.remote_dialects import TrtllmDialect, VllmDialect
 from inference.adapters.tensorrt_engine import CAPABILITIES as TENSORRT_CAPABILITIES
 from inference.adapters.tensorrt_library import TensorRtLibrary
-from inference.capabilities import Capabilities, RequestField, combined, used_fields
+from inference.capabilities import Capabilities, RequestField, combined
 from inference.checkpoint.checkpoint import read_model_info
 from inference.engine import (
     BeamSearchParams,
@@ -29,7 +29,7 @@ from inference.sequences import choice_seed
 from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
-from tests.inference.running import make_request
+from tests.inference.running import make_request, used_fields
 from tests.inference.tensorrt_core import double_imported
 
 Translate = Callable[[GenerationRequest], object]

@@ -25,7 +25,7 @@ from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.sequences import choice_seed
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.running import make_core, make_request, random_prompt, run_all
+from tests.inference.running import check_deeply, make_core, make_request, random_prompt, run_all
 
 HOT = SamplingParams(temperature=1.0, seed=77)
 PROMPT = random_prompt(random.Random(5), 200)
@@ -69,7 +69,7 @@ def run(core: EngineCore, request: GenerationRequest, number: int = 0) -> Answer
     assert core.add(number, request)
     while not core.idle:
         collect(core.step(), answers, number)
-        core.pool.check_deeply(sequence.block_table for sequence in core.scheduler.running)
+        check_deeply(core.pool, [sequence.block_table for sequence in core.scheduler.running])
     return answers
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from inference import streams
+from bench import engine_streams as streams
 from inference.core.engine_core import EngineCore
 from inference.core.options import CostModel, EngineOptions
 from inference.engine import (

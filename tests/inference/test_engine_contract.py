@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from bench import engine_streams as streams
+from bench.engine_streams import SequenceStream
 from common.incidents import INCIDENT_COUNTS
-from inference import streams
 from inference.adapters.remote_settings import Service
 from inference.adapters.tensorrt_settings import TensorRtSettings
 from inference.adapters.torch_engine import TorchEngineSettings
-from inference.capabilities import used_fields
 from inference.core.options import CostModel
 from inference.engine import (
     ChoiceFinished,
@@ -34,12 +34,11 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineError, EngineOverloaded, RequestImpossible
-from inference.streams import SequenceStream
 from tests.inference import hosted
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, settings_for, until
 from tests.inference.remote_hosted import RemoteWorld, connected, remote_settings
-from tests.inference.running import make_request
+from tests.inference.running import make_request, used_fields
 from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
 
 SLOW_ENOUGH = CostModel(time_scale=0.2)  # some 1.5 ms a step: a long answer can be met in the middle

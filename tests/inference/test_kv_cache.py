@@ -7,6 +7,7 @@ import pytest
 from inference.core.kv_cache import BlockPool, block_keys, matchable_block_count
 from inference.errors import InvariantViolated
 from inference.kv_blocks import KV_BLOCK_TOKENS
+from tests.inference.running import check_deeply
 
 TOKENS = list(range(4 * KV_BLOCK_TOKENS))
 
@@ -111,7 +112,7 @@ def test_content_whose_head_was_evicted_does_not_block_its_successor() -> None:
     pool.release(fill(pool, TOKENS[:32]))
 
     assert cached_tokens(pool, [*TOKENS[:32], 99]) == 32
-    pool.check_deeply([])
+    check_deeply(pool, [])
 
 
 def test_allocating_too_much_is_refused() -> None:
@@ -163,7 +164,7 @@ class TestPlantedFaults:
         pool._reference_counts[table[0]], pool._reference_counts[table[1]] = 2, 0
 
         with pytest.raises(InvariantViolated, match="wrong reference counts"):
-            pool.check_deeply([table])
+            check_deeply(pool, [table])
 
     def test_the_deep_check_sees_a_held_block_in_the_free_list(self) -> None:
         pool = BlockPool(4)
@@ -171,4 +172,4 @@ class TestPlantedFaults:
         pool._free.append(table[0])
 
         with pytest.raises(InvariantViolated, match="2 states"):
-            pool.check_deeply([table])
+            check_deeply(pool, [table])

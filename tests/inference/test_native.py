@@ -18,8 +18,8 @@ import torch
 from inference.checkpoint.checkpoint import read_config
 from inference.core.model_runner import ModelRunner
 from inference.core.options import ComputeDtype, EngineOptions
+from inference.core.scheduler import Chunk, StepPlan
 from inference.core.sequence import Sequence as EngineSequence
-from inference.core.step_plan import Chunk, StepPlan
 from inference.decoder.model import Logits
 from inference.errors import InvariantViolated
 from inference.limits import EngineLimits

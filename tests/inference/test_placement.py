@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inference import streams
+from bench import engine_streams as streams
 from inference.engine import (
     EngineCondition,
     EngineFinishReason,

@@ -17,8 +17,8 @@ import pytest
 
 from inference.core.engine_core import EngineCore, NumberedEvent
 from inference.core.model_runner import ModelRunner
+from inference.core.scheduler import StepPlan
 from inference.core.sequence import Sequence
-from inference.core.step_plan import StepPlan
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -33,7 +33,7 @@ from inference.engine import (
 )
 from inference.sampling.sampler import Chosen, SeenTokens
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
-from tests.inference.running import make_core, make_request, random_prompt
+from tests.inference.running import check_deeply, make_core, make_request, random_prompt
 from tests.inference.test_equality import WAYS, choose_way
 
 SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3,4").split(",")]
@@ -166,7 +166,7 @@ def run(seed: int, directory: Path) -> Kind:
             cancelled.add(number := rng.randrange(len(requests)))
             crowded.cancel(number)
         take_all(crowded.step(), answers)
-        crowded.pool.check_deeply(sequence.block_table for sequence in crowded.scheduler.running)
+        check_deeply(crowded.pool, [sequence.block_table for sequence in crowded.scheduler.running])
 
     alone = make_core(directory)
     for number, request in enumerate(requests):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from inference import streams
+from bench import engine_streams as streams
 from inference.adapters import remote_doctor as doctor
 from inference.adapters.findings import Verdict
 from inference.adapters.remote_settings import RemoteSettings, Service, Target

@@ -15,7 +15,7 @@ import pytest
 
 from api.core.settings import Settings
 from api.fleet.fleet import build_serving
-from inference import streams
+from bench import engine_streams as streams
 from inference.adapters.remote_connection import DIALECTS
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_settings import (
@@ -24,7 +24,6 @@ from inference.adapters.remote_settings import (
     Target,
     TlsFiles,
 )
-from inference.capabilities import used_fields
 from inference.engine import (
     BeamSearchParams,
     EngineFinishReason,
@@ -40,7 +39,7 @@ from inference.errors import EngineFailed, EngineOverloaded, EngineStartFailed, 
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, until
 from tests.inference.remote_hosted import RemoteWorld, connected, remote_engine, remote_settings
-from tests.inference.running import Outcome, make_core, make_request, run_all
+from tests.inference.running import Outcome, make_core, make_request, run_all, used_fields
 from tests.remote_servers.serving import PATIENCE_S, ServerProcess
 
 

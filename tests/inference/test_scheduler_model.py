@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from inference.core.kv_cache import BlockKey, BlockPool, CachedBlock, PrefixMatch
-from inference.core.scheduler import Scheduler
+from inference.core.scheduler import Scheduler, StepPlan
 from inference.core.sequence import Sequence as EngineSequence
-from inference.core.step_plan import StepPlan
 from inference.engine import GenerationRequest
 from inference.errors import InvariantViolated
 from inference.limits import EngineLimits

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import engine_streams as streams
 from common.processes import alive, descendants
-from inference import streams
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
 from inference.adapters.tensorrt_engine import CAPABILITIES
 from inference.adapters.tensorrt_settings import TensorRtOptions

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from inference import streams
+from bench import engine_streams as streams
 from inference.adapters.torch_engine import TorchEngine
 from inference.adapters.torch_settings import LoadModel
 from inference.core.options import EngineOptions
@@ -278,7 +278,7 @@ def load_message(checkpoint: TinyCheckpoint) -> LoadModel:
 PARENT = """
 import asyncio, json, sys
 from pathlib import Path
-from inference import streams
+from bench import engine_streams as streams
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
-from inference import streams
+from bench import engine_streams as streams
+from bench.engine_streams import SequenceStream
 from inference.adapters.torch_engine import TorchEngine
 from inference.encoder.engine import TorchEncoder
 from inference.engine import EmbeddingRequest, GenerationRequest, Scheduled, SequenceFinished, TokensGenerated
 from inference.errors import EngineError, RequestImpossible
-from inference.streams import SequenceStream
 
 Context = grpc.aio.ServicerContext[object, object]
 

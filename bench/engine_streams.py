@@ -1,4 +1,4 @@
-"""A sequence as an async iterator, for tests, benchmarks and doctors. Requests take events as they are told, without a buffer."""
+"""A sequence of an engine as an async iterator, for benchmarks and tests. The server takes events as they are told, unbuffered."""
 
 from __future__ import annotations
 
