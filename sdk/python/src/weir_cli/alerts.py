@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from weir_client import AdminClient, Alert, AlertDeliveryState, BillingClient, QuotaDimension
 
 from weir_cli.commands import ExitCode
-from weir_cli.connection import Output, admin_client, billing_client, calls
+from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, billing_client, calls
 from weir_cli.render import (
     JsonOption,
     dimension_amount,
@@ -94,7 +94,7 @@ def set_webhook(
 @calls(admin_client)
 def list_webhooks(
     client: AdminClient,
-    organization: Annotated[str, typer.Option("--org", help="Only of this organization, by name or id.")] = "",
+    organization: OnlyOrganizationOption = "",
 ) -> Output:
     """List webhooks, and how what is posted to them fares."""
     found = client.list_alert_webhooks(organization)

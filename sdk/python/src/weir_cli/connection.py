@@ -38,7 +38,7 @@ from weir_client import (
 from weir_client.connection import is_local
 
 from weir_cli.commands import ExitCode
-from weir_cli.render import JsonOption, dimension_amount, duration_text, fail, tell_found
+from weir_cli.render import JsonOption, checked_month, dimension_amount, duration_text, fail, tell_found
 
 if TYPE_CHECKING:
     from weir_client import AdminClient, BillingClient, ReceiptClient
@@ -89,6 +89,13 @@ AddressOption = Annotated[
 KeyOption = Annotated[
     str | None,
     typer.Option("--api-key", help="API key. Else $WEIR_API_KEY (admin commands: $WEIR_ADMIN_KEY first).", show_default=False),
+]
+
+OrganizationOption = Annotated[str | None, typer.Option("--org", help="Organization, by name or id. Else that of `weir up`.")]
+OnlyOrganizationOption = Annotated[str, typer.Option("--org", help="Only of this organization, by name or id.")]
+MonthArgument = Annotated[
+    str,
+    typer.Argument(help="The month in UTC, as YYYY-MM.", metavar="MONTH", callback=lambda month: month and checked_month(month)),
 ]
 
 

@@ -43,11 +43,18 @@ from weir_client import (
 )
 
 from weir_cli.commands import ExitCode
-from weir_cli.connection import Output, admin_client, billing_client, calls, organization_or_default
+from weir_cli.connection import (
+    MonthArgument,
+    OrganizationOption,
+    Output,
+    admin_client,
+    billing_client,
+    calls,
+    organization_or_default,
+)
 from weir_cli.render import (
     Cell,
     JsonOption,
-    checked_month,
     csv_of,
     decimal_places,
     decimal_text,
@@ -66,7 +73,6 @@ from weir_cli.render import (
     time_text,
     to_text,
 )
-from weir_cli.tenants import OrganizationOption
 
 HEIGHT_ROWS = 7  # with the head and two lines of axis it is a third of a small terminal
 EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -300,7 +306,6 @@ def forecast_lines(forecast: UsageForecast) -> list[Text]:
     return [Text(so_far), Text(expected, style="bold"), Text(why, style="dim")]
 
 
-MonthArgument = Annotated[str, typer.Argument(help="The month in UTC, as YYYY-MM.", metavar="MONTH")]
 AllOption = Annotated[bool, typer.Option("--all", help="Every organization, one after the other.")]
 Format = Literal["table", "csv", "json", "focus"]  # how a report is written
 
@@ -333,7 +338,6 @@ def show_month(
 
     The documents of a closed month are the same bytes for ever. Exit code 1 if ledger and usage do not agree.
     """
-    checked_month(month)
     form = "json" if as_json else form
     groups = parse_groups(by)
     if groups and (pdf or form == "focus"):

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from weir_client import AdminClient, AppliedPrice, CreditGrant, Plan, PriceVersion, SimulatedCustomer
 
 from weir_cli.configuration import PROPOSAL, content_of, read_document, tell_mistakes
-from weir_cli.connection import Output, admin_client, calls
+from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, calls
 from weir_cli.render import (
     JsonOption,
     csv_of,
@@ -136,7 +136,7 @@ def grant_credit(
 @calls(admin_client)
 def list_grants(
     client: AdminClient,
-    organization: Annotated[str, typer.Option("--org", help="Only of this organization, by name or id.")] = "",
+    organization: OnlyOrganizationOption = "",
 ) -> Output:
     """List credit, spent and left by the months that are closed."""
     found = client.list_credit_grants(organization)

@@ -18,14 +18,21 @@ from weir_client import Receipt, ReceiptClient, ReceiptKey, ReceiptVerdict, publ
 from weir_client.receipt_months import Totals
 
 from weir_cli.commands import ExitCode
-from weir_cli.connection import AddressOption, KeyOption, Output, calls, organization_or_default, receipt_client
+from weir_cli.connection import (
+    AddressOption,
+    KeyOption,
+    MonthArgument,
+    OrganizationOption,
+    Output,
+    calls,
+    organization_or_default,
+    receipt_client,
+)
 from weir_cli.render import JsonOption, checked_month, jsonable, note, parse_picos, print_json, put, show, table, wrong_use
-from weir_cli.tenants import OrganizationOption
 
 receipt = typer.Typer(help="Export receipts and verify them.", no_args_is_help=True)
 
 PROBLEMS_TOLD_MAX = 50
-MonthArgument = Annotated[str, typer.Argument(help="The month in UTC, as YYYY-MM.")]
 
 
 class FileInvalid(ValueError):
@@ -100,7 +107,6 @@ def export(
     api_key: KeyOption = None,
 ) -> None:
     """Write all receipts of a month as JSON lines, one receipt each, in the order of time."""
-    checked_month(month)
     with receipt_client(address, api_key) as client:
         found = client.list_receipts(organization_or_default(organization, client.address), month)
         number = itertools.count()
@@ -116,7 +122,6 @@ def month_(
     organization: OrganizationOption = None,
 ) -> Output:
     """Show the root over a month's receipts, and where the chain of each project begins and ends in it."""
-    checked_month(month)
     found = client.get_receipt_month(organization_or_default(organization, client.address), month)
     numbers = ("first", "last", "receipts")
     chains = table("project", *numbers, "hash of the last", right=numbers)

@@ -27,7 +27,17 @@ from weir_client import (
 )
 
 from weir_cli.commands import ExitCode
-from weir_cli.connection import AddressOption, ConnectionProblem, KeyOption, Output, admin_client, calls, inference_client, resolve
+from weir_cli.connection import (
+    AddressOption,
+    ConnectionProblem,
+    KeyOption,
+    OnlyOrganizationOption,
+    Output,
+    admin_client,
+    calls,
+    inference_client,
+    resolve,
+)
 from weir_cli.render import Cell, JsonOption, duration_text, make_console, table, tell_found, time_text, usage_line, waterfall
 
 PHASE_WORDS = {RequestPhase.UNSPECIFIED: "?"}
@@ -46,7 +56,7 @@ BROKEN = "No timings: it broke, or was recovered after its server had gone away.
 @requests.callback()
 def list_requests(
     context: typer.Context,
-    organization: Annotated[str, typer.Option("--org", help="Only of this organization, by name or id.")] = "",
+    organization: OnlyOrganizationOption = "",
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.2, max=3600)] = 1.0,
     wide: Annotated[bool, typer.Option("--wide", help="With cached tokens, the end of the hold, and the process.")] = False,

@@ -24,7 +24,15 @@ from weir_client import (
     QuotaSubject,
 )
 
-from weir_cli.connection import Output, admin_client, calls, inference_client, organization_or_default, project_or_default
+from weir_cli.connection import (
+    OrganizationOption,
+    Output,
+    admin_client,
+    calls,
+    inference_client,
+    organization_or_default,
+    project_or_default,
+)
 from weir_cli.render import (
     JsonOption,
     dimension_amount,
@@ -43,8 +51,6 @@ from weir_cli.render import (
 
 org = typer.Typer(help="Create and list organizations; set the addressee of their invoices.", no_args_is_help=True)
 project = typer.Typer(help="Create and list projects.", no_args_is_help=True)
-
-OrganizationOption = Annotated[str | None, typer.Option("--org", help="Organization, by name or id. Else that of `weir up`.")]
 
 IfMissingOption = Annotated[bool, typer.Option("--if-missing", help="Do nothing if it exists, so that a script may be repeated.")]
 
