@@ -47,7 +47,7 @@ from metering.invoicing.invoices import Invoice, find_invoice_row, invoice_of_mo
 from metering.invoicing.month_report import TAX_NOTE, MonthReport, to_csv, to_json
 from metering.invoicing.months import MonthEntry, list_months, month_entry, month_report, verify_month
 from metering.ledger.ledger import month_bounds, month_text
-from metering.receipts.months import BEGINNING, PageMark, list_receipt_keys, receipt_month, receipts_page
+from metering.receipts.months import list_receipt_keys, receipt_month, receipts_page
 from metering.reports.focus import FOCUS_VERSION, focus_csv
 from metering.reports.usage_reports import (
     CONFIDENCE,
@@ -581,14 +581,11 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
     async def ListReceipts(self, request: receipt_pb.ListReceiptsRequest, context: Context) -> receipt_pb.ListReceiptsResponse:
         principal = await self._authenticator.principal(context)
         month = month_bounds(request.month)[0].date()
-        after = PageMark.parse(request.page_token) if request.page_token else BEGINNING
         async with self._reports.turn(principal) as sessions, sessions() as session:
             owner = await visible(session, principal, request.organization)
             page_size = request.page_size or PAGE_SIZE
-            receipts, last = await receipts_page(session, owner.id, month, after=after, page_size=page_size)
-        return receipt_pb.ListReceiptsResponse(
-            receipts=receipt_messages(receipts), next_page_token="" if last is None else str(last)
-        )
+            receipts, next_token = await receipts_page(session, owner.id, month, page_token=request.page_token, page_size=page_size)
+        return receipt_pb.ListReceiptsResponse(receipts=receipt_messages(receipts), next_page_token=next_token)
 
     async def GetReceiptMonth(
         self, request: receipt_pb.GetReceiptMonthRequest, context: Context

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
@@ -22,6 +22,8 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import Base, Organization, Quota, QuotaDimension
+from metering.core.pages import page_token as token_of
+from metering.core.pages import page_values, utc_time
 from metering.quotas.quota_rules import ALERTING, DIMENSIONS, NO_WINDOW, Unit, window_end, window_start
 from metering.quotas.quota_states import subject_names
 from metering.store.db import Sessions
@@ -124,30 +126,6 @@ class ListedAlert:
         return "credit" if self.quota.dimension == QuotaDimension.PREPAID_CREDIT_PICOS else "quota"
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """The last alert of a page: the next one begins after it."""
-
-    fired_at: datetime
-    alert_id: uuid.UUID
-
-    def __str__(self) -> str:
-        return f"{self.fired_at.astimezone(UTC).isoformat()}_{self.alert_id}"
-
-    @classmethod
-    def parse(cls, token: str) -> Mark:
-        """Raises: InvalidValue."""
-        try:
-            at, alert_id = token.split("_")
-            mark = cls(datetime.fromisoformat(at), uuid.UUID(alert_id))
-            is_ours = str(mark) == token
-        except (ValueError, OverflowError):  # a time that is outside the calendar in UTC
-            is_ours = False
-        if not is_ours:
-            raise InvalidValue("page_token", "give `next_page_token` of the page before, as it came")
-        return mark
-
-
 LISTED = (
     select(Alert, Organization, Quota, AlertDelivery)
     .join(Organization, Organization.id == Alert.organization_id)
@@ -166,11 +144,10 @@ async def list_alerts(
     if organization_id is not None:
         query = query.where(Alert.organization_id == organization_id)
     if page_token:
-        mark = Mark.parse(page_token)
-        query = query.where(tuple_(Alert.fired_at, Alert.id) < tuple_(mark.fired_at, mark.alert_id))
+        query = query.where(tuple_(Alert.fired_at, Alert.id) < tuple_(*page_values(page_token, utc_time, uuid.UUID)))
     found = [ListedAlert(*row) for row in await session.execute(query)]
     page = await _named(session, found[:page_size])
-    return page, str(Mark(page[-1].alert.fired_at, page[-1].alert.id)) if len(found) > page_size else ""
+    return page, token_of(page[-1].alert.fired_at, page[-1].alert.id) if len(found) > page_size else ""
 
 
 async def find_alert(session: AsyncSession, alert_id: uuid.UUID) -> ListedAlert:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from metering.receipts.encoding import FIXED, HASH_SIZE, MAGIC, Receipt, decode, encode, micros, texts
+from metering.receipts.encoding import FIXED, HASH_SIZE, MAGIC, encode, micros, texts
 from metering.receipts.merkle import Step, Tree
 
 
@@ -67,11 +67,6 @@ class IssuedReceipt(msgspec.Struct):
     previous_hash: bytes
     hash: bytes
     batch: SignedBatch | None = None
-
-    @property
-    def content(self) -> Receipt:
-        """What it says."""
-        return decode(self.encoded)
 
     @property
     def key_id(self) -> str:
@@ -183,6 +178,10 @@ class IssuedRow(NamedTuple):
     outcome: str
     hash: bytes
     batch_id: int | None
+
+    @property
+    def project_id(self) -> uuid.UUID:
+        return uuid.UUID(bytes=bytes(self.ids[16:32]))
 
     def issued(self, batch: SignedBatch | None) -> IssuedReceipt:
         """The receipt."""

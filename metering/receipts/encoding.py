@@ -7,12 +7,9 @@ gets another version, and another first line.
 from __future__ import annotations
 
 import functools
-import hashlib
 import struct
 import uuid
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 VERSION = 1
 MAGIC = b"weir.receipt.v1\n"  # 16 bytes, like an id
@@ -25,59 +22,12 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """One receipt. Counts in tokens, the cost in picos of `currency_code`, times in microseconds since 1970 (UTC).
-
-    part: 0 for the settlement of a request; 1 for what was found after it had been settled. sequence: 1 for the first of a project.
-    """
-
-    organization_id: uuid.UUID
-    project_id: uuid.UUID
-    api_key_id: uuid.UUID
-    request_id: uuid.UUID
-    part: int
-    input_token_count: int
-    cached_input_token_count: int
-    billed_token_count: int
-    embedding_token_count: int
-    price_version: int
-    cost_picos: int
-    admitted_at_us: int
-    settled_at_us: int
-    sequence: int
-    previous_hash: bytes
-    currency_code: str
-    model: str
-    outcome: str
-
-    @property
-    def encoded(self) -> bytes:
-        """The bytes that are hashed."""
-        ids = (self.organization_id, self.project_id, self.api_key_id, self.request_id)
-        return encode(
-            b"".join(each.bytes for each in ids),
-            (
-                self.part,
-                self.input_token_count,
-                self.cached_input_token_count,
-                self.billed_token_count,
-                self.embedding_token_count,
-                self.price_version,
-                self.cost_picos,
-                self.admitted_at_us,
-                self.settled_at_us,
-                self.sequence,
-            ),
-            self.previous_hash,
-            texts(self.currency_code, self.model, self.outcome),
-        )
-
-
 def encode(ids: bytes, numbers: tuple[int, ...], previous_hash: bytes, texts: bytes) -> bytes:
     """The bytes of a receipt, from parts that are at hand where it is made.
 
-    ids: those of organization, project, API key and request, 64 bytes. numbers: the ten of `Receipt` in its order.
+    ids: those of organization, project, API key and request, 64 bytes. numbers: part (0: the settlement of a request; 1: what was
+    found after it), tokens of input, cached input, billed output and embedding, price version, cost in picos, times of admission
+    and settlement in microseconds since 1970 (UTC), sequence (1 for the first of a project).
     """
     return FIXED.pack(MAGIC, ids, *numbers, previous_hash) + texts
 
@@ -87,13 +37,6 @@ def texts(currency_code: str, model: str, outcome: str) -> bytes:
     """The end of the encoding: each text with its length before it."""
     encoded = (text.encode() for text in (currency_code, model, outcome))
     return b"".join(LENGTH.pack(len(each)) + each for each in encoded)
-
-
-def decode(encoded: bytes) -> Receipt:
-    """The receipt that was encoded. Raises: ValueError for bytes that no receipt has."""
-    ids, numbers, previous_hash, found = parts_of(encoded)
-    values: tuple[Any, ...] = (*owners_in(ids[:48]), uuid.UUID(bytes=ids[48:]), *numbers, previous_hash, *found)
-    return Receipt(*values)
 
 
 def parts_of(encoded: bytes) -> tuple[bytes, tuple[int, ...], bytes, tuple[str, ...]]:
@@ -127,11 +70,6 @@ def texts_in(encoded: bytes) -> tuple[str, ...]:
     if at != len(encoded):
         raise ValueError("the receipt goes on after its texts")
     return tuple(found)
-
-
-def hash_of(encoded: bytes) -> bytes:
-    """SHA-256 of the encoding: what the next receipt of the project names, and what is signed."""
-    return hashlib.sha256(encoded).digest()
 
 
 @functools.lru_cache(maxsize=4096)  # what was admitted together has one time

@@ -6,7 +6,7 @@ What is hashed for a node begins with a byte 1, what is hashed for a receipt wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 
 NODE = b"\1"
@@ -46,14 +46,6 @@ class Tree:
                 steps.append((neighbour < index, level[neighbour]))
             index //= 2
         return tuple(steps)
-
-
-def root_by_path(leaf: bytes, path: Iterable[Step]) -> bytes:
-    """The root to which a path leads."""
-    at = leaf
-    for on_left, neighbour in path:
-        at = node(neighbour, at) if on_left else node(at, neighbour)
-    return at
 
 
 class RunningRoot:

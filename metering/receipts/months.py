@@ -16,7 +16,9 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
-from metering.receipts.chaining import BATCHES, ISSUED, IssuedReceipt, issued_of_rows, split
+from metering.core.pages import page_token as token_of
+from metering.core.pages import page_values, row_id, utc_time
+from metering.receipts.chaining import BATCHES, ISSUED, IssuedReceipt, IssuedRow, issued_of_rows, split
 from metering.receipts.encoding import NO_HASH
 from metering.receipts.merkle import RunningRoot
 
@@ -70,32 +72,7 @@ class ReceiptMonth:
     unreceipted_count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PageMark:
-    """The last receipt of a page: the next one begins after it."""
-
-    settled_at: datetime
-    project_id: uuid.UUID
-    sequence: int
-
-    def __str__(self) -> str:
-        return f"{self.settled_at.astimezone(UTC).isoformat()}_{self.project_id}_{self.sequence}"
-
-    @classmethod
-    def parse(cls, token: str) -> PageMark:
-        """Raises: InvalidValue."""
-        try:
-            at, project_id, sequence = token.split("_")
-            mark = cls(datetime.fromisoformat(at), uuid.UUID(project_id), int(sequence))
-            is_ours = str(mark) == token
-        except (ValueError, OverflowError):  # a time that is outside the calendar in UTC
-            is_ours = False
-        if not is_ours:
-            raise InvalidValue("page_token", "give `next_page_token` of the page before, as it came")
-        return mark
-
-
-BEGINNING = PageMark(datetime(1970, 1, 1, tzinfo=UTC), uuid.UUID(int=0), 0)
+BEGINNING = datetime(1970, 1, 1, tzinfo=UTC), uuid.UUID(int=0), 0  # before the first page
 
 
 def bounds(organization_id: uuid.UUID, month: date) -> dict[str, object]:
@@ -141,21 +118,22 @@ async def seal_month(session: AsyncSession, organization_id: uuid.UUID, month: d
 
 
 async def receipts_page(
-    session: AsyncSession, organization_id: uuid.UUID, month: date, *, after: PageMark = BEGINNING, page_size: int = 500
-) -> tuple[list[IssuedReceipt], PageMark | None]:
-    """Receipts of a month in the order of time, and the mark for the next page; None if this is the last one.
+    session: AsyncSession, organization_id: uuid.UUID, month: date, *, page_token: str = "", page_size: int = 500
+) -> tuple[list[IssuedReceipt], str]:
+    """Receipts of a month in the order of time, and the token of the next page; empty if this is the last one.
 
     Raises: InvalidValue.
     """
     if not 1 <= page_size <= PAGE_SIZE_MAX:
         raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
-    position = {"after_time": after.settled_at, "after_project": after.project_id, "after_sequence": after.sequence}
+    after = page_values(page_token, utc_time, uuid.UUID, row_id) if page_token else BEGINNING
+    position = dict(zip(("after_time", "after_project", "after_sequence"), after, strict=True))
     rows = (await session.execute(PAGE, bounds(organization_id, month) | position | {"page_size": page_size + 1})).all()
     receipts = await with_batches(session, rows[:page_size])
     if len(rows) <= page_size:
-        return receipts, None
-    last = receipts[-1].content
-    return receipts, PageMark(rows[page_size - 1].settled_at, last.project_id, last.sequence)
+        return receipts, ""
+    last = IssuedRow(*rows[page_size - 1])
+    return receipts, token_of(last.settled_at, last.project_id, last.sequence)
 
 
 async def receipts_of_hold(session: AsyncSession, hold_id: uuid.UUID) -> list[IssuedReceipt]:

@@ -12,9 +12,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from metering.core.errors import InvalidValue
 
@@ -44,15 +44,6 @@ class Signer:
 def key_id_of(public_key: bytes) -> str:
     """The name of a public key of 32 bytes: nobody can give another key the same one."""
     return hashlib.sha256(public_key).hexdigest()[:16]
-
-
-def is_signed(public_key: bytes, root: bytes, signature: bytes) -> bool:
-    """Whether the signature over the root is by this key."""
-    try:
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, SIGNED_PREFIX + root)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
 
 
 def key_path(environment: Mapping[str, str]) -> Path | None:

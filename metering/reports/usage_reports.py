@@ -14,9 +14,6 @@ Money is in whole picos; the width of the interval alone is a float on its way t
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue, NotFound
 from metering.core.models import Hold, HoldState, PriceVersion, TokenKind, UsageEvent, record_of
+from metering.core.pages import page_token, page_values, row_id, utc_time
 from metering.invoicing.months import CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
 from metering.pricing.prices import COUNTS_OF_EVENT, checked_model
@@ -68,7 +66,7 @@ KEYS: Mapping[Grouping, str] = {
 }
 READ_KEY: Mapping[Grouping, Callable[[str], object]] = {
     Grouping.ORGANIZATION: uuid.UUID,
-    Grouping.DAY: datetime.fromisoformat,
+    Grouping.DAY: utc_time,
     Grouping.PROJECT: uuid.UUID,
     Grouping.API_KEY: uuid.UUID,
     Grouping.MODEL: checked_model,
@@ -77,7 +75,6 @@ NAMES: Mapping[Grouping, tuple[str, str]] = {
     Grouping.PROJECT: ("p.name AS project_name", "JOIN projects p ON p.id = used.project"),
     Grouping.API_KEY: ("k.name AS api_key_name, k.prefix AS api_key_prefix", "JOIN api_keys k ON k.id = used.api_key"),
 }
-ROW_ID_MAX = 2**63 - 1
 OUTCOMES = {"cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
 
 # In two steps: first plain sums by whatever tells rows apart, which is all that is done for each event, then the rows of those few.
@@ -121,7 +118,7 @@ def group_statement(of: UsageFilter, groups: Sequence[Grouping], token: str, par
     """The rows of one page: sums by group, then the names of what the rows are for."""
     after = ""
     if token:
-        values = decode_token(token, [READ_KEY[group] for group in groups])
+        values = page_values(token, *(READ_KEY[group] for group in groups))
         parameters |= {f"after_{group}": value for group, value in zip(groups, values, strict=True)}
         bound = ", ".join(f":after_{group}" for group in groups)
         after = f"AND ({', '.join(KEYS[group] for group in groups)}) > ({bound})"
@@ -150,7 +147,7 @@ def request_statement(of: UsageFilter, token: str, parameters: dict[str, Any]) -
     """The usage events of one page, oldest first."""
     after = ""
     if token:
-        parameters["after_time"], parameters["after_id"] = decode_token(token, (datetime.fromisoformat, row_id))
+        parameters["after_time"], parameters["after_id"] = page_values(token, utc_time, row_id)
         after = "AND (u.settled_at, u.id) > (:after_time, :after_id)"
     return f"""
 WITH page AS MATERIALIZED (
@@ -209,28 +206,6 @@ async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any
 def utc_date(moment: datetime) -> date:
     """The day that begins then."""
     return moment.astimezone(UTC).date()
-
-
-def encode_token(values: Sequence[object]) -> str:
-    """The place of a row, for the next page to begin behind it."""
-    return base64.urlsafe_b64encode(json.dumps([str(value) for value in values]).encode()).decode()
-
-
-def row_id(text: str) -> int:
-    """The id of a row. Raises: ValueError for what no column holds."""
-    value = int(text)
-    if not 0 <= value <= ROW_ID_MAX:
-        raise ValueError(f"{text[:64]!r} is not a row id")
-    return value
-
-
-def decode_token(token: str, readers: Sequence[Callable[[str], object]]) -> list[object]:
-    """The values of a token. Raises: InvalidValue if it is not one of this call."""
-    try:
-        values = json.loads(base64.urlsafe_b64decode(token.encode()))
-        return [read(value) for read, value in zip(readers, values, strict=True)]
-    except (binascii.Error, ValueError, TypeError, AttributeError, RecursionError, OverflowError, InvalidValue):
-        raise InvalidValue("page_token", "give the token of the page before, with everything else as it was") from None
 
 
 DAILY_COSTS = text(f"""
@@ -319,7 +294,7 @@ async def usage_page(
         await session.execute(BY_HASH)
     rows = (await session.execute(text(statement), parameters)).all()
     more = len(rows) > size
-    next_token = encode_token([getattr(rows[size - 1], key) for key in keys]) if more else ""
+    next_token = page_token(*(getattr(rows[size - 1], key) for key in keys)) if more else ""
     return UsagePage(tuple(usage_row(row) for row in rows[:size]), next_token)
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from metering.receipts.chaining import IssuedReceipt, SignedBatch
-from metering.receipts.encoding import EPOCH, Receipt, hash_of
+from metering.receipts.encoding import EPOCH
 from metering.receipts.merkle import RunningRoot
 from metering.receipts.signing import Signer
+from tests.metering.receipt_reading import Receipt, hash_of
 from tests.metering.test_receipt_encoding import KNOWN
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -19,6 +19,7 @@ from sqlalchemy import text
 from metering.alerts.alerts import LOOK, list_alerts, look_for_alerts, looked_at
 from metering.core.errors import InvalidValue
 from metering.core.models import QuotaDimension, QuotaSubject
+from metering.core.pages import page_token
 from metering.plans.prepaid import grant_credit, refresh, refresh_for_the_month, set_prepaid
 from metering.quotas.quota_admin import raise_quota, set_quota
 from metering.quotas.quota_rules import Payer
@@ -259,7 +260,7 @@ async def test_alerts_of_keys_and_projects_are_their_organizations_and_read_page
         everything, _ = await list_alerts(session, organization_id=None)
         with pytest.raises(InvalidValue, match="page_token"):
             await list_alerts(session, organization_id=None, page_token="x_y")
-        before_the_calendar = f"0001-01-01T00:00:00+23:59_{uuid.UUID(int=0)}"
+        before_the_calendar = page_token("0001-01-01T00:00:00+23:59", uuid.UUID(int=0))
         with pytest.raises(InvalidValue, match="page_token"):
             await list_alerts(session, organization_id=None, page_token=before_the_calendar)
 

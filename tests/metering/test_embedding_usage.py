@@ -43,6 +43,7 @@ from tests.metering.export_books import check_delivered, hours_ago, use_and_rate
 from tests.metering.focus_rules import broken_rules, read
 from tests.metering.hold_world import EMBEDDING_PICOS, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_export, check_invariants
+from tests.metering.receipt_reading import decode
 from tests.metering.test_fsck import unseen
 from tests.stripe_double.server import KEY, stripe_double
 
@@ -78,7 +79,7 @@ async def test_an_embedding_counts_as_input_against_every_quota_and_settles_as_e
     assert used == WEIGHTS | {QuotaDimension.CONCURRENT_REQUESTS: 0, QuotaDimension.REQUESTS_PER_MINUTE: 1}
     assert settled == Settled(op.hold_id, 0, 0, 0, 0, 0, 12 * EMBEDDING_PICOS, "USD", "stop", 12)
     [receipt] = settled.receipts
-    assert (receipt.content.embedding_token_count, receipt.content.input_token_count) == (12, 0)
+    assert (decode(receipt.encoded).embedding_token_count, decode(receipt.encoded).input_token_count) == (12, 0)
     check_invariants(world.url, all_ended=True)
 
 

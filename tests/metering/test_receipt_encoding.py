@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metering.receipts.chaining import SignedBatch
-from metering.receipts.encoding import NO_HASH, Receipt, decode, hash_of
-from metering.receipts.merkle import EMPTY_ROOT, RunningRoot, Step, Tree, root_by_path
-from metering.receipts.signing import Signer, is_signed, key_id_of
+from metering.receipts.encoding import NO_HASH
+from metering.receipts.merkle import EMPTY_ROOT, RunningRoot, Step, Tree
+from metering.receipts.signing import Signer, key_id_of
 from tests.metering.receipt_invariants import root
+from tests.metering.receipt_reading import Receipt, decode, hash_of, is_signed, root_by_path
 
 counts = st.integers(0, 2**63 - 1)
 hashes = st.binary(min_size=32, max_size=32)

@@ -14,6 +14,7 @@ from weir_client import verify_receipts, wire
 
 from api.core.messages import receipt_message
 from metering.core.errors import InvalidValue
+from metering.core.pages import page_token, page_values, row_id, utc_time
 from metering.holds.batch import HoldConnection
 from metering.holds.operations import Settled
 from metering.invoicing.closing import close_month
@@ -23,12 +24,13 @@ from metering.quotas.quota_rules import Payer
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import micros
 from metering.receipts.merkle import EMPTY_ROOT
-from metering.receipts.months import PageMark, month_root, receipt_month, receipts_page, seal_month
+from metering.receipts.months import month_root, receipt_month, receipts_page, seal_month
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.receipt_invariants import root
+from tests.metering.receipt_reading import decode
 
 NOVEMBER, DECEMBER = date(2026, 11, 1), date(2026, 12, 1)
 NOVEMBER_ENDS = datetime(2026, 12, 1, tzinfo=UTC)
@@ -68,7 +70,7 @@ async def test_the_root_is_over_all_receipts_by_project_and_place(world: HoldWor
         found = await receipt_month(session, payer.organization_id, NOVEMBER)
         december = await month_root(session, payer.organization_id, date(2026, 12, 24))
 
-    by_place = sorted(kept, key=lambda receipt: (receipt.content.project_id.bytes, receipt.sequence))
+    by_place = sorted(kept, key=lambda receipt: (decode(receipt.encoded).project_id.bytes, receipt.sequence))
     assert found.root == root([receipt.hash for receipt in by_place])
     assert december == later[0].hash
     assert (found.receipt_count, found.unreceipted_count) == (4, 0)
@@ -94,11 +96,9 @@ async def test_pages_hold_each_receipt_once_in_the_order_of_its_chain(world: Hol
     async with sessions() as session:
         for page_size in (1, 4, 11, 12):
             found: list[IssuedReceipt] = []
-            mark: PageMark | None = PageMark.parse(str(PageMark(datetime(2026, 11, 1, tzinfo=UTC), uuid.UUID(int=0), 0)))
-            while mark is not None:
-                page, mark = await receipts_page(
-                    session, payer.organization_id, NOVEMBER, after=PageMark.parse(str(mark)), page_size=page_size
-                )
+            token = page_token(datetime(2026, 11, 1, tzinfo=UTC), uuid.UUID(int=0), 0)
+            while token:
+                page, token = await receipts_page(session, payer.organization_id, NOVEMBER, page_token=token, page_size=page_size)
                 found += page
             assert [receipt.sequence for receipt in found] == list(range(1, 12))
 
@@ -108,8 +108,9 @@ BEFORE_THE_CALENDAR = "0001-01-01T00:00:00+23:59_00000000-0000-0000-0000-0000000
 
 @pytest.mark.parametrize("token", ["x", "a_b_c", "2026-11-01_00000000-0000-0000-0000-000000000000_1", "1_2", BEFORE_THE_CALENDAR])
 def test_a_page_token_that_nobody_gave_is_refused(token: str) -> None:
-    with pytest.raises(InvalidValue, match="page_token"):
-        PageMark.parse(token)
+    for each in (token, page_token(*token.split("_"))):
+        with pytest.raises(InvalidValue, match="page_token"):
+            page_values(each, utc_time, uuid.UUID, row_id)
 
 
 async def test_nothing_is_settled_in_a_month_that_is_sealed(world: HoldWorld, sessions: Sessions) -> None:
@@ -128,8 +129,8 @@ async def test_nothing_is_settled_in_a_month_that_is_sealed(world: HoldWorld, se
 
     assert isinstance(done, Settled)
     assert isinstance(of_other, Settled)
-    assert done.receipts[0].content.settled_at_us == micros(NOVEMBER_ENDS)
-    assert of_other.receipts[0].content.settled_at_us == micros(NOVEMBER_ENDS) - 1_000_000
+    assert decode(done.receipts[0].encoded).settled_at_us == micros(NOVEMBER_ENDS)
+    assert decode(of_other.receipts[0].encoded).settled_at_us == micros(NOVEMBER_ENDS) - 1_000_000
     async with sessions() as session:
         assert await month_root(session, payer.organization_id, NOVEMBER) == before
         assert await month_root(session, payer.organization_id, DECEMBER) == done.receipts[0].hash
@@ -143,7 +144,7 @@ async def test_a_month_that_is_not_over_is_not_sealed(world: HoldWorld, sessions
 
     [receipt] = await used(world, payer, world.now)
 
-    assert receipt.content.settled_at_us == micros(world.now)
+    assert decode(receipt.encoded).settled_at_us == micros(world.now)
 
 
 async def test_a_seal_waits_for_settlements_and_settlements_wait_for_it(world: HoldWorld, sessions: Sessions) -> None:

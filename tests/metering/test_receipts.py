@@ -23,11 +23,11 @@ from metering.holds.recovery import recover_journals, sweep_expired_holds
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import NO_HASH, micros
-from metering.receipts.merkle import root_by_path
-from metering.receipts.signing import Signer, ensure_key, is_signed
+from metering.receipts.signing import Signer, ensure_key
 from tests.metering.hold_world import NOON, AwaitedStore, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.receipt_invariants import check_receipts
+from tests.metering.receipt_reading import decode, is_signed, root_by_path
 from tests.service import until
 
 PROCESSES, SETTLED_LEAST = 3, 60  # that settle for one project until they are killed
@@ -65,7 +65,7 @@ async def test_a_settlement_answers_with_its_receipt(world: HoldWorld) -> None:
     [done] = await settled(world, settle(op.hold_id, 5, cached_tokens=4), signer=signer)
 
     [receipt] = done.receipts
-    content = receipt.content
+    content = decode(receipt.encoded)
     assert (content.organization_id, content.project_id, content.api_key_id) == (
         payer.organization_id,
         payer.project_id,
@@ -138,7 +138,7 @@ async def test_every_way_to_end_has_its_receipt(world: HoldWorld, outcome: Outco
     [done] = await settled(world, settle(op.hold_id, 0, input_tokens=0, outcome=outcome))
 
     [receipt] = done.receipts
-    assert (receipt.content.outcome, receipt.content.cost_picos, receipt.signature) == (outcome, 0, b"")
+    assert (decode(receipt.encoded).outcome, decode(receipt.encoded).cost_picos, receipt.signature) == (outcome, 0, b"")
     check_invariants(world.url, all_ended=True)
     check_receipts(world.url)
 
@@ -154,7 +154,8 @@ async def test_what_was_found_after_expiry_has_a_receipt_of_its_own(world: HoldW
     [late] = await settled(world, settle(op.hold_id, 8), signer=signer)
     [again] = await settled(world, settle(op.hold_id, 8), signer=signer)
 
-    assert [(r.content.part, r.content.billed_token_count, r.sequence) for r in late.receipts] == [(0, 3, 1), (1, 5, 2)]
+    contents = [(decode(receipt.encoded), receipt.sequence) for receipt in late.receipts]
+    assert [(each.part, each.billed_token_count, sequence) for each, sequence in contents] == [(0, 3, 1), (1, 5, 2)]
     assert [receipt.hash for receipt in again.receipts] == [receipt.hash for receipt in late.receipts]
     assert all(holds(receipt, signer) for receipt in late.receipts)
     check_invariants(world.url, all_ended=True)
@@ -192,7 +193,7 @@ async def test_a_chain_does_not_go_back_in_time(world: HoldWorld) -> None:
 
     [done] = await settled(world, settle(second.hold_id, 1))
 
-    assert done.receipts[0].content.settled_at_us == micros(NOON) + 10_000_000
+    assert decode(done.receipts[0].encoded).settled_at_us == micros(NOON) + 10_000_000
     assert world.rows("SELECT DISTINCT settled_at FROM usage_events") == [(NOON + timedelta(seconds=10),)]
 
 
@@ -233,7 +234,7 @@ async def test_many_processes_write_one_chain(world: HoldWorld) -> None:
             task.cancel()
 
     receipts = [answer.receipts[0] for answer in answers]
-    assert len({(receipt.content.project_id, receipt.sequence) for receipt in receipts}) == len(receipts) == 240
+    assert len({(decode(receipt.encoded).project_id, receipt.sequence) for receipt in receipts}) == len(receipts) == 240
     by_key = {signer.key_id: signer for signer in signers if signer is not None}
     assert all(holds(receipt, by_key[receipt.key_id]) for receipt in receipts if receipt.key_id)
     assert {receipt.key_id for receipt in receipts} == {*by_key, ""}
@@ -245,7 +246,7 @@ async def test_many_processes_write_one_chain(world: HoldWorld) -> None:
 SETTLING = """
 import asyncio, sys, uuid
 from metering.quotas.quota_rules import Payer
-from metering.receipts.signing import read_key
+from metering.receipts.signing import (read_key)
 from pathlib import Path
 from tests.metering.hold_world import AwaitedStore, admit, settle
 

@@ -1,0 +1,94 @@
+"""Reads and verifies receipts, as whoever holds one does."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from metering.receipts.encoding import encode, owners_in, parts_of, texts
+from metering.receipts.merkle import Step, node
+from metering.receipts.signing import SIGNED_PREFIX
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """One receipt. Counts in tokens, the cost in picos of `currency_code`, times in microseconds since 1970 (UTC).
+
+    part: 0 for the settlement of a request; 1 for what was found after it had been settled. sequence: 1 for the first of a project.
+    """
+
+    organization_id: uuid.UUID
+    project_id: uuid.UUID
+    api_key_id: uuid.UUID
+    request_id: uuid.UUID
+    part: int
+    input_token_count: int
+    cached_input_token_count: int
+    billed_token_count: int
+    embedding_token_count: int
+    price_version: int
+    cost_picos: int
+    admitted_at_us: int
+    settled_at_us: int
+    sequence: int
+    previous_hash: bytes
+    currency_code: str
+    model: str
+    outcome: str
+
+    @property
+    def encoded(self) -> bytes:
+        """The bytes that are hashed."""
+        ids = (self.organization_id, self.project_id, self.api_key_id, self.request_id)
+        return encode(
+            b"".join(each.bytes for each in ids),
+            (
+                self.part,
+                self.input_token_count,
+                self.cached_input_token_count,
+                self.billed_token_count,
+                self.embedding_token_count,
+                self.price_version,
+                self.cost_picos,
+                self.admitted_at_us,
+                self.settled_at_us,
+                self.sequence,
+            ),
+            self.previous_hash,
+            texts(self.currency_code, self.model, self.outcome),
+        )
+
+
+def decode(encoded: bytes) -> Receipt:
+    """The receipt that was encoded. Raises: ValueError for bytes that no receipt has."""
+    ids, numbers, previous_hash, found = parts_of(encoded)
+    values: tuple[Any, ...] = (*owners_in(ids[:48]), uuid.UUID(bytes=ids[48:]), *numbers, previous_hash, *found)
+    return Receipt(*values)
+
+
+def hash_of(encoded: bytes) -> bytes:
+    """SHA-256 of the encoding: what the next receipt of the project names, and what is signed."""
+    return hashlib.sha256(encoded).digest()
+
+
+def root_by_path(leaf: bytes, path: Iterable[Step]) -> bytes:
+    """The root to which a path leads."""
+    at = leaf
+    for on_left, neighbour in path:
+        at = node(neighbour, at) if on_left else node(at, neighbour)
+    return at
+
+
+def is_signed(public_key: bytes, root: bytes, signature: bytes) -> bool:
+    """Whether the signature over the root is by this key."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, SIGNED_PREFIX + root)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
