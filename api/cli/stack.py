@@ -622,7 +622,7 @@ def tensorrt(
     Exit code 1 if something is so that the engine of Weir would not work here.
     """
     from inference.adapters.tensorrt_doctor import examine
-    from inference.adapters.tensorrt_settings import TensorRtOptions
+    from inference.adapters.tensorrt_engine import TensorRtOptions
     from inference.checkpoint.checkpoint import read_config
     from inference.limits import EngineLimits
 

@@ -18,8 +18,7 @@ import structlog
 from api.core.settings import SettingInvalid, Settings, bundled_models
 from api.fleet.fleet_file import EngineKind, Fleet, FleetModel, FleetTarget, FleetVersion, read_fleet
 from inference.adapters.remote_settings import RemoteSettings, Target, TlsFiles, parse_target
-from inference.adapters.tensorrt_engine import TensorRtEngine
-from inference.adapters.tensorrt_settings import TensorRtOptions, TensorRtSettings
+from inference.adapters.tensorrt_engine import TensorRtEngine, TensorRtOptions, TensorRtSettings
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.capabilities import combined
 from inference.core.options import CostModel

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
-from inference.adapters.external_sequences import Choice, Output, Request
+from inference.adapters.external_core import Choice, Output, Request
 from inference.adapters.remote_dialects import (
     SHARES,
     Dialect,

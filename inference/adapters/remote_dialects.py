@@ -25,7 +25,7 @@ from smg_grpc_proto.generated import common_pb2, trtllm_service_pb2_grpc, vllm_e
 from smg_grpc_proto.generated import trtllm_service_pb2 as trtllm_pb
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 
-from inference.adapters.external_sequences import Choice, Output
+from inference.adapters.external_core import Choice, Output
 from inference.capabilities import TENSORRT_LLM_IGNORES, Capabilities, RequestField
 from inference.engine import EngineStatistics, GrammarKind, TokenLogprob
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from inference.adapters.external_sequences import Choice, Output, Request
+from inference.adapters.external_core import Choice, Output, Request
 from inference.adapters.findings import (
     Observation,
     Verdict,

@@ -25,8 +25,7 @@ import grpc
 from smg_grpc_proto.generated import common_pb2
 
 from common.incidents import Retries
-from inference.adapters.external_core import OutsideCore, StallWatch
-from inference.adapters.external_sequences import Answer, Choice, Output
+from inference.adapters.external_core import Answer, Choice, Output, OutsideCore, StallWatch
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
 from inference.adapters.remote_connection import DIALECTS, Examination, Link, read_remote_model
 from inference.adapters.remote_dialects import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from inference.adapters.external_sequences import Handling
+from inference.adapters.external_core import Handling
 
 
 class Service(StrEnum):

@@ -25,8 +25,8 @@ from inference.adapters.findings import (
     expected,
     needed,
 )
+from inference.adapters.tensorrt_engine import TensorRtOptions
 from inference.adapters.tensorrt_library import TensorRtLibrary
-from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.engine import GenerationRequest, GrammarKind, ResponseFormat, SamplingParams, StopCriteria
 from inference.limits import EngineLimits
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from common.processes import alive, descendants
 from inference.adapters.external_core import OutsideCore, StallWatch
-from inference.adapters.tensorrt_settings import TensorRtOptions
+from inference.adapters.tensorrt_engine import TensorRtOptions
 from inference.engine import GenerationRequest, GrammarKind
 from inference.errors import EngineStartFailed
 from inference.limits import EngineLimits

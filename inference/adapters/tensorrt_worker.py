@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from common.processes import descendants
-from inference.adapters.external_core import OutsideCore
-from inference.adapters.external_sequences import Answer, Choice
+from inference.adapters.external_core import Answer, Choice, OutsideCore
 from inference.adapters.kv_events import KvCacheChange
+from inference.adapters.tensorrt_engine import LoadTensorRt
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
-from inference.adapters.tensorrt_settings import LoadTensorRt
 from inference.checkpoint.checkpoint import read_config
 from inference.engine import EngineStatistics, SequenceEvent, SequenceRefused
 from inference.errors import CheckpointInvalid, EngineError, EngineFailed, EngineStartFailed

@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from inference.adapters.torch_settings import LoadModel, TorchEngineSettings
+from inference.adapters.torch_worker import LoadModel
 from inference.capabilities import Capabilities, RequestField
 from inference.checkpoint.checkpoint import read_model_info
-from inference.core.options import EngineOptions
+from inference.core.options import ComputeDtype, CostModel, Device, EngineOptions
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
+from inference.native.packed_file import PackedPlace
 from inference.workers.engine import HostedEngine
 from inference.workers.life import HostKind
 from inference.workers.process import CHILD_ENVIRONMENT, HostOpener, open_host
 
-__all__ = ["TorchEngine", "TorchEngineSettings"]
-
-
 # It computes nothing that a format or a search could act on.
 SIMULATED = Capabilities(frozenset({RequestField.JSON_SCHEMA, RequestField.REGEX, RequestField.LARK, RequestField.BEAM_SEARCH}))
+
+
+@dataclass(frozen=True, slots=True)
+class TorchEngineSettings:
+    """How to run a checkpoint. Every bound has a default that suits a small model on a laptop.
+
+    name: what clients call the model. context_window_tokens_max: below the model's own to save memory; None keeps it.
+    compute_dtype: "int8" stores matrices in 8 bits and computes in bfloat16. device: "cuda" needs a GPU and a torch built for
+    it. torch_thread_count: 0 takes one per core. packed: where large models' packed weights are kept for all hosts to
+    map; None: each has its own. simulation: compute nothing and only take this much time; for load tests.
+    """
+
+    directory: Path
+    name: str
+    context_window_tokens_max: int | None = None
+    compute_dtype: ComputeDtype = "float32"
+    device: Device = "cpu"
+    kv_cache_bytes: int = 1 << 30  # bytes: taken from the system only as far as it is used
+    step_token_count_max: int = 512
+    step_time_target_s: float | None = 0.1  # seconds: what readers hardly notice between two tokens
+    running_sequence_count_max: int = 64
+    waiting_sequence_count_max: int = 256
+    torch_thread_count: int = 0
+    load_timeout_s: float = 600.0  # seconds: a large checkpoint from a cold disk
+    step_timeout_s: float = 120.0  # seconds without a report while sequences run: the host hangs, and is killed
+    close_timeout_s: float = 5.0  # seconds for the last step to end
+    restart_delay_s_min: float = 0.2
+    restart_delay_s_max: float = 30.0
+    stable_after_s: float = 60.0  # seconds of service after which the restart delay begins anew
+    simulation: CostModel | None = None
+    packed: PackedPlace | None = None
 
 
 class TorchEngine(HostedEngine):

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from inference.adapters.torch_settings import LoadModel
+from inference.core.options import EngineOptions
 from inference.engine import (
     EngineFinishReason,
     EngineTimings,
@@ -51,6 +51,13 @@ if TYPE_CHECKING:
 
 IMPORT_FRACTION = 0.4  # share of loading that importing torch takes, measured on a 5M-parameter model; larger ones read longer
 _log = logging.getLogger("weir.inference.adapters")
+
+
+class LoadModel(Message, tag="load", frozen=True):
+    """The first message: what to load and how."""
+
+    options: EngineOptions
+    torch_thread_count: int
 
 
 class Host:

@@ -10,8 +10,7 @@ from typing import Any
 
 from bench import engine_streams as streams
 from bench.engine_streams import SequenceStream
-from inference.adapters.tensorrt_engine import TensorRtEngine
-from inference.adapters.tensorrt_settings import TensorRtSettings
+from inference.adapters.tensorrt_engine import TensorRtEngine, TensorRtSettings
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import Engine, GenerationRequest, Scheduled, SequenceFinished, TokensGenerated
 from inference.workers.engine import HostedEngine

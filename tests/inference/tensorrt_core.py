@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from inference.adapters.external_core import OutsideCore
+from inference.adapters.tensorrt_engine import TensorRtOptions
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
-from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.adapters.tensorrt_worker import TensorRtAnswers
 from inference.checkpoint.checkpoint import read_config
 from inference.engine import ChoiceFinished, GenerationRequest, Scheduled, SequenceEvent, SequenceFinished, TokensGenerated

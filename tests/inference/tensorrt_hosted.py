@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference.adapters.tensorrt_settings import TensorRtOptions, TensorRtSettings
+from inference.adapters.tensorrt_engine import TensorRtOptions, TensorRtSettings
 from tests.inference.checkpoints import TinyCheckpoint
 
 DOUBLE = Path(__file__).parent.parent / "tensorrt_double"

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from inference.adapters.external_sequences import Choice, Request
+from inference.adapters.external_core import Choice, Request
 from inference.adapters.remote_dialects import TrtllmDialect, VllmDialect
 from inference.adapters.tensorrt_engine import CAPABILITIES as TENSORRT_CAPABILITIES
 from inference.adapters.tensorrt_library import TensorRtLibrary

@@ -20,7 +20,7 @@ from bench import engine_streams as streams
 from bench.engine_streams import SequenceStream
 from common.incidents import INCIDENT_COUNTS
 from inference.adapters.remote_settings import Service
-from inference.adapters.tensorrt_settings import TensorRtSettings
+from inference.adapters.tensorrt_engine import TensorRtSettings
 from inference.adapters.torch_engine import TorchEngineSettings
 from inference.core.options import CostModel
 from inference.engine import (

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from inference.adapters.external_core import STALLS_MAX, OutsideCore, StallWatch
-from inference.adapters.external_sequences import Answer, Choice, Handling, Output
+from inference.adapters.external_core import STALLS_MAX, Answer, Choice, Handling, Output, OutsideCore, StallWatch
 from inference.engine import GenerationRequest, SequenceEvent, SequenceFinished
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.adapters.external_sequences import Choice, Request
+from inference.adapters.external_core import Choice, Request
 from inference.engine import EngineFinishReason, Scheduled, SequenceFinished
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import make_core, make_request

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from bench import engine_streams as streams
 from common.processes import alive, descendants
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
-from inference.adapters.tensorrt_engine import CAPABILITIES
-from inference.adapters.tensorrt_settings import TensorRtOptions
+from inference.adapters.tensorrt_engine import CAPABILITIES, TensorRtOptions
 from inference.adapters.tensorrt_worker import KvEventReader
 from inference.engine import BeamSearchParams, EngineState, GenerationRequest, GrammarKind, ResponseFormat
 from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible

@@ -16,7 +16,7 @@ import uvloop
 
 from bench import engine_streams as streams
 from inference.adapters.torch_engine import TorchEngine
-from inference.adapters.torch_settings import LoadModel
+from inference.adapters.torch_worker import LoadModel
 from inference.core.options import EngineOptions
 from inference.engine import (
     EngineFinishReason,
