@@ -36,7 +36,7 @@ class Money:
             raise refusal
         whole, rest = divmod(int("".join(map(str, digits))) * 10 ** max(exponent + 12, 0), 10 ** max(-12 - exponent, 0))
         if rest:
-            raise ValueError(f"{amount} is finer than a pico (twelve decimals)")
+            raise ValueError(f"{amount} is finer than a pico (twelve decimals): give an amount in whole picos")
         return cls(currency_code, -whole if sign else whole)
 
     @property
