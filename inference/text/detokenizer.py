@@ -16,7 +16,8 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import NamedTuple
 
 import tokenizers
@@ -24,6 +25,7 @@ import tokenizers
 from inference.errors import CheckpointInvalid
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+UTF_8 = codecs.getincrementaldecoder("utf-8")
 _TEXT_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
 
 
@@ -47,9 +49,11 @@ class TextDecoder:
 
     def open(self, stop_sequences: Sequence[str] = ()) -> Detokenizer:
         """stop_sequences: none of them empty."""
+        assert all(stop_sequences), "the caller has refused empty stop sequences"
+        stops = tuple(stop_sequences)
         if self._bytes_by_id is not None:
-            return _ByteLevelDetokenizer(stop_sequences, self._bytes_by_id, self._special_token_ids)
-        return _TextTokenDetokenizer(stop_sequences, self._backend, self._special_token_ids, self._byte_token_ids)
+            return _ByteLevelDetokenizer(stops, self._special_token_ids, self._bytes_by_id)
+        return _TextTokenDetokenizer(stops, self._special_token_ids, self._backend, self._byte_token_ids)
 
 
 class TextPiece(NamedTuple):
@@ -59,6 +63,7 @@ class TextPiece(NamedTuple):
     stopped: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Detokenizer(ABC):
     """One sequence's output text: decoded, searched for stop sequences, held back where either needs it.
 
@@ -66,11 +71,9 @@ class Detokenizer(ABC):
     not depend on how the text is cut into tokens. After it, nothing more is given out.
     """
 
-    def __init__(self, stop_sequences: Sequence[str]) -> None:
-        """stop_sequences: none of them empty."""
-        assert all(stop_sequences), "the caller has refused empty stop sequences"
-        self._stops = tuple(stop_sequences)
-        self._held = ""  # final text whose end could be the beginning of a stop sequence
+    stops: tuple[str, ...]
+    special_token_ids: frozenset[int]
+    held: str = field(default="", init=False)  # final text whose end could be the beginning of a stop sequence
 
     @abstractmethod
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
@@ -83,76 +86,66 @@ class Detokenizer(ABC):
     def _search(self, new_text: str) -> TextPiece:
         if not new_text:
             return TextPiece("")
-        text = self._held + new_text
-        start = _first_completed(text, self._stops)
+        text = self.held + new_text
+        start = _first_completed(text, self.stops)
         if start is not None:
-            self._held = ""
+            self.held = ""
             return TextPiece(text[:start], stopped=True)
-        kept = _held_length(text, self._stops)
-        self._held = text[len(text) - kept :]
+        kept = _held_length(text, self.stops)
+        self.held = text[len(text) - kept :]
         return TextPiece(text[: len(text) - kept])
 
     def _search_rest(self, new_text: str) -> TextPiece:
         piece = self._search(new_text)
-        rest, self._held = ("" if piece.stopped else self._held), ""
+        rest, self.held = ("" if piece.stopped else self.held), ""
         return TextPiece(piece.text + rest, piece.stopped)
 
 
+@dataclass(slots=True, eq=False)
 class _ByteLevelDetokenizer(Detokenizer):
-    def __init__(self, stop_sequences: Sequence[str], bytes_by_id: list[bytes | None], special_token_ids: frozenset[int]) -> None:
-        super().__init__(stop_sequences)
-        self._bytes_by_id = bytes_by_id
-        self._special_token_ids = special_token_ids
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    bytes_by_id: list[bytes | None]
+    decoder: codecs.IncrementalDecoder = field(init=False, default_factory=partial(UTF_8, errors="replace"))
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        if token_id in self._special_token_ids or token_id >= len(self._bytes_by_id):
+        if token_id in self.special_token_ids or token_id >= len(self.bytes_by_id):
             return TextPiece("")
-        text = self._decoder.decode(self._bytes_by_id[token_id] or b"")
-        return self._search(text) if may_stop and self._stops else TextPiece(text)
+        text = self.decoder.decode(self.bytes_by_id[token_id] or b"")
+        return self._search(text) if may_stop and self.stops else TextPiece(text)
 
     def finish(self) -> TextPiece:
-        text = self._decoder.decode(b"", final=True)
-        return self._search_rest(text) if self._stops else TextPiece(text)
+        text = self.decoder.decode(b"", final=True)
+        return self._search_rest(text) if self.stops else TextPiece(text)
 
 
+@dataclass(slots=True, eq=False)
 class _TextTokenDetokenizer(Detokenizer):
     """Decodes the pending tokens together with the last final one, since what precedes a token decides about its space."""
 
-    def __init__(
-        self,
-        stop_sequences: Sequence[str],
-        backend: tokenizers.Tokenizer,
-        special_token_ids: frozenset[int],
-        byte_token_ids: frozenset[int],
-    ) -> None:
-        super().__init__(stop_sequences)
-        self._backend = backend
-        self._special_token_ids = special_token_ids
-        self._byte_token_ids = byte_token_ids
-        self._context: list[int] = []  # the last final token that has text, if any
-        self._pending: list[int] = []
+    backend: tokenizers.Tokenizer
+    byte_token_ids: frozenset[int]
+    context: list[int] = field(init=False, default_factory=list)  # the last final token that has text, if any
+    pending: list[int] = field(init=False, default_factory=list)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        if token_id in self._special_token_ids:
+        if token_id in self.special_token_ids:
             return TextPiece("")
-        self._pending.append(token_id)
-        if token_id in self._byte_token_ids:
+        self.pending.append(token_id)
+        if token_id in self.byte_token_ids:
             return TextPiece("")
         text = self._emit()
-        return self._search(text) if may_stop and self._stops else TextPiece(text)
+        return self._search(text) if may_stop and self.stops else TextPiece(text)
 
     def finish(self) -> TextPiece:
         text = self._emit()
-        return self._search_rest(text) if self._stops else TextPiece(text)
+        return self._search_rest(text) if self.stops else TextPiece(text)
 
     def _emit(self) -> str:
-        if not self._pending:
+        if not self.pending:
             return ""
         # Control tokens are not among these; a special token that is here is one that counts as text.
-        known = self._backend.decode(self._context, skip_special_tokens=False) if self._context else ""
-        text = self._backend.decode(self._context + self._pending, skip_special_tokens=False)
-        self._context, self._pending = self._pending[-1:], []
+        known = self.backend.decode(self.context, skip_special_tokens=False) if self.context else ""
+        text = self.backend.decode(self.context + self.pending, skip_special_tokens=False)
+        self.context, self.pending = self.pending[-1:], []
         return text[len(known) :]
 
 

@@ -158,7 +158,7 @@ class World:
         number = request.place.number
         tokens = range(number, number + request.input_tokens)  # nothing shared: each begins with another one
         made = make_request(tokens, request.output_tokens, rank=request.place.rank)
-        request.sequence = Sequence(number, made, 0, frozenset(), NoText(()))
+        request.sequence = Sequence(number, made, 0, frozenset(), NoText((), frozenset()))
         self._by_sequence[request.sequence] = request
         self._inbox.append(request)
         self.with_engine.add(request)
