@@ -134,7 +134,9 @@ class Place:
             if queue._lookahead.has_room(rank):
                 output_tokens = tier.waits.output_tokens(self.tenant, self.output_token_count_max)
                 line.pass_by(self, self.tenant, own_rank, output_tokens)
-                queue._hand(self, rank, None)
+                self.rank, self.state = rank, State.HANDED
+                queue._entrance.passed(arrival)
+                queue._lookahead.given(self)
                 return True
         self.state = State.WAITING
         self.tenant = line.join(self, tenant_id, weight)
@@ -400,18 +402,14 @@ class FairQueue:
             if tier is self._batch:
                 self._batch_moved_at = now
             place = tier.line.take(tenant, tier.waits.output_tokens(tenant, tenant.first.output_token_count_max))
-            self._hand(place, rank, engine.step_count)
+            place.rank, place.handed_at_step, place.state = rank, engine.step_count, State.HANDED
+            self._entrance.passed(place.arrival)
+            lookahead.given(place)
+            if place.on_turn is not None:
+                place.on_turn()
         for tier in (self._interactive, self._batch):
             if tier.waits.rate.is_sampled != bool(tier.line.waiting_count):
                 tier.waits.rate.watch(now, waiting=not tier.waits.rate.is_sampled)
-
-    def _hand(self, place: Place, rank: float, step_count: int | None) -> None:
-        """It is the turn of a request. step_count: of the engine; None: how long the engine takes to begin tells nothing."""
-        place.rank, place.handed_at_step, place.state = rank, step_count, State.HANDED
-        self._entrance.passed(place.arrival)
-        self._lookahead.given(place)
-        if place.on_turn is not None:
-            place.on_turn()
 
 
 WINDOW_FIRST = 8.0  # sequences: a burst that meets an idle engine fills its first batch within a few steps
