@@ -92,7 +92,7 @@ def test_the_examples_of_docstrings_are_true(client: weir_client.Client) -> None
 
 def test_the_examples_of_the_typescript_readme_compile_and_run(built: Path, keys: dict[str, str]) -> None:
     directory = built / "examples"
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)  # the build stays as long as nothing changes
     sources = [
         source if "new WeirClient" in source else TYPESCRIPT_PRELUDE + source for _, source in examples(TYPESCRIPT_README, "ts")
     ]
