@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import math
 import re
 import time
@@ -232,7 +231,7 @@ class Door:
         parameters: what a body may hold. understood: what they ask for. answer: says what comes of it.
         """
         body = await self._body(request, arrival, principal)
-        with self._reading(arrival):
+        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):  # an ordinary one takes no more
             asked = understood(decode(body, parameters))
             texts = self._texts_of(asked, principal, arrival.request_id)
             told = answer(asked, texts, arrival.request_id.hex, int(time.time()))
@@ -241,10 +240,10 @@ class Door:
 
     async def _embed(self, request: web.BaseRequest, arrival: Arrival, principal: Principal) -> web.StreamResponse:
         body = await self._body(request, arrival, principal)
-        with self._reading(arrival):
+        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
             given = decode(body, EmbeddingParameters)
         try:
-            with self._reading(arrival):
+            with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
                 start = parse_embed(embed_request(given, str(arrival.request_id)))
             check_model(principal, start.model)
             check_dimensions(given, self._process.router.choose_encoder(start.model).model.embedding_dimension)
@@ -297,10 +296,6 @@ class Door:
         if (visit := VISIT.get()) is not None:
             visit.work_s += BYTE_COST_S * len(body)
 
-    def _reading(self, arrival: Arrival) -> contextlib.AbstractContextManager[None]:
-        """Counts the processor time in which a body becomes what is asked for, beyond that of an ordinary one."""
-        return self._process.pace.spending(arrival.caller.payer, START_FREE_S)
-
 
 def answered(value: object, arrival: Arrival, more: Mapping[str, str] | None = None) -> web.Response:
     """A response of one piece of JSON. more: headers beside those that every response has."""
@@ -320,7 +315,8 @@ def request_id_of(request: web.BaseRequest) -> uuid.UUID | None:
             remedy = "must be one, and have 1 to 255 visible characters; a UUID becomes the request id itself"
             raise wrong_parameter("Idempotency-Key", remedy)
         return as_uuid(key) or uuid.uuid5(KEY_NAMESPACE, key)
-    return as_uuid(request.headers.get("x-request-id", ""))
+    given = request.headers.get("x-request-id")
+    return as_uuid(given) if given else None
 
 
 def as_uuid(text: str) -> uuid.UUID | None:

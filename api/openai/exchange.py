@@ -93,7 +93,10 @@ class Exchange:
         self._live: list[LiveRequest] = []
         self._receivers: dict[str, AnswerReceiver] = {}  # of requests that have not ended, by their id as text
         self._outputs = [Output(index) for index in range(len(asked.starts) * asked.choice_count)]
-        self._bill = Bill(request_ids=[str(each) for each in self._request_ids()])
+        # The same again where the whole is sent again.
+        first, self._bill = arrival.request_id, Bill(request_ids=[str(arrival.request_id)])
+        for index in range(1, len(asked.starts)):
+            self._bill.request_ids.append(str(uuid.uuid5(first, str(index))))
         self._headers: dict[str, str] = {}
         self._refusal: Refusal | None = None  # the first failure, which is the answer's
         self._response: web.StreamResponse | None = None  # once anything has been written
@@ -133,11 +136,6 @@ class Exchange:
             self._live.clear()
             self._starts.clear()
             del self._asked, self._answer, self._http
-
-    def _request_ids(self) -> list[uuid.UUID]:
-        """The id of each prompt's request: the same again where the whole is sent again."""
-        first = self._arrival.request_id
-        return [first, *(uuid.uuid5(first, str(index)) for index in range(1, len(self._asked.starts)))]
 
     def _begin(self, starts: Sequence[ValidStart]) -> None:
         """Start all requests, or none. Raises: RequestInFlight, RequestUnderWay."""

@@ -56,13 +56,13 @@ def secret_of(request: web.BaseRequest) -> str:
 
 async def read_body(request: web.BaseRequest, most: int) -> bytes:
     """The body of at most so many bytes, as it was sent. Raises: HttpFault, ConnectionError."""
-    if any(each.strip().lower() != "identity" for each in request.headers.getall("content-encoding", ())):
-        raise HttpFault(415, "send the body as it is, without content-encoding", "unsupported_encoding")
+    for encoding in request.headers.getall("content-encoding", ()):
+        if encoding.strip().lower() != "identity":
+            raise HttpFault(415, "send the body as it is, without content-encoding", "unsupported_encoding")
     if request.headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
         raise HttpFault(400, no_http("transfer-encoding can only be chunked"), INVALID_HTTP, closing=True)
-    too_large = HttpFault(413, f"the body is too large: at most {most} bytes are taken", "request_too_large", closing=True)
     if (request.content_length or 0) > most:
-        raise too_large
+        raise too_large(most)
     if (expected := request.headers.get("expect")) is not None:
         if expected.lower() != "100-continue":
             raise HttpFault(417, "the header Expect can only be 100-continue", "expectation_failed", closing=True)
@@ -75,14 +75,18 @@ async def read_body(request: web.BaseRequest, most: int) -> bytes:
             async with asyncio.timeout(BODY_WAIT_S):
                 content = await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise too_large from None
+        raise too_large(most) from None
     except TimeoutError:
         raise HttpFault(408, f"the body did not come within {BODY_WAIT_S:.0f} s", "request_timeout", closing=True) from None
     except HttpProcessingError as error:
         raise HttpFault(400, no_http(error.message), INVALID_HTTP, closing=True) from None
     if len(content) > most:
-        raise too_large
+        raise too_large(most)
     return content
+
+
+def too_large(most: int) -> HttpFault:
+    return HttpFault(413, f"the body is too large: at most {most} bytes are taken", "request_too_large", closing=True)
 
 
 def visited(handle: Handle, pace: FramePace) -> Handle:
