@@ -16,6 +16,7 @@ from api.core.addresses import Origin
 from api.core.interceptor import METHOD
 from metering.core.errors import KeyInvalid, StoreAway
 from metering.store.db import create_engine, create_sessions
+from metering.tenants.networks import parse_address
 from metering.tenants.tenants import Principal
 
 SECRET = "wk_12345678_" + "a" * 43
@@ -160,6 +161,18 @@ class SlowKeys:
         """Let everybody get as far as they can."""
         for _ in range(10):
             await asyncio.sleep(0)
+
+
+async def test_each_call_has_the_address_that_it_comes_from_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    near, far = (Origin(f"ipv4:{host}:1", parse_address(host)) for host in ("192.0.2.1", "198.51.100.7"))
+
+    for origin in (near, far, far, near, Origin("unix:", None), near):
+        found = await world.authenticator.principal_of(SECRET, method=METHOD.get(), origin=origin, age_max_s=1.0)
+
+        assert (found.address, found.api_key_id) == (origin.address, ALICE.api_key_id)
 
 
 async def test_calls_that_come_at_once_share_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
