@@ -172,11 +172,23 @@ class Exchange:
                 request.stop(OUTCOMES[cause], SiblingEnded(cause))
 
     async def _take(self, data: bytes) -> None:
-        """Write what a message of the outbox says, or the body of a whole answer, which begins when all output is there."""
+        """Write what a message of the outbox says, or the body of a whole answer, which begins when all output is there.
+
+        Raises: ConnectionError if the connection is gone, TimeoutError if it takes nothing for too long.
+        """
         if self._has_output and self._response is None:
             data = self._body_without_end()
-        if data:
-            await self._write(data)
+        if not data:
+            return
+        if self._response is None:
+            await self._opened()
+        self._silent_since = time.monotonic()
+        # `StreamResponse.write` may wait by itself, and a clock for each token costs as much as the token.
+        writer: Any = self._http.writer
+        await writer.write(data, drain=False)
+        connection: Any = self._http.protocol
+        if connection.writing_paused:
+            await connection.drained()
 
     def note(self, receiver: AnswerReceiver, frame: pb.ServerFrame) -> bytes:
         """Note a frame without output. Returns the events that a stream says of it."""
@@ -284,18 +296,6 @@ class Exchange:
         if self._refusal is None:
             return self._answer.tail(self._outputs, self._bill)
         return {"usage": None, **self._refusal.body()}
-
-    async def _write(self, data: bytes) -> None:
-        """Hand bytes to the connection. Raises: ConnectionError if it is gone, TimeoutError if it takes nothing for too long."""
-        if self._response is None:
-            await self._opened()
-        self._silent_since = time.monotonic()
-        # `StreamResponse.write` may wait by itself, and a clock for each token costs as much as the token.
-        writer: Any = self._http.writer
-        await writer.write(data, drain=False)
-        connection: Any = self._http.protocol
-        if connection.writing_paused:
-            await connection.drained()
 
     async def _opened(self) -> web.StreamResponse:
         """The response, of which at least the head is about to be sent: with what is written first, in one piece."""
