@@ -434,7 +434,7 @@ async def settle(system: System) -> list[str]:
 def unsettled(system: System) -> list[str]:
     """What is still to be done, if anything."""
     with psycopg.connect(psycopg_conninfo(system.postgres.url), autocommit=True) as connection:
-        counts = {name: int(one(connection, query)) for name, query in WAITING.items()}
+        counts = {name: int((connection.execute(query).fetchone() or [0])[0]) for name, query in WAITING.items()}
     left = [f"{count} {name}" for name, count in counts.items() if count]
     if not left and (journals := sum(1 for _ in abandoned_journals(system.directory / JOURNALS))):
         left.append(f"{journals} journals of dead processes")
@@ -473,12 +473,6 @@ def exported_quantities(path: Path) -> Counter[uuid.UUID]:
     return quantities
 
 
-def one(connection: psycopg.Connection[Any], query: LiteralString) -> Any:
-    row = connection.execute(query).fetchone()
-    assert row is not None
-    return row[0]
-
-
 TOLD_MAX = 20  # of what is wrong, on the terminal
 KILLS_PER_ROUND = 5
 BETWEEN_KILLS_S = (0.05, 0.8)  # from "still dying" to "just back"
@@ -510,11 +504,11 @@ def chaos(
     chosen = random.randrange(2**32) if seed is None else seed
     home = directory or Path(tempfile.mkdtemp(prefix="weir-chaos-"))
     home = home.expanduser().absolute()
-    plan = Plan(rounds, chosen, engine, redis, kills)
+    plan = Plan(rounds, chosen, redis, kills)
     note(f"seed {chosen}, in {home}")
     began_at = time.monotonic()
     with clear_failures():
-        report = asyncio.run(run_rounds(home, chaos_settings(plan.engine), plan, note))
+        report = asyncio.run(run_rounds(home, chaos_settings(engine), plan, note))
     if as_json:
         print_json(document(report, chosen))
     else:
@@ -554,11 +548,10 @@ def document(report: Report, seed: int) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do. rounds of kills_per_round; engine: a key of `system.ENGINES`."""
+    """What to do: rounds of kills_per_round. kinds: of kills; empty for all, as often as `WEIGHTS` says."""
 
     rounds: int
     seed: int
-    engine: str = "simulated"
     with_redis: bool = False
     kills_per_round: int = KILLS_PER_ROUND
     kinds: tuple[Kind, ...] = ()
@@ -640,7 +633,8 @@ async def run_rounds(directory: Path, settings: Settings, plan: Plan, tell: Tell
             tell(f"round {number + 1}: {names}; {len(asked.asked):,} requests, {asked.received:,} tokens received so far")
             if report.wrong:
                 break
-        report.back_s = times_back(system)
+        downs = {"API process": [s for api in system.apis for s in api.down_s], "PostgreSQL": system.down_s}
+        report.back_s = {name: statistics.median(seconds) for name, seconds in downs.items() if seconds}
     return report
 
 
@@ -667,12 +661,6 @@ async def one_round(system: System, load: Load, plan: Plan, rng: random.Random, 
     report.kills += kills
     report.wrong += await settle(system)
     return kills
-
-
-def times_back(system: System) -> dict[str, float]:
-    """Median time from a death until a part was there again, in seconds; of the API processes together."""
-    downs = {"API process": [s for api in system.apis for s in api.down_s], "PostgreSQL": system.down_s}
-    return {name: statistics.median(seconds) for name, seconds in downs.items() if seconds}
 
 
 def chaos_settings(engine: str) -> Settings:
