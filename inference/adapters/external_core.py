@@ -131,7 +131,8 @@ class Choice:
         """What a response adds. Sets `ended` if the output is over by it. Raises: EngineFailed if the response cannot be."""
         before, new_ids = len(self.request.wanted.output_token_ids), list(output.token_ids[self.token_count :])
         # Whether the end token itself is in the list is not documented; here it always is.
-        ended_silently = (output.finish_reason == "stop" and not (new_ids or self.token_count)) or self._lacks_end(output, new_ids)
+        last = new_ids[-1] if new_ids else None
+        ended_silently = output.finish_reason == "stop" and last not in self.request.end_token_ids
         if ended_silently and (end := self._end_token(output)) is not None:
             new_ids.append(end)
         taken: list[int] = []
@@ -173,12 +174,6 @@ class Choice:
         if piece.stopped and self.ended is not EngineFinishReason.CANCELLED:
             self.ended = EngineFinishReason.STOP_SEQUENCE
         return piece.text
-
-    def _lacks_end(self, output: Output, new_ids: list[int]) -> bool:
-        if output.finish_reason != "stop":
-            return False
-        last = new_ids[-1] if new_ids else None
-        return last not in self.request.end_token_ids
 
     def _end_token(self, output: Output) -> int | None:
         """The id that ended the output by the engine's account: the stop token that it names, or the first of the end tokens."""

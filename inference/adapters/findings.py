@@ -7,10 +7,12 @@ something is not as it was written down.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
+
+from inference.engine import GrammarKind, ResponseFormat
 
 Patient = TypeVar("Patient")
 
@@ -53,3 +55,21 @@ async def ask_all(questions: Sequence[Callable[[Patient], Awaitable[tuple[Verdic
             verdict, seen = Verdict.BAD, f"no answer: {error!r}"
         found.append(Observation(asked, verdict, seen))
     return found
+
+
+FORMATS = (
+    ResponseFormat(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'),
+    ResponseFormat(GrammarKind.REGEX, "[0-9]{3}"),
+)
+
+
+async def accepted(formats: Iterable[ResponseFormat], answer: Callable[[ResponseFormat], Awaitable[object]]) -> tuple[Verdict, str]:
+    """Which response formats an engine takes. answer: has it answer in one."""
+    kept, failed = [], []
+    for response_format in formats:
+        try:
+            await answer(response_format)
+            kept.append(response_format.kind.value)
+        except Exception as error:  # whatever it is, it belongs in the report
+            failed.append(f"{response_format.kind.value} ({error!r})")
+    return expected(not failed), f"accepted: {', '.join(kept) or 'none'}; refused: {', '.join(failed) or 'none'}"

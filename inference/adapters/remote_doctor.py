@@ -13,8 +13,10 @@ import grpc
 
 from inference.adapters.external_core import Choice, Output, Request
 from inference.adapters.findings import (
+    FORMATS,
     Observation,
     Verdict,
+    accepted,
     ask_all,
     expected,
     needed,
@@ -31,7 +33,7 @@ from inference.adapters.remote_connection import (
 )
 from inference.adapters.remote_dialects import Dialect, ServerUnfit
 from inference.adapters.remote_settings import RemoteSettings
-from inference.engine import GenerationRequest, GrammarKind, ModelInfo, ResponseFormat, SamplingParams, StopCriteria
+from inference.engine import GenerationRequest, ModelInfo, SamplingParams, StopCriteria
 from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 
@@ -106,9 +108,8 @@ async def repeats(patient: Patient) -> tuple[Verdict, str]:
     first, second = [(await patient.run(request))[0] for _ in range(2)]
     if len(first.token_ids) != 16 or first.finish_reason != "length":
         return Verdict.BAD, f"{len(first.token_ids)} tokens of 16, ended by {first.finish_reason}"
-    return expected(
-        first.token_ids == second.token_ids
-    ), f"16 tokens, the second time {'the same' if first == second else 'others'}"
+    same = first.token_ids == second.token_ids
+    return expected(same), f"16 tokens, the second time {'the same' if first == second else 'others'}"
 
 
 async def end_tokens(patient: Patient) -> tuple[Verdict, str]:
@@ -120,9 +121,8 @@ async def end_tokens(patient: Patient) -> tuple[Verdict, str]:
     first = next(index for index, token_id in enumerate(free) if token_id in ends)
     listed = ended.token_ids[-1:] == free[first : first + 1]
     right = ended.finish_reason == "stop" and len(ended.token_ids) in (first, first + 1)
-    return needed(
-        right
-    ), f"{len(ended.token_ids)} tokens of {first + 1}, ended by {ended.finish_reason}; {'listed' if listed else 'cut'}"
+    seen = f"{len(ended.token_ids)} tokens of {first + 1}, ended by {ended.finish_reason}; {'listed' if listed else 'cut'}"
+    return needed(right), seen
 
 
 async def cached_tokens(patient: Patient) -> tuple[Verdict, str]:
@@ -175,17 +175,8 @@ async def log_probabilities(patient: Patient) -> tuple[Verdict, str]:
 
 async def guided_decoding(patient: Patient) -> tuple[Verdict, str]:
     """Which response formats are kept?"""
-    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
-    kept, failed = [], []
-    for kind, source in ((GrammarKind.JSON_SCHEMA, schema), (GrammarKind.REGEX, "[0-9]{3}")):
-        request = patient.request(40)
-        wanted = replace(request, stop=StopCriteria(40), response_format=ResponseFormat(kind, source))
-        try:
-            await patient.run(wanted, patient.ends)
-            kept.append(kind.value)
-        except Exception as error:  # whatever it is, it belongs in the report
-            failed.append(f"{kind.value} ({error!r})")
-    return expected(not failed), f"accepted: {', '.join(kept) or 'none'}; refused: {', '.join(failed) or 'none'}"
+    request = replace(patient.request(40), stop=StopCriteria(40))
+    return await accepted(FORMATS, lambda wanted: patient.run(replace(request, response_format=wanted), patient.ends))
 
 
 async def loads(patient: Patient) -> tuple[Verdict, str]:

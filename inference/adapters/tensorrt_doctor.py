@@ -19,8 +19,10 @@ from typing import Any
 
 from common.processes import descendants
 from inference.adapters.findings import (
+    FORMATS,
     Observation,
     Verdict,
+    accepted,
     ask_all,
     expected,
     needed,
@@ -110,9 +112,8 @@ async def end_tokens(patient: Patient) -> tuple[Verdict, str]:
     both = await patient.finish(patient.start(prompt, 12, ends=frozenset({min(first, second), max(first, second)})))
     listed = [name for name, ids in (("end id", as_end), ("stop id", list(both.token_ids))) if ids and ids[-1] in (first, second)]
     right = len(as_end) in (free.index(first), free.index(first) + 1)
-    return needed(
-        right
-    ), f"listed: {', '.join(listed) or 'neither'}; stop_reason {both.stop_reason!r}; {len(as_end)} of {len(free)} tokens"
+    seen = f"listed: {', '.join(listed) or 'neither'}; stop_reason {both.stop_reason!r}; {len(as_end)} of {len(free)} tokens"
+    return needed(right), seen
 
 
 async def cached_tokens(patient: Patient) -> tuple[Verdict, str]:
@@ -172,26 +173,15 @@ async def log_probabilities(patient: Patient) -> tuple[Verdict, str]:
     output = await patient.finish(patient.start(patient.prompt(6), 8, sampling=SamplingParams(top_logprobs=3)))
     complete = len(output.logprobs) == len(output.token_ids)
     chosen = complete and all(token in known for token, known in zip(output.token_ids, output.logprobs, strict=True))
-    return needed(
-        bool(chosen)
-    ), f"{len(output.logprobs)} for {len(output.token_ids)} tokens, the chosen one {'in' if chosen else 'not in'} them"
+    return needed(bool(chosen)), (
+        f"{len(output.logprobs)} for {len(output.token_ids)} tokens, the chosen one {'in' if chosen else 'not in'} them"
+    )
 
 
 async def guided_decoding(patient: Patient) -> tuple[Verdict, str]:
     """Which response formats are kept?"""
-    formats = {
-        GrammarKind.JSON_SCHEMA: '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}',
-        GrammarKind.REGEX: "[0-9]{3}",
-        GrammarKind.LARK: "start: /[0-9]/ /[0-9]/",
-    }
-    kept, failed = [], []
-    for kind, source in formats.items():
-        try:
-            await patient.finish(patient.start(patient.prompt(7), 40, response_format=ResponseFormat(kind, source)))
-            kept.append(kind.value)
-        except Exception as error:  # whatever it is, it belongs in the report
-            failed.append(f"{kind.value} ({error!r})")
-    return expected(not failed), f"accepted: {', '.join(kept) or 'none'}; refused: {', '.join(failed) or 'none'}"
+    formats = (*FORMATS, ResponseFormat(GrammarKind.LARK, "start: /[0-9]/ /[0-9]/"))
+    return await accepted(formats, lambda wanted: patient.finish(patient.start(patient.prompt(7), 40, response_format=wanted)))
 
 
 async def statistics(patient: Patient) -> tuple[Verdict, str]:
@@ -200,9 +190,8 @@ async def statistics(patient: Patient) -> tuple[Verdict, str]:
     await patient.read()
     missing = EXPECTED_STATISTICS - set(patient.statistics)
     blocks = patient.statistics.get("kvCacheStats") or {}
-    return needed(
-        {"maxNumBlocks", "tokensPerBlock"} <= set(blocks)
-    ), f"missing: {', '.join(sorted(missing)) or 'nothing'}; blocks {blocks}"
+    known = {"maxNumBlocks", "tokensPerBlock"} <= set(blocks)
+    return needed(known), f"missing: {', '.join(sorted(missing)) or 'nothing'}; blocks {blocks}"
 
 
 async def cache_events(patient: Patient) -> tuple[Verdict, str]:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from inference.checkpoint.checkpoint import DecoderConfig
 from inference.checkpoint.tensors import LinearWeights
-from inference.decoder.model import Logits, rotary_tables
-from inference.decoder.weights import DecoderWeights
+from inference.decoder.model import DecoderWeights, Logits, rotary_tables
 from inference.errors import InvariantViolated
 from inference.kv_blocks import blocks_for
 from inference.native import loader
@@ -303,29 +302,23 @@ def open_decoder(
     bytes_max: of all files beside it, with it; others go where there are more. load: reads and checks the checkpoint. make: lays
     out a decoder.
     """
-    decoder = _open_decoder(path, load, make)
-    if path is not None:
-        trim_packed(path.parent, bytes_max)
-    return decoder
-
-
-def _open_decoder(
-    path: Path | None, load: Callable[[], DecoderWeights], make: Callable[[DecoderWeights | PackedFile], NativeDecoder]
-) -> NativeDecoder:
     if path is None:
         return make(load())
-    if (file := open_packed(path)) is not None:
+    decoder, file = None, open_packed(path)
+    if file is not None:
         try:
-            return make(file)
+            decoder = make(file)
         except ValueError as error:
             _log.warning("packed weights in %s are not used: %s", path, error)
-    decoder = make(load())
-    try:
-        write_packed(path, decoder.parts())
-        if (file := open_packed(path)) is not None:
-            decoder.adopt(file)
-    except OSError as error:
-        _log.warning("packed weights are not kept, each host has its own: %s", error)
+    if decoder is None:
+        decoder = make(load())
+        try:
+            write_packed(path, decoder.parts())
+            if (file := open_packed(path)) is not None:
+                decoder.adopt(file)
+        except OSError as error:
+            _log.warning("packed weights are not kept, each host has its own: %s", error)
+    trim_packed(path.parent, bytes_max)
     return decoder
 
 
@@ -335,11 +328,9 @@ def path_for(place: PackedPlace | None, checkpoint: Path, compute_dtype: str) ->
         return None
     try:
         stored_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-        return (
-            packed_path(Path(place.directory), checkpoint, compute_dtype, library_name())
-            if stored_bytes >= PACKED_BYTES_MIN
-            else None
-        )
+        if stored_bytes < PACKED_BYTES_MIN:
+            return None
+        return packed_path(Path(place.directory), checkpoint, compute_dtype, library_name())
     except OSError as error:
         _log.warning("packed weights are not kept: %s", error)
         return None
