@@ -62,18 +62,6 @@ class CachedBlock:
     block_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """Leading blocks of a prompt that are already computed. Valid until the next change of the pool."""
-
-    blocks: tuple[CachedBlock, ...] = ()
-
-    @property
-    def token_count(self) -> int:
-        """Prompt tokens that need no computing."""
-        return len(self.blocks) * KV_BLOCK_TOKENS
-
-
 class BlockPool:
     """All KV blocks of one engine. Not thread-safe: only the step loop uses it."""
 
@@ -106,8 +94,8 @@ class BlockPool:
         """Blocks that `allocate` could give."""
         return len(self._free) + len(self._evictable)
 
-    def match(self, keys: Sequence[BlockKey], cache_salt: str) -> PrefixMatch:
-        """The longest run of leading blocks that are computed for this salt. Changes nothing."""
+    def match(self, keys: Sequence[BlockKey], cache_salt: str) -> list[CachedBlock]:
+        """The longest run of leading blocks that are computed for this salt: valid until the pool changes, and no change of it."""
         blocks: list[CachedBlock] = []
         parent: CachedBlock | None = None
         for key in keys:
@@ -115,19 +103,19 @@ class BlockPool:
             if parent is None:
                 break
             blocks.append(parent)
-        return PrefixMatch(tuple(blocks))
+        return blocks
 
-    def evictable_count(self, match: PrefixMatch) -> int:
+    def evictable_count(self, matched: Sequence[CachedBlock]) -> int:
         """How many of the matched blocks count as available now and will not once they are held."""
-        return sum(block.block_id in self._evictable for block in match.blocks)
+        return sum(block.block_id in self._evictable for block in matched)
 
-    def hold(self, match: PrefixMatch) -> list[int]:
+    def hold(self, matched: Sequence[CachedBlock]) -> list[int]:
         """Add a reader to each matched block; returns their ids, the head of the reader's table."""
-        for block in match.blocks:
+        for block in matched:
             if self._reference_counts[block.block_id] == 0:
                 del self._evictable[block.block_id]
             self._reference_counts[block.block_id] += 1
-        return [block.block_id for block in match.blocks]
+        return [block.block_id for block in matched]
 
     def share(self, block_ids: Sequence[int]) -> list[int]:
         """Add a reader to each block of a running sequence's table; returns the new reader's table."""

@@ -23,14 +23,15 @@ from inference.decoder.model import (
     NOT_FINITE,
     Batch,
     Decoder,
+    DecoderWeights,
     DecodeSpan,
     LayerPool,
     Logits,
     PrefillSpan,
     Spans,
+    load_weights,
     row_indices,
 )
-from inference.decoder.weights import DecoderWeights, load_weights
 from inference.errors import EngineStartFailed, InvariantViolated
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.native.decoder import NativeDecoder, open_decoder, path_for, supports

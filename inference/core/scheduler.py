@@ -34,7 +34,7 @@ from typing import NamedTuple
 from inference.core.kv_cache import (
     BlockKey,
     BlockPool,
-    PrefixMatch,
+    CachedBlock,
     block_keys,
     matchable_block_count,
 )
@@ -237,21 +237,21 @@ class Scheduler:
                 if self.preemption_count > preemption_count:
                     entering.clear()
                 continue
-            match = self._pool.match(sequence.prefix_keys, sequence.cache_salt)
-            if commitments.has_in_progress(sequence, match):
+            matched = self._pool.match(sequence.prefix_keys, sequence.cache_salt)
+            if commitments.has_in_progress(sequence, matched):
                 passed_over.add(sequence)
             elif sequence is not next(each for each in self._waiting if each not in passed_over):
                 entering.clear()  # another is next by now: it was displaced, or overtaken for the last time
-            elif not self._let_in(sequence, match, plan, commitments):
+            elif not self._let_in(sequence, matched, plan, commitments):
                 entering.clear()
 
-    def _let_in(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan, commitments: Commitments) -> bool:
+    def _let_in(self, sequence: Sequence, matched: list[CachedBlock], plan: StepPlan, commitments: Commitments) -> bool:
         """Let a waiting sequence enter, if there is room or if it may take that of others."""
         missing_places = commitments.place_count + sequence.place_count - self._limits.running_sequence_count_max
-        wanted = commitments.owed_by(sequence, len(match.blocks)) + self._pool.evictable_count(match)
+        wanted = commitments.owed_by(sequence, len(matched)) + self._pool.evictable_count(matched)
         missing_blocks = commitments.owed_block_count + wanted - self._pool.block_count_available if self._running else 0
         if missing_places > 0 or missing_blocks > 0:
-            displaced = self._displaceable(sequence, match, missing_places, missing_blocks, commitments)
+            displaced = self._displaceable(sequence, matched, missing_places, missing_blocks, commitments)
             if not displaced:
                 return False
             for each in displaced:
@@ -259,18 +259,18 @@ class Scheduler:
                 commitments.place_count -= each.place_count
                 self._preempt(each)
                 plan.drop(each)
-        self._enter(sequence, match, plan)
+        self._enter(sequence, matched, plan)
         commitments.add(sequence)
         return True
 
     def _displaceable(
-        self, sequence: Sequence, match: PrefixMatch, places: int, blocks: int, commitments: Commitments
+        self, sequence: Sequence, matched: list[CachedBlock], places: int, blocks: int, commitments: Commitments
     ) -> list[Sequence]:
         """The last running sequences that give so many places and blocks, if a waiting one may take these; else nobody.
 
         Beams stay: they would have to be computed anew, all of them.
         """
-        matched = {block.block_id for block in match.blocks}
+        kept = {block.block_id for block in matched}
         displaced: list[Sequence] = []
         for running in reversed(self._running):
             if places <= 0 and blocks <= 0:
@@ -281,18 +281,19 @@ class Scheduler:
                 displaced.append(running)
                 places -= 1
                 blocks -= commitments.owed_by(running, len(running.block_table))
-                blocks -= sum(not self._pool.is_shared(each) and each not in matched for each in running.block_table)
+                blocks -= sum(not self._pool.is_shared(each) and each not in kept for each in running.block_table)
         return displaced if places <= 0 and blocks <= 0 else []
 
-    def _enter(self, sequence: Sequence, match: PrefixMatch, plan: StepPlan) -> None:
+    def _enter(self, sequence: Sequence, matched: list[CachedBlock], plan: StepPlan) -> None:
         self._waiting.remove(sequence)
         bisect.insort(self._running, sequence, key=_precedence)
-        sequence.block_table = self._pool.hold(match)
-        sequence.computed_token_count = match.token_count
-        sequence.registered_block_count = len(match.blocks)
-        sequence.registered_tip = match.blocks[-1] if match.blocks else None
+        sequence.block_table = self._pool.hold(matched)
+        sequence.computed_token_count = len(matched) * KV_BLOCK_TOKENS
+        sequence.registered_block_count = len(matched)
+        sequence.registered_tip = matched[-1] if matched else None
         if sequence.cached_token_count is None:
-            sequence.cached_token_count = min(match.token_count, sequence.prompt_token_count)  # of output too, if it is continued
+            # Of a sequence that is continued output may be found too.
+            sequence.cached_token_count = min(sequence.computed_token_count, sequence.prompt_token_count)
             plan.entered.append(sequence)
         self._note_overtaking(sequence)
         self._plan_chunk(plan, sequence)
@@ -357,13 +358,12 @@ class Commitments:
         of_beams = (sequence.place_count - 1) * (needed - len(sequence.token_ids) // KV_BLOCK_TOKENS)
         return max(needed - covered_block_count, 0) + of_beams
 
-    def has_in_progress(self, sequence: Sequence, match: PrefixMatch) -> bool:
+    def has_in_progress(self, sequence: Sequence, matched: list[CachedBlock]) -> bool:
         """Whether the next prefix block of a waiting sequence is being computed by one that comes before it.
 
         One that comes after it does not count: that one may get on only when this one has.
         """
-        matched = len(match.blocks)
-        if matched >= len(sequence.prefix_keys):
+        if len(matched) >= len(sequence.prefix_keys):
             return False
-        first = self._in_progress.get(sequence.prefix_keys[matched].key)
+        first = self._in_progress.get(sequence.prefix_keys[len(matched)].key)
         return first is not None and first.precedence < sequence.precedence

@@ -18,7 +18,6 @@ from inference.core.kv_cache import (
     BlockKey,
     BlockPool,
     CachedBlock,
-    PrefixMatch,
 )
 from inference.core.scheduler import Scheduler, StepPlan
 from inference.core.sequence import Sequence as EngineSequence
@@ -174,14 +173,14 @@ class ObservedPool(BlockPool):
         self.on_hold: Callable[[list[int]], None] = lambda block_ids: None
         self.on_release: Callable[[], None] = lambda: None
 
-    def match(self, keys: Sequence[BlockKey], cache_salt: str) -> PrefixMatch:
+    def match(self, keys: Sequence[BlockKey], cache_salt: str) -> list[CachedBlock]:
         """As observed."""
         found = super().match(keys, cache_salt)
         tokens = [token_id for key in keys for token_id in key.token_ids]
-        self.model.check_match(cache_salt, tokens, [block.block_id for block in found.blocks])
+        self.model.check_match(cache_salt, tokens, [block.block_id for block in found])
         return found
 
-    def hold(self, match: PrefixMatch) -> list[int]:
+    def hold(self, match: Sequence[CachedBlock]) -> list[int]:
         """As observed."""
         block_ids = super().hold(match)
         self.on_hold(block_ids)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inference.checkpoint.checkpoint import read_config, read_model_info
-from inference.decoder.weights import load_weights
+from inference.decoder.model import load_weights
 from inference.engine import SamplingParams
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
 from inference.text.tokenizer import ChatMessage, Tokenizer

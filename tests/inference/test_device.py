@@ -14,8 +14,7 @@ from inference.checkpoint.checkpoint import read_config
 from inference.checkpoint.tensors import on_device
 from inference.core.engine_core import EngineCore
 from inference.core.options import EngineOptions
-from inference.decoder.model import Batch, Decoder, DecodeSpan, LayerPool, PrefillSpan, Spans, row_indices
-from inference.decoder.weights import load_weights
+from inference.decoder.model import Batch, Decoder, DecodeSpan, LayerPool, PrefillSpan, Spans, load_weights, row_indices
 from inference.errors import EngineStartFailed
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits

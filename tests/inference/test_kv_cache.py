@@ -24,7 +24,8 @@ def fill(pool: BlockPool, token_ids: list[int], salt: str = "") -> list[int]:
 
 def cached_tokens(pool: BlockPool, token_ids: list[int], salt: str = "") -> int:
     """What a prompt of these tokens would find."""
-    return pool.match(block_keys(token_ids, salt, matchable_block_count(len(token_ids)), pool.hash_block), salt).token_count
+    keys = block_keys(token_ids, salt, matchable_block_count(len(token_ids)), pool.hash_block)
+    return len(pool.match(keys, salt)) * KV_BLOCK_TOKENS
 
 
 def test_a_prefix_is_found_block_by_block_and_the_last_token_is_always_left() -> None:
@@ -94,8 +95,8 @@ def test_a_block_computed_twice_is_findable_once_and_the_chain_goes_on() -> None
 
     match = pool.match(block_keys(TOKENS, "", 4), "")
 
-    assert match.token_count == 64
-    assert [block.block_id for block in match.blocks[:2]] == first
+    assert len(match) * KV_BLOCK_TOKENS == 64
+    assert [block.block_id for block in match[:2]] == first
 
 
 def test_content_whose_head_was_evicted_does_not_block_its_successor() -> None:

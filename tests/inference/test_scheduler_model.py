@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from inference.core.kv_cache import BlockKey, BlockPool, CachedBlock, PrefixMatch
+from inference.core.kv_cache import BlockKey, BlockPool, CachedBlock
 from inference.core.scheduler import Scheduler, StepPlan
 from inference.core.sequence import Sequence as EngineSequence
 from inference.engine import GenerationRequest
@@ -137,9 +137,9 @@ def find_by(*, tokens: bool, salt: bool, parent: bool) -> Callable[..., CachedBl
     return find
 
 
-def short_match(pool: BlockPool, keys: Sequence[BlockKey], cache_salt: str) -> PrefixMatch:
+def short_match(pool: BlockPool, keys: Sequence[BlockKey], cache_salt: str) -> list[CachedBlock]:
     """One block less than there is."""
-    return PrefixMatch(original_match(pool, keys, cache_salt).blocks[:-1])
+    return original_match(pool, keys, cache_salt)[:-1]
 
 
 def miscounting_schedule(scheduler: Scheduler, prompt_token_count_max: int | None = None) -> StepPlan:

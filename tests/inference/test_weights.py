@@ -25,8 +25,7 @@ from inference.checkpoint.tensors import (
 )
 from inference.core.engine_core import EngineCore
 from inference.core.options import EngineOptions
-from inference.decoder.model import Batch, Decoder, LayerPool, PrefillSpan, Spans, row_indices
-from inference.decoder.weights import DecoderWeights, load_weights
+from inference.decoder.model import Batch, Decoder, DecoderWeights, LayerPool, PrefillSpan, Spans, load_weights, row_indices
 from inference.errors import CheckpointInvalid
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.limits import EngineLimits
@@ -206,7 +205,7 @@ import sys
 from pathlib import Path
 import torch
 from inference.checkpoint.checkpoint import read_config
-from inference.decoder.weights import load_weights
+from inference.decoder.model import load_weights
 
 def bytes_of(field):
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
