@@ -231,7 +231,7 @@ class ClientStream:
                         self._let_in,
                     )
                     read_at = time.thread_time()
-                    self._process.begin(caller, start, receiver)
+                    LiveRequest(caller, start, self._process, receiver).begin()
                     # Quotas bound what is let in, and a request that is refused pays for its prompt by itself.
                     self._begun_s += min(read_at - began_at, START_FREE_S) + time.thread_time() - read_at
 

@@ -247,8 +247,12 @@ class LiveRequest:
     # Received and preparing.
 
     def begin(self) -> None:
-        """Prepare the prompt, at once if it is short, and ask to be admitted."""
+        """Prepare the prompt, at once if it is short, and ask to be admitted.
+
+        The end comes to the receiver, or to whoever receives the request then.
+        """
         process, caller, start = self._process, self.caller, self.start
+        process.add(self)
         try:
             self.life.become(State.PREPARING)
             self._route = route = process.router.route(start.model, start.request_id, start.region)

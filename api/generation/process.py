@@ -13,11 +13,9 @@ from api.generation.embedding import LiveEmbedding
 from api.generation.embedding_wire import ValidEmbed
 from api.generation.life import WAITING
 from api.generation.live import Caller, LiveRequest
-from api.generation.outbox import Receiver
 from api.generation.output import ReplayOutput
 from api.generation.relay import Relays
 from api.generation.replay import Key, ReplayBuffers
-from api.generation.start_frame import ValidStart
 from api.generation.text_work import TextWork
 from api.observability.observer import Observer
 from api.queue.fair_queue import FairQueue, QueueLimits
@@ -75,13 +73,10 @@ class Process:
         self._by_key: dict[tuple[int, int], LiveRequest] = {}  # by the numbers of project and request: UUIDs hash in Python
         self._progress = Retries("progress")
 
-    def begin(self, caller: Caller, start: ValidStart, receiver: Receiver) -> LiveRequest:
-        """Run a request that `find` does not know. Its end comes to the receiver, or to whoever receives it then."""
-        request = LiveRequest(caller, start, self, receiver)
+    def add(self, request: LiveRequest) -> None:
+        """A request begins that `find` does not know."""
         self._live[request] = None
-        self._by_key.setdefault((caller.payer.project_id.int, start.request_id.int), request)
-        request.begin()
-        return request
+        self._by_key.setdefault((request.caller.payer.project_id.int, request.start.request_id.int), request)
 
     async def turn_to_read(self, owner: Owner, byte_count: int) -> None:
         """Wait until a message of this API key may be read, whose bytes count as being prepared meanwhile.

@@ -145,7 +145,9 @@ class Exchange:
                 check_same(here, start)
             self._receivers[start.given_id] = AnswerReceiver(self, self._outbox, start.given_id, index)
         for start in starts:
-            self._live.append(self._process.begin(caller, start, self._receivers[start.given_id]))
+            request = LiveRequest(caller, start, self._process, self._receivers[start.given_id])
+            self._live.append(request)
+            request.begin()
 
     def on_end(self, receiver: Receiver) -> None:
         """Handle that a request has ended."""

@@ -19,12 +19,10 @@ from api.access.auth import Authenticator, StandingKey
 from api.core.settings import Settings
 from api.generation.admission import Admission, Capacity
 from api.generation.client_stream import ClientStream
-from api.generation.live import Caller, LiveRequest
-from api.generation.outbox import Receiver
+from api.generation.live import LiveRequest
 from api.generation.peers import make_identity
 from api.generation.process import Process
 from api.generation.relay import Relays
-from api.generation.start_frame import ValidStart
 from inference.core.engine_core import EngineCore
 from inference.core.options import CostModel, EngineOptions
 from inference.engine import (
@@ -166,10 +164,10 @@ class WatchedProcess(Process):
 
     last: LiveRequest | None = None
 
-    def begin(self, caller: Caller, start: ValidStart, receiver: Receiver) -> LiveRequest:
-        """See `Process.begin`."""
-        self.last = super().begin(caller, start, receiver)
-        return self.last
+    def add(self, request: LiveRequest) -> None:
+        """See `Process.add`."""
+        super().add(request)
+        self.last = request
 
 
 class SmallProcess:
