@@ -92,6 +92,12 @@ def month_message(entry: MonthEntry, payments: Sequence[InvoicePayment]) -> mont
     return wire.message_of(months_pb2.Month, entry, closing_time=entry.closing_at, payments=map(payment_message, payments))
 
 
+async def one_month(session: AsyncSession, organization: Organization, month: str) -> months_pb2.Month:
+    """A month `YYYY-MM` by itself. Raises: InvalidValue."""
+    payments = await payments_by_month(session, organization.id)
+    return month_message(await month_entry(session, organization, month), payments.get(month, ()))
+
+
 def payment_message(payment: InvoicePayment) -> months_pb2.InvoicePayment:
     times = {"pay_time": payment.paid_at, "failure_time": payment.payment_failed_at}
     return wire.message_of(months_pb2.InvoicePayment, payment, **times)
@@ -291,9 +297,7 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
             response.already_closed = result.already_closed
         async with self._sessions() as session:
             organization = await find_organization(session, request.organization)
-            payments = await payments_by_month(session, organization.id)
-            entry = await month_entry(session, organization, request.month)
-            response.month.CopyFrom(month_message(entry, payments.get(entry.month, ())))
+            response.month.CopyFrom(await one_month(session, organization, request.month))
         return response
 
     async def VerifyMonth(self, request: months_pb2.VerifyMonthRequest, context: Context) -> months_pb2.VerifyMonthResponse:
@@ -301,10 +305,9 @@ class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
         async with self._reading(reader) as session:
             organization = await visible(session, reader, request.organization)
             found = await verify_month(session, organization, request.month)
-            entry = await month_entry(session, organization, request.month)
-            payments = await payments_by_month(session, organization.id)
+            month = await one_month(session, organization, request.month)
         return months_pb2.VerifyMonthResponse(
-            month=month_message(entry, payments.get(entry.month, ())),
+            month=month,
             json_sha256=found.digests.json_sha256.hex(),
             csv_sha256=found.digests.csv_sha256.hex(),
             reproduced=not found.differences,

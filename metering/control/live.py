@@ -17,8 +17,9 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
-from sqlalchemy import BigInteger, delete, func, select, text
+from sqlalchemy import BigInteger, Row, delete, func, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
@@ -223,58 +224,15 @@ WHERE CAST(:project_id AS uuid) IS NULL OR p.id = :project_id
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOwner:
-    """Whose a request is."""
-
-    project_id: uuid.UUID
-    organization_name: str
-    project_name: str
-    api_key_prefix: str
-
-
-@dataclass(frozen=True, slots=True)
-class LiveRequestRow:
-    """One request that runs or waits. phase: empty where its process has not told; times None without a hold."""
-
-    request_id: uuid.UUID
-    organization_id: uuid.UUID
-    organization_name: str
-    project_id: uuid.UUID
-    project_name: str
-    api_key_id: uuid.UUID
-    api_key_prefix: str
-    model: str
-    phase: str
-    age_s: float
-    input_token_count: int
-    cached_input_token_count: int
-    delivered_token_count: int
-    tokens_per_second: float
-    leased_token_count: int
-    admitted_at: datetime | None
-    expires_at: datetime | None
-    owner_id: uuid.UUID
-    owner_name: str
-
-
-@dataclass(frozen=True, slots=True)
-class OrganizationLoad:
-    """All that runs for one organization. held_token_count: input and leased output of its holds."""
-
-    organization_id: uuid.UUID
-    name: str
-    request_count: int
-    hold_count: int
-    held_token_count: int
-    tokens_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
 class LiveView:
-    """What runs: at most a page of requests, the oldest first, and the sums over all of them."""
+    """What runs: at most a page of requests, the oldest first, and the sums over all of them by organization.
 
-    requests: tuple[LiveRequestRow, ...]
-    organizations: tuple[OrganizationLoad, ...]
+    requests: rows of `SELECT_REQUESTS`; the phase is empty where the process has not reported, times are None without a hold.
+    organizations: rows of `SELECT_ORGANIZATIONS`; held_token_count is input and leased output of the holds.
+    """
+
+    requests: tuple[Row[Any], ...]
+    organizations: tuple[Row[Any], ...]
     silent_owner_ids: tuple[uuid.UUID, ...]
 
     @property
@@ -304,11 +262,7 @@ async def live_view(
     async with sessions() as session:
         requests = (await session.execute(SELECT_REQUESTS, values | {"page_size": page_size})).all()
         organizations = (await session.execute(SELECT_ORGANIZATIONS, values)).all()
-    return LiveView(
-        tuple(LiveRequestRow(*row) for row in requests),
-        tuple(OrganizationLoad(*row) for row in organizations),
-        tuple(sorted(silent)),
-    )
+    return LiveView(tuple(requests), tuple(organizations), tuple(sorted(silent)))
 
 
 async def find_places(session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None = None) -> list[Place]:
@@ -319,10 +273,12 @@ async def find_places(session: AsyncSession, request_id: uuid.UUID, project_id: 
 
 async def find_request_owners(
     session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None = None
-) -> list[RequestOwner]:
-    """Every project that has a request of this id, or only this one. What ended with nothing to bill is nobody's."""
-    rows = await session.execute(SELECT_OWNERS, {"request_id": request_id, "project_id": project_id})
-    return [RequestOwner(*row) for row in rows]
+) -> Sequence[Row[Any]]:
+    """Every project that has a request of this id, or only this one, with the names of organization, project and key.
+
+    What ended with nothing to bill is nobody's.
+    """
+    return (await session.execute(SELECT_OWNERS, {"request_id": request_id, "project_id": project_id})).all()
 
 
 async def find_waiting(sessions: Sessions, request_id: uuid.UUID, project_id: uuid.UUID | None = None) -> list[Place]:
@@ -376,34 +332,17 @@ WHERE r.reported_at >= :asked_at ORDER BY q.model, q.replica, r.owner_name, r.ow
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaRow:
-    """A replica of one process. model: `name` or `name@version`. state: in the words of the engines' side."""
-
-    model: str
-    replica: str
-    region: str
-    state: str
-    reason: str
-    is_drained: bool
-    request_count: int
-    outstanding_token_count: int
-    owner_id: uuid.UUID
-    owner_name: str
-
-    def is_of(self, model: str) -> bool:
-        """Whether it serves this model or, where that is named, this version of it."""
-        return is_of(self.model, model)
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """All replicas of the processes that have answered, and those that have not."""
+    """All replicas of the processes that have answered, rows of `SELECT_REPLICAS`, and the processes that have not.
 
-    replicas: tuple[ReplicaRow, ...]
+    model: `name` or `name@version`. state: in the words of the engines' side.
+    """
+
+    replicas: tuple[Row[Any], ...]
     silent_owner_ids: tuple[uuid.UUID, ...]
 
-    def named(self, model: str, replica: str) -> tuple[ReplicaRow, ...]:
-        return tuple(row for row in self.replicas if (row.model, row.replica) == (model, replica))
+    def named(self, model: str, replica: str) -> list[Row[Any]]:
+        return [row for row in self.replicas if (row.model, row.replica) == (model, replica)]
 
 
 def is_of(served: str, model: str) -> bool:
@@ -416,7 +355,7 @@ async def replica_view(sessions: Sessions) -> ReplicaView:
     asked_at, silent = await ask_all(sessions)
     async with sessions() as session:
         rows = (await session.execute(SELECT_REPLICAS, {"asked_at": asked_at})).all()
-    return ReplicaView(tuple(ReplicaRow(*row) for row in rows), tuple(sorted(silent)))
+    return ReplicaView(tuple(rows), tuple(sorted(silent)))
 
 
 async def list_drains(session: AsyncSession) -> list[ReplicaDrain]:

@@ -413,15 +413,3 @@ class SupersededSecret(Base):
     api_key_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("api_keys.id"))
     superseded_at: Mapped[datetime] = mapped_column(server_default=func.now())
     expires_at: Mapped[datetime]
-
-
-class AdminRequest(Base):
-    """An administrative call that created something, under the id that its client minted for it. Kept for some days."""
-
-    __tablename__ = "admin_requests"
-
-    request_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
-    method: Mapped[str]
-    payload_hash: Mapped[bytes]
-    subject_id: Mapped[str]
-    created_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -258,17 +258,12 @@ def binaries() -> Path:
 def _run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run one of PostgreSQL's programs under the server's account."""
     account = _server_account()
-    as_account: dict[str, object] = {}
-    if account is not None:
-        as_account = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
-    return _run_as([str(binaries() / command), *arguments], as_account)
-
-
-def _run_as(command: Sequence[str], as_account: Mapping[str, object]) -> subprocess.CompletedProcess[str]:
+    as_account = {} if account is None else {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
+    program = [str(binaries() / command), *arguments]
     # A file takes the output: a daemon would keep a pipe open for ever.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         result = subprocess.run(
-            command,
+            program,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -278,7 +273,7 @@ def _run_as(command: Sequence[str], as_account: Mapping[str, object]) -> subproc
             **as_account,  # type: ignore[call-overload]
         )
         output.seek(0)
-        return subprocess.CompletedProcess(command, result.returncode, stdout=output.read())
+        return subprocess.CompletedProcess(program, result.returncode, stdout=output.read())
 
 
 @contextlib.contextmanager

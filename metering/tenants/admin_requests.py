@@ -13,12 +13,11 @@ from datetime import timedelta
 from typing import Unpack
 
 import psycopg
-from sqlalchemy import delete, func, or_, select, update
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import AlreadyExists, ChangesUnderWay, RequestIdReused, StoreAway
-from metering.core.models import AdminRequest, ApiKey, Organization, Project
+from metering.core.models import ApiKey, Organization, Project
 from metering.tenants.tenants import (
     KeyRecord,
     KeyTerms,
@@ -32,6 +31,13 @@ from metering.tenants.tenants import (
     find_project,
 )
 
+FORGET_OLD = text("DELETE FROM admin_requests WHERE created_at < now() - :kept_for")
+BEGIN = text("""
+INSERT INTO admin_requests (request_id, method, payload_hash, subject_id) VALUES (:request_id, :method, :payload_hash, '')
+ON CONFLICT DO NOTHING RETURNING request_id
+""")
+EARLIER = text("SELECT * FROM admin_requests WHERE request_id = :request_id")
+MADE = text("UPDATE admin_requests SET subject_id = :subject_id WHERE request_id = :request_id")
 KEPT_FOR = timedelta(days=7)  # a script that is repeated after a weekend still finds its own call
 
 
@@ -41,20 +47,18 @@ async def earlier_subject(session: AsyncSession, request_id: uuid.UUID, method: 
     Of two calls at once, the second waits for the first. Raises: RequestIdReused for another method or payload.
     """
     digest = hashlib.sha256(payload).digest()
-    await session.execute(delete(AdminRequest).where(AdminRequest.created_at < func.now() - KEPT_FOR))
-    values = {"request_id": request_id, "method": method, "payload_hash": digest, "subject_id": ""}
-    statement = insert(AdminRequest).values(values).on_conflict_do_nothing().returning(AdminRequest.request_id)
-    if await session.scalar(statement) is not None:
+    await session.execute(FORGET_OLD, {"kept_for": KEPT_FOR})
+    if await session.scalar(BEGIN, {"request_id": request_id, "method": method, "payload_hash": digest}) is not None:
         return None
-    earlier = (await session.scalars(select(AdminRequest).where(AdminRequest.request_id == request_id))).one()
+    earlier = (await session.execute(EARLIER, {"request_id": request_id})).one()
     if (earlier.method, earlier.payload_hash) != (method, digest):
         raise RequestIdReused(f"this request_id was used before for another {earlier.method}: mint a new one for a new call")
-    return earlier.subject_id
+    return str(earlier.subject_id)
 
 
 async def made(session: AsyncSession, request_id: uuid.UUID, subject_id: str) -> None:
     """Remember what the first call of a request id made."""
-    await session.execute(update(AdminRequest).where(AdminRequest.request_id == request_id).values(subject_id=subject_id))
+    await session.execute(MADE, {"request_id": request_id, "subject_id": subject_id})
 
 
 CHANGES_LOCK_ID = 7_355_609  # any fixed number that is ours

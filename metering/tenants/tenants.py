@@ -592,15 +592,7 @@ async def update_api_key(
     changed = await change_key(session, key, actor, "api_key.update", **values)
     if values.keys() - {"name"}:
         await order_look_at_key(session, key.id, changed.allowed_networks)
-    return replace(
-        found,
-        name=changed.name,
-        scopes=tuple(changed.scopes),
-        models=tuple(changed.models),
-        expires_at=changed.expires_at,
-        allowed_networks=tuple(changed.allowed_networks),
-        bounds=TokenBounds(changed.max_input_tokens, changed.max_output_tokens),
-    )
+    return await find_api_key(session, str(key.id))
 
 
 def _bound(standing: int | None, given: int | None, field: str) -> int | None:

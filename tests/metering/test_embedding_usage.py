@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import UTC, date, datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pypdf import PdfReader
@@ -103,7 +104,7 @@ async def test_embeddings_of_known_terms_are_admitted_at_their_own_price_and_ref
 async def test_an_embedding_has_no_output(world: HoldWorld) -> None:
     payer = world.tenant()
     op, wrong = admit(payer, embedding=True), admit(payer)
-    object.__setattr__(wrong, "embedding", True)
+    msgspec.structs.force_setattr(wrong, "embedding", True)
 
     [refused] = await world.run(wrong)
     await world.run(op)
