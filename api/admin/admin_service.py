@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any, Protocol
 
-from sqlalchemy import Row
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
@@ -58,7 +57,7 @@ from metering.configuration.configuration import (
     said_thresholds,
 )
 from metering.control import live
-from metering.control.live import ReplicaDrain, order_end_of_request
+from metering.control.live import LiveRow, ReplicaDrain, order_end_of_request
 from metering.core import audit
 from metering.core.audit import record_change
 from metering.core.errors import InvalidValue, NotFound
@@ -388,7 +387,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
                 api_key_prefix=owner.api_key_prefix,
             )
 
-    async def _owner(self, session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None) -> Row[Any]:
+    async def _owner(self, session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None) -> LiveRow:
         """Whose request it is. Raises: NotFound; InvalidValue if several projects have one of this id."""
         owners = await live.find_request_owners(session, request_id, project_id)
         if not owners:
@@ -396,7 +395,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         if len(owners) > 1:
             names = ", ".join(sorted(f"{each.organization_name}/{each.project_name}" for each in owners))
             raise InvalidValue("project", f"several projects have a request of this id, say which: {names}")
-        owner: Row[Any] = owners[0]
+        owner: LiveRow = owners[0]
         return owner
 
     async def KillRequest(self, request: live_pb.KillRequestRequest, context: Context) -> live_pb.KillRequestResponse:
@@ -969,7 +968,7 @@ async def record_kill(session: AsyncSession, actor: str, request_id: uuid.UUID, 
     await record_change(session, actor=actor, action="request.kill", subject_id=str(request_id), before=before, after=after)
 
 
-def live_request_message(row: Row[Any]) -> live_pb.LiveRequest:
+def live_request_message(row: LiveRow) -> live_pb.LiveRequest:
     times = {"admit_time": row.admitted_at, "expire_time": row.expires_at}
     return wire.message_of(live_pb.LiveRequest, row, age=wire.duration(max(row.age_s, 0.0)), **times)
 
@@ -980,7 +979,7 @@ def check_reason(reason: str) -> None:
         raise InvalidValue("reason", f"give at most {REASON_CHARS_MAX} printable characters")
 
 
-def replica_message(row: Row[Any]) -> replica_pb.Replica:
+def replica_message(row: LiveRow) -> replica_pb.Replica:
     return wire.message_of(replica_pb.Replica, row, drained=row.is_drained)
 
 

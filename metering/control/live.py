@@ -45,6 +45,7 @@ class ReplicaDrain(Base):
     drained_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
+LiveRow = Row[Any]  # of a statement of this module, whose columns are its attributes
 CHANNEL = "weir_control"
 LOOK_FOR_ORDERS, REPORT, PEERS = "stop", "report", "peers"  # what a notification can ask of a process
 KEPT_FOR = timedelta(days=1)  # far longer than any process can be cut off and still hold its requests
@@ -231,8 +232,8 @@ class LiveView:
     organizations: rows of `SELECT_ORGANIZATIONS`; held_token_count is input and leased output of the holds.
     """
 
-    requests: tuple[Row[Any], ...]
-    organizations: tuple[Row[Any], ...]
+    requests: tuple[LiveRow, ...]
+    organizations: tuple[LiveRow, ...]
     silent_owner_ids: tuple[uuid.UUID, ...]
 
     @property
@@ -273,7 +274,7 @@ async def find_places(session: AsyncSession, request_id: uuid.UUID, project_id: 
 
 async def find_request_owners(
     session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None = None
-) -> Sequence[Row[Any]]:
+) -> Sequence[LiveRow]:
     """Every project that has a request of this id, or only this one, with the names of organization, project and key.
 
     What ended with nothing to bill is nobody's.
@@ -338,10 +339,10 @@ class ReplicaView:
     model: `name` or `name@version`. state: in the words of the engines' side.
     """
 
-    replicas: tuple[Row[Any], ...]
+    replicas: tuple[LiveRow, ...]
     silent_owner_ids: tuple[uuid.UUID, ...]
 
-    def named(self, model: str, replica: str) -> list[Row[Any]]:
+    def named(self, model: str, replica: str) -> list[LiveRow]:
         return [row for row in self.replicas if (row.model, row.replica) == (model, replica)]
 
 
