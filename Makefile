@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 # One more than there are cores: the slowest tests wait for processes that they start, kill and drain.
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 SPREAD := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-CHECKS := format-check lint types proto-check migrations-check architecture
+CHECKS := format-check lint types proto-check migrations-check architecture commits-check
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
@@ -38,7 +38,7 @@ test-fast: setup-dev ## every test but those that kill processes and cut connect
 test-faults: setup-dev ## the tests that kill processes and cut connections
 	@$(PYTEST) $(SPREAD) -m faults
 
-check: $(CHECKS) ## every check that is not a test: the six that follow
+check: $(CHECKS) ## every check that is not a test: those that follow
 
 checks:
 	@echo $(CHECKS)
@@ -61,6 +61,9 @@ migrations-check: setup-dev ## up, down and up again on a real PostgreSQL; model
 
 architecture: setup-dev ## who may import whom, and the other rules of tests/test_architecture.py
 	@$(PYTEST) --quiet tests/test_architecture.py
+
+commits-check: setup-dev ## the messages of the commits since the newest tag or since the branch began
+	@$(BIN)/python -m infra.check_commits
 
 fmt: setup-dev ## bring Python and proto files into their one format
 	@$(BIN)/ruff check --quiet --fix-only .

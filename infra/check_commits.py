@@ -1,0 +1,126 @@
+"""Check commit messages against the rules of CONTRIBUTING.md: `python -m infra.check_commits [RANGE]`.
+
+Without RANGE, checks the commits since the newest tag that are not on the default branch yet.
+Skips START and its ancestors, merges, imports without a parent, and commits of bots. A clone without
+START, such as a shallow one, gives no base to count from: there only the last commit is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+START = "3fc07ad37ca16bf76286c8bf5428a6108de6cd76"  # the last commit that is older than these rules
+SUBJECT_CHARS_MAX = 72  # fits a terminal of 80 columns beside the id in `git log --oneline`
+LINES_WITHOUT_BODY_MAX = 20  # lines added and removed; a larger change needs its reason
+
+FIRST_WORD = re.compile(r"([A-Z][a-z]+(?:-[a-z]+)*) \S")
+NOT_A_VERB = re.compile(
+    "An?|The|This|That|These|Those|What|Who|Whoever|How|When|Where|Why|All|Both|Every|Each|Some|One|No|More|New|For|Of"
+)
+OTHER_FORM = re.compile(r"\w*[aeiouy]\w*ing|\w+[^e]ed|\w+[^s]s|\w{2,}(tion|sion|ment|ness|ity|ance|ence)")
+IMPERATIVE_THAT_LOOKS_LIKE_ONE = re.compile(
+    "Embed|Shed|Shred|Alias|Bias|Focus|Harness|Mention|Partition|Position|Condition|Question|Transition|Provision|Version"
+    "|Comment|Document|Implement|Increment|Decrement|Instrument|Experiment|Augment|Segment|Fragment"
+    "|Advance|Balance|Enhance|Reference|Sequence|Silence"
+)
+TRAILER = re.compile(r"[A-Z][A-Za-z-]+: ")
+
+
+def complaints(message: str, changed_line_count: int) -> Iterator[str]:
+    """Yield what is wrong with a message of a commit that adds and removes `changed_line_count` lines."""
+    subject, *rest = message.strip().splitlines() or [""]
+    if len(subject) > SUBJECT_CHARS_MAX:
+        yield f"the subject has {len(subject)} characters, and at most {SUBJECT_CHARS_MAX} are allowed"
+    if subject.endswith("."):
+        yield "the subject ends with a full stop: remove it"
+    if not begins_with_imperative(subject):
+        yield "the subject must begin with a verb in the imperative, as in 'Reject an empty prompt'"
+    if rest and rest[0].strip():
+        yield "the second line must be empty: it separates the subject from the body"
+    has_body = any(line.strip() and not TRAILER.match(line) for line in rest)
+    if changed_line_count > LINES_WITHOUT_BODY_MAX and not has_body:
+        yield f"the commit changes {changed_line_count} lines and has no body: say why the change is made"
+
+
+def begins_with_imperative(subject: str) -> bool:
+    """Return whether the first word can be an imperative: no article, plural, past form or prefix."""
+    found = FIRST_WORD.match(subject)
+    if found is None or NOT_A_VERB.fullmatch(found[1]):
+        return False
+    return bool(IMPERATIVE_THAT_LOOKS_LIKE_ONE.fullmatch(found[1]) or not OTHER_FORM.fullmatch(found[1]))
+
+
+def git(repository: Path, *arguments: str) -> str:
+    """Return the output of a git command. Raises CalledProcessError if it fails."""
+    command = ["git", "-C", str(repository), *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", errors="replace")
+    return done.stdout.strip()
+
+
+def succeeds(repository: Path, *arguments: str) -> bool:
+    """Return whether a git command has exit status 0."""
+    return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True).returncode == 0
+
+
+def selected(repository: Path, commit_range: str | None, start: str) -> list[str]:
+    """Return the ids of the commits to check, the newest first.
+
+    Raises: CalledProcessError if git does not know `commit_range`.
+    """
+    if not succeeds(repository, "cat-file", "-e", f"{start}^{{commit}}"):
+        only = [commit_range] if commit_range else ["--max-count=1", "HEAD"]
+        return git(repository, "rev-list", *only, "--").split()
+    excluded = [f"^{start}"]
+    if commit_range is None:
+        if succeeds(repository, *(describe := ("describe", "--tags", "--abbrev=0"))):
+            excluded.append(f"^{git(repository, *describe)}")
+        for branch in ("origin/HEAD", "origin/main", "main"):
+            if succeeds(repository, "rev-parse", "--verify", branch):
+                if not succeeds(repository, "merge-base", "--is-ancestor", "HEAD", branch):
+                    excluded.append(f"^{branch}")
+                break
+    return git(repository, "rev-list", commit_range or "HEAD", *excluded, "--").split()
+
+
+def findings(repository: Path, commit: str) -> Iterator[str]:
+    """Yield the complaints about one commit; none about a merge, an import without a parent, or a commit of a bot."""
+    header, _, message = git(repository, "cat-file", "commit", commit).partition("\n\n")
+    # The object names all parents; `git log` hides those beyond the end of a shallow clone.
+    if len(re.findall("^parent ", header, re.MULTILINE)) != 1 or re.search(r"^author .*\[bot\]", header, re.MULTILINE):
+        return
+    changed = re.findall(r"(\d+) (?:insertion|deletion)", git(repository, "diff-tree", "--shortstat", commit))
+    subject = message.partition("\n")[0]
+    for complaint in complaints(message, sum(map(int, changed))):
+        yield f"{commit[:10]} {subject!r}: {complaint}"
+
+
+def check(repository: Path, commit_range: str | None = None, start: str = START) -> Iterator[str]:
+    """Yield the findings of all commits to check. Raises CalledProcessError if git does not know `commit_range`."""
+    for commit in selected(repository, commit_range, start):
+        yield from findings(repository, commit)
+
+
+def main() -> int:
+    """Print the findings; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("range", nargs="?", metavar="RANGE", help="commits to check, as `git log` takes them: v0.1.0..HEAD")
+    options = parser.parse_args()
+    if options.range is None and not succeeds(ROOT, "cat-file", "-e", f"{START}^{{commit}}"):
+        print(f"This clone does not contain commit {START[:10]}: only the last commit is checked.")
+    try:
+        found = list(check(ROOT, options.range))
+    except subprocess.CalledProcessError as error:
+        print(error.stderr.strip(), file=sys.stderr)
+        return 2
+    print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
