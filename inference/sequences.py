@@ -45,14 +45,13 @@ class SamplingParams:
     @property
     def counts_output(self) -> bool:
         """Whether the next token hangs on which of those before it are output, and how many."""
-        counted = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        return counted or (self.temperature > 0.0 and self.seed is not None)
+        is_drawn = self.temperature > 0.0 and self.seed is not None
+        return is_drawn or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def takes_best(self) -> bool:
         """Whether the next token is the one with the model's largest logit, and nothing else is asked."""
-        ruled = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias
-        return self.temperature == 0.0 and not ruled and self.top_logprobs is None
+        return self.temperature == 0.0 and not (self.penalises or self.logit_bias) and self.top_logprobs is None
 
 
 @dataclass(frozen=True, slots=True)

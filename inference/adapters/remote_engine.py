@@ -87,10 +87,6 @@ class RemoteEngine(EngineLife):
         self._connection: Upkeep | None = None  # while it serves
         self._link: Link[tuple[Examination, ServerFacts]] = Link(settings)
 
-    @property
-    def settings(self) -> RemoteSettings:
-        return self._settings
-
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`: of our own sequences, and of the server's blocks as it last told."""
         return EngineStatistics() if self._connection is None else self._connection.core.statistics()

@@ -58,7 +58,11 @@ NumberedEvent = tuple[int, SequenceEvent | SequenceRefused]
 
 
 class EngineCore:
-    """Scheduler, runner and sequences of one model. Not thread-safe: one thread calls everything."""
+    """Scheduler, runner and sequences of one model. Not thread-safe: one thread calls everything.
+
+    scheduler, pool: for checks; the core alone changes them. grammars: for whoever compiles outside the step loop; `add` does it
+    itself if nobody has.
+    """
 
     def __init__(
         self,
@@ -79,10 +83,10 @@ class EngineCore:
         self._model_end_token_ids = config.end_token_ids
         self._vocabulary_size = config.vocabulary_size
         self._rotation_switch_tokens = rotation_switch_tokens(config.rope, options.limits.context_window_tokens)
-        self._grammars = GrammarCompiler(directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
-        self._pool = BlockPool(options.block_count(config))
+        self.grammars = GrammarCompiler(directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
+        self.pool = BlockPool(options.block_count(config))
         self._limits = options.limits
-        self._scheduler = Scheduler(self._pool, options.limits)
+        self.scheduler = Scheduler(self.pool, options.limits)
         self._pace = StepPace(options.limits.step_time_target_s)
         self._runner: ModelRunner | SimulatedRunner
         if options.simulation is None:
@@ -103,24 +107,9 @@ class EngineCore:
         """Whether a step would have nothing to compute."""
         return not self._requests
 
-    @property
-    def scheduler(self) -> Scheduler:
-        """For tests and checks; the core alone changes it."""
-        return self._scheduler
-
-    @property
-    def pool(self) -> BlockPool:
-        """For tests and checks; the scheduler alone changes it."""
-        return self._pool
-
     def request_fault(self, request: GenerationRequest) -> str | None:
         """Why a request could never run; None if it could. The caller asks before `add`."""
-        return request_fault(request, self._limits, self._vocabulary_size, self._pool.block_count_total)
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        """For whoever compiles outside the step loop; `add` does it itself if nobody has."""
-        return self._grammars
+        return request_fault(request, self._limits, self._vocabulary_size, self.pool.block_count_total)
 
     def add(
         self, number: int, request: GenerationRequest, arrived_at_s: float | None = None, grammar: Grammar | None = None
@@ -129,10 +118,10 @@ class EngineCore:
 
         Raises `RequestImpossible` if its response format cannot be compiled.
         """
-        if self._scheduler.waiting_is_full:
+        if self.scheduler.waiting_is_full:
             return False
         if grammar is None and request.response_format is not None:
-            grammar = self._grammars.compile(request.response_format)
+            grammar = self.grammars.compile(request.response_format)
         seed = self._seeds.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         sequence_count = request.choice_count if request.beam_search is None else 1  # beams follow when there is a prompt to share
         model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
@@ -156,7 +145,7 @@ class EngineCore:
         for sequence in sequences:
             if self._rotation_switch_tokens is not None:
                 sequence.rotary_offset = self._rotary_offset(sequence)
-            self._scheduler.add(sequence)
+            self.scheduler.add(sequence)
         if sequences[0].ended_before is not None:  # it is continued, and only its end had not been told
             self._events.append((number, Scheduled(0)))
             self._end(sequences[0], sequences[0].ended_before, arrived_at_s)
@@ -167,7 +156,7 @@ class EngineCore:
         choices = self._requests.get(number)
         if choices is not None and choices.beams is not None:
             del self._requests[number]
-            self._events += [(number, event) for event in choices.beams.cancel(self._scheduler, self._clock())]
+            self._events += [(number, event) for event in choices.beams.cancel(self.scheduler, self._clock())]
         elif choices is not None:
             now_s = self._clock()
             for sequence in list(choices.running):
@@ -180,12 +169,12 @@ class EngineCore:
     def step(self) -> list[NumberedEvent]:
         """Compute one step, if there is anything to compute. Returns all events since the last call, in order."""
         if self._requests:
-            plan = self._scheduler.schedule(self._pace.prompt_token_count_max())
+            plan = self.scheduler.schedule(self._pace.prompt_token_count_max())
             began_s = now_s = self._clock()
             for sequence in plan.entered:
                 self._note_entered(sequence, now_s)
             chosen = self._runner.run(plan)
-            self._scheduler.commit(plan)
+            self.scheduler.commit(plan)
             now_s = self._clock()
             if self._limits.step_time_target_s is not None:
                 decoded_count = sum(chunk.token_count == 1 for chunk in plan.chunks)
@@ -203,12 +192,12 @@ class EngineCore:
             self._step_count += 1
             if now_s - self._checked_at_s >= CHECK_INTERVAL_S:
                 self._checked_at_s = now_s
-                self._scheduler.check_conservation()
+                self.scheduler.check_conservation()
         events, self._events = self._events, []
         return events
 
     def statistics(self) -> EngineStatistics:
-        pool, (waiting_count, running_count) = self._pool, self._scheduler.counts()
+        pool, (waiting_count, running_count) = self.pool, self.scheduler.counts()
         free_count, cached_count = pool.block_count_free, pool.block_count_cached
         return EngineStatistics(
             waiting_sequence_count=waiting_count,
@@ -221,7 +210,7 @@ class EngineCore:
             prompt_token_count=self._prompt_token_count,
             cached_token_count=self._cached_token_count,
             output_token_count=self._output_token_count,
-            preemption_count=self._scheduler.preemption_count,
+            preemption_count=self.scheduler.preemption_count,
             running_sequence_count_max=self._limits.running_sequence_count_max,
         )
 
@@ -231,9 +220,9 @@ class EngineCore:
 
     def _turn(self) -> None:
         """Whoever has grown beyond longrope's original context is turned by its other table, from the first token on."""
-        for sequence in self._scheduler.running:
+        for sequence in self.scheduler.running:
             if sequence.rotary_offset == 0 and (offset := self._rotary_offset(sequence)):
-                self._scheduler.turn(sequence, offset)
+                self.scheduler.turn(sequence, offset)
 
     def _note_entered(self, sequence: Sequence, now_s: float) -> None:
         assert sequence.cached_token_count is not None, "the scheduler has counted"
@@ -271,7 +260,7 @@ class EngineCore:
     def _advance(self, group: BeamGroup, chosen: dict[Sequence, Chosen], now_s: float) -> None:
         """All beams of a search have been computed."""
         number, before = group.beams[0].number, group.token_count
-        self._events += [(number, event) for event in group.advance(self._scheduler, chosen, now_s)]
+        self._events += [(number, event) for event in group.advance(self.scheduler, chosen, now_s)]
         self._output_token_count += group.token_count - before
         if group.ended:
             del self._requests[number]
@@ -280,7 +269,7 @@ class EngineCore:
         """The chosen token means nothing: the grammar could not say what may follow, because that is too much to compute."""
         assert sequence.request.response_format is not None
         for choice in self._requests.pop(sequence.number).running:
-            self._scheduler.remove(choice)
+            self.scheduler.remove(choice)
         broken = SequenceRefused(f"cannot be followed any further: {fault}", sequence.request.response_format.field)
         self._events.append((sequence.number, broken))
 
@@ -288,7 +277,7 @@ class EngineCore:
         """End a choice, and with the last one its request."""
         if reason is EngineFinishReason.CANCELLED:
             text = sequence.detokenizer.finish().text
-        self._scheduler.remove(sequence)
+        self.scheduler.remove(sequence)
         choices = self._requests[sequence.number]
         choices.running.remove(sequence)
         choices.ends[sequence.choice_index] = reason

@@ -3,7 +3,7 @@
 Chance comes from a counter: the number for output token i of a sequence is a hash of its seed and i. So what a sequence draws
 depends on its seed alone, not on its neighbours, on the step, or on whether it was preempted and computed again.
 
-`LogprobReport` has the log-probabilities of output tokens, for the rows that asked for them. They are the model's own: the
+`RowLogprobs` has the log-probabilities of output tokens, for the rows that asked for them. They are the model's own: the
 log-softmax of its logits before bias, penalties, constraint, temperature and cuts, as in OpenAI's API. So they tell what the
 model thought, whatever it was made to say, and a token's value does not depend on how it was sampled.
 
@@ -18,11 +18,13 @@ It uses numpy, row by row: a row's numbers stay in the processor's cache, and wh
 What a request asks to be changed in the logits first (bias, penalties, tokens held off) acts on the whole batch at once and only
 on the entries that change: a row without any of this costs nothing.
 
-Formulas, in the order in which they act (that of `transformers`, whose greedy search gives the same tokens): - bias: logit +
-bias, as in OpenAI's `logit_bias`; - repetition penalty r over prompt and output: logit / r if positive, else logit * r (Keskar et
-al. 2019, section 4.1, with the sign   rule that `transformers` and vLLM use); - frequency and presence penalty over the output
-alone: logit - count * frequency - (count > 0) * presence (OpenAI's definition); - held off: minus infinity, for ids that would
-end the output before it has `min_output_tokens`."""
+Formulas, in the order in which they act (that of `transformers`, whose greedy search gives the same tokens):
+- bias: logit + bias, as in OpenAI's `logit_bias`;
+- repetition penalty r over prompt and output: logit / r if positive, else logit * r (Keskar et al. 2019, section 4.1, with the sign
+  rule that `transformers` and vLLM use);
+- frequency and presence penalty over the output alone: logit - count * frequency - (count > 0) * presence (OpenAI's definition);
+- held off: minus infinity, for ids that would end the output before it has `min_output_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -144,13 +146,16 @@ def choose(logits: Tensor, draws: Sequence[Draw], masks: PendingMasks | None = N
 
     Log-probabilities are of before. masks: of the draws' grammars, if there are any.
     """
-    report = LogprobReport(logits, [draw.params for draw in draws])
-    beams = BeamRows(logits, draws)
+    told = {row: draw.params.top_logprobs for row, draw in enumerate(draws) if draw.params.top_logprobs is not None}
+    searched = {row: draw.candidate_count for row, draw in enumerate(draws) if draw.candidate_count}
+    report, beams = RowLogprobs(logits, told), RowLogprobs(logits, searched)
+    if beams.counts:
+        logits[list(beams.counts)] = beams.logprobs  # since in beam search rules act on that
     apply_rules(logits, draws)
     if masks is not None:
         masks.apply(logits)
     token_ids = sample(logits, draws)
-    logprobs = report.of(token_ids)
+    logprobs = report.reports(token_ids)
     candidates = beams.candidates(logits, logprobs)
     return [Chosen(token_id, logprobs.get(row), candidates.get(row)) for row, token_id in enumerate(token_ids)]
 
@@ -171,28 +176,44 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     return chosen
 
 
-class LogprobReport:
-    """Taken from a step's logits before anything changes them; asked when the tokens are chosen."""
+class RowLogprobs:
+    """Log-softmax of rows of a step's logits, taken before anything changes them; asked when the tokens are chosen."""
 
-    def __init__(self, logits: Tensor, params: Sequence[SamplingParams]) -> None:
-        """logits: (R, V) fp32, one row per entry of params. Copies the rows that are asked about, and only those."""
-        self._counts = {row: each.top_logprobs for row, each in enumerate(params) if each.top_logprobs is not None}
-        if self._counts:
-            self._logprobs = logits[list(self._counts)].log_softmax(dim=-1)
+    def __init__(self, logits: Tensor, counts: Mapping[int, int]) -> None:
+        """logits: (R, V) fp32. counts: by row, how many of the likeliest tokens are wanted. Copies those rows, and only those."""
+        self.counts = counts
+        if counts:
+            self.logprobs = logits[list(counts)].log_softmax(dim=-1)
 
-    def of(self, chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
-        """By row, for the rows that asked. chosen: the token of every row."""
-        if not self._counts:
+    def reports(self, chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
+        """By row. chosen: the token of every row."""
+        if not self.counts:
             return {}
-        picked = [chosen[row] for row in self._counts]
-        own = self._logprobs[range(len(picked)), picked].tolist()
-        top = self._logprobs.topk(max(self._counts.values()), dim=-1)
+        picked = [chosen[row] for row in self.counts]
+        own = self.logprobs[range(len(picked)), picked].tolist()
+        top = self.logprobs.topk(max(self.counts.values()), dim=-1)
         reports = {}
-        rows = zip(self._counts.items(), picked, own, top.indices.tolist(), top.values.tolist(), strict=True)
+        rows = zip(self.counts.items(), picked, own, top.indices.tolist(), top.values.tolist(), strict=True)
         for (row, count), token_id, logprob, top_ids, top_values in rows:
             best = tuple(map(TokenLogprob, top_ids[:count], top_values[:count]))
             reports[row] = TokenLogprobs(TokenLogprob(token_id, logprob), best)
         return reports
+
+    def candidates(self, scores: Tensor, reports: Mapping[int, TokenLogprobs]) -> dict[int, Candidates]:
+        """By row of a beam. scores: the same logits, after the rules. reports: of the rows that report log-probabilities."""
+        if not self.counts:
+            return {}
+        count = min(max(self.counts.values()), scores.shape[-1])
+        best = scores[list(self.counts)].topk(count, dim=-1)
+        own = self.logprobs.gather(-1, best.indices)
+        possible = torch.isfinite(best.values).sum(dim=-1).tolist()  # what is held off has no finite score, and comes last
+        found = {}
+        rows = zip(self.counts.items(), best.indices.tolist(), best.values.tolist(), own.tolist(), possible, strict=True)
+        for (row, wanted), token_ids, values, logprobs, most in rows:
+            end = min(wanted, most)
+            top = reports[row].top if row in reports else None
+            found[row] = Candidates(token_ids[:end], values[:end], logprobs[:end], top)
+        return found
 
 
 FIRST_RANKED_COUNT = 256  # tokens: most nuclei of real models are smaller
@@ -279,30 +300,3 @@ def _pick(weights: Numbers, uniform: float) -> int:
     index = np.searchsorted(sums, uniform * sums[-1], side="right")
     # Rounding can put the target at the total itself; the last entry with weight is then meant.
     return int(min(index, np.searchsorted(sums, sums[-1], side="left")))
-
-
-class BeamRows:
-    """Taken from a step's logits before rules change them; asked for candidates afterwards."""
-
-    def __init__(self, logits: Tensor, draws: Sequence[Draw]) -> None:
-        """Replaces the rows of beams in logits (R, V) fp32 by their log-softmax, since in beam search rules act on that."""
-        self._counts = {row: draw.candidate_count for row, draw in enumerate(draws) if draw.candidate_count}
-        if self._counts:
-            self._logprobs = logits[list(self._counts)].log_softmax(dim=-1)
-            logits[list(self._counts)] = self._logprobs
-
-    def candidates(self, scores: Tensor, reports: Mapping[int, TokenLogprobs]) -> dict[int, Candidates]:
-        """By row. scores: the same logits, after the rules. reports: of the rows that report log-probabilities."""
-        if not self._counts:
-            return {}
-        count = min(max(self._counts.values()), scores.shape[-1])
-        best = scores[list(self._counts)].topk(count, dim=-1)
-        own = self._logprobs.gather(-1, best.indices)
-        possible = torch.isfinite(best.values).sum(dim=-1).tolist()  # what is held off has no finite score, and comes last
-        found = {}
-        rows = zip(self._counts.items(), best.indices.tolist(), best.values.tolist(), own.tolist(), possible, strict=True)
-        for (row, wanted), token_ids, values, logprobs, most in rows:
-            end = min(wanted, most)
-            top = reports[row].top if row in reports else None
-            found[row] = Candidates(token_ids[:end], values[:end], logprobs[:end], top)
-        return found

@@ -251,7 +251,7 @@ async def test_a_model_without_a_directory_gets_its_files_from_its_server(
     )
     engine = only_engine(settings)
     assert isinstance(engine, RemoteEngine)
-    async with remote_engine(engine.settings) as served:
+    async with remote_engine(engine._settings) as served:
         outcome = await run(served, make_request(prompt(1), 5))
     remote_server.go_wrong("no_tokenizer")
     again = only_engine(settings)
