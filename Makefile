@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 # One more than there are cores: the slowest tests wait for processes that they start, kill and drain.
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 SPREAD := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-CHECKS := format-check lint types proto-check migrations-check architecture commits-check
+CHECKS := format-check lint types proto-check migrations-check architecture commits-check prose
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
@@ -64,6 +64,9 @@ architecture: setup-dev ## who may import whom, and the other rules of tests/tes
 
 commits-check: setup-dev ## the messages of the commits since the newest tag or since the branch began
 	@$(BIN)/python -m infra.check_commits
+
+prose: setup-dev ## the language of docstrings, comments, messages and pages
+	@$(BIN)/python -m infra.prose
 
 fmt: setup-dev ## bring Python and proto files into their one format
 	@$(BIN)/ruff check --quiet --fix-only .

@@ -1,0 +1,238 @@
+"""Prose lint for docstrings, comments, messages and pages: `python -m infra.prose [PATH]... [--lower]`.
+
+Patterns that plain technical English does without. Without a path, counts each rule's findings in
+the repository and fails above its ceiling; with paths, lists every finding below them. `--lower`
+writes today's counts as the ceilings. A ceiling goes down to zero and never up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+from infra.architecture import Finding, Source, repository
+
+COLUMNS_MAX = 100
+CELL_CHARS_MAX = 90
+# Text of other programs, tables of data, and the pages that quote what not to write.
+EXEMPT = (
+    "infra/prose.py",
+    "tests/infra/test_prose.py",
+    "LICENSE",
+    "requirements/",
+    "sdk/typescript/package-lock.json",
+)
+LINED = (".py", ".md", ".proto", ".ts", ".toml")  # files whose lines have a bound
+
+
+class Kind(Enum):
+    """Where a piece of text stands."""
+
+    DOCSTRING = auto()
+    COMMENT = auto()
+    MESSAGE = auto()  # a string literal of several words in Python
+    PAGE = auto()  # a line of Markdown outside code blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of prose and the line that it begins in."""
+
+    path: str
+    line: int
+    kind: Kind
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A pattern, and what to write instead. ceiling: findings that are still allowed."""
+
+    name: str
+    pattern: re.Pattern[str]
+    advice: str
+    kinds: frozenset[Kind]
+    ceiling: int
+
+
+ALL = frozenset(Kind)
+PROSE = frozenset({Kind.DOCSTRING, Kind.COMMENT, Kind.PAGE})
+CLAUSE = r"of|by|for|with|than|and|or|to|from|in|that"
+VERBS = r"is|was|are|were|has|had|may|must|can|comes|came|goes|waits|stands|holds|asks|says|knows|needs|runs|takes|ends|wants"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "docstring-start",
+        re.compile(r"\A(What|Who|Whoever|Whose|Where|When|How|Whether|The same|Until|As|So|Of|See `)\b"),
+        "begin with a verb (Return …) or, for a class, a noun",
+        frozenset({Kind.DOCSTRING}),
+        1650,
+    ),
+    Rule(
+        "is-no",
+        re.compile(r"(?<![Tt]here )\b(is|are|was|were) no\b(?! (longer|more than|less than|later than)\b)"),
+        "write 'is not a' or 'there is no'",
+        ALL,
+        200,
+    ),
+    Rule(
+        "pronoun-subject",
+        re.compile(rf"\b([Ww]hoever|[Nn]obody|[Ss]omebody|[Ee]verybody|[Tt]hose who|[Tt]hat which)\b|\b[Ww]ho ({VERBS})\b"),
+        "name the caller, client, tenant, operator or process",
+        ALL,
+        790,
+    ),
+    Rule(
+        "noun-clause",
+        re.compile(rf"(\A|[.:;,(] |\b(?i:{CLAUSE}) )[Ww]hat (\w+ )?({VERBS}|of|it|they|he|follows)\b"),
+        "name the noun that the clause stands for",
+        ALL,
+        1400,
+    ),
+)
+LINE_CEILING = 19000
+CELL_CEILING = 250
+
+IGNORED_MESSAGE = re.compile(r"\bSELECT\b|\bINSERT\b|\bUPDATE\b|\bCREATE\b|\bWHERE\b|<[a-z]+[ >]")
+
+
+def texts_of(source: Source) -> Iterator[Text]:
+    """Yield every piece of prose in a file."""
+    if source.path.endswith(".md"):
+        yield from _of_page(source)
+    elif source.is_python:
+        yield from _of_python(source)
+    elif source.path.endswith(".proto"):
+        for number, line in enumerate(source.text.splitlines(), 1):
+            if line.lstrip().startswith("//"):
+                yield Text(source.path, number, Kind.COMMENT, line.strip("/ "))
+
+
+def _of_page(source: Source) -> Iterator[Text]:
+    is_code = False
+    for number, line in enumerate(source.text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif line and not is_code:
+            yield Text(source.path, number, Kind.PAGE, re.sub(r"`[^`]*`", "`code`", line))
+
+
+def _of_python(source: Source) -> Iterator[Text]:
+    docstrings = set()
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if (words := ast.get_docstring(node)) is not None:
+            literal = node.body[0].value  # type: ignore[attr-defined]
+            docstrings.add(id(literal))
+            yield Text(source.path, literal.lineno, Kind.DOCSTRING, words)
+    is_test = source.path.startswith("tests/")
+    for node in () if is_test else ast.walk(source.tree):
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)) or id(node) in docstrings:
+            continue
+        if node.value.count(" ") >= 3 and not IGNORED_MESSAGE.search(node.value):
+            yield Text(source.path, node.lineno, Kind.MESSAGE, node.value)
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT:
+            yield Text(source.path, token.start[0], Kind.COMMENT, token.string.lstrip("#: "))
+
+
+def findings(sources: Iterable[Source]) -> Iterator[tuple[str, Finding]]:
+    """Yield each finding with the name of its rule."""
+    for source in sources:
+        if source.path.startswith(EXEMPT):
+            continue
+        for text in texts_of(source):
+            for rule in RULES:
+                if text.kind in rule.kinds and (found := rule.pattern.search(text.words)):
+                    excerpt = " ".join(text.words[max(found.start() - 20, 0) : found.end() + 40].split())
+                    yield (
+                        rule.name,
+                        Finding(text.path, text.line, f"{rule.name}: …{excerpt}… ({rule.advice})"),
+                    )
+        if source.path.endswith(LINED):
+            for number, line in enumerate(source.text.splitlines(), 1):
+                is_table = source.path.endswith(".md") and line.startswith("|")
+                if len(line) > COLUMNS_MAX and not is_table and " " in line.strip(" #/*-"):
+                    yield (
+                        "columns",
+                        Finding(
+                            source.path,
+                            number,
+                            f"columns: {len(line)}, at most {COLUMNS_MAX} are allowed",
+                        ),
+                    )
+                elif is_table and any(len(cell.strip()) > CELL_CHARS_MAX for cell in line.split("|")):
+                    yield (
+                        "cell",
+                        Finding(
+                            source.path,
+                            number,
+                            f"cell: at most {CELL_CHARS_MAX} characters: move the rest below the table",
+                        ),
+                    )
+
+
+def ceilings() -> dict[str, int]:
+    """Return the allowed number of findings by rule."""
+    return {rule.name: rule.ceiling for rule in RULES} | {
+        "columns": LINE_CEILING,
+        "cell": CELL_CEILING,
+    }
+
+
+def lower(counts: Counter[str]) -> None:
+    """Write the counts into this file where they are below the ceilings."""
+    path = Path(__file__)
+    text = path.read_text()
+    for name, ceiling in ceilings().items():
+        count = str(min(counts[name], ceiling))
+        if name in ("columns", "cell"):
+            constant = {"columns": "LINE_CEILING", "cell": "CELL_CEILING"}[name]
+            text = re.sub(rf"(?m)^{constant} = \d+$", f"{constant} = {count}", text)
+        else:
+            text = re.sub(
+                rf'(        "{name}",\n(?:.*\n)*?        )\d+(,\n    \),)',
+                rf"\g<1>{count}\g<2>",
+                text,
+                count=1,
+            )
+    path.write_text(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Lint the repository, or list the findings of some paths."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="list findings below these instead")
+    parser.add_argument("--lower", action="store_true", help="write today's counts as the ceilings")
+    options = parser.parse_args(arguments)
+    found = list(findings(source for source in repository() if source.path.startswith(tuple(options.paths) or "")))
+    if options.paths:
+        for _, finding in found:
+            print(finding)
+        return 0
+    counts = Counter(name for name, _ in found)
+    if options.lower:
+        lower(counts)
+        return 0
+    above = {name: most for name, most in ceilings().items() if counts[name] > most}
+    for name, most in above.items():
+        print(
+            f"{name}: {counts[name]} findings, at most {most} are allowed: `python -m infra.prose PATH` lists those of a path",
+            file=sys.stderr,
+        )
+    print(", ".join(f"{name} {counts[name]} of {most}" for name, most in ceilings().items()))
+    return 1 if above else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
