@@ -31,7 +31,6 @@ from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import (
     alert_message,
-    billing_profile_message,
     effective_quota_statuses,
     find_generation,
     parse_billing_profile,
@@ -222,14 +221,11 @@ def price_spec(path: str, message: configuration_pb2.PriceConfiguration) -> Pric
 def configuration_message(configuration: Configuration) -> configuration_pb2.Configuration:
     return configuration_pb2.Configuration(
         organizations=[
-            configuration_pb2.OrganizationConfiguration(
-                name=organization.name,
-                currency_code=organization.currency_code,
+            wire.message_of(
+                configuration_pb2.OrganizationConfiguration,
+                organization,
                 quotas=map(quota_message, organization.quotas),
                 projects=map(project_configuration, organization.projects),
-                billing_profile=(
-                    None if organization.billing_profile is None else billing_profile_message(organization.billing_profile)
-                ),
             )
             for organization in configuration.organizations
         ],
@@ -1028,18 +1024,8 @@ def selector_of(message: plan_pb.TokenSelector) -> Selector:
 
 
 def plan_message(plan: plan_admin.Plan) -> plan_pb.Plan:
-    configuration = plan_pb.PlanConfiguration(
-        name=plan.name, currency_code=plan.currency_code, commitment_picos=plan.rules.commitment_picos
-    )
-    for allowance in plan.rules.allowances:
-        configuration.allowances.add(
-            selector=wire.message_of(plan_pb.TokenSelector, allowance.selector), token_count=allowance.token_count
-        )
-    for tiered in plan.rules.tiered_prices:
-        steps = (wire.message_of(plan_pb.PlanPriceStep, step) for step in tiered.steps)
-        configuration.tiered_prices.add(
-            selector=wire.message_of(plan_pb.TokenSelector, tiered.selector), kind=str(tiered.kind), steps=steps
-        )
+    terms = {"name": plan.name, "currency_code": plan.currency_code, "organizations": ()}
+    configuration = wire.message_of(plan_pb.PlanConfiguration, plan.rules, **terms)
     return plan_pb.Plan(configuration=configuration, version=plan.version, create_time=wire.timestamp(plan.created_at))
 
 
@@ -1113,8 +1099,7 @@ def applied_message(applied: CustomerPrice, names: Names) -> price_pb.AppliedPri
 
 
 def organization_message(organization: Organization, profile: BillingProfile | None) -> pb.Organization:
-    addressee = None if profile is None else billing_profile_message(profile)
-    return wire.message_of(pb.Organization, organization, organization_id=organization.id, billing_profile=addressee)
+    return wire.message_of(pb.Organization, organization, organization_id=organization.id, billing_profile=profile)
 
 
 def project_message(project: Project) -> pb.Project:

@@ -31,7 +31,7 @@ from api.admin.admin_service import AdminCalls
 from api.core import wire
 from api.core.errors import TooManyReports
 from api.core.interceptor import Context
-from api.core.messages import alert_message, billing_profile_message, receipt_messages
+from api.core.messages import alert_message, receipt_messages
 from common.child_environment import inherited
 from metering.alerts.alerts import list_alerts
 from metering.core.errors import InvalidValue, NotFound
@@ -79,7 +79,6 @@ def report_message(report: MonthReport) -> pb.GetMonthReportResponse:
         prepaid_credit=report.credit,
         tax_note=TAX_NOTE,
         report_format=report.format_version,
-        billing_profile=None if report.billing_profile is None else billing_profile_message(report.billing_profile),
         invoice_number=None if closed is None else closed.invoice_number,
         close_time=None if closed is None else closed.closed_at,
         closed_by=None if closed is None else closed.closed_by,

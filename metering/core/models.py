@@ -276,20 +276,6 @@ class QuotaCounter(Base):
     would_refuse_count: Mapped[int] = mapped_column(server_default="0")
 
 
-class RuleChange(Base):
-    """That rules or prices of a subject have changed, or those of all. Written by triggers; read by those who keep rules in memory.
-
-    transaction_id: of the change, a 64-bit transaction number as the server counts them.
-    """
-
-    __tablename__ = "rule_changes"
-
-    id: Mapped[int] = mapped_column(Identity(always=True), primary_key=True)
-    transaction_id: Mapped[int] = mapped_column(server_default=text("pg_current_xact_id()::text::bigint"))
-    subject_id: Mapped[uuid.UUID | None]
-    changed_at: Mapped[datetime] = mapped_column(server_default=func.now())
-
-
 class HoldState(StrEnum):
     """A hold's life: `held`, then exactly one of the others, for ever."""
 

@@ -232,6 +232,7 @@ retries = Retries("prepaid_refresh", passing=(StoreAway,))  # by organization
 # What is owed by the month that bills it: usage of that month and of earlier ones, and all else. What is not rated yet will be
 # billed in its month, or the first open one after it. What a credit note gives back is paid out: nothing more to spend.
 OWED = text(f"""
+SELECT month, sum(usage_now) AS usage_picos, sum(usage_before) AS before_picos, sum(other) AS other_picos FROM (
 SELECT month, coalesce(sum(picos) FILTER (WHERE is_usage AND effective_at >= :begins), 0) AS usage_now,
        coalesce(sum(picos) FILTER (WHERE is_usage AND effective_at < :begins), 0) AS usage_before,
        coalesce(sum(picos) FILTER (WHERE NOT is_usage), 0) AS other
@@ -249,6 +250,7 @@ SELECT greatest(date_trunc('month', settled_at AT TIME ZONE 'UTC')::date,
        coalesce(sum(cost_picos) FILTER (WHERE settled_at < :begins), 0), 0
 FROM unrated_usage u JOIN usage_events USING (hold_id, part, settled_at)
 WHERE u.organization_id = :organization_id AND rated_at IS NULL GROUP BY 1
+) AS owed GROUP BY month
 """)
 CLOSED = text(f"SELECT month FROM billing_months WHERE organization_id = :organization_id AND state = '{MonthState.CLOSED}'")
 
@@ -460,17 +462,10 @@ async def credit_balance(session: AsyncSession, *, organization: str) -> CreditB
 async def _owed(session: AsyncSession, organization_id: uuid.UUID, month: date) -> tuple[list[Owed], set[date]]:
     """What each month bills so far, and the months that are closed."""
     begins = datetime.combine(month, time(), UTC)
-    sums: dict[date, Owed] = {}
-    for row in await session.execute(OWED, {"organization_id": organization_id, "begins": begins}):
-        known = sums.get(row.month, Owed(row.month, 0, 0, 0))
-        sums[row.month] = Owed(
-            row.month,
-            known.usage_picos + int(row.usage_now),
-            known.before_picos + int(row.usage_before),
-            known.other_picos + int(row.other),
-        )
+    rows = await session.execute(OWED, {"organization_id": organization_id, "begins": begins})
+    owed = [record_of(Owed, row) for row in rows]
     closed = set((await session.scalars(CLOSED, {"organization_id": organization_id})).all())
-    return list(sums.values()), closed
+    return owed, closed
 
 
 async def _held(session: AsyncSession, organization_id: uuid.UUID) -> int | None:

@@ -10,13 +10,13 @@ import uuid
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
-from sqlalchemy import and_, delete, func, or_, select, tuple_, update
+from sqlalchemy import and_, delete, func, or_, select, text, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject, RuleChange
+from metering.core.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject
 from metering.core.money import to_decimal
 from metering.pricing.prices import checked_model
 from metering.quotas.quota_recount import Uncounted, recount
@@ -158,7 +158,7 @@ async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS
     Long ago is a day after the end of a minute or a day, two months after that of a month: no request runs for so long. With them
     go the marks of changes that nobody asks for any more (`holds/known.py`).
     """
-    await session.execute(delete(RuleChange).where(RuleChange.changed_at < func.now() - PAST_DAYS_KEPT))
+    await session.execute(text("DELETE FROM rule_changes WHERE changed_at < now() - :kept"), {"kept": PAST_DAYS_KEPT})
     ages = {
         dimension: PAST_MONTHS_KEPT if unit is Unit.MONTH else PAST_DAYS_KEPT
         for dimension, (_, unit, *_) in DIMENSIONS.items()
