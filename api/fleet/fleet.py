@@ -40,14 +40,6 @@ log = structlog.get_logger(__name__)
 FETCH_TIMEOUT_S = 30.0  # for a tokenizer of some ten MB; a server that loads its model does not answer yet
 
 
-def check_encoder_names(settings: Settings) -> None:
-    """Raises: SettingInvalid for a name that a model which generates has."""
-    generating = settings.models.keys() | settings.remote_targets.keys()
-    for variable, encoders in (("WEIR_ENCODERS", settings.encoders), ("WEIR_REMOTE_ENCODERS", settings.remote_encoders)):
-        if taken := sorted(encoders.keys() & generating):
-            raise SettingInvalid(f"{variable}: {', '.join(taken)} is a model that generates: give the encoder another name")
-
-
 def encoder_plan(settings: Settings, name: str, directory: Path) -> tuple[Callable[[], Encoder], int]:
     """How an encoder is built, and how much memory it takes. Raises: CheckpointInvalid naming the file."""
     options = EncoderSettings(
@@ -253,7 +245,10 @@ def fleet_of_models(settings: Settings) -> Fleet:
         raise SettingInvalid("WEIR_REGION needs WEIR_FLEET: only that file says which regions there are")
     if settings.max_replicas < max(settings.min_replicas, 1):
         raise SettingInvalid(f"WEIR_MAX_REPLICAS={settings.max_replicas}: must be at least WEIR_MIN_REPLICAS")
-    check_encoder_names(settings)
+    generating = settings.models.keys() | settings.remote_targets.keys()
+    for variable, named in (("WEIR_ENCODERS", settings.encoders), ("WEIR_REMOTE_ENCODERS", settings.remote_encoders)):
+        if taken := sorted(named.keys() & generating):
+            raise SettingInvalid(f"{variable}: {', '.join(taken)} is a model that generates: give the encoder another name")
     far, here = settings.remote_encoders, settings.encoders
     encoders = [
         *(model_here(settings, name, "encoder", directory) for name, directory in here.items() if name not in far),

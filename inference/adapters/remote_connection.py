@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc
 from smg_grpc_proto.generated import common_pb2
@@ -37,8 +37,7 @@ from inference.engine import GenerationRequest, ModelInfo, SamplingParams, StopC
 from inference.errors import CheckpointInvalid, EngineError
 from inference.text.detokenizer import TextDecoder
 
-Examined = TypeVar("Examined")
-Use = Callable[[Dialect, grpc.aio.Channel, Examined, asyncio.TaskGroup], contextlib.AbstractContextManager[None]]
+Use = Callable[[Dialect, grpc.aio.Channel, asyncio.TaskGroup], contextlib.AbstractContextManager[None]]
 MESSAGE_BYTES_MAX = 64 << 20  # bytes: the last message of a long answer with log-probabilities
 
 # Of the library's defaults, a proxy for the outer world and silent repetitions are not for engines. There are no keepalive pings: a
@@ -242,7 +241,7 @@ class _Over(Exception):
     """Ends the tasks of a connection."""
 
 
-class Link(Generic[Examined]):
+class Link:
     """Connections to one server, one after the other: each is opened, examined, and used until it is of no use any more."""
 
     def __init__(self, settings: RemoteSettings) -> None:
@@ -250,7 +249,7 @@ class Link(Generic[Examined]):
         self._connecting: asyncio.Timeout | None = None  # while it is asked whether it is fit
         self._ended: asyncio.Future[str] | None = None  # the reason, once the connection is of no use any more
 
-    async def run(self, examine: Callable[[Dialect], Awaitable[Examined]], use: Use[Examined]) -> str:
+    async def run(self, examine: Callable[[Dialect], Awaitable[None]], use: Use) -> str:
         """One connection to its end; returns why it ended. use: what is done with it, entered once it is examined."""
         target = self._settings.target
         self._ended = ended = asyncio.get_running_loop().create_future()
@@ -258,13 +257,13 @@ class Link(Generic[Examined]):
             async with open_dialect(self._settings) as (dialect, channel):
                 try:
                     async with asyncio.timeout(self._settings.connect_timeout_s) as self._connecting:
-                        examined = await examine(dialect)
+                        await examine(dialect)
                 finally:
                     self._connecting = None
                 reason = ""
                 try:
                     async with asyncio.TaskGroup() as tasks:
-                        with use(dialect, channel, examined, tasks):
+                        with use(dialect, channel, tasks):
                             reason = await ended
                         raise _Over
                 except* _Over:

@@ -77,7 +77,7 @@ class RemoteEncoder(BackendLife):
         self._dialect: Dialect | None = None  # while it serves
         self._tasks: asyncio.TaskGroup | None = None
         self._running_max = settings.running_sequence_count_max
-        self._link: Link[None] = Link(settings)
+        self._link = Link(settings)
         self._connected_at_s = -math.inf
 
     def statistics(self) -> EngineStatistics:
@@ -184,7 +184,7 @@ class RemoteEncoder(BackendLife):
             raise ServerUnfit(f"the checkpoint's vectors have the length 1, and the server's {length:g}: let it normalize them")
 
     @contextlib.contextmanager
-    def _use(self, dialect: Dialect, channel: grpc.aio.Channel, _: None, tasks: asyncio.TaskGroup) -> Iterator[None]:
+    def _use(self, dialect: Dialect, channel: grpc.aio.Channel, tasks: asyncio.TaskGroup) -> Iterator[None]:
         watch = ConnectionWatch(dialect, channel, self._settings, self._link.end)
         tasks.create_task(watch.watch_channel())
         tasks.create_task(watch.look_often())

@@ -85,7 +85,9 @@ class RemoteEngine(EngineLife):
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, path)
         self._began_at_s = -math.inf
         self._connection: Upkeep | None = None  # while it serves
-        self._link: Link[tuple[Examination, ServerFacts]] = Link(settings)
+        self._examination: Examination
+        self._facts: ServerFacts  # of the server that was examined last
+        self._link = Link(settings)
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`: of our own sequences, and of the server's blocks as it last told."""
@@ -105,19 +107,13 @@ class RemoteEngine(EngineLife):
         self._began_at_s = time.monotonic()
         return await self._link.run(self._examine, self._use)
 
-    async def _examine(self, dialect: Dialect) -> tuple[Examination, ServerFacts]:
-        examination = Examination(dialect, self._settings, self._model, self._decoder)
-        return examination, await examination.pass_all()
+    async def _examine(self, dialect: Dialect) -> None:
+        self._examination = Examination(dialect, self._settings, self._model, self._decoder)
+        self._facts = await self._examination.pass_all()
 
     @contextlib.contextmanager
-    def _use(
-        self,
-        dialect: Dialect,
-        channel: grpc.aio.Channel,
-        examined: tuple[Examination, ServerFacts],
-        tasks: asyncio.TaskGroup,
-    ) -> Iterator[None]:
-        (examination, facts), settings = examined, self._settings
+    def _use(self, dialect: Dialect, channel: grpc.aio.Channel, tasks: asyncio.TaskGroup) -> Iterator[None]:
+        facts, settings = self._facts, self._settings
         self._block_tokens = facts.block_tokens or settings.block_tokens or DEFAULT_BLOCK_TOKENS[settings.target.service]
         self._hint = PrefixHint(HINT_TOKENS_MAX // self._block_tokens, self._block_tokens)
         running_max = min(settings.running_sequence_count_max, facts.running_sequence_count_max or sys.maxsize)
@@ -132,7 +128,7 @@ class RemoteEngine(EngineLife):
             tasks=tasks,
         )
         self._connection = Upkeep(
-            dialect, channel, core, settings, self._block_tokens, self._link.end, examination.shares_prefixes, tasks
+            dialect, channel, core, settings, self._block_tokens, self._link.end, self._examination.shares_prefixes, tasks
         )
         self._connection.begin()
         self._ready(UNKNOWN_BLOCK_COUNT, time.monotonic() - self._began_at_s)

@@ -73,7 +73,9 @@ class Host:
 
     def run(self) -> int:
         """Load, then step until told to stop; returns the exit status."""
-        self._prepare()
+        # This takes as long for every model, and needs to know nothing of it: a spare host has done it before it is asked.
+        self._send(Loading("import", 0.0))
+        importlib.import_module("inference.core.engine_core")
         message = self._inbox.wait()
         if not isinstance(message, LoadModel):
             _log.error("the first message must be LoadModel, not %s", type(message).__name__)
@@ -88,11 +90,6 @@ class Host:
         while not self._shutting_down:
             self._step(core)
         return 0
-
-    def _prepare(self) -> None:
-        """What takes as long for every model, and needs to know nothing of it: a spare host has done it before it is asked."""
-        self._send(Loading("import", 0.0))
-        importlib.import_module("inference.core.engine_core")
 
     def _load(self, message: LoadModel) -> EngineCore:
         started_s = time.monotonic()
