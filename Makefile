@@ -14,7 +14,7 @@ CHECKS := format-check lint types proto-check migrations-check architecture comm
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-fast test-faults check checks $(CHECKS) fmt proto proto-baseline migration lock clean
+.PHONY: help setup setup-dev demo test test-fast test-faults check checks $(CHECKS) fmt proto proto-baseline migration lock dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,8 +85,15 @@ migration: setup-dev ## draft a revision from what the models say and the migrat
 lock: ## pin all dependencies anew; KEEP=1 moves no pin that still fits
 	@$(PYTHON) -m infra.lock_dependencies --pip $(PIP_VERSION) $(if $(KEEP),--keep)
 
+dist: setup-dev ## build the wheels of the server and of the Python client, and the package of the TypeScript client, into dist
+	@rm -rf build sdk/python/build dist
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist sdk/python .
+	@$(BIN)/python -m infra.typescript_sdk --build
+	@cd sdk/typescript && npm pack --silent --pack-destination ../../dist >/dev/null
+	@ls dist
+
 clean: ## remove the virtual environment, the demo's data and all caches
-	rm -rf $(VENV) .weir build dist *.egg-info sdk/python/src/*.egg-info sdk/typescript/node_modules sdk/typescript/dist sdk/typescript/src/gen .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .weir build sdk/python/build dist *.egg-info sdk/python/src/*.egg-info sdk/typescript/node_modules sdk/typescript/dist sdk/typescript/src/gen .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # A stamp is written after its install has succeeded, so an interrupted one is simply done again.
