@@ -13,7 +13,6 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 import metering.alerts.alerts
-import metering.control.live
 import metering.ledger.ledger  # each declares mapped classes on the base
 import metering.plans.plan_admin  # noqa: F401
 from metering.core.models import Base
@@ -24,7 +23,7 @@ from metering.store.migrations_runner import MIGRATION_LOCK_ID
 # per month, made ahead of its time.
 UNMAPPED = re.compile(
     r"usage_events_(\d{4}_\d{2}|default)|unrated_usage|usage_corrections|ledger_(accounts|transactions|entries)|receipt_(chains|batches|keys)"
-    r"|admin_requests|rule_changes|billing_profiles|stop_orders|plan_(versions|assignments)|credit_(grants|applications)|document_series|month_closings|invoices|invoice_(lines|letterheads)|adjustments|adjustment_decisions"
+    r"|admin_requests|rule_changes|billing_profiles|stop_orders|replica_drains|plan_(versions|assignments)|credit_(grants|applications)|document_series|month_closings|invoices|invoice_(lines|letterheads)|adjustments|adjustment_decisions"
     r"|live_reports|worker_incidents|export_progress|meter_batches"
     r"|stripe_(objects|events|invoices|late_items|month_settlements|month_items)"
 )

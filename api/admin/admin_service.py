@@ -56,11 +56,11 @@ from metering.configuration.configuration import (
     said_thresholds,
 )
 from metering.control import live
-from metering.control.live import LiveRow, ReplicaDrain, order_end_of_request
+from metering.control.live import LiveRow, order_end_of_request
 from metering.core import audit
 from metering.core.audit import record_change
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import AuditEntry, Organization, Project, TokenKind
+from metering.core.models import AuditEntry, Organization, Project, TokenKind, record_of
 from metering.holds.recovery import sweep_expired_holds
 from metering.ledger.ledger import month_bounds
 from metering.plans import plan_admin, prepaid, simulation
@@ -168,9 +168,9 @@ class Parsing:
         return ProjectSpec(message.name, quotas, tuple(keys), message.prune_quotas, message.prune_keys)
 
     def key(self, path: str, message: configuration_pb2.ApiKeyConfiguration) -> KeySpec:
-        return KeySpec(
-            name=message.name,
-            prefix=message.prefix,
+        return record_of(
+            KeySpec,
+            message,
             scopes=tuple(sorted(set(message.scopes))) or ("inference",),
             models=tuple(sorted(set(message.models))),
             allowed_networks=in_one_form(message.allowed_networks),
@@ -178,7 +178,6 @@ class Parsing:
             max_output_tokens=message.max_output_tokens or None,
             expires_at=wire.given_time(message, "expire_time", f"{path}.expire_time"),
             quotas=self.quotas(path, message.quotas),
-            prune_quotas=message.prune_quotas,
         )
 
     def quotas(self, path: str, messages: Iterable[configuration_pb2.QuotaConfiguration]) -> Quotas:
@@ -205,16 +204,13 @@ class Parsing:
 
 
 def price_spec(path: str, message: configuration_pb2.PriceConfiguration) -> PriceSpec:
-    return PriceSpec(
-        model=message.model,
+    return record_of(
+        PriceSpec,
+        message,
         currency_code=message.currency_code or ("" if message.organization else "USD"),
-        organization=message.organization,
         embedding_picos_per_token=wire.given(message, "embedding_picos_per_token"),
         batch_multiplier_milli=wire.given(message, "batch_multiplier_milli"),
         effective_at=wire.given_time(message, "effective_time", f"{path}.effective_time"),
-        input_picos_per_token=message.input_picos_per_token,
-        cached_input_picos_per_token=message.cached_input_picos_per_token,
-        output_picos_per_token=message.output_picos_per_token,
     )
 
 
@@ -979,7 +975,7 @@ def replica_message(row: LiveRow) -> replica_pb.Replica:
     return wire.message_of(replica_pb.Replica, row, drained=row.is_drained)
 
 
-def drain_message(order: ReplicaDrain) -> replica_pb.ReplicaDrain:
+def drain_message(order: LiveRow) -> replica_pb.ReplicaDrain:
     move_after = None if order.move_after_ms is None else wire.duration(order.move_after_ms / 1000)
     return wire.message_of(replica_pb.ReplicaDrain, order, drain_time=order.drained_at, move_after=move_after)
 
@@ -1053,13 +1049,9 @@ def grant_message(grant: prepaid.Grant, names: Names) -> plan_pb.CreditGrant:
 
 
 def proposed_price(message: configuration_pb2.PriceConfiguration) -> simulation.ProposedPrice:
-    return simulation.ProposedPrice(
-        model=message.model,
-        currency_code=message.currency_code,
-        rates=tuple(getattr(message, name) for name in prices.RATES),
-        organization=message.organization,
-        batch_multiplier_milli=wire.given(message, "batch_multiplier_milli"),
-    )
+    rates = tuple(getattr(message, name) for name in prices.RATES)
+    multiplier = wire.given(message, "batch_multiplier_milli")
+    return record_of(simulation.ProposedPrice, message, rates=rates, batch_multiplier_milli=multiplier)
 
 
 def proposed_plan(path: str, message: plan_pb.PlanConfiguration) -> simulation.ProposedPlan:

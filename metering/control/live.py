@@ -19,31 +19,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import BigInteger, Row, delete, func, select, text
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import Row, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue
-from metering.core.models import Base, Hold, HoldState, insertion
+from metering.core.models import Hold, HoldState, insertion
 from metering.store.db import Sessions
-
-
-class ReplicaDrain(Base):
-    """An admin's order to keep a replica out of use, in every process that has one of this name. It stands until it is deleted.
-
-    model: `name` or `name@version`. move_after_ms: so long after the order what still runs there is moved; None: never.
-    """
-
-    __tablename__ = "replica_drains"
-
-    model: Mapped[str] = mapped_column(primary_key=True)
-    replica: Mapped[str] = mapped_column(primary_key=True)
-    reason: Mapped[str]
-    move_after_ms: Mapped[int | None] = mapped_column(BigInteger())
-    drained_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
-
 
 LiveRow = Row[Any]  # of a statement of this module, whose columns are its attributes
 CHANNEL = "weir_control"
@@ -332,6 +314,10 @@ WHERE r.reported_at >= :asked_at ORDER BY q.model, q.replica, r.owner_name, r.ow
 """)
 
 
+DRAINS = text("SELECT * FROM replica_drains ORDER BY model, replica")
+DRAIN = text("SELECT * FROM replica_drains WHERE model = :model AND replica = :replica FOR UPDATE")
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
     """All replicas of the processes that have answered, rows of `SELECT_REPLICAS`, and the processes that have not.
@@ -359,20 +345,19 @@ async def replica_view(sessions: Sessions) -> ReplicaView:
     return ReplicaView(tuple(rows), tuple(sorted(silent)))
 
 
-async def list_drains(session: AsyncSession) -> list[ReplicaDrain]:
-    return list(await session.scalars(select(ReplicaDrain).order_by(ReplicaDrain.model, ReplicaDrain.replica)))
+async def list_drains(session: AsyncSession) -> Sequence[LiveRow]:
+    """Orders to keep a replica out of use, which stand until they are deleted. What runs there moves `move_after_ms` later."""
+    return (await session.execute(DRAINS)).all()
 
 
-async def find_drain(session: AsyncSession, model: str, replica: str) -> ReplicaDrain | None:
+async def find_drain(session: AsyncSession, model: str, replica: str) -> LiveRow | None:
     """The order that names a replica, to be changed."""
-    query = select(ReplicaDrain).where(ReplicaDrain.model == model, ReplicaDrain.replica == replica)
-    found: ReplicaDrain | None = await session.scalar(query.with_for_update().execution_options(populate_existing=True))
-    return found
+    return (await session.execute(DRAIN, {"model": model, "replica": replica})).one_or_none()
 
 
 async def order_drain(
     session: AsyncSession, *, model: str, replica: str, reason: str, move_after: timedelta | None, actor: str
-) -> ReplicaDrain:
+) -> LiveRow:
     """Keep a replica out of use from now on; the order as it stands. One that stood keeps its time, and takes what else is said.
 
     Raises: InvalidValue.
@@ -382,7 +367,7 @@ async def order_drain(
     before = await find_drain(session, model, replica)
     was = None if before is None else snapshot(before)
     said = {"reason": reason, "move_after_ms": None if move_after is None else move_after // timedelta(milliseconds=1)}
-    order = insert(ReplicaDrain).values(model=model, replica=replica, **said)
+    order = insertion("replica_drains", {"model": model, "replica": replica} | said)
     await session.execute(order.on_conflict_do_update(index_elements=["model", "replica"], set_=said))
     after = await find_drain(session, model, replica)
     assert after is not None, "it was just written"
@@ -398,7 +383,7 @@ async def end_drain(session: AsyncSession, *, model: str, replica: str, reason: 
     if before is None:
         return False
     was = snapshot(before)
-    await session.execute(delete(ReplicaDrain).where(ReplicaDrain.model == model, ReplicaDrain.replica == replica))
+    await session.execute(text("DELETE FROM replica_drains WHERE model = :model AND replica = :replica"), before._asdict())
     after = {"model": model, "replica": replica, "drained_at": None, "reason": reason}
     await record_change(session, actor=actor, action="replica.undrain", subject_id=f"{model} {replica}", before=was, after=after)
     await _announce(session)

@@ -20,7 +20,7 @@ from decimal import Decimal
 from typing import TypedDict, Unpack
 
 from psycopg.types.json import Jsonb
-from sqlalchemy import func, select, text, update
+from sqlalchemy import text, update
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -49,7 +49,7 @@ from metering.ledger.rating import correct, misstated_usage, rate_all_pending, r
 from metering.plans.plans import CreditApplication, LineKind
 from metering.plans.prepaid import expire, refresh, spend
 from metering.receipts.months import receipt_month, seal_month
-from metering.store.db import Sessions, patience
+from metering.store.db import Sessions, database_now, patience
 from metering.tenants.tenants import find_organization
 
 GRACE = timedelta(hours=1)  # after the month's end: what began in it has ended by then, and clocks that differ agree on the month
@@ -210,7 +210,7 @@ class CloseRequest:
 
     async def now(self, session: AsyncSession) -> datetime:
         """The moment of the close: the database's, unless a clock was given."""
-        return await (self.clock or database_clock)(session)
+        return await (self.clock or database_now)(session)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +219,6 @@ class CloseResult:
 
     report: MonthReport
     already_closed: bool
-
-
-async def database_clock(session: AsyncSession) -> datetime:
-    """When the transaction began, by the database's clock."""
-    return (await session.scalars(select(func.now()))).one()
 
 
 class CloseTerms(TypedDict, total=False):

@@ -202,13 +202,7 @@ def to_json(report: MonthReport) -> str:
     check_format(report)
     parts = iter(report.rounded_parts_picos)
     document = {
-        "report_format": report.format_version,
-        "organization_name": report.organization_name,
-        "organization_id": str(report.organization_id),
-        "month": report.month,
-        "time_zone": "UTC",
-        "currency_code": report.currency_code,
-        "state": report.state,
+        **identity(report),
         **closing_facts(report),
         "lines": [line_fields(report, line, next(parts)) for line in report.lines],
         "charges": [charge_fields(report, charge, next(parts)) for charge in report.charges],
@@ -236,6 +230,19 @@ def to_json(report: MonthReport) -> str:
         "reconciliation": {**asdict(report.reconciliation), "balanced": report.reconciliation.balanced},
     }
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+def identity(report: MonthReport) -> dict[str, Any]:
+    """Which month of whom it is, in what format."""
+    return {
+        "report_format": report.format_version,
+        "organization_name": report.organization_name,
+        "organization_id": str(report.organization_id),
+        "month": report.month,
+        "time_zone": "UTC",
+        "currency_code": report.currency_code,
+        "state": report.state,
+    }
 
 
 def closing_facts(report: MonthReport) -> dict[str, str | None]:
@@ -287,16 +294,7 @@ def to_csv(report: MonthReport) -> str:
     check_format(report)
     text_file = io.StringIO()
     writer = csv.DictWriter(text_file, CSV_COLUMNS, restval="", lineterminator="\r\n")
-    common = {
-        "organization_name": report.organization_name,
-        "organization_id": str(report.organization_id),
-        "month": report.month,
-        "time_zone": "UTC",
-        "currency_code": report.currency_code,
-        "state": report.state,
-        "invoice_number": "" if report.closed is None else report.closed.invoice_number,
-        "report_format": report.format_version,
-    }
+    common = identity(report) | {"invoice_number": "" if report.closed is None else report.closed.invoice_number}
     writer.writeheader()
     for row in _csv_rows(report):
         writer.writerow(common | {name: "" if value is None else value for name, value in row.items()})

@@ -58,7 +58,7 @@ WHERE t.organization_id = :organization_id AND t.billing_month = :month AND t.ki
 GROUP BY t.id, a.id ORDER BY t.id
 """)
 CREDIT_NOTES = text("""
-SELECT d.credit_note_number, i.number AS invoice_number, -a.amount_picos AS amount_picos, a.reason
+SELECT d.credit_note_number AS number, i.number AS invoice_number, -a.amount_picos AS amount_picos, a.reason
 FROM adjustment_decisions d JOIN adjustments a ON a.id = d.adjustment_id JOIN invoices i ON i.id = a.invoice_id
 WHERE a.organization_id = :organization_id AND d.billing_month = :month AND d.credit_note_number IS NOT NULL
 ORDER BY d.credit_note_ordinal
@@ -99,17 +99,6 @@ async def draft_charges(
         *charges,
         *(Charge(LineKind.CREDIT, reasons[each.grant_id], -each.amount_picos, source_id=each.grant_id) for each in spent),
     )
-
-
-async def credit_notes_of(session: AsyncSession, organization_id: uuid.UUID, month: date) -> tuple[CreditNoteIssued, ...]:
-    """The credit notes that were posted to a month, by number."""
-    rows = await session.execute(CREDIT_NOTES, {"organization_id": organization_id, "month": month})
-    return tuple(CreditNoteIssued(row.credit_note_number, row.invoice_number, int(row.amount_picos), row.reason) for row in rows)
-
-
-async def carried_picos(session: AsyncSession, organization_id: uuid.UUID) -> int:
-    """What rounding has left so far: the balance of the rounding account, which closes alone post to."""
-    return int((await session.execute(CARRIED, {"organization_id": organization_id})).scalar_one())
 
 
 async def prepaid_credit_of(session: AsyncSession, organization_id: uuid.UUID, month: date) -> PrepaidCredit:
@@ -219,8 +208,10 @@ async def read_month(session: AsyncSession, owner: Organization, month: date, *,
 
     to_close: as the close sees it, which leaves what is not rated to the next month.
     """
-    closing = (await session.execute(CLOSING, {"organization_id": owner.id, "month": month})).one_or_none()
+    of_month = {"organization_id": owner.id, "month": month}
+    closing = (await session.execute(CLOSING, of_month)).one_or_none()
     lines, counts = await _usage(session, owner, month, with_unrated=closing is None and not to_close)
+    notes = await session.execute(CREDIT_NOTES, of_month)
     report = MonthReport(
         organization_name=owner.name,
         organization_id=owner.id,
@@ -235,7 +226,7 @@ async def read_month(session: AsyncSession, owner: Organization, month: date, *,
             unrated_token_count=int(counts.unrated_token_count),
         ),
         credit=await prepaid_credit_of(session, owner.id, month),
-        credit_notes=await credit_notes_of(session, owner.id, month),
+        credit_notes=tuple(record_of(CreditNoteIssued, note) for note in notes),
     )
     if closing is not None:
         return await _as_closed(session, report, closing)
@@ -246,7 +237,7 @@ async def read_month(session: AsyncSession, owner: Organization, month: date, *,
         report,
         charges=charges,
         credit=credit,
-        carried_in_picos=await carried_picos(session, owner.id),
+        carried_in_picos=int((await session.execute(CARRIED, of_month)).scalar_one()),  # which closes alone post to
         billing_profile=await billing_profile(session, owner.id),
     )
 

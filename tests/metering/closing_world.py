@@ -33,7 +33,7 @@ class MovableClock:
     now: datetime = LATER
 
     async def __call__(self, session: AsyncSession) -> datetime:
-        """As `closing.database_clock`."""
+        """The same moment for every close."""
         return self.now
 
 
