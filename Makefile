@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 # One more than there are cores: the slowest tests wait for processes that they start, kill and drain.
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 SPREAD := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-CHECKS := format-check lint types proto-check migrations-check architecture commits-check prose
+CHECKS := format-check lint types proto-check migrations-check architecture prose commits-check
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
