@@ -367,7 +367,7 @@ class Settings:
     # Where this process runs: one of the regions of that file. Requests that name no region prefer it.
     region: str = setting("WEIR_REGION", "", str)
 
-    # The first slice covers most answers without a second write. Each extension is as large as all before it together.
+    # The first slice covers most answers without a second write; extensions come in the same size.
     lease_slice_tokens: int = setting("WEIR_LEASE_SLICE_TOKENS", 128, whole(1, 65_536))
     # Below this an answer would end before it says anything: better refused than started.
     lease_least_tokens: int = setting("WEIR_LEASE_LEAST_TOKENS", 16, whole(1, 65_536))

@@ -175,9 +175,7 @@ class Lease:
         async with self._lock:
             if self.leased_token_count > leased_token_count:
                 return
-            # As much again as is leased: few writes for a long answer, which holds twice what it delivers at most.
-            wanted = max(self._admission.settings.lease_slice_tokens, self.leased_token_count)
-            wanted = min(wanted, self._max_output_token_count - self.leased_token_count)
+            wanted = min(self._admission.settings.lease_slice_tokens, self._max_output_token_count - self.leased_token_count)
             assert wanted > 0, "the engine may not produce more than the request allows"
             extended = await self._admission.holds.extend(
                 Extend(self.admitted.hold_id, self.usage.delivered_token_count, self.usage.cached_input_token_count, wanted)
