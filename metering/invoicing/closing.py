@@ -20,8 +20,7 @@ from decimal import Decimal
 from typing import TypedDict, Unpack
 
 from psycopg.types.json import Jsonb
-from sqlalchemy import text, update
-from sqlalchemy.dialects.postgresql import insert as upsert
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change
@@ -34,7 +33,6 @@ from metering.invoicing.months import LONG_READ_S, prepaid_credit_of, read_month
 from metering.ledger.ledger import (
     BEFORE,
     AccountKind,
-    BillingMonth,
     MonthState,
     Posting,
     TransactionKind,
@@ -59,6 +57,21 @@ NAMED_MAX = 10  # ids that a description names
 RUNNING = text("""
 SELECT request_id FROM holds
 WHERE state = 'held' AND organization_id = :organization_id AND admitted_at < :ends AND request_id <> id ORDER BY admitted_at
+""")
+
+
+# A month without a row is open.
+STATE = text("SELECT state FROM billing_months WHERE organization_id = :organization_id AND month = :month")
+BEGIN = text(f"""
+INSERT INTO billing_months AS known (organization_id, month, state, closing_at, closing_by)
+VALUES (:organization_id, :month, '{MonthState.CLOSING}', :at, :by)
+ON CONFLICT (organization_id, month) DO UPDATE
+SET state = excluded.state, closing_at = excluded.closing_at, closing_by = excluded.closing_by
+WHERE known.state = '{MonthState.OPEN}'
+""")
+CLOSE = text(f"""
+UPDATE billing_months SET state = '{MonthState.CLOSED}', closed_at = :at, closed_by = :by
+WHERE organization_id = :organization_id AND month = :month
 """)
 
 
@@ -273,8 +286,8 @@ async def _rate(sessions: Sessions) -> None:
 
 
 async def _is_closed(session: AsyncSession, request: CloseRequest) -> bool:
-    row = await session.get(BillingMonth, (request.organization_id, request.month))
-    return row is not None and row.state == MonthState.CLOSED
+    state = await session.scalar(STATE, {"organization_id": request.organization_id, "month": request.month})
+    return bool(state == MonthState.CLOSED)
 
 
 async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obstacle]:
@@ -294,13 +307,8 @@ async def _refuse_obstacles(session: AsyncSession, request: CloseRequest) -> Non
 
 async def _mark_closing(session: AsyncSession, request: CloseRequest) -> None:
     """Say who closes it and since when. Whoever began, stays."""
-    begun = {"state": MonthState.CLOSING, "closing_at": await request.now(session), "closing_by": request.actor}
-    statement = upsert(BillingMonth).values(organization_id=request.organization_id, month=request.month, **begun)
-    await session.execute(
-        statement.on_conflict_do_update(
-            index_elements=["organization_id", "month"], set_=begun, where=BillingMonth.state == MonthState.OPEN
-        )
-    )
+    begun = {"at": await request.now(session), "by": request.actor}
+    await session.execute(BEGIN, begun | {"organization_id": request.organization_id, "month": request.month})
 
 
 async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
@@ -357,9 +365,8 @@ async def _freeze(session: AsyncSession, request: CloseRequest, report: MonthRep
         "billing_profile": None if report.billing_profile is None else Jsonb(report.billing_profile.as_json()),
     }
     await session.execute(insertion("month_closings", facts))
-    closed = {"state": MonthState.CLOSED, "closed_at": now, "closed_by": request.actor}
-    key = (BillingMonth.organization_id == request.organization_id, BillingMonth.month == request.month)
-    await session.execute(update(BillingMonth).where(*key).values(closed).execution_options(synchronize_session=False))
+    closed = {"organization_id": request.organization_id, "month": request.month, "at": now, "by": request.actor}
+    await session.execute(CLOSE, closed)
     after = {
         "organization_id": str(report.organization_id),
         "month": report.month,

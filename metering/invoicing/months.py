@@ -34,7 +34,7 @@ from metering.invoicing.month_report import (
     RequestCounts,
     digests,
 )
-from metering.ledger.ledger import AccountKind, BillingMonth, MonthState, TransactionKind, month_bounds, month_of, month_text
+from metering.ledger.ledger import AccountKind, MonthState, TransactionKind, month_bounds, month_of, month_text
 from metering.plans.plan_admin import plan_in_force
 from metering.plans.plans import Charge, LineKind, MonthUsage, apply_credit, plan_lines
 from metering.plans.prepaid import grants_of, usable_grants
@@ -44,7 +44,10 @@ from metering.store.db import patience
 from metering.tenants.billing_profiles import BillingProfile, billing_profile
 from metering.tenants.tenants import find_organization
 
-CLOSING = text("SELECT * FROM month_closings WHERE organization_id = :organization_id AND month = :month")
+CLOSING = text("""
+SELECT c.*, b.closed_at, b.closed_by FROM month_closings c JOIN billing_months b USING (organization_id, month)
+WHERE organization_id = :organization_id AND month = :month
+""")
 ALL_CLOSED = text("SELECT organization_id, month FROM month_closings ORDER BY month, organization_id")
 # Postings by hand, but for those of credit notes, which are documents of their own.
 ADJUSTMENTS = text(f"""
@@ -244,9 +247,6 @@ async def read_month(session: AsyncSession, owner: Organization, month: date, *,
 
 async def _as_closed(session: AsyncSession, report: MonthReport, closing: Row[Any]) -> MonthReport:
     """With what the close has frozen in place of what may have changed since."""
-    month = await session.get_one(BillingMonth, (closing.organization_id, closing.month), populate_existing=True)
-    assert month.closed_at is not None
-    assert month.closed_by is not None
     invoice = await invoice_of_month(session, closing.organization_id, closing.month)
     return replace(
         report,
@@ -254,7 +254,7 @@ async def _as_closed(session: AsyncSession, report: MonthReport, closing: Row[An
         currency_code=closing.currency_code,
         charges=() if invoice is None else charges_of(await read_lines(session, invoice.id)),
         carried_in_picos=int(closing.carried_in_picos),
-        closed=Closed(month.closed_at, month.closed_by, "" if invoice is None else invoice.number, closing.receipts_root),
+        closed=Closed(closing.closed_at, closing.closed_by, "" if invoice is None else invoice.number, closing.receipts_root),
         format_version=closing.report_format,
         billing_profile=None if closing.billing_profile is None else BillingProfile.from_json(closing.billing_profile),
     )

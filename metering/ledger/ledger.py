@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
 from enum import StrEnum
 
-from sqlalchemy import ForeignKey, func, select, text
+from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Mapped, mapped_column
 
 from metering.core.errors import AlreadyExists, InvalidValue, InvariantViolated, MonthClosed
-from metering.core.models import Base
 
 
 class AccountKind(StrEnum):
@@ -63,20 +61,6 @@ class MonthState(StrEnum):
     OPEN = "open"
     CLOSING = "closing"
     CLOSED = "closed"
-
-
-class BillingMonth(Base):
-    """Where a month of an organization stands. A month without a row is open."""
-
-    __tablename__ = "billing_months"
-
-    organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"), primary_key=True)
-    month: Mapped[date] = mapped_column(primary_key=True)
-    state: Mapped[str] = mapped_column(server_default="open")
-    closing_at: Mapped[datetime | None]
-    closing_by: Mapped[str | None]
-    closed_at: Mapped[datetime | None]
-    closed_by: Mapped[str | None]
 
 
 LANE_COUNT = 64  # locks of one batch at most; a close holds up the postings of one organization in so many, beside its own

@@ -13,7 +13,7 @@ from datetime import date, datetime
 from typing import Any
 
 from psycopg.types.json import Jsonb
-from sqlalchemy import ForeignKey, Row, func, select, text
+from sqlalchemy import ForeignKey, Row, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -21,13 +21,17 @@ from metering.core.audit import record_change, snapshot
 from metering.core.errors import AlreadyExists, InvalidValue, MonthClosed, NotFound
 from metering.core.models import Base, Organization, ServiceTier, TokenKind, insertion, record_of
 from metering.core.money import checked_currency
-from metering.ledger.ledger import BillingMonth, MonthState, current_month, month_of, share_lanes
+from metering.ledger.ledger import MonthState, current_month, month_of, share_lanes
 from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.tenants.tenants import checked_name, find_organization
 
 # Rules of a plan, as `rules_document` writes them. Another set of rules is another version.
 PLANS = text("""
 SELECT * FROM plan_versions WHERE :id IN (0, id) AND :name IN ('', name) AND :version IN (0, version) ORDER BY name, version DESC
+""")
+LAST_CLOSED = text(f"""
+SELECT max(month) FROM billing_months WHERE organization_id = :organization_id AND month >= :month
+AND state IN ('{MonthState.CLOSING}', '{MonthState.CLOSED}')
 """)
 # Which plan an organization has from a month on, until the next one; none for no plan. Of two for a month the later counts.
 ASSIGNED = text("""
@@ -207,11 +211,7 @@ async def _latest(session: AsyncSession, organization_id: uuid.UUID, month: date
 
 async def _closed_from(session: AsyncSession, organization_id: uuid.UUID, month: date) -> date | None:
     """The last month from one on that is closed or being closed."""
-    states = (MonthState.CLOSING, MonthState.CLOSED)
-    query = select(func.max(BillingMonth.month)).where(
-        BillingMonth.organization_id == organization_id, BillingMonth.month >= month, BillingMonth.state.in_(states)
-    )
-    found: date | None = await session.scalar(query)
+    found: date | None = await session.scalar(LAST_CLOSED, {"organization_id": organization_id, "month": month})
     return found
 
 

@@ -12,10 +12,10 @@ from decimal import Decimal
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.models import PriceVersion, ServiceTier, TokenKind
+from metering.core.models import PriceVersion, ServiceTier, TokenKind, insertion
 from metering.invoicing.month_report import Closed, MonthReport, Reconciliation, RequestCounts
 from metering.invoicing.months import month_report
-from metering.ledger.ledger import BillingMonth, MonthState
+from metering.ledger.ledger import MonthState
 from metering.ledger.rating import rate_all_pending
 from metering.plans.plans import Charge, LineKind
 from metering.pricing.prices import ModelPrice, TokenPrices
@@ -125,15 +125,8 @@ async def test_each_charge_leads_to_its_line_of_the_invoice(used: Sessions) -> N
 
 async def test_late_usage_is_a_correction(sessions: Sessions, customer: Customer, price: ModelPrice) -> None:
     async with sessions.begin() as session:
-        session.add(
-            BillingMonth(
-                organization_id=customer.organization_id,
-                month=date(2026, 10, 1),
-                state=MonthState.CLOSED,
-                closed_at=FIRST,
-                closed_by="test",
-            )
-        )
+        october_closed = {"month": date(2026, 10, 1), "state": MonthState.CLOSED, "closed_at": FIRST, "closed_by": "test"}
+        await session.execute(insertion("billing_months", october_closed | {"organization_id": customer.organization_id}))
     async with sessions.begin() as session:
         await add_usage(
             session, customer, price, [Consumed(7, 0, 7, "stop", FIRST - timedelta(days=1)), Consumed(1, 0, 1, "stop", FIRST)]

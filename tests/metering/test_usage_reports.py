@@ -11,10 +11,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
-from metering.core.models import TokenKind
+from metering.core.models import TokenKind, insertion
 from metering.core.pages import page_token
 from metering.invoicing.months import month_report
-from metering.ledger.ledger import BillingMonth, MonthState
+from metering.ledger.ledger import MonthState
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import ModelPrice
 from metering.reports.usage_reports import (
@@ -167,15 +167,8 @@ async def test_usage_of_a_closed_month_is_told_in_the_month_that_charges_it(
         await add_usage(session, customer, price, [Consumed(1, 0, 1, "stop", october)])
     await rate_all_pending(sessions)
     async with sessions.begin() as session:
-        session.add(
-            BillingMonth(
-                organization_id=customer.organization_id,
-                month=date(2026, 10, 1),
-                state=MonthState.CLOSED,
-                closed_at=FIRST,
-                closed_by="test",
-            )
-        )
+        october_closed = {"month": date(2026, 10, 1), "state": MonthState.CLOSED, "closed_at": FIRST, "closed_by": "test"}
+        await session.execute(insertion("billing_months", october_closed | {"organization_id": customer.organization_id}))
     async with sessions.begin() as session:
         await add_usage(session, customer, price, [Consumed(0, 0, 5, "stop", october), Consumed(0, 0, 7, "stop", FIRST)])
     assert [row.pending_picos for row in await rows(sessions, of(customer, "2026-10"), DAY)] == [0]  # a closed month takes no more
