@@ -1,8 +1,8 @@
-"""Check commit messages against the rules of CONTRIBUTING.md: `python -m infra.check_commits [RANGE]`.
+"""Check commit messages: `python -m infra.check_commits [RANGE]`. CONTRIBUTING.md has the rules.
 
-Without RANGE, checks the commits since the newest tag that are not on the default branch yet.
-Skips START and its ancestors, merges, imports without a parent, and commits of bots. A clone without
-START, such as a shallow one, gives no base to count from: there only the last commit is checked.
+Without RANGE, checks the commits since the newest tag that are not on the default branch yet. In a
+clone that has none of these and not START either, such as a shallow one, checks the last commit
+only. Skips START and its ancestors, merges, imports without a parent, and commits of bots.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRAILER = re.compile(r"[A-Z][A-Za-z-]+: ")
 
 
 def complaints(message: str, changed_line_count: int) -> Iterator[str]:
-    """Yield what is wrong with a message of a commit that adds and removes `changed_line_count` lines."""
+    """Yield the faults of a message. changed_line_count: lines that the commit adds and removes."""
     subject, *rest = message.strip().splitlines() or [""]
     if len(subject) > SUBJECT_CHARS_MAX:
         yield f"the subject has {len(subject)} characters, and at most {SUBJECT_CHARS_MAX} are allowed"
@@ -49,7 +49,7 @@ def complaints(message: str, changed_line_count: int) -> Iterator[str]:
 
 
 def begins_with_imperative(subject: str) -> bool:
-    """Return whether the first word can be an imperative: no article, plural, past form or prefix."""
+    """Return whether the first word can be an imperative; an article or a plural cannot."""
     found = FIRST_WORD.match(subject)
     if found is None or NOT_A_VERB.fullmatch(found[1]):
         return False
@@ -68,28 +68,32 @@ def succeeds(repository: Path, *arguments: str) -> bool:
     return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True).returncode == 0
 
 
-def selected(repository: Path, commit_range: str | None, start: str) -> list[str]:
+def bases(repository: Path, start: str = START) -> list[str]:
+    """Return the revisions whose history is not checked, of those that this clone has."""
+    found = [start] if succeeds(repository, "cat-file", "-e", f"{start}^{{commit}}") else []
+    newest_tag = ("describe", "--tags", "--abbrev=0")
+    if succeeds(repository, *newest_tag):
+        found.append(git(repository, *newest_tag))
+    for branch in ("origin/HEAD", "origin/main", "main"):
+        if succeeds(repository, "rev-parse", "--verify", branch):
+            if not succeeds(repository, "merge-base", "--is-ancestor", "HEAD", branch):
+                found.append(branch)
+            break
+    return found
+
+
+def selected(repository: Path, commit_range: str | None, start: str = START) -> list[str]:
     """Return the ids of the commits to check, the newest first.
 
     Raises: CalledProcessError if git does not know `commit_range`.
     """
-    if not succeeds(repository, "cat-file", "-e", f"{start}^{{commit}}"):
-        only = [commit_range] if commit_range else ["--max-count=1", "HEAD"]
-        return git(repository, "rev-list", *only, "--").split()
-    excluded = [f"^{start}"]
-    if commit_range is None:
-        if succeeds(repository, *(describe := ("describe", "--tags", "--abbrev=0"))):
-            excluded.append(f"^{git(repository, *describe)}")
-        for branch in ("origin/HEAD", "origin/main", "main"):
-            if succeeds(repository, "rev-parse", "--verify", branch):
-                if not succeeds(repository, "merge-base", "--is-ancestor", "HEAD", branch):
-                    excluded.append(f"^{branch}")
-                break
-    return git(repository, "rev-list", commit_range or "HEAD", *excluded, "--").split()
+    excluded = [f"^{base}" for base in bases(repository, start) if commit_range is None or base == start]
+    limit = [] if commit_range or excluded else ["--max-count=1"]
+    return git(repository, "rev-list", *limit, commit_range or "HEAD", *excluded, "--").split()
 
 
 def findings(repository: Path, commit: str) -> Iterator[str]:
-    """Yield the complaints about one commit; none about a merge, an import without a parent, or a commit of a bot."""
+    """Yield the complaints about one commit, unless it is of a kind that is skipped."""
     header, _, message = git(repository, "cat-file", "commit", commit).partition("\n\n")
     # The object names all parents; `git log` hides those beyond the end of a shallow clone.
     if len(re.findall("^parent ", header, re.MULTILINE)) != 1 or re.search(r"^author .*\[bot\]", header, re.MULTILINE):
@@ -101,7 +105,7 @@ def findings(repository: Path, commit: str) -> Iterator[str]:
 
 
 def check(repository: Path, commit_range: str | None = None, start: str = START) -> Iterator[str]:
-    """Yield the findings of all commits to check. Raises CalledProcessError if git does not know `commit_range`."""
+    """Yield the findings of all commits to check. Raises CalledProcessError like `selected`."""
     for commit in selected(repository, commit_range, start):
         yield from findings(repository, commit)
 
@@ -111,8 +115,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("range", nargs="?", metavar="RANGE", help="commits to check, as `git log` takes them: v0.1.0..HEAD")
     options = parser.parse_args()
-    if options.range is None and not succeeds(ROOT, "cat-file", "-e", f"{START}^{{commit}}"):
-        print(f"This clone does not contain commit {START[:10]}: only the last commit is checked.")
+    if options.range is None and not bases(ROOT):
+        print("This clone has no base to count from: only the last commit is checked.")
     try:
         found = list(check(ROOT, options.range))
     except subprocess.CalledProcessError as error:

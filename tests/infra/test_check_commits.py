@@ -152,7 +152,14 @@ def test_of_a_shallow_clone_the_last_commit_alone_is_checked(repository: Reposit
     assert complaint.startswith(f"{last[:10]} 'third': the subject must begin")
 
 
-def test_a_clone_without_the_start_is_told_so(
+def test_a_history_without_the_start_is_checked_from_its_tag(repository: Repository) -> None:
+    repository.git("tag", "v0.1.0")
+    commits = [repository.commit("second"), repository.commit("third")]
+
+    assert selected(repository.root, None, start="0" * 40) == commits[::-1]
+
+
+def test_it_is_said_that_only_the_last_commit_is_checked(
     repository: Repository, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repository.commit("Reject control characters")
@@ -160,7 +167,7 @@ def test_a_clone_without_the_start_is_told_so(
     monkeypatch.setattr("sys.argv", ["check_commits"])
 
     assert main() == 0
-    assert capsys.readouterr().out == f"This clone does not contain commit {START[:10]}: only the last commit is checked.\n"
+    assert capsys.readouterr().out.endswith("only the last commit is checked.\n")
 
 
 def test_an_unknown_range_is_an_error_of_its_own(
