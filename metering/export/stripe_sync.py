@@ -502,7 +502,9 @@ async def resend(sessions: Sessions, gateway: StripeGateway, batch_id: uuid.UUID
             await _give_up(session, batch)
             return
         if state is BatchState.DELIVERED:
-            await _check_age(session, batch)
+            if await database_now(session) - batch.delivered_at >= CANCEL_WITHIN:
+                told = f"{batch_id} was delivered over 24 hours ago, and Stripe keeps it: credit the customer instead"
+                raise InvalidValue("batch", told)
             await session.execute(MOVE, {"id": batch_id, "state": "cancelling", "error": None})
         elif state is not BatchState.CANCELLING:
             raise InvalidValue("batch", f"{batch_id} is {state}: only what is delivered or rejected can be sent again")
@@ -544,9 +546,3 @@ async def _give_up(session: AsyncSession, batch: Row[Any]) -> None:
     """Cancel it and make its successor in the same transaction: at no commit are its tokens missing."""
     await session.execute(MOVE, {"id": batch.id, "state": "cancelled", "error": batch.last_error})
     await form(session, batch.hour, batch.hour + timedelta(hours=1), batch.organization_id)
-
-
-async def _check_age(session: AsyncSession, batch: Row[Any]) -> None:
-    now = await database_now(session)
-    if now - batch.delivered_at >= CANCEL_WITHIN:
-        raise InvalidValue("batch", f"{batch.id} was delivered over 24 hours ago, and Stripe keeps it: credit the customer instead")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date, datetime
 from decimal import Decimal
@@ -24,7 +23,7 @@ from metering.core.models import ServiceTier, TokenKind, insertion, record_of
 from metering.core.money import exact_text
 from metering.invoicing.month_report import MonthReport, ReportLine
 from metering.ledger.ledger import month_text
-from metering.plans.plans import Charge, LineKind
+from metering.plans.plans import LineKind
 
 TOKENS_PER_PRICE = 10**6  # prices are told per million tokens, as they are set
 
@@ -193,8 +192,3 @@ async def read_lines(session: AsyncSession, invoice_id: uuid.UUID) -> tuple[Invo
 async def credited_picos(session: AsyncSession, invoice_id: uuid.UUID) -> int:
     """The sum of an invoice's approved credit notes."""
     return int((await session.execute(CREDITED, {"invoice_id": invoice_id})).scalar_one())
-
-
-def charges_of(lines: Sequence[InvoiceLine]) -> tuple[Charge, ...]:
-    """The charges that an invoice froze, as the report of its month tells them."""
-    return tuple(record_of(Charge, line, amount_picos=line.exact_picos) for line in lines if line.kind.is_charge)

@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.errors import InvariantViolated, MonthOpen
 from metering.core.models import Organization, Outcome, PriceVersion, TokenKind, record_of
 from metering.core.money import exact_text
-from metering.invoicing.invoices import charges_of, invoice_lines, invoice_of_month, read_lines
+from metering.invoicing.invoices import invoice_lines, invoice_of_month, read_lines
 from metering.invoicing.month_report import (
     Closed,
     CreditNoteIssued,
@@ -248,11 +248,12 @@ async def read_month(session: AsyncSession, owner: Organization, month: date, *,
 async def _as_closed(session: AsyncSession, report: MonthReport, closing: Row[Any]) -> MonthReport:
     """With what the close has frozen in place of what may have changed since."""
     invoice = await invoice_of_month(session, closing.organization_id, closing.month)
+    lines = () if invoice is None else await read_lines(session, invoice.id)
     return replace(
         report,
         organization_name=closing.organization_name,
         currency_code=closing.currency_code,
-        charges=() if invoice is None else charges_of(await read_lines(session, invoice.id)),
+        charges=tuple(record_of(Charge, line, amount_picos=line.exact_picos) for line in lines if line.kind.is_charge),
         carried_in_picos=int(closing.carried_in_picos),
         closed=Closed(closing.closed_at, closing.closed_by, "" if invoice is None else invoice.number, closing.receipts_root),
         format_version=closing.report_format,

@@ -158,7 +158,7 @@ async def assign_plan(
     await share_lanes(session, (owner.id,))
     # In turn with whoever makes it pay in advance, which goes with no plan.
     await session.execute(select(Organization.id).where(Organization.id == owner.id).with_for_update(key_share=True))
-    if (closed := await _closed_from(session, owner.id, month)) is not None:
+    if (closed := await session.scalar(LAST_CLOSED, {"organization_id": owner.id, "month": month})) is not None:
         raise MonthClosed(owner.id, closed)
     if chosen is not None and chosen.currency_code != owner.currency_code:
         raise InvalidValue("plan", f"{plan} is in {chosen.currency_code}, and {owner.name} is billed in {owner.currency_code}")
@@ -207,12 +207,6 @@ async def has_plan_from(session: AsyncSession, organization_id: uuid.UUID, month
 async def _latest(session: AsyncSession, organization_id: uuid.UUID, month: date) -> Row[Any] | None:
     rows = (await session.execute(ASSIGNED, {"organization_id": organization_id})).all()
     return next((row for row in reversed(rows) if row.first_month <= month), None)
-
-
-async def _closed_from(session: AsyncSession, organization_id: uuid.UUID, month: date) -> date | None:
-    """The last month from one on that is closed or being closed."""
-    found: date | None = await session.scalar(LAST_CLOSED, {"organization_id": organization_id, "month": month})
-    return found
 
 
 async def _assignment(session: AsyncSession, row: Row[Any]) -> Assignment:

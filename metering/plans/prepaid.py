@@ -252,6 +252,10 @@ FROM unrated_usage u JOIN usage_events USING (hold_id, part, settled_at)
 WHERE u.organization_id = :organization_id AND rated_at IS NULL GROUP BY 1
 ) AS owed GROUP BY month
 """)
+HELD = text("""
+SELECT coalesce(c.held, 0) FROM prepaid_organizations p LEFT JOIN quota_counters c ON c.quota_id = p.quota_id
+WHERE p.organization_id = :organization_id
+""")
 CLOSED = text(f"SELECT month FROM billing_months WHERE organization_id = :organization_id AND state = '{MonthState.CLOSED}'")
 
 
@@ -448,7 +452,7 @@ async def credit_balance(session: AsyncSession, *, organization: str) -> CreditB
     left = left_for(month, await grants_of(session, owner.id), [each for each in open_months if each.month < month])
     usable = sum(picos for grant, picos in left if grant.usable_in(month))
     due = sum(each.due_picos for each in open_months if each.month >= month)
-    held = await _held(session, owner.id)
+    held: int | None = await session.scalar(HELD, {"organization_id": owner.id})  # None: it does not pay in advance
     return CreditBalance(
         organization=owner,
         prepaid=held is not None,
@@ -466,16 +470,6 @@ async def _owed(session: AsyncSession, organization_id: uuid.UUID, month: date) 
     owed = [record_of(Owed, row) for row in rows]
     closed = set((await session.scalars(CLOSED, {"organization_id": organization_id})).all())
     return owed, closed
-
-
-async def _held(session: AsyncSession, organization_id: uuid.UUID) -> int | None:
-    """What requests of a prepaid organization hold of its credit; None for any other."""
-    query = text("""
-        SELECT coalesce(c.held, 0) FROM prepaid_organizations p
-        LEFT JOIN quota_counters c ON c.quota_id = p.quota_id WHERE p.organization_id = :organization_id
-    """)
-    held: int | None = await session.scalar(query, {"organization_id": organization_id})
-    return held
 
 
 async def _end(session: AsyncSession, standing: PrepaidOrganization, actor: str) -> None:
