@@ -171,7 +171,9 @@ async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
         with retries.survive(row.id):
             try:
                 known = await known_items(gateway, METADATA, row.customer)
-                description = f"Late usage of {span(row.period_start, row.period_end)}: {row.token_count:,} tokens"
+                last_day = row.period_end - timedelta(seconds=1)
+                period = f"{row.period_start:%Y-%m-%d} to {last_day:%Y-%m-%d}"
+                description = f"Late usage of {period}: {row.token_count:,} tokens"
                 terms = {"customer": row.customer, "amount": row.amount_minor, "description": description}
                 stripe_id = known.get(str(row.id)) or await create_item(
                     gateway, METADATA, row.id, f"late-item-{row.id}", row.currency_code, **terms
@@ -183,10 +185,6 @@ async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
                 await session.execute(RECORD, {"id": row.id, "stripe_id": stripe_id})
             created += 1
     return created
-
-
-def span(begins: datetime, ends: datetime) -> str:
-    return f"{begins:%Y-%m-%d} to {ends - timedelta(seconds=1):%Y-%m-%d}"
 
 
 MONTH_METADATA = "weir_month_item"

@@ -49,6 +49,8 @@ class MeterErrors:
 class StripeGateway:
     """Calls Stripe for one account. Safe to use from many tasks."""
 
+    remembers_for = REMEMBERS_FOR
+
     def __init__(self, settings: StripeSettings) -> None:
         self.settings = settings
         self._client = stripe.StripeClient(
@@ -62,11 +64,6 @@ class StripeGateway:
     def account(self) -> str:
         """`test` or `live`."""
         return self.settings.account
-
-    @property
-    def remembers_for(self) -> timedelta:
-        """How long an identifier is surely known."""
-        return REMEMBERS_FOR
 
     def event_name(self, price_version: int, token_kind: TokenKind) -> str:
         """What a meter's events are called: one meter per price version and kind, so that each has one price for ever."""
