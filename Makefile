@@ -14,7 +14,7 @@ CHECKS := format-check lint types proto-check migrations-check architecture pros
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-fast test-faults check checks $(CHECKS) fmt proto proto-baseline migration lock dist clean
+.PHONY: help setup setup-dev docs demo test test-fast test-faults check checks $(CHECKS) fmt proto proto-baseline migration lock dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ dist: setup-dev ## build the wheels of the server and of the Python client, and 
 	@cd sdk/typescript && npm pack --silent --pack-destination ../../dist >/dev/null
 	@ls dist
 
+docs: $(VENV)/.installed-docs ## build the documentation into build/docs; links and anchors are checked
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
+
 clean: ## remove the virtual environment, the demo's data and all caches
 	rm -rf $(VENV) .weir build sdk/python/build dist *.egg-info sdk/python/src/*.egg-info sdk/typescript/node_modules sdk/typescript/dist sdk/typescript/src/gen .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
@@ -104,4 +107,8 @@ $(VENV)/.installed: $(LOCK) pyproject.toml sdk/python/pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.installed sdk/typescript/package-lock.json
 	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION) --dev
 	@$(BIN)/python -m infra.typescript_sdk --install
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed-dev requirements/docs.txt
+	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION) --docs
 	@touch $@

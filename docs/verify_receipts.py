@@ -1,7 +1,7 @@
 """Verifies receipts of Weir, with nothing of Weir: python verify_receipts.py KEYS.json RECEIPTS.jsonl [ROOT]
 
 KEYS.json is what `weir receipt keys --json` wrote, RECEIPTS.jsonl what `weir receipt export` did, ROOT that of the month's report.
-The bytes are those of docs/receipts.md. Needs the package `cryptography`.
+The bytes are those of docs/reference/receipts.md. Needs the package `cryptography`.
 """
 
 import hashlib

@@ -21,8 +21,10 @@ if sys.version_info < (3, 11):  # noqa: UP036 - older ones do run this file, and
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "constraints.txt"
+DOCS_LOCK = ROOT / "requirements" / "docs.txt"  # what the documentation needs besides
 RUN_TIME = ("-e", "sdk/python", "-e", ".")
 DEVELOPMENT = ("--group", "dev")
+DOCUMENTATION = ("--group", "docs")
 
 
 def create(venv: Path) -> None:
@@ -81,9 +83,13 @@ def main() -> int:
     parser.add_argument("venv", type=Path)
     parser.add_argument("--pip", required=True, metavar="VERSION", help="the pip to install with")
     parser.add_argument("--dev", action="store_true", help="the test and check tools instead of Weir itself")
+    parser.add_argument("--docs", action="store_true", help="what builds the documentation instead of Weir itself")
     options = parser.parse_args()
     started = time.monotonic()
-    if options.dev:
+    if options.docs:
+        print(f"Installing what builds the documentation into {options.venv}.", flush=True)
+        install(options.venv, "-c", str(LOCK), "-c", str(DOCS_LOCK), *DOCUMENTATION)
+    elif options.dev:
         print(f"Installing the test and check tools into {options.venv}.", flush=True)
         install(options.venv, "-c", str(LOCK), *DEVELOPMENT)
     else:

@@ -1,11 +1,11 @@
-"""Pin every dependency, direct and transitive, in `requirements/constraints.txt`.
+"""Pin every dependency, direct and transitive, in `requirements/constraints.txt`, and those of the documentation in `docs.txt`.
 
 Run as `make lock`: it installs what the two `pyproject.toml` files ask for into a fresh virtual environment and writes down what
 pip chose. `make lock KEEP=1` starts from the present pins, so that adding one dependency does not move the others.
 
 The file holds names and versions only, never where a package comes from: that is the business of the machine's own pip settings.
 It holds no hashes: `pip --require-hashes` refuses editable packages and demands the hash of every file of every platform, and
-indexes differ in theirs (`torch` for CPUs has other files than `torch` of PyPI). docs/security.md says how an operator adds them.
+indexes differ in theirs (`torch` for CPUs has other files than `torch` of PyPI). See docs/how-to/deploy.md for hashes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from infra.install import DEVELOPMENT, LOCK, ROOT, RUN_TIME, create, install
+from infra.install import DEVELOPMENT, DOCS_LOCK, DOCUMENTATION, LOCK, ROOT, RUN_TIME, create, install
 
 HEADER = """\
-# Every dependency of Weir and of its tools, pinned. Written by `make lock`; do not edit by hand.
+# Dependencies of Weir, of its tools, and of its documentation, pinned. Written by `make lock`; do not edit by hand.
 # Made on CPython 3.11 for Linux. What another platform adds (the CUDA parts of torch, for one) is pinned by torch itself.
 """
 
@@ -41,25 +41,34 @@ def pins(freeze: str) -> list[str]:
     return sorted(kept, key=str.lower)
 
 
-def resolve(pip_version: str, keep: bool) -> str:
-    """What `pip freeze` prints after a fresh install of the run-time and the development dependencies."""
+def resolve(pip_version: str, keep: bool) -> tuple[list[str], list[str]]:
+    """Pins of the run-time and the development dependencies, and of what the documentation needs besides."""
     with tempfile.TemporaryDirectory(prefix="weir-lock-") as scratch:
         create(Path(scratch))
         install(Path(scratch), f"pip=={pip_version}")
         install(Path(scratch), *(["-c", str(LOCK)] if keep else []), *RUN_TIME, *DEVELOPMENT)
-        freeze = [str(Path(scratch, "bin", "python")), "-m", "pip", "freeze", "--exclude-editable"]
-        return subprocess.run(freeze, check=True, text=True, capture_output=True).stdout
+        development = pins(freeze(Path(scratch)))
+        chosen = Path(scratch) / "chosen.txt"
+        chosen.write_text("\n".join(development))
+        install(Path(scratch), "-c", str(chosen), *(["-c", str(DOCS_LOCK)] if keep else []), *DOCUMENTATION)
+        return development, [pin for pin in pins(freeze(Path(scratch))) if pin not in development]
+
+
+def freeze(venv: Path) -> str:
+    """What `pip freeze` prints."""
+    command = [str(venv / "bin" / "python"), "-m", "pip", "freeze", "--exclude-editable"]
+    return subprocess.run(command, check=True, text=True, capture_output=True).stdout
 
 
 def main() -> int:
-    """Write the lock; the exit status."""
+    """Write the locks; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pip", required=True, metavar="VERSION", help="the pip to install with")
     parser.add_argument("--keep", action="store_true", help="hold the present pins where they still fit")
     options = parser.parse_args()
-    lines = pins(resolve(options.pip, options.keep))
-    LOCK.write_text(HEADER + "\n".join(lines) + "\n")
-    print(f"{LOCK.relative_to(ROOT)}: {len(lines)} packages pinned", file=sys.stderr)
+    for lock, lines in zip((LOCK, DOCS_LOCK), resolve(options.pip, options.keep), strict=True):
+        lock.write_text(HEADER + "\n".join(lines) + "\n")
+        print(f"{lock.relative_to(ROOT)}: {len(lines)} packages pinned", file=sys.stderr)
     return 0
 
 

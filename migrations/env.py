@@ -18,7 +18,7 @@ from metering.core.models import Base
 from metering.store.db import sqlalchemy_url
 from metering.store.migrations_runner import MIGRATION_LOCK_ID
 
-# Tables that are read and written as SQL alone, see `docs/tables.md`. Any other one has a mapped class.
+# Tables that are read and written as SQL alone, see `docs/internals/tables.md`. Any other one has a mapped class.
 UNMAPPED = """
 adjustment_decisions adjustments admin_requests billing_months billing_profiles credit_applications credit_grants document_series
 export_progress invoice_letterheads invoice_lines invoices ledger_accounts ledger_entries ledger_transactions live_reports

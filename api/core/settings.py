@@ -362,7 +362,7 @@ class Settings:
     )
     # Refused unless empty: TensorRT-LLM 1.2.1 accepts adapters and answers with the base model.
     lora_adapters: str = setting("WEIR_LORA_ADAPTERS", "", str)
-    # A file of models, replicas, aliases and regions, in the place of WEIR_MODELS; `docs/fleet.md` has its keys.
+    # A file of models, replicas, aliases and regions, in the place of WEIR_MODELS; `docs/reference/fleet.md` has its keys.
     fleet_file: str = setting("WEIR_FLEET", "", str)
     # Where this process runs: one of the regions of that file. Requests that name no region prefer it.
     region: str = setting("WEIR_REGION", "", str)

@@ -1,7 +1,7 @@
 """The file that `WEIR_FLEET` names: models, their versions and replicas, aliases, regions. Read once, and strictly.
 
 Every mistake of a file is told at once, with its line, its place and the remedy. What is left out has the default that stands with
-it here; what is unknown is a mistake. `docs/fleet.md` explains the keys.
+it here; what is unknown is a mistake. `docs/reference/fleet.md` explains the keys.
 """
 
 from __future__ import annotations

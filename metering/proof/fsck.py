@@ -198,7 +198,7 @@ TEXTS = " || ".join(
     f"int8send(octet_length(convert_to({text}, 'UTF8'))) || convert_to({text}, 'UTF8')"
     for text in ("p.currency_code", "e.model", "e.outcome")
 )
-# The bytes of docs/receipts.md.
+# The bytes of docs/reference/receipts.md.
 ENCODED = (
     rf"'weir.receipt.v1\n'::bytea || {IDS} || ".replace(r"\n", r"\012")
     + " || ".join(f"int8send(({number})::bigint)" for number in NUMBERS)
@@ -210,7 +210,7 @@ NOTHING = "decode(repeat('00', 32), 'hex')"
 RECEIPT_CHECKS = (
     Check(
         "receipt-tells-the-usage",
-        "The hash of a receipt is that of what its usage event says, byte for byte as docs/receipts.md has it.",
+        "The hash of a receipt is that of what its usage event says, byte for byte as docs/reference/receipts.md has it.",
         rows_with(
             "concat('receipt ', receipt_sequence, ' of project ', project_id)",
             f"""

@@ -1,4 +1,4 @@
-"""What a receipt says, and its one encoding as bytes (docs/receipts.md). Pure.
+"""What a receipt says, and its one encoding as bytes (docs/reference/receipts.md). Pure.
 
 The encoding is fixed for ever: who holds a receipt of today must be able to verify it with the program of today. Another content
 gets another version, and another first line.

@@ -10,7 +10,7 @@ import pytest
 from api.core.settings import SettingInvalid
 from api.fleet.fleet_file import FleetTarget, FleetVersion, parse_fleet, read_fleet
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "fleet.md"
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "reference" / "fleet.md"
 BASE = Path("/srv/weir")
 
 

@@ -41,7 +41,7 @@ from api.openai.parameters import (
 )
 from infra.architecture import ROOT
 
-DOCUMENT = ROOT / "docs" / "openai.md"
+DOCUMENT = ROOT / "docs" / "reference" / "openai.md"
 APIS = ("chat", "responses", "completions", "embeddings")  # the columns of the table
 FUNCTION = {"type": "function", "name": "f"}
 WRAPPED = {"type": "function", "function": {"name": "f"}}

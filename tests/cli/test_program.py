@@ -149,7 +149,8 @@ def test_the_completion_of_a_shell_calls_the_program(shell: str) -> None:
 
 
 def test_help_and_the_documents_tell_the_same_exit_codes(bare_weir: Run) -> None:
-    table = re.findall(r"^\| (\d+) \| ", (ROOT / "docs" / "administration.md").read_text().split("| exit code |")[1], re.MULTILINE)
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    table = re.findall(r"^\| (\d+) \| ", page.split("| exit code |")[1], re.MULTILINE)
 
     told = " ".join(bare_weir("--help").stdout.split()).split("Exit codes:")[1]
     assert re.findall(r"\d+", told) == table == ["0", "1", "2", "3", "130"]

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
+from infra.reference import metrics_page
 from metering.core.models import QuotaDimension
 from tests.scraped import Scrape, scrape
 from tests.service import Service
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = ROOT / "docs" / "operations.md"
+RUNBOOKS = ROOT / "docs" / "how-to" / "monitor.md"
 NAME = re.compile(r"\b(?:weir|process)_[a-z0-9_]+\b")
 SELECTED = re.compile(r"\b((?:weir|process)_[a-z0-9_]+)\{([^}]*)\}")
 MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
@@ -88,8 +89,8 @@ async def test_a_name_that_is_not_told_is_found(told: Scrape, expression: str, f
     assert unknown(expression, told) == found
 
 
-async def test_the_document_has_every_metric_and_no_other(told: Scrape) -> None:
-    rows = re.findall(r"^\| `(weir_[a-z0-9_]+)`", DOCUMENT.read_text(), re.M)
+async def test_the_reference_has_every_metric_and_no_other(told: Scrape) -> None:
+    rows = re.findall(r"^- `(weir_[a-z0-9_]+)` \(", metrics_page(), re.M)
     names = {family.name + ("_total" if family.type == "counter" else "") for family in told.families}
     traces = {"weir_traces_sent_total", "weir_traces_dropped_total", "weir_traces_waiting"}  # where spans are sent
 
@@ -97,7 +98,7 @@ async def test_the_document_has_every_metric_and_no_other(told: Scrape) -> None:
 
 
 def test_the_document_says_what_to_do_about_each_alarm() -> None:
-    named = re.findall(r"^\| `(Weir\w+)`", DOCUMENT.read_text(), re.M)
+    named = re.findall(r"^### `(Weir\w+)`", RUNBOOKS.read_text(), re.M)
 
     assert named == [rule["alert"] for rule in rules()]
     assert all(rule["annotations"]["summary"] and rule["labels"]["severity"] in ("page", "ticket") for rule in rules())

@@ -1,6 +1,6 @@
 """What must be true of the receipts at every commit, worked out from the rows and from nothing else.
 
-Independent of the product on purpose: the encoding of `docs/receipts.md` is written down here once more.
+Independent of the product on purpose: the encoding of `docs/reference/receipts.md` is written down here once more.
 """
 
 from __future__ import annotations

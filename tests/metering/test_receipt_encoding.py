@@ -31,7 +31,7 @@ receipts = st.builds(
     outcome=st.text(max_size=16),
 )
 SIGNER = Signer(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
-# The first test vector of docs/receipts.md.
+# The first test vector of docs/reference/receipts.md.
 KNOWN = Receipt(
     organization_id=uuid.UUID(int=1),
     project_id=uuid.UUID(int=2),

@@ -84,7 +84,7 @@ class InferenceServiceServicer:
         The server ends the stream itself only for what concerns all of it: UNAUTHENTICATED, RESOURCE_EXHAUSTED for a
         message that is too large, INVALID_ARGUMENT for a frame without kind, UNAVAILABLE while draining. Whatever
         concerns one request comes as its `failed` frame. When the client half-closes, running requests finish first; when it
-        goes away, they are cancelled and settled, but for those with `keep_on_disconnect`. docs/streams.md tells clients how to resume.
+        goes away, they are cancelled and settled, but for those with `keep_on_disconnect`. docs/how-to/resume-a-stream.md tells clients how to resume.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

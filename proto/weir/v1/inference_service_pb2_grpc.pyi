@@ -41,7 +41,7 @@ class InferenceServiceStub:
     The server ends the stream itself only for what concerns all of it: UNAUTHENTICATED, RESOURCE_EXHAUSTED for a
     message that is too large, INVALID_ARGUMENT for a frame without kind, UNAVAILABLE while draining. Whatever
     concerns one request comes as its `failed` frame. When the client half-closes, running requests finish first; when it
-    goes away, they are cancelled and settled, but for those with `keep_on_disconnect`. docs/streams.md tells clients how to resume.
+    goes away, they are cancelled and settled, but for those with `keep_on_disconnect`. docs/how-to/resume-a-stream.md tells clients how to resume.
     """
     CountTokens: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.CountTokensRequest, _inference_service_pb2.CountTokensResponse]
     """Counts the tokens of a prompt as admission would, without running or billing anything."""
@@ -77,7 +77,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     The server ends the stream itself only for what concerns all of it: UNAUTHENTICATED, RESOURCE_EXHAUSTED for a
     message that is too large, INVALID_ARGUMENT for a frame without kind, UNAVAILABLE while draining. Whatever
     concerns one request comes as its `failed` frame. When the client half-closes, running requests finish first; when it
-    goes away, they are cancelled and settled, but for those with `keep_on_disconnect`. docs/streams.md tells clients how to resume.
+    goes away, they are cancelled and settled, but for those with `keep_on_disconnect`. docs/how-to/resume-a-stream.md tells clients how to resume.
     """
     CountTokens: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.CountTokensRequest, _inference_service_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Counts the tokens of a prompt as admission would, without running or billing anything."""
@@ -116,7 +116,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         The server ends the stream itself only for what concerns all of it: UNAUTHENTICATED, RESOURCE_EXHAUSTED for a
         message that is too large, INVALID_ARGUMENT for a frame without kind, UNAVAILABLE while draining. Whatever
         concerns one request comes as its `failed` frame. When the client half-closes, running requests finish first; when it
-        goes away, they are cancelled and settled, but for those with `keep_on_disconnect`. docs/streams.md tells clients how to resume.
+        goes away, they are cancelled and settled, but for those with `keep_on_disconnect`. docs/how-to/resume-a-stream.md tells clients how to resume.
         """
 
     @_abc_1.abstractmethod

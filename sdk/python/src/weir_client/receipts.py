@@ -1,7 +1,7 @@
 """Receipts: what a request used and cost, and the check of a single one with nothing but a public key.
 
-`docs/receipts.md` of the server specifies the bytes; this is one of several programs that follow it. Signatures need the package
-`cryptography`, which `pip install './sdk/python[receipts]'` brings in a clone of the repository.
+`docs/reference/receipts.md` of the server specifies the bytes; this is one of several programs that follow it. Signatures need the
+package `cryptography`, which `pip install './sdk/python[receipts]'` brings in a clone of the repository.
 """
 
 from __future__ import annotations

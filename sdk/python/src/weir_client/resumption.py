@@ -1,4 +1,4 @@
-"""Goes on with a request on another stream when its own breaks: attach, wait, ask again, as docs/streams.md tells clients.
+"""Goes on with a request on another stream when its own breaks: attach, wait, ask again. See docs/how-to/resume-a-stream.md.
 
 A state machine on the event loop's timers, so that it can be stopped at any moment and nobody has to wait for it.
 """

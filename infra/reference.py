@@ -1,0 +1,524 @@
+"""Reference tables of the documentation, made from the source: `make docs` puts them into the pages of `docs/`.
+
+A page names a table in a comment, `<!-- reference: settings -->`. `python -m infra.reference settings` prints it. MkDocs loads this
+module as a hook, which also leads links out of `docs/`: to decision records within the site, and to other files by their path.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import posixpath
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
+from google.rpc import code_pb2
+from weir_cli.__main__ import COMMANDS, load
+from weir_cli.commands import PERSONAS
+
+from api.core import settings
+from api.core.errors import KINDS, Cause
+from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action, Cell
+from api.metrics import operator_http
+from infra.generate_proto import GOOGLE_ROOT, PROTO_ROOT
+from metering.ledger.ledger import AccountKind, TransactionKind
+
+ROOT = Path(__file__).resolve().parent.parent
+MARKER = re.compile(r"^<!-- reference: ([\w-]+) -->$", re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+[^)\s]+)\)")
+REMOTE_FILE = re.compile(r"<(?:script|img|iframe)\b[^>]*\bsrc=[\"']?(?:https?:)?//|<link\b[^>]*\bhref=[\"']?(?:https?:)?//")
+RECORDS, RECORDS_ON_SITE = "infra/adr/", "internals/adr/"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def sentence(text: str) -> str:
+    """Return a docstring or a comment as one paragraph."""
+    return " ".join(text.split())
+
+
+# Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One environment variable. processes: which read it; range: what is allowed, empty where any text is."""
+
+    variable: str
+    processes: str
+    kind: str
+    default: str
+    range: str
+    meaning: str
+
+
+OTHER_SETTINGS = (
+    Setting("WEIR_LOG", "api", "choice", "info", "`debug`, `info`, `warning` or `error`", "Log level."),
+    Setting("WEIR_BROKER_URL", "worker", "URL", "", "", "Celery's broker, such as `redis://host`. Unset: one worker, without one."),
+    Setting("WEIR_READY_FILE", "worker", "path", "", "", "The worker writes its process id there once it takes tasks."),
+    Setting("WEIR_EXPORT", "worker", "choice", "off", "`stripe`, `file` or `off`", "Destination of usage."),
+    Setting("WEIR_EXPORT_FILE", "worker", "path", "usage.jsonl in WEIR_HOME", "", "Destination with `WEIR_EXPORT=file`."),
+    Setting("STRIPE_API_KEY", "worker", "secret", "", "`sk_…` or `rk_…`", "Stripe's secret or restricted key."),
+    Setting(
+        "WEIR_STRIPE_NAMESPACE", "worker", "text", "weir", "1 to 20 lower-case letters and digits", "Prefix of objects at Stripe."
+    ),
+    Setting(
+        "WEIR_STRIPE_COLLECTION",
+        "worker",
+        "choice",
+        "send_invoice",
+        "`send_invoice` or `charge_automatically`",
+        "How Stripe collects an invoice.",
+    ),
+    Setting(
+        "WEIR_STRIPE_FINALIZE",
+        "worker",
+        "choice",
+        "close",
+        "`close` or `stripe`",
+        "What makes Stripe's invoice final: the close here, or Stripe.",
+    ),
+    Setting("WEIR_STRIPE_API_BASE", "worker", "URL", "https://api.stripe.com", "https", "Address of Stripe's API."),
+    Setting(
+        "WEIR_STRIPE_WEBHOOK_SECRET",
+        "stripe webhooks",
+        "secret",
+        "",
+        "",
+        "Signing secrets of Stripe's event destinations, separated by commas.",
+    ),
+    Setting("WEIR_STRIPE_WEBHOOK_LISTEN", "stripe webhooks", "address", "127.0.0.1:8377", "`host:port`", "Where events are taken."),
+    Setting(
+        "WEIR_APPLICATION_PASSWORD", "migrate", "secret", "", "", "Password that `weir migrate --grant` gives the application role."
+    ),
+    Setting("WEIR_NATIVE", "engine worker", "switch", "1", "1 or 0", "0 computes with torch alone, without the native decoder."),
+    Setting(
+        "WEIR_NATIVE_CACHE", "engine worker", "path", "weir/native in the user's cache", "", "Directory of compiled libraries."
+    ),
+    Setting("WEIR_ADDRESS", "client", "address", "that of `weir up`", "`host:port`", "Server that commands and SDKs call."),
+    Setting("WEIR_API_KEY", "client", "secret", "that of `weir up`", "", "Key of developers' commands and of SDKs."),
+    Setting("WEIR_ADMIN_KEY", "client", "secret", "that of `weir up`", "", "Key of administrators' and finance's commands."),
+    Setting("WEIR_TLS", "client", "switch", "", "1 or 0", "Whether clients speak TLS. Unset: to every address but the loopback."),
+    Setting("WEIR_ROOT_CERTIFICATES", "client", "path", "the system's", "", "PEM file of authorities to trust."),
+    Setting("WEIR_CLIENT_CERTIFICATE", "client", "path", "", "", "PEM file of the client certificate, for mTLS."),
+    Setting("WEIR_CLIENT_KEY", "client", "path", "", "", "PEM file of its key."),
+)
+SHARED = {
+    "WEIR_DATABASE_URL": "api, worker, stripe webhooks, migrate, fsck, reconcile",
+    "WEIR_HOME": "api, worker, client",
+    "WEIR_RECEIPT_KEY_FILE": "api, worker",
+    "WEIR_ALERT_WEBHOOKS_PRIVATE": "api, worker",
+}
+KINDS_OF_VALUE = {
+    "bool": "switch",
+    "int": "whole number",
+    "float": "number",
+    "str": "text",
+    "Path": "path",
+    "Literal": "choice",
+    "Mapping": "pairs",
+}
+HEADINGS = {
+    "api": "API process",
+    "worker": "Billing worker and its commands",
+    "engine worker": "Engine worker",
+    "client": "Clients",
+}
+
+
+def every_setting() -> list[Setting]:
+    """All settings, in the order of the source."""
+    comments = comments_of(settings.Settings)
+    ours = [
+        Setting(
+            spec.metadata["variable"],
+            SHARED.get(spec.metadata["variable"], "api"),
+            KINDS_OF_VALUE[re.split(r"\W", str(spec.type))[0]],
+            shown_default(spec),
+            allowed(spec.metadata["parse"]),
+            comments.get(spec.name, ""),
+        )
+        for spec in fields(settings.Settings)
+    ]
+    return [*ours, *OTHER_SETTINGS]
+
+
+def comments_of(kind: type) -> dict[str, str]:
+    """Comments on fields: those above, and at the end of a line. Fields in a row share the comment above the first."""
+    found: dict[str, str] = {}
+    above: list[str] = []
+    body, _ = inspect.getsourcelines(kind)
+    node = ast.parse("".join(body)).body[0]
+    assert isinstance(node, ast.ClassDef)
+    last = 0
+    for each in node.body:
+        if not isinstance(each, ast.AnnAssign) or not isinstance(each.target, ast.Name):
+            continue
+        before = [line.strip() for line in body[last : each.lineno - 1]] if last else [""]
+        comment = [line.removeprefix("#").strip() for line in before if line.startswith("#")]
+        if comment or "" in before:
+            above = comment
+        assert each.end_lineno is not None
+        last = each.end_lineno
+        _, mark, beside = body[last - 1].rpartition("  # ")
+        found[each.target.id] = sentence(" ".join([*above, beside.strip().capitalize() if mark else ""]))
+    return found
+
+
+def shown_default(spec: Any) -> str:
+    """Return the default of a field as one would write it."""
+    variable, value = spec.metadata["variable"], spec.default
+    if variable in ("WEIR_HOME", "WEIR_MODELS"):
+        return "~/.weir" if variable == "WEIR_HOME" else "demo, the bundled model"
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, int) and "BYTES" in variable:
+        unit = next((u for u in (30, 20, 10) if value and value % 2**u == 0), 0)
+        return (
+            f"{value} ({value >> unit} {dict(zip((30, 20, 10), ('GiB', 'MiB', 'KiB'), strict=True))[unit]})" if unit else str(value)
+        )
+    return str(value) if isinstance(value, int | str) else ""
+
+
+def allowed(parse: Callable[[str], object]) -> str:
+    """Return what a parser allows, as it says itself of a text that nothing allows."""
+    try:
+        parse("\x00")
+    except ValueError as error:
+        return str(error).removeprefix("must be ") if "\x00" not in str(error) and "x00" not in str(error) else "IP networks"
+    return ""
+
+
+def settings_page() -> str:
+    """Return every setting, by process."""
+    lines: list[str] = []
+    for process, heading in HEADINGS.items():
+        lines.append(f"## {heading}\n")
+        for each in every_setting():
+            first = each.processes.split(", ")[0]
+            if first == process or (process == "worker" and first in ("stripe webhooks", "migrate")):
+                default = f"`{each.default}`" if each.default else "unset"
+                facts = [f"**{each.kind}**", f"default: {default}"]
+                facts += [f"allowed: {each.range}"] if each.range else []
+                lines.append(f"### `{each.variable}`\n\n{'; '.join([*facts, f'read by: {each.processes}'])}\n")
+                lines.append(f"{each.meaning}\n" if each.meaning else "")
+    return "\n".join(lines)
+
+
+# Errors
+
+
+def errors_page() -> str:
+    """Return every reason with its codes and meanings."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for code, kinds in KINDS.items():
+        for kind in kinds:
+            name = code_pb2.Code.Name(code)
+            reason = "INTERNAL" if code == code_pb2.INTERNAL else str(kind.reason)  # type: ignore[attr-defined]
+            meanings = found.setdefault(reason, {}).setdefault(name, [])
+            meanings.append(sentence(inspect.getdoc(kind) or ""))
+    return "\n".join(
+        f"### `{reason}`\n\n" + "\n".join(f"`{code}`: {' '.join(dict.fromkeys(told))}\n" for code, told in by_code.items())
+        for reason, by_code in sorted(found.items())
+    )
+
+
+# Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class MetricFamily:
+    """One metric as it is scraped."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
+def metric_families() -> list[MetricFamily]:
+    """All metrics of an api process, read out of the calls that make them."""
+    tables = {"TOTALS": "counter", "TIMES": "histogram", "QUEUES": "gauge"}
+    labels_of = {"TOTALS": operator_http.REPLICA_LABELS, "TIMES": operator_http.REQUEST_LABELS, "QUEUES": ("model",)}
+    found = [
+        MetricFamily(name, kind, labels_of[constant], meaning)
+        for constant, kind in tables.items()
+        for name, meaning, _ in getattr(operator_http, constant)
+    ]
+    for node in ast.walk(ast.parse(inspect.getsource(operator_http))):
+        match node:
+            case ast.Call(
+                func=ast.Name(id="gauge" | "gauges" | "counter" | "counters" | "histograms" as kind),
+                args=[ast.Constant(value=str(name)), ast.Constant(value=str(meaning)), *rest],
+            ):
+                labels = eval_labels(rest[0]) if kind.endswith("s") else ()
+                found.append(MetricFamily(name, kind.removesuffix("s"), labels, meaning))
+    return [MetricFamily(f"{it.name}_total" if it.kind == "counter" else it.name, it.kind, it.labels, it.meaning) for it in found]
+
+
+def eval_labels(node: ast.expr) -> tuple[str, ...]:
+    """Return the value of a tuple of labels in the source of the metrics."""
+    return tuple(eval(compile(ast.Expression(node), "labels", "eval"), vars(operator_http)))
+
+
+def metrics_page() -> str:
+    """Return every metric, by what it is about."""
+    parts = {
+        "Requests": ("requests", "refusals", "tokens", "failed", "admissions", "migrations", "time", "inter", "stage"),
+        "Engines and queues": ("engine", "kv", "queue"),
+        "Holds, journal, database": ("database", "holds", "standing", "owed", "hold", "journal", "abandoned", "refused"),
+        "Ledger, workers and export": ("books", "worker"),
+        "Spans": ("traces",),
+    }
+    groups: dict[str, list[MetricFamily]] = {part: [] for part in (*parts, "Process and connections")}
+    for each in sorted(metric_families(), key=lambda it: it.name):
+        word = each.name.split("_")[1]
+        request = each.name == "weir_request_seconds"
+        group = next((part for part, words in parts.items() if word in words), "Requests" if request else "Process and connections")
+        groups[group].append(each)
+    lines: list[str] = []
+    for group, families in groups.items():
+        lines.append(f"## {group}\n")
+        for each in families:
+            by = "; labels: " + ", ".join(f"`{label}`" for label in each.labels) if each.labels else ""
+            lines.append(f"- `{each.name}` ({each.kind}{by}): {each.meaning}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+# Command line
+
+
+def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command with its path, groups before their members, by persona."""
+    for persona in PERSONAS:
+        for name, entry in COMMANDS.items():
+            if entry.persona == persona and " " not in name:
+                yield from below((name,), load(name))
+
+
+def below(path: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, each in getattr(command, "commands", {}).items():
+        yield from below((*path, name), each)
+
+
+def cli_page() -> str:
+    """Return every command with its arguments and options."""
+    lines: list[str] = []
+    for path, command in commands():
+        lines.append(f"{'##' if len(path) == 1 else '###'} weir {' '.join(path)}\n")
+        lines.append(f"{sentence((command.help or '').split(chr(12))[0])}\n")
+        if getattr(command, "commands", None) and not command.params:
+            continue
+        for each in command.params:
+            if "--help" in each.opts or each.hidden:
+                continue
+            is_option = each.param_type_name == "option"
+            names = ", ".join(f"`{name}`" for name in ([*each.opts, *each.secondary_opts] if is_option else [each.name.upper()]))
+            facts = [] if is_option and not each.required else ["required"] if each.required else ["optional"]
+            facts += ["repeatable"] if each.multiple or each.nargs == -1 else []
+            told = sentence(each.help or "")
+            beside = f" ({', '.join(facts)})" if facts else ""
+            lines.append(f"- {names}{beside}: {told}" if told else f"- {names}{beside}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+# gRPC
+
+
+def descriptors() -> FileDescriptorSet:
+    """The contract with its comments."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "contract"
+        roots = [f"-I{root}" for root in (PROTO_ROOT, files("grpc_tools") / "_proto", GOOGLE_ROOT)]
+        protos = map(str, sorted(PROTO_ROOT.glob("weir/v1/*.proto")))
+        flags = ["--include_source_info", f"--descriptor_set_out={out}"]
+        subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *roots, *flags, *protos], check=True)
+        return FileDescriptorSet.FromString(out.read_bytes())
+
+
+def grpc_page() -> str:
+    """Return services, messages and enumerations of the contract, file by file, those with services first."""
+    found = sorted(descriptors().file, key=lambda file: not file.service)
+    return "\n".join(line for file in found for line in of_file(file))
+
+
+def of_file(file: FileDescriptorProto) -> Iterator[str]:
+    comments = {tuple(it.path): sentence(it.leading_comments) for it in file.source_code_info.location}
+    paragraphs = {tuple(it.path): it.leading_comments for it in file.source_code_info.location}
+    for index, service in enumerate(file.service):
+        yield f"## {service.name}\n"
+        yield "\n\n".join(map(sentence, paragraphs[6, index].split("\n\n"))) + "\n"
+        for number, method in enumerate(service.method):
+            asked = f"{'stream ' if method.client_streaming else ''}{link_to(method.input_type)}"
+            told = f"{'stream ' if method.server_streaming else ''}{link_to(method.output_type)}"
+            yield f"### {method.name}\n\n{asked} → {told}\n\n{comments[6, index, 2, number]}\n"
+    if not file.service:
+        yield f"## {Path(file.name).name}\n"
+    for index, message in enumerate(file.message_type):
+        yield from of_message(message, (4, index), comments, "")
+    for index, enum in enumerate(file.enum_type):
+        yield from of_enum(enum, (5, index), comments, "")
+
+
+def of_message(message: Any, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str], outer: str) -> Iterator[str]:
+    if message.options.map_entry:
+        return
+    name = outer + message.name
+    yield f"#### {name} {{#{anchor(name)}}}\n\n{comments.get(path, '')}\n"
+    maps = {each.name: each for each in message.nested_type if each.options.map_entry}
+    for index, each in enumerate(message.field):
+        yield f"- `{each.name}` {type_of(each, maps)}: {comments.get((*path, 2, index), '')}"
+    yield ""
+    for index, nested in enumerate(message.nested_type):
+        yield from of_message(nested, (*path, 3, index), comments, f"{name}.")
+    for index, enum in enumerate(message.enum_type):
+        yield from of_enum(enum, (*path, 4, index), comments, f"{name}.")
+
+
+def of_enum(enum: Any, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str], outer: str) -> Iterator[str]:
+    name = outer + enum.name
+    yield f"#### {name} {{#{anchor(name)}}}\n\n{comments.get(path, '')}\n"
+    for index, value in enumerate(enum.value):
+        yield f"- `{value.name}`: {comments.get((*path, 2, index), '')}"
+    yield ""
+
+
+def type_of(field: FieldDescriptorProto, maps: Mapping[str, Any]) -> str:
+    """Return the type of a field, linked where it is one of the contract's own."""
+    if (entry := maps.get(field.type_name.rpartition(".")[2])) is not None:
+        return f"map of {type_of(entry.field[0], {})} to {type_of(entry.field[1], {})}"
+    name = link_to(field.type_name) if field.type_name else FieldDescriptorProto.Type.Name(field.type)[5:].lower()
+    is_repeated = field.label == FieldDescriptorProto.LABEL_REPEATED
+    return f"{'repeated ' if is_repeated else 'optional ' if field.proto3_optional else ''}{name}"
+
+
+def link_to(type_name: str) -> str:
+    name = type_name.removeprefix(".")
+    return f"[{name[8:]}](#{anchor(name[8:])})" if name.startswith("weir.v1.") else f"`{name}`"
+
+
+def anchor(name: str) -> str:
+    return "type-" + name.lower().replace(".", "-")
+
+
+# Ledger and endings
+
+TRANSACTIONS: Mapping[TransactionKind, str] = {
+    TransactionKind.USAGE: "Usage events of one organization and day, rated together.",
+    TransactionKind.PLAN: "What the plan takes off or adds at the close of a month.",
+    TransactionKind.CREDIT_GRANTED: "Prepaid credit that was granted.",
+    TransactionKind.CREDIT_APPLIED: "Prepaid credit that pays for a month.",
+    TransactionKind.CREDIT_EXPIRED: "Prepaid credit that expired unused.",
+    TransactionKind.ADJUSTMENT: "An approved adjustment or credit note.",
+    TransactionKind.ROUNDING: "Difference between the exact total and the invoice.",
+}
+
+
+def ledger_page() -> str:
+    """Return the accounts of an organization and the kinds of transactions."""
+    told = sentence(inspect.getdoc(AccountKind) or "")
+    meanings = dict(re.findall(r"(\w+): (.*?\.)(?= \w+: |$)", told))
+    accounts = table(("account", "balance"), ((f"`{kind}`", meanings[kind.value].capitalize()) for kind in AccountKind))
+    kinds = table(("transaction", "meaning"), ((f"`{kind}`", TRANSACTIONS[kind]) for kind in TransactionKind))
+    return f"## Accounts\n\n{accounts}\n## Transactions\n\n{kinds}"
+
+
+def billed(cell: Cell) -> str:
+    """Return what a cell bills and counts, in words."""
+    charge = cell.charge
+    if charge.action is Action.NONE:
+        return "nothing"
+    if charge.action is Action.STANDS:
+        return "as it was settled"
+    if charge.action is Action.VOID:
+        return "nothing; the request does not count"
+    if charge.bills_output:
+        return "input, delivered output; the request counts"
+    return "input; the request counts" if charge.bills_input else "no tokens; the request counts"
+
+
+def endings_charges() -> str:
+    """Return what each phase and cause bills."""
+    rows = (
+        (str(phase), str(cause), str(cell.charge.action), billed(cell), f"`{cell.test}`") for (phase, cause), cell in TABLE.items()
+    )
+    return table(("phase", "cause", "hold", "billed and counted", "test"), rows)
+
+
+def endings_ways() -> str:
+    """Return the ways to end, by cause."""
+    return (
+        "\n".join(
+            f"### {cause.capitalize()}\n\n"
+            + table(("end", "what the client is told"), ((way.name, way.told) for way in WAYS if way.cause is cause))
+            for cause in Cause
+        )
+        + f"\n{SIBLING}.\n"
+    )
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "settings": settings_page,
+    "errors": errors_page,
+    "metrics": metrics_page,
+    "cli": cli_page,
+    "grpc": grpc_page,
+    "ledger": ledger_page,
+    "endings-phases": lambda: table(("phase", "meaning"), PHASES.items()),
+    "endings-causes": lambda: table(("cause", "meaning"), CAUSES.items()),
+    "endings-charges": endings_charges,
+    "endings-ways": endings_ways,
+}
+
+
+# Hooks of MkDocs
+
+
+def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
+    """Put in reference tables, and lead links out of `docs/`."""
+    return led(MARKER.sub(lambda found: TABLES[found[1]](), markdown), page.file.src_uri)
+
+
+def led(markdown: str, page: str) -> str:
+    """Return a page whose links to decision records stay in the site, and to other files of the repository become their paths."""
+    here = posixpath.dirname(RECORDS + posixpath.basename(page) if page.startswith(RECORDS_ON_SITE) else f"docs/{page}")
+
+    def target(found: re.Match[str]) -> str:
+        path, _, fragment = posixpath.normpath(posixpath.join(here, found[2])).partition("#")
+        if path.startswith(RECORDS):
+            path = RECORDS_ON_SITE + path.removeprefix(RECORDS)
+        elif path.startswith("docs/"):
+            path = path.removeprefix("docs/")
+        else:
+            return f"{found[1]} (`{path}`)" if path not in found[1] else found[1]
+        way = posixpath.relpath(path, posixpath.dirname(page) or ".")
+        return f"[{found[1]}]({way}#{fragment})" if fragment else f"[{found[1]}]({way})"
+
+    return LINK.sub(target, markdown)
+
+
+def on_post_page(output: str, page: Any, **_: object) -> None:
+    """Refuse a page that loads anything from another server. Raises: ValueError."""
+    if (found := REMOTE_FILE.search(output)) is not None:
+        raise ValueError(f"{page.file.src_uri} loads a file from elsewhere: {found[0]}")
+
+
+if __name__ == "__main__":
+    print("\n".join(TABLES[name]() for name in sys.argv[1:]), end="")
