@@ -105,7 +105,7 @@ def test_the_example_of_the_documentation_is_read() -> None:
         ("models: {chat: {directory: d}}\naliases: {latest: chta}", ["aliases.latest: must name a model", "did you mean 'chat'?"]),
         ("models: {chat: {directory: d}}\naliases: {latest: chat@v2}", ["aliases.latest: must name a model, or a version"]),
         ("models: {chat: {directory: d}}\naliases: {chat: chat}", ["aliases.chat: is the name of a model"]),
-        ("models: {chat: [", ["this is no YAML"]),
+        ("models: {chat: [", ["not valid YAML"]),
         ("models: {e: {engine: encoder, directory: d, policy: least_loaded}}", ["models.e.policy: is for models that generate"]),
         ("models: {e: {engine: remote-encoder, directory: d}}", ["models.e.targets: is missing"]),
         (

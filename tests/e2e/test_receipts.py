@@ -225,7 +225,7 @@ async def test_what_is_wrong_is_told_precisely(month: Month) -> None:
     (month.keys.parent / "other.json").write_text(stranger)
     refused = await month.weir("receipt", "verify", str(month.receipts), "--keys", str(month.keys.parent / "other.json"))
     assert refused.exit_code == 2
-    assert "is not what its id says" in refused.stderr
+    assert "does not match its id" in refused.stderr
 
 
 async def test_files_that_are_none_are_refused_by_line_and_remedy(month: Month, tmp_path: Path) -> None:

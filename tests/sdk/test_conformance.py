@@ -530,7 +530,7 @@ async def test_says_when_output_is_gone(service: Service, tight: Service) -> Non
         door.cut()
         await direct.complete(MODEL, token_ids=(20, 21), max_output_tokens=2000, ignore_eos=True)  # as many steps for both
         door.shut_count = 0
-        with pytest.raises(IncompleteGeneration, match="not kept any more") as caught:
+        with pytest.raises(IncompleteGeneration, match="no longer kept") as caught:
             await generation.wait()
         recorded = await direct.get_generation(generation.request_id)
     partial = caught.value.partial
@@ -563,7 +563,7 @@ async def test_says_how_it_was_settled(service: Service, client: AsyncClient) ->
 
 
 async def is_forgotten(client: AsyncClient, request_id: str) -> bool:
-    """Whether a request has ended, and its output is not kept any more."""
+    """Return whether a request has ended and its output is no longer kept."""
     await settled(client, request_id)
     try:
         await client.attach(request_id).wait()

@@ -248,7 +248,7 @@ def test_sums_that_differ_name_model_price_and_kind() -> None:
 
 def test_a_key_must_be_what_its_id_says() -> None:
     assert public_keys([ReceiptKey(key_id_of(PUBLIC_KEY), PUBLIC_KEY)]) == KEYS
-    with pytest.raises(ValueError, match="is not what its id says"):
+    with pytest.raises(ValueError, match="does not match its id"):
         public_keys([ReceiptKey("0" * 16, PUBLIC_KEY)])
 
 
@@ -263,7 +263,7 @@ def test_receipts_survive_json() -> None:
         ("[]", "a receipt is a JSON object"),
         ("{}", "version: None is not 1"),
         ('{"version": 2}', "version: 2 is not 1"),
-        ('{"version": 1}', "organization_id: None is not a text"),
+        ('{"version": 1}', "organization_id: None is not a string"),
         ("no json", "Expecting value"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Strict reader of YAML files: every mistake is noted with its line, its place and the remedy, and reading goes on."""
+"""Strict YAML reader that records every mistake with line, place and remedy, and continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Keys = dict[str, yaml.Node]
 
 @dataclass(frozen=True, slots=True, order=True)
 class FileMistake:
-    """One thing that is wrong, where, and what would do. place: as in `organizations[0].quotas[2].limit`."""
+    """One mistake with its line and remedy. place: as in `organizations[0].quotas[2].limit`."""
 
     line: int
     place: str
@@ -24,7 +24,7 @@ class FileMistake:
 
 
 class NotYaml(ValueError):
-    """A text that is not YAML. line: where that shows, from 1 on."""
+    """The text is not YAML. line: of the error, from 1 on."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -32,18 +32,21 @@ class NotYaml(ValueError):
 
 
 def compose(content: str) -> yaml.Node | None:
-    """The root of a file; None for an empty one. Raises: NotYaml."""
+    """Return the root of a file; None for an empty one. Raises: NotYaml."""
     try:
         root: yaml.Node | None = yaml.compose(content, Loader=yaml.SafeLoader)
     except yaml.YAMLError as broken:
         mark = getattr(broken, "problem_mark", None)
-        what = getattr(broken, "problem", None) or str(broken)
-        raise NotYaml(mark.line + 1 if mark else 1, f"this is no YAML: {what}") from broken
+        problem = getattr(broken, "problem", None) or str(broken)
+        raise NotYaml(mark.line + 1 if mark else 1, f"not valid YAML: {problem}") from broken
     return root
 
 
 class StrictReader:
-    """Reads nodes into values. meant: places of the keys that unknown ones are taken for: they are not missing as well."""
+    """Reads nodes into values.
+
+    meant: places of the keys that unknown keys resemble; these are not reported as missing as well.
+    """
 
     def __init__(self) -> None:
         self.mistakes: list[FileMistake] = []
@@ -53,13 +56,13 @@ class StrictReader:
         self.mistakes.append(FileMistake(1 if node is None else node.start_mark.line + 1, place, message))
 
     def mapping(self, node: yaml.Node | None, place: str, known: Collection[str] | None = None) -> Keys:
-        """The values of a mapping by key, each once; those that `<<` brings in are replaced by its own.
+        """Return the values of a mapping by key; keys merged in by `<<` are overridden by its own.
 
-        known: the keys that there are; None where keys are names of the file's own.
+        known: the allowed keys; None if the file chooses them.
         """
         if not isinstance(node, yaml.MappingNode):
-            told = "of names to values" if known is None else f"with the keys {', '.join(known)}"
-            self.wrong(node, place, f"write a mapping {told}")
+            expected = "of names to values" if known is None else f"with the keys {', '.join(known)}"
+            self.wrong(node, place, f"write a mapping {expected}")
             return {}
         found: Keys = {}
         for merged in (value for key, value in node.value if key.tag == MERGE):
@@ -83,17 +86,17 @@ class StrictReader:
         return found
 
     def require(self, node: yaml.Node | None, place: str, keys: Keys, *names: str) -> None:
-        """Note the keys that a mapping lacks."""
+        """Record missing keys of a mapping."""
         for name in names:
             if name not in keys and joined(place, name) not in self.meant:
                 self.wrong(node, place, f"`{name}` is missing")
 
     def scalar(self, node: yaml.Node, place: str, parse: Callable[[str], Value]) -> Value | None:
-        """A single value; None for one that is wrong. parse: raises ValueError saying what would do."""
+        """Return a parsed scalar; None if it is wrong. parse: raises ValueError with the remedy."""
         if not isinstance(node, yaml.ScalarNode):
             self.wrong(node, place, "write a single value")
         elif node.tag.endswith(":null"):
-            self.wrong(node, place, "it has no value: write one, or leave the key out")
+            self.wrong(node, place, "has no value: write one, or leave the key out")
         else:
             try:
                 return parse(node.value)
@@ -102,7 +105,7 @@ class StrictReader:
         return None
 
     def items(self, node: yaml.Node, place: str) -> list[yaml.Node]:
-        """The entries of a list."""
+        """Return the entries of a list."""
         if isinstance(node, yaml.SequenceNode):
             return list(node.value)
         self.wrong(node, place, "write a list: each entry in a line of its own that begins with `- `; `[]` for none")
@@ -110,5 +113,5 @@ class StrictReader:
 
 
 def joined(place: str, key: str) -> str:
-    """A place below another one."""
+    """Return the place of a key below another place."""
     return f"{place}.{key}" if place else key

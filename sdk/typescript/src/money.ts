@@ -11,12 +11,12 @@ export class Money {
     readonly picos: bigint,
   ) {}
 
-  /** From units of the currency as a decimal text. Throws a RangeError for what is no amount, or finer than a pico. */
+  /** From units of the currency as a decimal text. Throws a RangeError for an invalid amount, or one finer than a pico. */
   static of(amount: string, currencyCode: string): Money {
     const [, sign, units, fraction = ""] = /^(-?)(\d+)(?:\.(\d+))?$/.exec(amount) ?? [];
     const digits = fraction.replace(/0+$/, "");
     if (units === undefined || digits.length > 12) {
-      throw new RangeError(`'${amount}' is no amount in whole picos: give a text like "0.05"`);
+      throw new RangeError(`'${amount}' is not an amount in whole picos: give a string like "0.05"`);
     }
     const picos = BigInt(units) * PICOS_PER_UNIT + BigInt(digits.padEnd(12, "0"));
     return new Money(currencyCode, sign === "-" ? -picos : picos);

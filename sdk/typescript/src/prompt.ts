@@ -136,7 +136,7 @@ export function conversation(prompt: Prompt): MessageInitShape<typeof Conversati
       if (typeof message !== "object" || message === null) throw invalid(`messages[${index}]`, "must be an object with role and content");
       const role = ROLES[message.role];
       if (role === undefined) throw invalid(`messages[${index}].role`, `'${message.role}' is not one of ${Object.keys(ROLES).join(", ")}`);
-      if (typeof message.content !== "string") throw invalid(`messages[${index}].content`, "must be a text");
+      if (typeof message.content !== "string") throw invalid(`messages[${index}].content`, "must be a string");
       const toolCalls = (message.toolCalls ?? []).map(({ id, name, argumentsJson }) => ({ id, name, argumentsJson }));
       return { role, content: message.content, toolCalls, toolCallId: message.toolCallId ?? "" };
     }),

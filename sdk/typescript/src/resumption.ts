@@ -80,7 +80,7 @@ export class Resumption implements Carrier, Continuation {
     if (error.reason === OUTPUT_GONE && this.skipTo === undefined) {
       this.skipTo = Number(error.metadata["last_seq"] ?? exchange.seq);
       this.suspend();
-      exchange.lose(`output behind frame ${exchange.seq} is not kept any more`, error);
+      exchange.lose(`output after frame ${exchange.seq} is no longer kept`, error);
       this.try();
       return undefined;
     }
@@ -109,7 +109,7 @@ export class Resumption implements Carrier, Continuation {
 
   /** Nobody can be asked now. Throws Unavailable. */
   sendUpdate(): void {
-    throw new Unavailable("the connection is broken: ask again when it is back", { requestId: this.exchange.requestId });
+    throw new Unavailable("the connection is broken: retry after it is restored", { requestId: this.exchange.requestId });
   }
 
   /** There is nobody to grant it to; the next stream is granted all that there is room for. */
@@ -142,7 +142,7 @@ export class Resumption implements Carrier, Continuation {
     const { exchange } = this;
     if (exchange.outcome !== undefined) return;
     if (this.again && exchange.cancelled) {
-      exchange.fail(new Cancelled("cancelled before it was let in", { requestId: exchange.requestId }));
+      exchange.fail(new Cancelled("cancelled before its admission", { requestId: exchange.requestId }));
       return;
     }
     try {
@@ -177,6 +177,6 @@ export class Resumption implements Carrier, Continuation {
   private giveUp(): void {
     this.endTimer = undefined;
     const { requestId } = this.exchange;
-    this.exchange.fail(this.ended(this.cause ?? new Unavailable(`nothing could be reached for ${this.keepMs} ms`, { requestId })));
+    this.exchange.fail(this.ended(this.cause ?? new Unavailable(`no server could be reached for ${this.keepMs} ms`, { requestId })));
   }
 }

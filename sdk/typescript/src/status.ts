@@ -66,7 +66,7 @@ export function errorFromRpc(error: ServiceError, isCancelledHere: boolean, requ
     return new errors.Unavailable("the server cancelled the call: it is stopping", { requestId, cause: error });
   }
   const said = (error.details || error.message).trim();
-  const hint = NOT_TLS.test(said) ? "; the server does not speak TLS: say http:// before its address, or tls: false" : "";
+  const hint = NOT_TLS.test(said) ? "; the server does not use TLS: prefix its address with http://, or pass tls: false" : "";
   return typedError(grpcStatus[error.code] ?? "UNKNOWN", said + hint, errors.NO_DETAILS, requestId);
 }
 

@@ -1,7 +1,7 @@
 """Python client of Weir, the metered LLM inference service.
 
-`Client` and `AsyncClient` generate; `AdminClient` and `BillingClient` (and their `Async` twins) manage and report. Errors derive
-from `WeirError`. The README tells the rest.
+`Client` and `AsyncClient` generate; `AdminClient` and `BillingClient` (and their `Async` twins)
+manage and report. Errors derive from `WeirError`. The README has the details.
 """
 
 from importlib import import_module
@@ -164,7 +164,8 @@ if TYPE_CHECKING:
         UsageShare,
     )
 
-# What manages and reports. A program that only generates does not wait for it: it takes half as long to load as all the rest.
+# Modules of the management clients, loaded on first use: they take half as long to load as
+# everything else, and a program that only generates does not need them.
 _MANAGING = (
     "accounts",
     "admin",
@@ -334,10 +335,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # for type checkers each name stands above, and a wrong one is an error
+if not TYPE_CHECKING:  # type checkers see the names imported above and reject unknown ones
 
     def __getattr__(name: str) -> object:
-        """Loads what is asked for the first time."""
+        """Import a management name on its first use."""
         if name in __all__:
             for module in _MANAGING:
                 found = vars(import_module(f"{__name__}.{module}")).get(name)

@@ -1,4 +1,4 @@
-"""The values of the admin and billing APIs: customers, keys, the audit log and the month's report."""
+"""Values of the admin and billing APIs: customers, keys, the audit log and the month's report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weir_client.money import Money
 
 
 class TokenKind(StrEnum):
-    """What a token is billed as."""
+    """Billing class of a token."""
 
     UNSPECIFIED = "unspecified"
     INPUT = "input"
@@ -22,9 +22,9 @@ class TokenKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BillingProfile:
-    """Whom an organization's invoices are addressed to. Empty for what is not known.
+    """Recipient of an organization's invoices. Unknown fields are empty.
 
-    emails: Stripe sends invoices to the first; the others are for the operator.
+    emails: Stripe sends invoices to the first address; the others are for the operator.
     """
 
     emails: tuple[str, ...] = ()
@@ -47,12 +47,12 @@ class Organization:
     name: str
     currency_code: str
     create_time: datetime | None
-    billing_profile: BillingProfile | None = None  # None: none was ever set
+    billing_profile: BillingProfile | None = None  # None: never set
 
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """A part of an organization, with its own keys."""
+    """A subdivision of an organization, with its own keys."""
 
     project_id: str
     organization_id: str
@@ -71,31 +71,36 @@ class ApiKey:
     prefix: str
     scopes: tuple[str, ...]
     create_time: datetime | None
-    expire_time: datetime | None  # None: never
-    revoke_time: datetime | None  # None: it is not revoked
-    overlap_end_time: datetime | None = None  # until when a replaced secret works too; None: only one works
-    models: tuple[str, ...] = ()  # that it may use; empty: every one
-    allowed_networks: tuple[str, ...] = ()  # that it may be used from; empty: everywhere
-    max_input_tokens: int | None = None  # of one request; None: as many as the model takes
-    max_output_tokens: int | None = None  # of one request, all its choices together
-    last_use_time: datetime | None = None  # to some two minutes; None: not since `use_known_since_time`
-    use_known_since_time: datetime | None = None  # the time of its creation, unless it is older than the noting of uses
+    expire_time: datetime | None  # None: never expires
+    revoke_time: datetime | None  # None: not revoked
+    # The replaced secret works until then; None: there is only one secret
+    overlap_end_time: datetime | None = None
+    models: tuple[str, ...] = ()  # allowed models; empty: all
+    allowed_networks: tuple[str, ...] = ()  # allowed client networks; empty: all
+    max_input_tokens: int | None = None  # per request; None: the model's own limit
+    max_output_tokens: int | None = None  # per request, all choices together
+    # Accurate to two minutes; None: unused since `use_known_since_time`
+    last_use_time: datetime | None = None
+    # create_time, or for older keys the time since when uses are recorded
+    use_known_since_time: datetime | None = None
     organization_name: str = ""
     project_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CreatedApiKey:
-    """A new key with its secret, which no later call can tell again."""
+    """A new key with its secret, which is returned only once."""
 
     api_key: ApiKey
-    secret: str = field(repr=False)  # kept out of logs; empty if the key was there before
+    secret: str = field(repr=False)  # kept out of logs; empty if the key existed before
     existed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RotatedApiKey:
-    """A key with its new secret, which no later call can tell again; the old one works until `overlap_end_time`."""
+    """A key with its new secret, which is returned only once; the old one works until
+    `overlap_end_time`.
+    """
 
     api_key: ApiKey
     secret: str = field(repr=False)  # kept out of logs; empty if this repeats a call
@@ -104,7 +109,7 @@ class RotatedApiKey:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """One change, who made it, and the object before and after as JSON text."""
+    """One change, its author, and the object before and after as JSON text."""
 
     entry_id: int
     create_time: datetime | None
@@ -117,7 +122,7 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Requests of a month by how they ended."""
+    """Number of requests in a month, by outcome."""
 
     total_count: int
     completed_count: int
@@ -128,7 +133,7 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class MonthReportLine:
-    """One line of a month: a model, a price version, a kind of token."""
+    """One line of a month: a model, a price version, a token kind."""
 
     model: str
     token_kind: TokenKind
@@ -138,14 +143,15 @@ class MonthReportLine:
     cancelled_token_count: int  # part of `token_count` that belongs to cancelled requests
     unit_price_picos: int  # per token
     amount: Money
-    late_month: str = ""  # YYYY-MM of the use, where that was closed before the usage was posted
-    rounded_amount: Money | None = None  # what of `total_rounded` it is
+    # YYYY-MM of the usage, if that month was closed before the usage was posted
+    late_month: str = ""
+    rounded_amount: Money | None = None  # this line's part of `total_rounded`
     tier: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
-    """Whether usage events and ledger agree, in tokens of all kinds."""
+    """Comparison of usage events and ledger, in tokens of all kinds."""
 
     usage_token_count: int
     ledger_token_count: int
@@ -171,11 +177,11 @@ class MonthReport:
     close_time: datetime | None = None
     closed_by: str = ""
     charges: tuple[MonthCharge, ...] = ()
-    carried_in: Money | None = None  # what rounding left of the months before
-    carried_out: Money | None = None  # what it leaves for the next
+    carried_in: Money | None = None  # rounding remainder of previous months
+    carried_out: Money | None = None  # rounding remainder for the next month
     prepaid_credit: PrepaidCredit | None = None
     credit_notes: tuple[CreditNoteSummary, ...] = ()  # beside the invoice, not in its total
     tax_note: str = ""
     report_format: int = 0
     receipts_root: str = ""
-    billing_profile: BillingProfile | None = None  # of a closed month as it was at the close
+    billing_profile: BillingProfile | None = None  # as it was at the close, for a closed month

@@ -1,4 +1,6 @@
-"""The clients of the admin API: tenants, keys, limits, prices, plans, credit, what runs, replicas, webhooks, the audit log."""
+"""Clients of the admin API: tenants, keys, limits, prices, plans, credit, live requests, replicas,
+webhooks, audit log.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,11 @@ from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
 
 
 class AsyncAdminClient(UnaryClient):
-    """Manages who may use the service, and how much. Needs a key with the scope `admin`.
+    """Manages access and limits. Needs a key with the scope `admin`.
 
-    Organizations, projects and keys are named as the admin API takes them: a name or an id, `organization/project`, a key's
-    prefix. Every call raises WeirError: NotFound for an unknown name, AlreadyExists for a taken one, InvalidRequest for a bad
-    value.
+    References to organizations, projects and keys are a name or an id, `organization/project`, or a
+    key's prefix. Every call raises WeirError: NotFound for an unknown name, AlreadyExists for a
+    taken one, InvalidRequest for a bad value.
     """
 
     @property
@@ -58,9 +60,10 @@ class AsyncAdminClient(UnaryClient):
     async def create_organization(
         self, name: str, *, currency_code: str = "USD", allow_existing: bool = False, request_id: str | None = None
     ) -> Organization:
-        """A new customer, billed in one currency (ISO 4217). allow_existing: or the one of this name and currency.
+        """Create a customer, billed in one currency (ISO 4217).
 
-        request_id: a UUID of your own; the same call with it again makes nothing new.
+        allow_existing: return the existing one if it has this name and currency. request_id: a UUID
+        chosen by the caller; repeating the call with it creates nothing new.
         """
         request = admin_service_pb2.CreateOrganizationRequest(
             name=name, currency_code=currency_code, allow_existing=allow_existing, request_id=request_id or str(uuid.uuid4())
@@ -69,13 +72,13 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(Organization, response.organization)
 
     async def list_organizations(self) -> list[Organization]:
-        """All customers, by name."""
+        """Return all customers, by name."""
         request = admin_service_pb2.ListOrganizationsRequest()
         response = await self._call(self._stub.ListOrganizations, request)
         return [wire.read(Organization, each) for each in response.organizations]
 
     async def set_billing_profile(self, organization: str, profile: BillingProfile) -> Organization:
-        """Replaces the billing profile of an organization: a field that is empty is empty afterwards."""
+        """Replace the billing profile of an organization; empty fields are cleared."""
         request = admin_service_pb2.SetBillingProfileRequest(
             organization=organization, billing_profile=types_pb2.BillingProfile(**asdict(profile))
         )
@@ -85,7 +88,10 @@ class AsyncAdminClient(UnaryClient):
     async def create_project(
         self, organization: str, name: str, *, allow_existing: bool = False, request_id: str | None = None
     ) -> Project:
-        """A new project of an organization. allow_existing: or the one of this name. request_id: as in `create_organization`."""
+        """Create a project of an organization. request_id: as in `create_organization`.
+
+        allow_existing: return the existing project of this name instead of raising AlreadyExists.
+        """
         request = admin_service_pb2.CreateProjectRequest(
             organization=organization, name=name, allow_existing=allow_existing, request_id=request_id or str(uuid.uuid4())
         )
@@ -93,7 +99,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(Project, response.project)
 
     async def list_projects(self, organization: str) -> list[Project]:
-        """The projects of an organization, by name."""
+        """Return the projects of an organization, by name."""
         request = admin_service_pb2.ListProjectsRequest(organization=organization)
         response = await self._call(self._stub.ListProjects, request)
         return [wire.read(Project, each) for each in response.projects]
@@ -113,12 +119,13 @@ class AsyncAdminClient(UnaryClient):
         allow_existing: bool = False,
         request_id: str = "",
     ) -> CreatedApiKey:
-        """A new key; its secret is told here and never again. `lifetime` None: it works until it is revoked.
+        """Create a key; its secret is returned only here. `lifetime` None: valid until revoked.
 
-        models: those that it may use, by name; none: every one. allowed_networks: that it may be used from, as 203.0.113.0/24;
-        none: everywhere. max_input_tokens, max_output_tokens: of one request.
-        allow_existing: or the working key of this name that is good for the same, without its secret. request_id: a UUID of your
-        own; the same call with it again makes nothing new, and tells no secret.
+        models: names of the allowed models; empty: all. allowed_networks: networks that may use the
+        key, such as 203.0.113.0/24; empty: all. max_input_tokens, max_output_tokens: per request.
+        allow_existing: return the active key of this name and the same permissions, without its
+        secret. request_id: a UUID chosen by the caller; repeating the call with it creates nothing
+        new and returns no secret.
         """
         request = admin_service_pb2.CreateApiKeyRequest(
             organization=organization,
@@ -138,9 +145,10 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(CreatedApiKey, response)
 
     async def rotate_api_key(self, api_key: str, *, overlap: timedelta | None = None, request_id: str = "") -> RotatedApiKey:
-        """A new secret for a key, by id or prefix, told here and never again; the old one works for `overlap`, a day if None.
+        """Replace the secret of a key, given by id or prefix; the new one is returned only here.
 
-        request_id: a UUID of your own; the same call with it again makes nothing new, and tells no secret.
+        overlap: how long the old secret keeps working; None: one day. request_id: a UUID chosen by
+        the caller; repeating the call with it changes nothing and returns no secret.
         """
         request = admin_service_pb2.RotateApiKeyRequest(api_key=api_key, request_id=request_id)
         if overlap is not None:
@@ -163,7 +171,10 @@ class AsyncAdminClient(UnaryClient):
         expire_time: datetime | None = None,
         never_expires: bool = False,
     ) -> ApiKey:
-        """Changes what is given of a key, by id or prefix. A time that has passed ends it now; 0 tokens: no limit."""
+        """Change the given fields of a key, by id or prefix.
+
+        expire_time: a time in the past ends the key now. Token limits: 0 removes the limit.
+        """
         request = admin_service_pb2.UpdateApiKeyRequest(
             api_key=api_key,
             name=name,
@@ -182,7 +193,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(ApiKey, response.api_key)
 
     async def revoke_api_key(self, api_key: str) -> ApiKey:
-        """Ends a key for good, by id or prefix. Doing it twice changes nothing."""
+        """Revoke a key permanently, by id or prefix. Idempotent."""
         request = admin_service_pb2.RevokeApiKeyRequest(api_key=api_key)
         response = await self._call(self._stub.RevokeApiKey, request)
         return wire.read(ApiKey, response.api_key)
@@ -190,9 +201,9 @@ class AsyncAdminClient(UnaryClient):
     async def list_api_keys(
         self, organization: str = "", *, api_key: str = "", unused_for: timedelta | None = None
     ) -> list[ApiKey]:
-        """The keys of one organization, or all, newest first. api_key: only the one of this id or prefix.
+        """Return the keys of one organization, or all, newest first. api_key: an id or prefix.
 
-        unused_for: only those that are not revoked and were not used for so long, as far as that is known.
+        unused_for: return only keys that are not revoked and have no recorded use for this long.
         """
         request = admin_service_pb2.ListApiKeysRequest(organization=organization, api_key=api_key)
         if unused_for is not None:
@@ -215,11 +226,15 @@ class AsyncAdminClient(UnaryClient):
         for_new_keys: bool = False,
         alert_at: Sequence[int] | None = None,
     ) -> QuotaStatus:
-        """Sets one limit, in requests, tokens or picos by dimension; what was used is counted. 0 lets nothing in.
+        """Set one limit, in requests, tokens or picos by dimension; past usage counts. 0 admits
+        nothing.
 
-        Weights are thousandths that a token of a kind counts. What is None stays as it stands; a new limit counts each token as one
-        and is enforced. `for_new_keys`: not a limit of the subject, but one that each key created under it from then on gets.
-        `alert_at`: percentages at which it alerts, none for never; a new limit per day or month alerts at 50, 80 and 100.
+        Weights are thousandths that a token of a kind counts. Arguments of None keep the current
+        value; a new limit counts each token as one and is enforced. `for_new_keys`: a default
+        copied to each key created under the subject from now on, instead of a limit of the subject
+        itself.
+        `alert_at`: percentages that trigger an alert, empty for none; a new limit per day or month
+        alerts at 50, 80 and 100.
         """
         request = admin_service_pb2.SetQuotaRequest(
             subject=wire.SUBJECT_NUMBERS[subject],
@@ -238,31 +253,39 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(QuotaStatus, response.quota)
 
     async def raise_quota(self, quota_id: str, limit_value: int, expire_time: datetime, reason: str) -> QuotaStatus:
-        """Lets a higher limit hold until a time (an aware datetime); `reason` is told with it and stands in the audit log."""
+        """Override a limit with a higher one until an aware datetime.
+
+        reason: shown with the limit and recorded in the audit log.
+        """
         request = admin_service_pb2.RaiseQuotaRequest(quota_id=quota_id, limit_value=limit_value, reason=reason)
         request.expire_time.FromDatetime(expire_time)
         response = await self._call(self._stub.RaiseQuota, request)
         return wire.read(QuotaStatus, response.quota)
 
     async def end_quota_raise(self, quota_id: str) -> QuotaStatus:
-        """Ends a raise before its time."""
+        """End a temporary override early."""
         response = await self._call(self._stub.RaiseQuota, admin_service_pb2.RaiseQuotaRequest(quota_id=quota_id))
         return wire.read(QuotaStatus, response.quota)
 
     async def delete_quota(self, quota_id: str, *, allow_missing: bool = False) -> bool:
-        """Removes one limit, and tells whether it was there. allow_missing: instead of raising NotFound if it was not."""
+        """Remove a limit and return whether it existed.
+
+        allow_missing: return False instead of raising NotFound if it does not exist.
+        """
         request = admin_service_pb2.DeleteQuotaRequest(quota_id=quota_id, allow_missing=allow_missing)
         response = await self._call(self._stub.DeleteQuota, request, idempotent=allow_missing)
-        return response.deleted or not allow_missing  # older servers do not tell
+        return response.deleted or not allow_missing  # older servers do not return `deleted`
 
     async def list_quotas(self, organization: str = "") -> list[QuotaStatus]:
-        """The limits of one organization with its projects and keys, or all, with what is left of each."""
+        """Return the limits of one organization with its projects and keys, or all, with their
+        remainders.
+        """
         request = admin_service_pb2.ListQuotasRequest(organization=organization)
         response = await self._call(self._stub.ListQuotas, request)
         return [wire.read(QuotaStatus, each) for each in response.quotas]
 
     async def list_key_quotas(self, api_key: str, model: str = "") -> list[QuotaStatus]:
-        """Every limit that a key meets, for one model or all: its own and those further up, and which of them bind."""
+        """Return every limit that applies to a key, inherited ones too, for one model or all."""
         request = admin_service_pb2.ListQuotasRequest(api_key=api_key, model=model)
         response = await self._call(self._stub.ListQuotas, request)
         return [wire.read(QuotaStatus, each) for each in response.quotas]
@@ -278,11 +301,12 @@ class AsyncAdminClient(UnaryClient):
         start_time: datetime | None = None,
         end_time: datetime | None = None,
     ) -> AsyncIterator[list[AuditEntry]]:
-        """Changes, newest first.
+        """Yield changes, newest first.
 
-        before_entry_id: only those before it; 0: all. subject: only what concerns it: an organization, "organization/project", a
-        key's prefix, any id. actor: only of this key. action_prefix: only actions that begin so. start_time, end_time: aware; from
-        the one on, before the other.
+        before_entry_id: only entries before it; 0: all. subject: only entries about an
+        organization, "organization/project", a key's prefix, or any id. actor: only changes made
+        with this key. action_prefix: only actions with this prefix. start_time (inclusive),
+        end_time (exclusive): aware datetimes.
         """
         request = admin_service_pb2.ListAuditEntriesRequest(
             page_size=page_size, before_entry_id=before_entry_id, subject=subject, actor=actor, action_prefix=action_prefix
@@ -300,10 +324,10 @@ class AsyncAdminClient(UnaryClient):
     list_audit_entries = items_of(_audit_pages)
 
     async def simulate_prices(self, month: str, proposal: Mapping[str, Any], *, organization: str = "") -> list[SimulatedCustomer]:
-        """What a past month (`YYYY-MM`, UTC) would have come to with other prices or plans. Changes nothing.
+        """Return the bills of a past month (`YYYY-MM`, UTC) under other prices or plans. Read-only.
 
-        proposal: `prices` and `plans`, JSON mappings of `weir.v1.PriceConfiguration` and `PlanConfiguration`. Raises:
-        google.protobuf.json_format.ParseError if it is none.
+        proposal: `prices` and `plans`, JSON mappings of `weir.v1.PriceConfiguration` and
+        `PlanConfiguration`. Raises: google.protobuf.json_format.ParseError if it is malformed.
         """
         request = plans_pb2.SimulatePricesRequest()
         ParseDict(dict(proposal), request)
@@ -312,9 +336,10 @@ class AsyncAdminClient(UnaryClient):
         return [wire.read(SimulatedCustomer, each) for each in response.customers]
 
     async def create_plan(self, plan: Mapping[str, Any]) -> Plan:
-        """A plan, or the next version of one; the latest version if that says the same.
+        """Create a plan or its next version; return the latest version if it is identical.
 
-        plan: JSON mapping of `weir.v1.PlanConfiguration`. Raises: google.protobuf.json_format.ParseError if it is none.
+        plan: JSON mapping of `weir.v1.PlanConfiguration`. Raises:
+        google.protobuf.json_format.ParseError if it is malformed.
         """
         request = plans_pb2.CreatePlanRequest()
         ParseDict(dict(plan), request.plan)
@@ -322,14 +347,14 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(Plan, response.plan, existed=response.existed)
 
     async def list_plans(self, name: str = "", *, organization: str = "") -> PlanList:
-        """Plans, and who has which."""
+        """Return plans and their assignments to organizations."""
         request = plans_pb2.ListPlansRequest(name=name, organization=organization)
         return wire.read(PlanList, await self._call(self._stub.ListPlans, request))
 
     async def assign_plan(self, organization: str, plan: str, *, version: int = 0, first_month: str = "") -> PlanAssignment:
-        """Gives an organization a plan, by default its latest version, from a month (`YYYY-MM`) on, by default this one.
+        """Assign a plan to an organization: by default its latest version, from this month on.
 
-        An empty plan: none from then on. Doing it twice changes nothing.
+        first_month: `YYYY-MM`. plan: empty removes the plan from then on. Idempotent.
         """
         request = plans_pb2.AssignPlanRequest(organization=organization, plan=plan, version=version, first_month=first_month)
         response = await self._call(self._stub.AssignPlan, request)
@@ -345,7 +370,8 @@ class AsyncAdminClient(UnaryClient):
         first_month: str = "",
         request_id: str | None = None,
     ) -> CreditGrant:
-        """Credit for what is billed from a month (`YYYY-MM`) on, by default this one, up to `last_month`.
+        """Grant credit for charges from `first_month` (`YYYY-MM`, by default this one) up to
+        `last_month`.
 
         request_id: as in `create_organization`.
         """
@@ -360,19 +386,20 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(CreditGrant, (await self._call(self._stub.GrantCredit, request)).grant)
 
     async def list_credit_grants(self, organization: str = "") -> list[CreditGrant]:
-        """Credit of one organization or all, those that end first in front."""
+        """Return credit grants of one organization or all, those that expire first in front."""
         response = await self._call(self._stub.ListCreditGrants, plans_pb2.ListCreditGrantsRequest(organization=organization))
         return [wire.read(CreditGrant, each) for each in response.grants]
 
     async def get_credit_balance(self, organization: str) -> CreditBalance:
-        """What there is of an organization's credit at this moment."""
+        """Return an organization's current credit."""
         request = plans_pb2.GetCreditBalanceRequest(organization=organization)
         return wire.read(CreditBalance, await self._call(self._stub.GetCreditBalance, request))
 
     async def set_prepaid(self, organization: str, prepaid: bool, *, alert_at: Sequence[int] | None = None) -> bool:
-        """Keeps an organization to its credit, or no longer; whether that was so before.
+        """Switch an organization to prepaid or back, and return the previous setting.
 
-        alert_at: it alerts when so many picos of credit are left; None: as it stands, none at first.
+        alert_at: amounts of remaining credit, in picos, that trigger an alert; None: unchanged, at
+        first empty.
         """
         thresholds = None if alert_at is None else types_pb2.AlertThresholds(values=alert_at)
         request = plans_pb2.SetPrepaidRequest(organization=organization, prepaid=prepaid, alert_at=thresholds)
@@ -392,11 +419,12 @@ class AsyncAdminClient(UnaryClient):
         effective_time: datetime | None = None,
         request_id: str | None = None,
     ) -> list[PriceVersion]:
-        """Adds a price version, and one for the batch tier where that pays another price; tells them, the interactive one first.
+        """Add a price version, plus one for the batch tier if its price differs; interactive first.
 
-        organization: whose own price it is; empty for the list. currency_code: empty for the organization's, or USD. The batch
-        multiplier (thousandths) and the embedding price stay as they are where they are None. `effective_time` None: from now on;
-        an aware datetime otherwise. request_id: as in `create_organization`.
+        organization: sets its own price; empty sets the list price. currency_code: empty for the
+        organization's, or USD. The batch multiplier (thousandths) and the embedding price are
+        unchanged where None. `effective_time`: an aware datetime; None: now. request_id: as in
+        `create_organization`.
         """
         request = admin_service_pb2.SetPriceRequest(
             model=model,
@@ -416,7 +444,9 @@ class AsyncAdminClient(UnaryClient):
     async def withdraw_price(
         self, organization: str, model: str, *, effective_time: datetime | None = None, request_id: str | None = None
     ) -> list[PriceVersion]:
-        """Ends an organization's own price of a model: from then on, or from now, it pays as the list says."""
+        """End an organization's own price of a model; the list price applies from `effective_time`
+        or now.
+        """
         request = prices_pb2.WithdrawPriceRequest(
             organization=organization,
             model=model,
@@ -435,9 +465,10 @@ class AsyncAdminClient(UnaryClient):
         time: datetime | None = None,
         history: bool = False,
     ) -> PriceList:
-        """What an organization, or the list, pays for which model and tier, where that comes from and since when.
+        """Return the prices by model and tier, of an organization or the list, with source and
+        start.
 
-        time: at another time than now. history: tells also every version there ever was and will be.
+        time: None: now. history: also return all past and future versions.
         """
         request = prices_pb2.ListPricesRequest(
             organization=organization, model=model, currency_code=currency_code, time=_stamp(time), history=history
@@ -445,52 +476,60 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(PriceList, await self._call(self._stub.ListPrices, request))
 
     async def list_live_requests(self, organization: str = "", *, page_size: int = 200, stuck_only: bool = False) -> LiveView:
-        """What runs in all processes, of one organization or all. stuck_only: holds that should have ended by themselves."""
+        """Return the live requests of all processes, of one organization or all.
+
+        stuck_only: only holds that are past their expiry.
+        """
         request = live_requests_pb2.ListLiveRequestsRequest(organization=organization, page_size=page_size, stuck_only=stuck_only)
         return wire.read(LiveView, await self._call(self._stub.ListLiveRequests, request))
 
     async def get_request(self, request_id: str, *, project: str = "") -> RecordedRequest:
-        """What is recorded of a request of any project. project: needed where several have one of this id. Raises: NotFound."""
+        """Return the record of a request of any project. Raises: NotFound.
+
+        project: required if several projects have a request of this id.
+        """
         request = live_requests_pb2.GetRequestRequest(request_id=request_id, project=project)
         return wire.read(RecordedRequest, await self._call(self._stub.GetRequest, request))
 
     async def kill_request(self, request_id: str, *, project: str = "", reason: str = "") -> KilledRequest:
-        """Ends a request wherever it runs; its client is told the reason. Doing it twice changes nothing."""
+        """End a request in any process; its client receives the reason. Idempotent."""
         request = live_requests_pb2.KillRequestRequest(request_id=request_id, project=project, reason=reason)
         return wire.read(KilledRequest, await self._call(self._stub.KillRequest, request))
 
     async def end_overdue_holds(self) -> int:
-        """Ends the holds whose time is over, as the worker does; tells how many."""
+        """Expire the overdue holds, as the worker does, and return their number."""
         response = await self._call(self._stub.EndOverdueHolds, live_requests_pb2.EndOverdueHoldsRequest())
         return response.ended_count
 
     async def apply_configuration(self, configuration: Mapping[str, Any], *, dry_run: bool = False) -> AppliedConfiguration:
-        """Makes organizations, projects, keys, limits and prices what the configuration says, all or nothing.
+        """Apply a configuration of organizations, projects, keys, limits and prices, all or
+        nothing.
 
-        configuration: JSON mapping of `weir.v1.Configuration`. Raises: google.protobuf.json_format.ParseError if it is none.
+        configuration: JSON mapping of `weir.v1.Configuration`. Raises:
+        google.protobuf.json_format.ParseError if it is malformed.
         """
         request = configuration_pb2.ApplyConfigurationRequest(dry_run=dry_run)
         ParseDict(dict(configuration), request.configuration)
-        # Not tried again by itself: the secrets of new keys are in the first answer only.
+        # Not retried automatically: only the first response holds the secrets of new keys.
         return wire.read(AppliedConfiguration, await self._call(self._stub.ApplyConfiguration, request, idempotent=False))
 
     async def export_configuration(self, organization: str = "") -> dict[str, Any]:
-        """The present state as a configuration, of one organization or all."""
+        """Return the current state as a configuration, of one organization or all."""
         request = configuration_pb2.ExportConfigurationRequest(organization=organization)
         response = await self._call(self._stub.ExportConfiguration, request)
         exported: dict[str, Any] = MessageToDict(response.configuration, preserving_proto_field_name=True)
         return exported
 
     async def list_replicas(self, model: str = "") -> ReplicaList:
-        """The engines of all models, in all processes; of one model or one `name@version` if it is given."""
+        """Return the engines of all processes, of all models or of one model or `name@version`."""
         answer = await self._call(self._stub.ListReplicas, replicas_pb2.ListReplicasRequest(model=model))
         return wire.read(ReplicaList, answer)
 
     async def drain_replica(self, model: str, name: str, *, reason: str = "", move_after_s: float | None = None) -> DrainedReplica:
-        """Takes a replica out of use in all processes. Doing it twice changes nothing.
+        """Drain a replica in all processes. Idempotent.
 
-        move_after_s: so long after the order, what still runs there is moved to other replicas, as far as it can be; None: it
-        ends where it runs.
+        move_after_s: seconds after the order when running requests move to other replicas if
+        possible; None: they finish where they run.
         """
         request = replicas_pb2.DrainReplicaRequest(model=model, replica=name, reason=reason)
         if move_after_s is not None:
@@ -499,42 +538,48 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(DrainedReplica, answer)
 
     async def undrain_replica(self, model: str, name: str, *, reason: str = "") -> UndrainedReplica:
-        """Puts a replica into use again. Doing it twice changes nothing."""
+        """Return a drained replica to service. Idempotent."""
         request = replicas_pb2.UndrainReplicaRequest(model=model, replica=name, reason=reason)
         answer = await self._call(self._stub.UndrainReplica, request)
         return wire.read(UndrainedReplica, answer)
 
     async def set_alert_webhook(self, organization: str, url: str, *, request_id: str | None = None) -> CreatedAlertWebhook:
-        """Posts an organization's alerts to a URL from now on, signed with a new secret.
+        """Post an organization's alerts to a URL from now on, signed with a new secret.
 
-        request_id: a UUID of your own; the same call with it again changes nothing, and its secret is empty.
+        request_id: a UUID chosen by the caller; repeating the call with it changes nothing and
+        returns an empty secret.
         """
         request = alerts_pb2.SetAlertWebhookRequest(organization=organization, url=url, request_id=request_id or str(uuid.uuid4()))
         response = await self._call(self._stub.SetAlertWebhook, request)
         return wire.read(CreatedAlertWebhook, response)
 
     async def list_alert_webhooks(self, organization: str = "") -> list[AlertWebhook]:
-        """All, or that of one organization."""
+        """Return the webhook of one organization, or all."""
         response = await self._call(self._stub.ListAlertWebhooks, alerts_pb2.ListAlertWebhooksRequest(organization=organization))
         return [wire.read(AlertWebhook, each) for each in response.webhooks]
 
     async def delete_alert_webhook(self, organization: str, *, allow_missing: bool = False) -> bool:
-        """Posts them nowhere; whether there was a webhook."""
+        """Remove the webhook of an organization; return whether it existed."""
         request = alerts_pb2.DeleteAlertWebhookRequest(organization=organization, allow_missing=allow_missing)
         return (await self._call(self._stub.DeleteAlertWebhook, request)).deleted
 
     async def test_alert_webhook(self, organization: str, *, request_id: str | None = None) -> Alert:
-        """Has a test sent, which `list_alerts` tells the delivery of. request_id: a UUID of your own; again, it sends no other."""
+        """Send a test alert; `list_alerts` returns its delivery.
+
+        request_id: a UUID chosen by the caller; repeating the call with it sends no second test.
+        """
         request = alerts_pb2.TestAlertWebhookRequest(organization=organization, request_id=request_id or str(uuid.uuid4()))
         return wire.read(Alert, (await self._call(self._stub.TestAlertWebhook, request)).alert)
 
 
 class AdminClient(BlockingUnaryClient):
-    """Manages who may use the service, and how much. See `AsyncAdminClient` for every call and its errors.
+    """Manages access and limits. `AsyncAdminClient` documents every call and its errors.
 
     >>> with AdminClient() as admin:
     ...     organization = admin.create_organization("example", allow_existing=True)
-    ...     limit = admin.set_quota(QuotaSubject.ORGANIZATION, "example", QuotaDimension.TOKENS_PER_MONTH, 1_000_000)
+    ...     limit = admin.set_quota(
+    ...         QuotaSubject.ORGANIZATION, "example", QuotaDimension.TOKENS_PER_MONTH, 1_000_000
+    ...     )
     >>> organization.name, limit.limit_value
     ('example', 1000000)
     """

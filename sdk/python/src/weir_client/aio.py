@@ -1,4 +1,4 @@
-"""The asyncio client of the inference API. The implementation; `weir_client.sync` puts threads around it."""
+"""Asyncio client of the inference API; `weir_client.sync` runs it in a thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from weir_client.tls import TlsOptions
 from weir_client.tools import Tool
 from weir_client.values import Generation, KeyRestrictions, QuotaStatus, Result, TokenCount
 
-KEEP_MIN_S = 0.001  # what a caller's clock ends at once is kept for as good as no time
+KEEP_MIN_S = 0.001  # minimum: a shorter keep time could round to zero
 
 
 class AsyncClient:
@@ -61,17 +61,20 @@ class AsyncClient:
         keepalive_s: float = KEEPALIVE_S,
         **tls: Unpack[TlsOptions],
     ) -> None:
-        """Settles where to connect; the connection itself is made when it is first used.
+        """Resolve the settings; the connection is made on first use.
 
-        address: `host:port`, `unix:/path`, or either after `https://` or `http://`; else `WEIR_ADDRESS`, else this machine.
-        tls: see `TlsOptions`: TLS is on unless the address is this machine; whom to trust; a client certificate.
-        api_key: else `WEIR_API_KEY`; empty: call without one.
-        max_retries: further attempts for UNAVAILABLE, and for a quota that frees itself within `retry_wait_max_s` seconds;
-            only before the first token, with the same request id, honouring the server's hint.
+        address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
+            `WEIR_ADDRESS`, then this machine.
+        tls: see `TlsOptions`: TLS unless the address is this machine, trusted CAs, client
+            certificate.
+        api_key: default `WEIR_API_KEY`; empty: call without a key.
+        max_retries: further attempts for UNAVAILABLE, and for a quota that resets within
+            `retry_wait_max_s` seconds; only before the first token, with the same request id and
+            the server's retry-after.
         max_message_bytes: the largest request that is sent; the server has its own limit.
         keepalive_s: seconds between pings on a silent connection.
 
-        Raises: Unauthenticated if there is no key; InvalidRequest for certificates that cannot be used.
+        Raises: Unauthenticated if there is no key; InvalidRequest for invalid certificates.
         """
         self._settings = ConnectionSettings.resolve(
             address,
@@ -87,19 +90,19 @@ class AsyncClient:
 
     @property
     def address(self) -> str:
-        """Where this client connects to."""
+        """Address that this client connects to."""
         return self._settings.address
 
     def generate(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> AsyncGeneration:
-        """A streamed answer. `prompt` is a question or a list of messages; `GenerateOptions` tells the rest.
+        """Stream an answer to a question or a list of messages; see `GenerateOptions`.
 
-        Raises: InvalidRequest for a request that cannot be written down or is larger than `max_message_bytes`. Everything
-        else that can go wrong is raised where the answer is read.
+        Raises: InvalidRequest for a request that cannot be encoded or exceeds `max_message_bytes`.
+        All other errors are raised where the answer is read.
         """
         stream = self._open_stream()
         frame = build_start(model, prompt, options)
         size, limit = pb.GenerateRequest(frames=[frame]).ByteSize(), self._settings.max_message_bytes
-        if size > limit:  # sent all the same, it would end the shared stream, and every other request with it
+        if size > limit:  # sending it would end the shared stream and with it every other request
             field = errors.FieldViolation("prompt", f"the request has {size} bytes, and the limit is {limit}")
             raise errors.InvalidRequest(
                 f"the request is too large: {size} bytes, and the limit is {limit}",
@@ -110,12 +113,13 @@ class AsyncClient:
         return AsyncGeneration(stream, frame, self._terms(frame, options))
 
     def attach(self, request_id: str, **options: Unpack[AttachOptions]) -> AsyncGeneration:
-        """Receives a request of the project that was started before, by whatever client.
+        """Receive a request of the project that was started earlier, by any client.
 
-        The stream that received it until now is told `Aborted` with the reason `ATTACHED_ELSEWHERE`. The request is this
-        client's from then on: leaving its block cancels it. Where it is read, NotFound is raised for a request that was not
-        admitted, AlreadyExists (`REQUEST_SETTLED`) for one that is over and not kept any more, InvalidRequest (`OUTPUT_GONE`)
-        for output that is not there.
+        The stream that received it until now gets `Aborted` with the reason `ATTACHED_ELSEWHERE`.
+        The request belongs to this client from then on: leaving its block cancels it. Reading
+        raises NotFound for a request that was not admitted, AlreadyExists (`REQUEST_SETTLED`) for
+        one that has ended and is no longer kept, InvalidRequest (`OUTPUT_GONE`) for output that is
+        not available.
         """
         check_known(options, AttachOptions.__annotations__)
         for name in ("timeout", "resume_s"):
@@ -132,7 +136,7 @@ class AsyncClient:
         return self._stream
 
     def _terms(self, frame: pb.ClientFrame, options: GenerateOptions) -> Terms:
-        """How to run it. Writes the keep time into the frame."""
+        """Return the terms of a request. Writes the keep time into the frame."""
         retry, timeout_s, max_retries = self._settings.retry, options.get("timeout"), options.get("max_retries")
         if max_retries is not None:
             retry = RetryPolicy(max_retries, retry.wait_max_s)
@@ -140,16 +144,16 @@ class AsyncClient:
         check_seconds("keep_on_disconnect", options.get("keep_on_disconnect"))
         if asked:
             keep_s = options["keep_on_disconnect"] or None
-        else:  # never for longer than the caller waits, or than the server has said that it keeps requests
+        else:  # at most the caller's timeout and the server's known limit
             longest_s = min(RESUME_S, RESUME_S if timeout_s is None else timeout_s, self._open_stream().keep_max_s)
             keep_s = max(longest_s, KEEP_MIN_S) if self._open_stream().keep_max_s else None
         set_keep(frame.start, keep_s)
         return Terms(timeout_s, retry, keep_s, keep_is_asked=asked, prefetch_tokens=options.get("prefetch_tokens"))
 
     async def complete(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Result:
-        """The whole answer at once. Takes what `generate` takes. Cancelling the call cancels the request.
+        """Return the whole answer of a request; takes the arguments of `generate`.
 
-        Raises: WeirError.
+        Cancelling the call cancels the request. Raises: WeirError.
         """
         async with self.generate(model, prompt, **options) as generation:
             return await generation.wait()
@@ -163,10 +167,11 @@ class AsyncClient:
         tools: Sequence[Tool] = (),
         timeout: float | None = None,
     ) -> TokenCount:
-        """The size of a prompt as admission counts it, with the tools that the model is shown, without running or billing anything.
+        """Return the size of a prompt, tools included, as admission counts it. Nothing is run or
+        billed.
 
-        Raises: NotFound for an unknown model; InvalidRequest for tools beside `text=`, or that the model cannot be shown; any
-        WeirError.
+        Raises: NotFound for an unknown model; InvalidRequest for tools together with `text=`, or
+        with a model that does not support tools; any WeirError.
         """
         if (prompt is None) == (text is None):
             raise errors.InvalidRequest("give exactly one of: a prompt, text=", reason="FIELD_INVALID")
@@ -177,50 +182,54 @@ class AsyncClient:
         return TokenCount(response.input_token_count, response.context_window_tokens)
 
     async def quote(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> Quote:
-        """What the same call of `generate` would count and cost, and whether it would be let in, without running it.
+        """Return tokens and cost of the same call of `generate`, and whether it would be admitted.
 
-        Raises: what `generate` would, but for QuotaExceeded: that is the answer.
+        Raises: as `generate`, except QuotaExceeded: the quote reports it.
         """
         request = pb.QuoteRequest(start=build_start(model, prompt, options).start)
         response = await self._opened().call(self._stub.Quote, request, timeout=options.get("timeout"))
         return wire.read(Quote, response)
 
     async def quote_embed(self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]) -> Quote:
-        """What the same call of `embed` would count and cost, and whether it would be let in, without embedding anything.
+        """Return tokens and cost of the same call of `embed`, and whether it would be admitted.
 
-        Raises: what `embed` would, but for QuotaExceeded: that is the answer.
+        Raises: as `embed`, except QuotaExceeded: the quote reports it.
         """
         request = pb.QuoteRequest(embed=build_embed(model, inputs, options))
         response = await self._opened().call(self._stub.Quote, request, timeout=options.get("timeout"))
         return wire.read(Quote, response)
 
     async def embed(self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]) -> EmbedResult:
-        """Vectors of texts. `inputs` is one text or several, each a text or its token ids; `EmbedOptions` tells the rest.
+        """Return vectors of one text or several, each a text or its token ids; see `EmbedOptions`.
 
-        Tried again like every call, with the same request id, which is billed once. Raises: InvalidRequest, QuotaExceeded,
-        AlreadyExists if an earlier attempt was billed and its answer lost; any WeirError.
+        Retried like every call with the same request id, which is billed once. Raises:
+        InvalidRequest, QuotaExceeded, AlreadyExists if an earlier attempt was billed and its answer
+        lost; any WeirError.
         """
         request = build_embed(model, inputs, options)
         response = await self._opened().call(self._stub.Embed, request, timeout=options.get("timeout"))
         return embed_result(request, response)
 
     async def list_models(self, *, timeout: float | None = None) -> list[Model]:
-        """The models that the key may use, by name. Raises: WeirError."""
+        """Return the models that the key may use, by name. Raises: WeirError."""
         response = await self._opened().call(self._stub.ListModels, pb.ListModelsRequest(), timeout=timeout)
         return [wire.read(Model, each) for each in response.models]
 
     async def get_quota(self, model: str = "", *, timeout: float | None = None) -> list[QuotaStatus]:
-        """Every limit that applies to the key, or to the key and one model. Empty: unlimited. Raises: WeirError."""
+        """Return every limit that applies to the key, optionally for one model. Raises: WeirError.
+
+        An empty list means unlimited.
+        """
         response = await self._opened().call(self._stub.GetQuota, pb.GetQuotaRequest(model=model), timeout=timeout)
         return [wire.read(QuotaStatus, each) for each in response.quotas]
 
     async def get_restrictions(self, *, timeout: float | None = None) -> KeyRestrictions:
-        """What the key is good for: scopes, models, tokens of one request, until when. Raises: WeirError."""
+        """Return the key's scopes, models, tokens per request and expiry. Raises: WeirError."""
         response = await self._opened().call(self._stub.GetQuota, pb.GetQuotaRequest(), timeout=timeout)
         return wire.read(KeyRestrictions, response.restrictions)
 
     async def get_generation(self, request_id: str, *, timeout: float | None = None) -> Generation:
-        """What is recorded of one request of the key's project. Raises: NotFound; any WeirError."""
+        """Return the record of a request of the key's project. Raises: NotFound; WeirError."""
         request = pb.GetGenerationRequest(request_id=request_id)
         response = await self._opened().call(self._stub.GetGeneration, request, timeout=timeout)
         return wire.read(Generation, response.generation)
@@ -244,7 +253,8 @@ class AsyncClient:
         try:
             await stream.close()
         finally:
-            # Without the error of the block: the group would wrap it into an exception group. Its own tasks never raise.
+            # Without the error of the block, which the group would wrap in an exception group. Its
+            # own tasks never raise.
             await tasks.__aexit__(None, None, None)
             await connection.close()
 

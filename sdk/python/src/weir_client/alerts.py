@@ -1,4 +1,4 @@
-"""Alerts on limits and credit, and their webhooks: the values."""
+"""Values of alerts on limits and credit, and their webhooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weir_client.values import QuotaDimension, QuotaSubject
 
 
 class AlertDeliveryState(StrEnum):
-    """Where an alert stands on its way to a webhook: PENDING, for 24 hours at most, then one of the others."""
+    """State of an alert's delivery: PENDING for at most 24 hours, then one of the others."""
 
     UNSPECIFIED = "unspecified"
     PENDING = "pending"
@@ -21,7 +21,7 @@ class AlertDeliveryState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AlertDelivery:
-    """An alert on its way to a webhook. last_error: of the latest attempt that failed; empty if none did."""
+    """Delivery of an alert to a webhook. last_error: of the latest failed attempt, or empty."""
 
     state: AlertDeliveryState
     attempt_count: int
@@ -32,21 +32,21 @@ class AlertDelivery:
 
 @dataclass(frozen=True, slots=True)
 class AlertInvoice:
-    """An invoice at Stripe when an alert fired. month: the one that it bills, YYYY-MM."""
+    """A Stripe invoice at the time of an alert. month: the billed month, YYYY-MM."""
 
     stripe_invoice_id: str
     stripe_number: str
     month: str
     amount_due: Money
     amount_paid: Money
-    hosted_url: str  # Stripe's page on which the customer can pay it
+    hosted_url: str  # Stripe's payment page
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """So much of a limit was used in a window, or so little credit was left; or an invoice was paid or could not be charged.
+    """Notice that usage or remaining credit reached a threshold, or of a paid or failed invoice.
 
-    Values are tokens or picos, by dimension. quota_id is empty for a test and for an invoice, which tell nothing of a limit.
+    Values are tokens or picos, by dimension. quota_id is empty for tests and invoices.
     """
 
     alert_id: str
@@ -57,21 +57,21 @@ class Alert:
     quota_id: str
     subject: QuotaSubject
     subject_id: str
-    subject_name: str  # for people
+    subject_name: str  # display name
     model: str  # empty: all models together
     dimension: QuotaDimension
-    threshold: int  # percent of the limit that are used; of prepaid credit, picos that are left
+    threshold: int  # percent of the limit used; for prepaid credit, remaining picos
     limit_value: int
     used_value: int
     window_start_time: datetime | None  # None for prepaid credit
-    delivery: AlertDelivery | None = None  # None: there was no webhook when it fired
+    delivery: AlertDelivery | None = None  # None: there was no webhook at that time
     kind: str = ""  # "quota", "credit", "test", "invoice_payment_failed" or "invoice_paid"
-    invoice: AlertInvoice | None = None  # of the two last kinds
+    invoice: AlertInvoice | None = None  # for the last two kinds
 
 
 @dataclass(frozen=True, slots=True)
 class AlertWebhook:
-    """Where an organization is told of its alerts. failure_count: attempts that failed since one succeeded."""
+    """Webhook for an organization's alerts. failure_count: failures since the last success."""
 
     organization_id: str
     organization_name: str
@@ -79,13 +79,13 @@ class AlertWebhook:
     create_time: datetime | None
     pending_count: int
     failure_count: int
-    rest_end_time: datetime | None  # after failures no attempt is made before
+    rest_end_time: datetime | None  # no attempt is made before this time after failures
     last_error: str
 
 
 @dataclass(frozen=True, slots=True)
 class CreatedAlertWebhook:
-    """A webhook with the secret that signs what it is sent, which no later call can tell again."""
+    """A webhook with the secret that signs its requests, which is returned only once."""
 
     webhook: AlertWebhook
     secret: str = field(repr=False)  # kept out of logs

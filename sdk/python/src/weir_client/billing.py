@@ -1,4 +1,4 @@
-"""The clients of the billing API: reports, months, usage, invoices, corrections, alerts."""
+"""Clients of the billing API: reports, months, usage, invoices, corrections, alerts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _GROUPINGS = wire.numbers(UsageGrouping, usage_reports_pb2.UsageGrouping.DESCRIP
 
 
 class AsyncBillingClient(UnaryClient):
-    """Reads the bill, closes months and corrects. Reading needs a key with the scope `billing` (its own organization only) or
-    `admin`, everything else `admin`.
+    """Reads bills, closes months and corrects them.
 
-    Organizations are given by name or id, months as `YYYY-MM` in UTC. Every call raises WeirError: NotFound for what is not there,
-    InvalidRequest for a bad value, FailedPrecondition for what is not possible as things stand.
+    Reading needs a key with the scope `billing` (its own organization only) or `admin`, everything
+    else `admin`. Organizations are given by name or id, months as `YYYY-MM` in UTC. Every call
+    raises WeirError: NotFound for an unknown object, InvalidRequest for a bad value,
+    FailedPrecondition if the current state does not allow the call.
     """
 
     @property
@@ -34,19 +35,21 @@ class AsyncBillingClient(UnaryClient):
         return billing_service_pb2_grpc.BillingServiceStub(self._opened().channel)
 
     async def get_month_report(self, organization: str, month: str) -> MonthReport:
-        """One month of an organization; of one that is not closed, what the invoice would be now."""
+        """Return the report of a month; for an open month, the invoice as of now."""
         request = billing_service_pb2.GetMonthReportRequest(organization=organization, month=month)
         return wire.read(MonthReport, await self._call(self._stub.GetMonthReport, request))
 
     async def get_month_document(self, organization: str, month: str, document_format: DocumentFormat) -> bytes:
-        """The report as a document: of a closed month, the same bytes for ever, whose SHA-256 `list_months` tells."""
+        """Return the report as a document; of a closed month always the same bytes (see
+        `list_months`).
+        """
         request = months_pb2.GetMonthDocumentRequest(
             organization=organization, month=month, format=_DOCUMENT_FORMATS[document_format]
         )
         return (await self._call(self._stub.GetMonthDocument, request)).content
 
     async def list_months(self, organization: str) -> list[Month]:
-        """The months of an organization, the latest first."""
+        """Return the months of an organization, the latest first."""
         response = await self._call(self._stub.ListMonths, months_pb2.ListMonthsRequest(organization=organization))
         return [wire.read(Month, each) for each in response.months]
 
@@ -60,12 +63,13 @@ class AsyncBillingClient(UnaryClient):
         corrected_by: str = "",
         validate_only: bool = False,
     ) -> ClosedMonth:
-        """Closes a month for good and issues its invoice; again, it answers the same.
+        """Close a month permanently and issue its invoice. Idempotent.
 
-        leave_running: although requests of the month still run. before_first: although it is before the customer's first month, so
-        that the empty months between have to be closed as well. corrected_by: id of an approved adjustment of what misstated usage
-        costs. validate_only: only tell the obstacles. Raises: FailedPrecondition where something stands in the way;
-        `details.preconditions` has each.
+        leave_running: close even while requests of the month still run. before_first: allow a month
+        before the customer's first one; the empty months between must then be closed as well.
+        corrected_by: id of the approved adjustment that corrects misstated usage. validate_only:
+        only return the obstacles. Raises: FailedPrecondition with each obstacle in
+        `details.preconditions`.
         """
         request = months_pb2.CloseMonthRequest(
             organization=organization,
@@ -78,12 +82,14 @@ class AsyncBillingClient(UnaryClient):
         return wire.read(ClosedMonth, await self._call(self._stub.CloseMonth, request))
 
     async def verify_month(self, organization: str, month: str) -> MonthVerification:
-        """Makes a closed month's report again and compares it with the digests of its close. Raises: FailedPrecondition if open."""
+        """Recompute a closed month's report and compare its digests. Raises: FailedPrecondition if
+        open.
+        """
         request = months_pb2.VerifyMonthRequest(organization=organization, month=month)
         return wire.read(MonthVerification, await self._call(self._stub.VerifyMonth, request))
 
     async def get_invoice(self, number: str = "", *, organization: str = "", month: str = "") -> Invoice:
-        """One invoice, by its number or by organization and month."""
+        """Return one invoice, by its number or by organization and month."""
         request = months_pb2.GetInvoiceRequest(number=number, organization=organization, month=month)
         response = await self._call(self._stub.GetInvoice, request)
         credit_notes = tuple(wire.read(Adjustment, each) for each in response.credit_notes)
@@ -92,9 +98,11 @@ class AsyncBillingClient(UnaryClient):
     async def create_adjustment(
         self, organization: str, amount: Money, reason: str, *, request_id: str | None = None
     ) -> Adjustment:
-        """Proposes a line for the next invoice: what the customer owes more, negative for less. Somebody else approves it.
+        """Propose a line for the next invoice: positive charges the customer, negative credits
+        them.
 
-        request_id: a UUID of your own; the same call with it again makes nothing new.
+        A second person must approve it. request_id: a UUID chosen by the caller; repeating the call
+        with it creates nothing new.
         """
         request = months_pb2.CreateAdjustmentRequest(
             organization=organization,
@@ -107,7 +115,10 @@ class AsyncBillingClient(UnaryClient):
     async def create_credit_note(
         self, invoice_number: str, amount: Money, reason: str, *, request_id: str | None = None
     ) -> Adjustment:
-        """Proposes to give back a part of an invoice: above zero, in whole minor units. request_id: as in `create_adjustment`."""
+        """Propose a partial refund of an invoice. request_id: as in `create_adjustment`.
+
+        amount: above zero, in whole minor units.
+        """
         request = months_pb2.CreateCreditNoteRequest(
             invoice_number=invoice_number,
             amount=wire.money_message(amount),
@@ -117,17 +128,17 @@ class AsyncBillingClient(UnaryClient):
         return wire.read(Adjustment, (await self._call(self._stub.CreateCreditNote, request)).credit_note)
 
     async def approve_adjustment(self, adjustment_id: str) -> Adjustment:
-        """Approves what somebody else proposed, an adjustment or a credit note, and posts it."""
+        """Approve and post an adjustment or a credit note that another person proposed."""
         request = months_pb2.ApproveAdjustmentRequest(adjustment_id=adjustment_id)
         return wire.read(Adjustment, (await self._call(self._stub.ApproveAdjustment, request)).adjustment)
 
     async def reject_adjustment(self, adjustment_id: str) -> Adjustment:
-        """Rejects an adjustment or a credit note, for good."""
+        """Reject an adjustment or a credit note permanently."""
         request = months_pb2.RejectAdjustmentRequest(adjustment_id=adjustment_id)
         return wire.read(Adjustment, (await self._call(self._stub.RejectAdjustment, request)).adjustment)
 
     async def list_adjustments(self, organization: str, *, undecided_only: bool = False) -> list[Adjustment]:
-        """Adjustments and credit notes of an organization, the latest first."""
+        """Return the adjustments and credit notes of an organization, the latest first."""
         request = months_pb2.ListAdjustmentsRequest(organization=organization, undecided_only=undecided_only)
         response = await self._call(self._stub.ListAdjustments, request)
         return [wire.read(Adjustment, each) for each in response.adjustments]
@@ -144,10 +155,10 @@ class AsyncBillingClient(UnaryClient):
         model: str = "",
         page_size: int = 0,
     ) -> AsyncIterator[list[UsagePage]]:
-        """Pages of what a month (UTC, `YYYY-MM`) charges, by all of `group_by` in that order.
+        """Yield pages of a month's charges (UTC, `YYYY-MM`), grouped by `group_by` in that order.
 
-        organization: empty for one's own, or for all with an `admin` key. day (`YYYY-MM-DD`), project, api_key, model: only that.
-        Raises: NotFound, InvalidRequest; any WeirError.
+        organization: empty for the key's own, or for all with an `admin` key. day (`YYYY-MM-DD`),
+        project, api_key, model: filters. Raises: NotFound, InvalidRequest; any WeirError.
         """
         request = usage_reports_pb2.GetUsageRequest(
             organization=organization,
@@ -165,22 +176,26 @@ class AsyncBillingClient(UnaryClient):
     get_usage = items_of(_usage_pages)
 
     async def get_forecast(self, organization: str = "", month: str = "") -> UsageForecast:
-        """What the present month, or the one given, will have cost by its end, and how sure that is. Raises: any WeirError."""
+        """Return the forecast cost of a month, by default this one, with its range. Raises: any
+        WeirError.
+        """
         request = usage_reports_pb2.GetForecastRequest(organization=organization, month=month)
         response = await self._call(self._stub.GetForecast, request)
         return wire.read(UsageForecast, response)
 
     async def export_month(self, month: str, file_format: MonthExportFormat, *, organization: str = "") -> MonthFile:
-        """A file of a month (UTC, `YYYY-MM`). Raises: NotFound, InvalidRequest; any WeirError."""
+        """Return a month (UTC, `YYYY-MM`) as a file. Raises: NotFound, InvalidRequest; any
+        WeirError.
+        """
         request = usage_reports_pb2.ExportMonthRequest(organization=organization, month=month, format=_EXPORT_FORMATS[file_format])
         pieces = await self._opened().collect(self._stub.ExportMonth, request, timeout=self._timeout_s)
         content = b"".join(piece.chunk for piece in pieces)
         return MonthFile(pieces[0].file_name, pieces[0].media_type, content)
 
     async def _alert_pages(self, organization: str = "", *, page_size: int = 0) -> AsyncIterator[list[Alert]]:
-        """Alerts, the latest first. organization: empty for one's own, or for all with an `admin` key.
+        """Yield alerts, the latest first. Raises: NotFound, InvalidRequest.
 
-        Raises: NotFound, InvalidRequest.
+        organization: empty for the key's own, or for all with an `admin` key.
         """
         request = alerts_pb2.ListAlertsRequest(organization=organization, page_size=page_size)
         async for page in self._pages(self._stub.ListAlerts, request):
@@ -190,7 +205,7 @@ class AsyncBillingClient(UnaryClient):
 
 
 class BillingClient(BlockingUnaryClient):
-    """Reads the bill, closes months and corrects. See `AsyncBillingClient` for every call and its errors.
+    """Reads bills, closes months and corrects them. `AsyncBillingClient` documents every call.
 
     >>> with AdminClient() as admin, BillingClient() as billing:
     ...     customer = admin.create_organization("example", allow_existing=True)

@@ -1,4 +1,4 @@
-"""What customers pay, as values: prices and who pays which, plans, prepaid credit, simulations."""
+"""Values of prices, plans, prepaid credit and simulations."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from weir_client.money import Money
 
 @dataclass(frozen=True, slots=True)
 class PriceVersion:
-    """One price version, in picos of the currency per token. It never changes."""
+    """One immutable price version, in picos of the currency per token."""
 
     version: int
     model: str
     currency_code: str
     tier: str  # "interactive" or "batch"
-    organization_id: str  # whose own price it is; empty for the list
+    organization_id: str  # of an organization's own price; empty for the list price
     organization_name: str
     input_picos_per_token: int
     cached_input_picos_per_token: int
     output_picos_per_token: int
     embedding_picos_per_token: int
-    multiplier_milli: int  # thousandths of the interactive prices that these were made with
+    multiplier_milli: int  # thousandths of the interactive prices that these were derived with
     effective_time: datetime | None
-    withdrawn: bool  # it only ends the organization's own price
+    withdrawn: bool  # only ends the organization's own price
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedPrice:
-    """What somebody pays for a model in a tier. source: "list" or "organization". version.tier differs where it falls back."""
+    """Price that applies to a model in a tier. source: "list" or "organization".
+
+    version.tier differs from tier if there is no price for the tier itself.
+    """
 
     model: str
     tier: str
@@ -41,7 +44,7 @@ class AppliedPrice:
 
 @dataclass(frozen=True, slots=True)
 class PriceList:
-    """What is paid at one time; and every version there ever was and will be, if that was asked for."""
+    """Prices at one time; with history, also all past and future versions."""
 
     prices: tuple[AppliedPrice, ...]
     versions: tuple[PriceVersion, ...]
@@ -55,12 +58,12 @@ class Plan:
     version: int
     configuration: Mapping[str, Any]
     create_time: datetime | None
-    existed: bool = False  # True if making it found it there
+    existed: bool = False  # True if creating it found an identical version
 
 
 @dataclass(frozen=True, slots=True)
 class PlanAssignment:
-    """The plan of an organization from a month on; an empty name for none."""
+    """Plan of an organization from a month on; an empty name for none."""
 
     organization_id: str
     organization_name: str
@@ -68,12 +71,12 @@ class PlanAssignment:
     plan: str
     version: int
     assigned_by: str
-    existed: bool = False  # True if it was so before
+    existed: bool = False  # True if it was assigned before
 
 
 @dataclass(frozen=True, slots=True)
 class PlanList:
-    """Plans, and who has which."""
+    """Plans and their assignments to organizations."""
 
     plans: tuple[Plan, ...]
     assignments: tuple[PlanAssignment, ...]
@@ -81,7 +84,7 @@ class PlanList:
 
 @dataclass(frozen=True, slots=True)
 class CreditGrant:
-    """Credit for what is billed in some months. `remaining` is by the months that are closed."""
+    """Credit for the charges of some months. `remaining` counts closed months only."""
 
     grant_id: str
     organization_id: str
@@ -99,20 +102,20 @@ class CreditGrant:
 
 @dataclass(frozen=True, slots=True)
 class CreditBalance:
-    """What there is of an organization's credit at a moment."""
+    """Credit of an organization at a moment."""
 
     organization_id: str
     organization_name: str
-    prepaid: bool  # it is let in only as far as its credit reaches
-    left: Money  # of grants for this month and later ones, by the months that are closed
-    unbilled: Money  # what open months come to so far
-    held: Money  # by running requests, of a prepaid organization
-    available: Money  # what this month may still spend
+    prepaid: bool  # admitted only within its credit
+    left: Money  # of grants for this month and later ones, counting closed months
+    unbilled: Money  # charges of open months so far
+    held: Money  # by running requests of a prepaid organization
+    available: Money  # spendable this month
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCustomer:
-    """What a month came to for an organization, and would have come to."""
+    """Actual and simulated charges of a month for one organization."""
 
     organization_id: str
     organization_name: str

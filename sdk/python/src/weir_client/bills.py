@@ -1,4 +1,4 @@
-"""The values of months, invoices and corrections, as the billing API tells them."""
+"""Values of months, invoices and corrections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weir_client.money import Money
 
 
 class MonthState(StrEnum):
-    """Where a month stands. CLOSED: nothing of it changes any more."""
+    """State of a month. CLOSED is final."""
 
     UNSPECIFIED = "unspecified"
     OPEN = "open"
@@ -19,7 +19,7 @@ class MonthState(StrEnum):
 
 
 class AdjustmentState(StrEnum):
-    """What became of an adjustment or a credit note."""
+    """State of an adjustment or a credit note."""
 
     UNSPECIFIED = "unspecified"
     PROPOSED = "proposed"
@@ -28,14 +28,14 @@ class AdjustmentState(StrEnum):
 
 
 class DocumentFormat(StrEnum):
-    """The form of a report's document."""
+    """File format of a report's document."""
 
     JSON = "json"
     CSV = "csv"
 
 
 class PaymentState(StrEnum):
-    """How far an invoice at Stripe is paid. PAID is final."""
+    """Payment state of an invoice at Stripe. PAID is final."""
 
     UNSPECIFIED = "unspecified"
     OPEN = "open"
@@ -48,14 +48,14 @@ class PaymentState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InvoicePayment:
-    """One invoice at Stripe, as its events have told. Texts are empty and times None where none has."""
+    """One invoice at Stripe, from its events. Unknown texts are empty, unknown times None."""
 
     stripe_invoice_id: str
     stripe_number: str
     state: PaymentState
     amount_due: Money
     amount_paid: Money
-    hosted_url: str  # Stripe's page on which the customer can pay it
+    hosted_url: str  # Stripe's payment page
     finalize_time: datetime | None
     pay_time: datetime | None
     failure_time: datetime | None  # of the latest attempt to charge it
@@ -84,7 +84,7 @@ class Month:
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Something that keeps a month from being closed. kind: stable, such as `MONTH_NOT_OVER`."""
+    """A reason why a month cannot be closed. kind: stable, such as `MONTH_NOT_OVER`."""
 
     kind: str
     description: str
@@ -92,7 +92,7 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class ClosedMonth:
-    """What became of a close. obstacles: only where nothing but a check was asked for."""
+    """Result of a close. obstacles: filled only by a validation."""
 
     month: Month
     obstacles: tuple[Obstacle, ...]
@@ -101,7 +101,9 @@ class ClosedMonth:
 
 @dataclass(frozen=True, slots=True)
 class MonthVerification:
-    """What the ledger makes of a closed month today. differences: in words, empty if it is what it was."""
+    """A closed month recomputed from the ledger. differences: descriptions, empty if there are
+    none.
+    """
 
     month: Month
     json_sha256: str
@@ -134,7 +136,7 @@ class PrepaidCredit:
 
 @dataclass(frozen=True, slots=True)
 class CreditNoteSummary:
-    """A credit note in the report of its month; what it gives back is in no invoice's total."""
+    """A credit note in the report of its month; it does not change any invoice's total."""
 
     number: str
     invoice_number: str
@@ -161,11 +163,11 @@ class InvoiceLine:
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """A correction by hand: a line of the next invoice, or, with an invoice's number, a credit note."""
+    """Manual correction: a line of the next invoice, or a credit note for `invoice_number`."""
 
     adjustment_id: str
     organization_id: str
-    amount: Money  # what the customer owes more; negative for less
+    amount: Money  # positive: owed by the customer; negative: credited
     reason: str
     invoice_number: str
     state: AdjustmentState
@@ -173,13 +175,13 @@ class Adjustment:
     create_time: datetime | None
     decided_by: str
     decide_time: datetime | None
-    billing_month: str  # that it was posted to
+    billing_month: str  # that it was posted in
     credit_note_number: str
 
 
 @dataclass(frozen=True, slots=True)
 class Invoice:
-    """What a customer owes for a month. The amounts of its lines add up to `total`."""
+    """Invoice of a month. The amounts of its lines add up to `total`."""
 
     number: str
     organization_id: str

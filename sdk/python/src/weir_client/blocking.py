@@ -1,4 +1,4 @@
-"""What the blocking clients share: an asyncio client in a thread of its own, and its calls made to wait."""
+"""Blocking twins of asyncio clients, which run in a thread of their own."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _Result = TypeVar("_Result")
 
 
 class AddressedClient(Protocol):
-    """An asyncio client, as far as its blocking twin needs it."""
+    """The part of an asyncio client that its blocking twin needs."""
 
     @property
     def address(self) -> str:
-        """Where it connects to."""
+        """Address that the client connects to."""
 
     async def __aenter__(self) -> Any:
-        """Open it."""
+        """Open the client."""
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None:
-        """Close it."""
+        """Close the client."""
 
 
 _AsyncClient = TypeVar("_AsyncClient", bound=AddressedClient)
 
 
 class BlockingClient(Generic[_AsyncClient]):
-    """To be used as `with` block, from any number of threads at once."""
+    """Context manager that may be used from any number of threads at once."""
 
     def __init__(self, client: _AsyncClient) -> None:
         self._client = client
@@ -44,7 +44,7 @@ class BlockingClient(Generic[_AsyncClient]):
 
     @property
     def address(self) -> str:
-        """Where this client connects to."""
+        """Address that this client connects to."""
         return self._client.address
 
     def __enter__(self) -> Self:
@@ -56,7 +56,7 @@ class BlockingClient(Generic[_AsyncClient]):
 
 
 class BlockingUnaryClient(BlockingClient[UnaryClient]):
-    """The twin of a client of unary calls: which one, its subclass says."""
+    """Blocking twin of the client of unary calls named by `_async_class`."""
 
     _async_class: type[UnaryClient]
 
@@ -68,9 +68,10 @@ class BlockingUnaryClient(BlockingClient[UnaryClient]):
         timeout: float = UNARY_TIMEOUT_S,
         **tls: Unpack[TlsOptions],
     ) -> None:
-        """Settles where to connect: see `AsyncClient`. The key comes from `WEIR_ADMIN_KEY` first, then `WEIR_API_KEY`.
+        """Resolve the settings as `AsyncClient` does; `WEIR_ADMIN_KEY` precedes `WEIR_API_KEY`.
 
-        timeout: seconds for each call, retries included. Raises: Unauthenticated if there is no key.
+        timeout: seconds for each call, retries included. Raises: Unauthenticated if there is no
+        key.
         """
         super().__init__(self._async_class(address, api_key, timeout=timeout, **tls))
 
@@ -78,7 +79,7 @@ class BlockingUnaryClient(BlockingClient[UnaryClient]):
 def blocking(
     call: Callable[Concatenate[_AsyncClient, _Arguments], Coroutine[Any, Any, _Result]],
 ) -> Callable[Concatenate[Any, _Arguments], _Result]:
-    """A method of the asyncio client as one of its blocking twin: the same arguments, result, errors and documentation."""
+    """Return the blocking twin of an asyncio method, with the same signature and errors."""
 
     @functools.wraps(call)
     def wait(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -91,7 +92,7 @@ def blocking(
 def blocking_items(
     pages: Callable[Concatenate[_AsyncClient, _Arguments], AsyncIterator[Sequence[_Result]]],
 ) -> Callable[Concatenate[Any, _Arguments], Iterator[_Result]]:
-    """A method of the asyncio client that yields pages as one of its blocking twin that yields their items."""
+    """Return the blocking twin of an asyncio method that yields pages; it yields their items."""
 
     @functools.wraps(pages)
     def items(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Iterator[_Result]:

@@ -1,4 +1,4 @@
-"""What an exchange needs of the streams that it runs on."""
+"""Interfaces between an exchange and its streams."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ if TYPE_CHECKING:
 
 
 class Carrier(Protocol):
-    """The stream that an exchange runs on, as far as the exchange needs it."""
+    """Stream that an exchange runs on."""
 
     def send_cancel(self, exchange: Exchange) -> None:
-        """Writes a cancel frame, soon; never blocks."""
+        """Write a cancel frame soon; never blocks."""
 
     def send_update(self, exchange: Exchange, update: pb.UpdateFrame) -> None:
-        """Writes an update frame, soon; never blocks. Raises: Unavailable if there is no stream."""
+        """Write an update frame soon; never blocks. Raises: Unavailable if there is no stream."""
 
     def send_credit(self, exchange: Exchange, token_count: int) -> None:
-        """Writes a credit frame, soon; never blocks."""
+        """Write a credit frame soon; never blocks."""
 
     def release(self, exchange: Exchange) -> None:
-        """Forgets an exchange that has ended; its later frames are strays."""
+        """Forget an exchange that has ended; its later frames are ignored."""
 
 
 class Continuation(Protocol):
-    """Who brings an exchange to another stream. Both calls return what it ends with, or None if it will go on."""
+    """Moves an exchange to another stream.
+
+    `broken` and `refused` return the final error, or None if the exchange will continue.
+    """
 
     def broken(self, cause: errors.WeirError) -> errors.WeirError | None:
-        """The stream ended under it."""
+        """Handle the end of the stream."""
 
     def refused(self, error: errors.WeirError) -> errors.WeirError | None:
-        """The server will not go on with it on this stream."""
+        """Handle the server's refusal to continue on this stream."""
 
     def resumed(self) -> None:
-        """It goes on."""
+        """Handle the continuation of the exchange."""
 
     def stop(self) -> None:
-        """It has ended."""
+        """Handle the end of the exchange."""

@@ -1,4 +1,4 @@
-"""What a caller gave and no request can hold is refused here by its name, before anything is sent."""
+"""Checks of arguments that no request message can hold, before anything is sent."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from weir_client.errors import ErrorDetails, FieldViolation, InvalidRequest
 _Message = TypeVar("_Message", bound=Message)
 
 SHOWN_MAX = 80  # characters of a wrong value
-PROMPTS = ("text", "ids", "conversation")  # whose values are shown nowhere
+PROMPTS = ("text", "ids", "conversation")  # fields whose values are never shown
 
 
 def invalid(field: str, description: str) -> InvalidRequest:
-    """A request that cannot be written down."""
+    """Return the error for an argument that cannot be encoded."""
     details = ErrorDetails(reason="FIELD_INVALID", field_violations=(FieldViolation(field, description),))
     return InvalidRequest(f"{field}: {description}", details=details)
 
 
 def check_known(given: Iterable[str], known: Iterable[str], where: str = "") -> None:
-    """Raises: InvalidRequest for an option that does not exist, with the nearest that does. where: what stands before its name."""
+    """Check the names of options. where: prefix of the name in the message.
+
+    Raises: InvalidRequest for an unknown option, with the closest known one.
+    """
     known = list(known)
     for name in given:
         if name not in known:
@@ -34,15 +37,15 @@ def check_known(given: Iterable[str], known: Iterable[str], where: str = "") -> 
 
 
 def check_seconds(field: str, value: object) -> None:
-    """Raises: InvalidRequest for what is no number of seconds. None is left to the caller."""
+    """Check a number of seconds; None passes. Raises: InvalidRequest for anything else."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value)):
         raise invalid(field, f"must be a number of seconds, not {value!r}"[:SHOWN_MAX])
 
 
 def written(kind: type[_Message], values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> _Message:
-    """A message of these fields. names: of the options, where they are not those of the fields.
+    """Build a message of these fields. names: option names that differ from the field names.
 
-    Raises: InvalidRequest naming the first one that does not fit.
+    Raises: InvalidRequest naming the first value that does not fit.
     """
     try:
         return kind(**values)

@@ -1,6 +1,6 @@
-"""How a client reaches the server: address, TLS, API key, channel options, and one unary call with typed errors.
+"""Connection to the server: address, TLS, API key, channel options, unary calls with typed errors.
 
-Owns the channel. Knows nothing of generations.
+Owns the channel; independent of generations.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weir_client.checks import check_known
 from weir_client.status import error_from_rpc
 from weir_client.tls import Tls, TlsOptions, resolve_tls, without_scheme
 
-DEFAULT_ADDRESS = "127.0.0.1:8443"  # where a server listens unless told otherwise
-UNARY_TIMEOUT_S = 30.0  # look-ups answer in milliseconds; a report over a large month may take seconds
-MESSAGE_BYTES_MAX = 4 * 1024 * 1024  # gRPC's own default for what a server accepts
-RECEIVE_BYTES_MAX = 32 * 1024 * 1024  # lists and batched deltas of many requests; far above what a server sends at once
-KEEPALIVE_S = 60.0  # below the idle limit of common load balancers (60 to 350 s); Weir's server allows pings each 10 s
-KEEPALIVE_TIMEOUT_S = 20.0  # a peer that does not answer a ping for so long is gone
-RETRY_BASE_S = 0.1  # first back-off where the server gives no hint; doubles each time
-RETRY_WAIT_MAX_S = 10.0  # a longer wait is the caller's decision, so the error is raised instead
+DEFAULT_ADDRESS = "127.0.0.1:8443"  # the server's default address
+UNARY_TIMEOUT_S = 30.0  # look-ups take milliseconds; a report over a large month may take seconds
+MESSAGE_BYTES_MAX = 4 * 1024 * 1024  # gRPC's default limit of a server
+RECEIVE_BYTES_MAX = 32 * 1024 * 1024  # far above the largest response of a server
+KEEPALIVE_S = 60.0  # below the idle limit of common load balancers (60 to 350 s)
+KEEPALIVE_TIMEOUT_S = 20.0  # a peer that does not answer a ping within it is considered lost
+RETRY_BASE_S = 0.1  # first back-off without a retry-after of the server; doubles each time
+RETRY_WAIT_MAX_S = 10.0  # the error is raised if the wait would be longer
 
 CLIENT_OPTIONS = ("address", "api_key", "timeout", "max_retries", "retry_wait_max_s", "max_message_bytes", "keepalive_s")
 
@@ -40,21 +40,23 @@ _Response = TypeVar("_Response")
 def _version() -> str:
     try:
         return version("weir-client")
-    except PackageNotFoundError:  # a source tree on the path
+    except PackageNotFoundError:  # running from a source tree
         return "0"
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """When to try again: at most `max_retries` times, never after a wait of more than `wait_max_s`."""
+    """Retries at most `max_retries` times, and never after a wait of more than `wait_max_s`."""
 
     max_retries: int = 2
     wait_max_s: float = RETRY_WAIT_MAX_S
 
     def wait_s(self, error: errors.WeirError, attempt: int) -> float | None:
-        """Seconds to wait before retry number `attempt` (from 0), with jitter; None if the error is to be raised.
+        """Return the seconds before retry number `attempt` (from 0), with jitter; None to raise the
+        error.
 
-        A hint of the server is a lower bound, and the jitter comes on top, so that refused clients do not return all at once.
+        The server's retry-after is a lower bound; jitter is added to it so that refused clients do
+        not all return at once.
         """
         if attempt >= self.max_retries:
             return None
@@ -71,7 +73,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionSettings:
-    """Where the server is and how to talk to it. See `AsyncClient` for the meaning of each."""
+    """Resolved address and options of a connection; `AsyncClient` documents each."""
 
     address: str
     api_key: str = field(repr=False)
@@ -92,10 +94,10 @@ class ConnectionSettings:
         retry: RetryPolicy | None = None,
         **tls: Unpack[TlsOptions],
     ) -> ConnectionSettings:
-        """Fills in what is not given from the environment.
+        """Resolve missing values from the environment.
 
-        Raises: Unauthenticated if no key is given and none of `key_variables` is set (an empty key means: call without one);
-        InvalidRequest for certificates that cannot be used, and for options that there are not.
+        Raises: Unauthenticated if no key is given and none of `key_variables` is set (an empty key
+        means a call without one); InvalidRequest for invalid certificates and unknown options.
         """
         check_known(tls, (*TlsOptions.__annotations__, *CLIENT_OPTIONS))
         target, scheme = without_scheme(address or os.environ.get("WEIR_ADDRESS") or DEFAULT_ADDRESS)
@@ -110,7 +112,7 @@ class ConnectionSettings:
 
 
 def is_local(address: str) -> bool:
-    """Whether an address never leaves this machine: a unix socket, `localhost`, or a loopback IP."""
+    """Return whether an address is on this machine: unix socket, `localhost` or a loopback IP."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     host = address.rpartition("/")[2].rpartition(":")[0].strip("[]")
@@ -121,7 +123,7 @@ def is_local(address: str) -> bool:
 
 
 class Connection:
-    """One channel with its credentials. Create it inside the event loop that uses it; `close` it at the end."""
+    """One channel with its credentials. Create it in the event loop that uses it."""
 
     def __init__(self, settings: ConnectionSettings) -> None:
         self.settings = settings
@@ -136,7 +138,7 @@ class Connection:
             self.channel = grpc.aio.insecure_channel(settings.address, options)
 
     async def close(self) -> None:
-        """Closes the channel; calls that still run, or wait to be made again, end as Cancelled."""
+        """Close the channel; calls that still run or wait for a retry end as Cancelled."""
         self._closing.set()
         await self.channel.close()
 
@@ -148,10 +150,10 @@ class Connection:
         timeout: float | None = None,
         idempotent: bool = True,
     ) -> _Response:
-        """One unary call; `timeout` in seconds covers the retries too, and is 30 s if None.
+        """Make one unary call; `timeout` in seconds includes retries, None: 30 s.
 
-        Only an idempotent call is tried again: whether one that creates something was done is not known after UNAVAILABLE.
-        Raises: WeirError.
+        Only an idempotent call is retried: after UNAVAILABLE it is unknown whether the server ran
+        it. Raises: WeirError.
         """
         return await self._attempt(
             lambda remaining_s: method(request, timeout=remaining_s, metadata=grpc.aio.Metadata(*self.metadata)),
@@ -162,7 +164,7 @@ class Connection:
     async def collect(
         self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Response], request: _Request, *, timeout: float
     ) -> list[_Response]:
-        """All answers of one call that streams them and changes nothing; tried again from the start like `call`.
+        """Return all responses of a read-only streaming call; retried from the start like `call`.
 
         Raises: WeirError.
         """
@@ -174,7 +176,7 @@ class Connection:
         return await self._attempt(read, timeout, idempotent=True)
 
     async def _attempt(self, call: Callable[[float], Awaitable[_Response]], timeout: float, *, idempotent: bool) -> _Response:
-        """Makes a call of what is left of the time, and again if that may help."""
+        """Make a call within the remaining time, with the retries of the policy."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         attempt = 0
@@ -187,7 +189,8 @@ class Connection:
                 task = asyncio.current_task()
                 if not self._closing.is_set() or task is None or task.cancelling():
                     raise
-                raise errors.Cancelled("the client was closed") from None  # gRPC cancels the call, and nobody the caller
+                # gRPC cancelled only the call
+                raise errors.Cancelled("the client was closed") from None
             except grpc.aio.AioRpcError as broken:
                 error = error_from_rpc(broken)
                 wait_s = self.settings.retry.wait_s(error, attempt) if idempotent else None
@@ -207,13 +210,14 @@ def _channel_options(settings: ConnectionSettings) -> list[tuple[str, Any]]:
         ("grpc.keepalive_time_ms", int(settings.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 0),
-        # A restarted server is found again quickly: gRPC would wait a second before the second attempt and minutes later on.
+        # Fast reconnection to a restarted server: gRPC's defaults are 1 s, growing to minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 5000),
-        # Clients in one process keep their own connections, so that one's back-off or GOAWAY is not the other's.
+        # One subchannel per client, so that the back-off or GOAWAY of one does not affect another.
         ("grpc.use_local_subchannel_pool", 1),
     ]
     if is_local(settings.address):
-        options.append(("grpc.enable_http_proxy", 0))  # a proxy for the outside cannot reach this machine's loopback
+        # A proxy cannot reach this machine's loopback
+        options.append(("grpc.enable_http_proxy", 0))
     return options

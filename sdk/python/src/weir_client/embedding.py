@@ -1,4 +1,4 @@
-"""What `embed` takes and answers."""
+"""Options and results of `embed`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ EmbedInput = str | Sequence[int]
 
 
 class EmbedOptions(TypedDict, total=False):
-    """The keyword arguments of `embed`.
+    """Keyword arguments of `embed`.
 
-    truncate: leaves out the end of a text that has more tokens than the model takes; else such a text is refused.
-    labels: own labels, stored with the usage event.
-    tier: "interactive" (default), or "batch": runs when nothing interactive waits for the same model.
-    request_id: a UUID that names this request for good (idempotency key); minted if absent.
+    truncate: cut texts that have more tokens than the model takes; otherwise they are refused.
+    labels: the caller's labels, stored with the usage event.
+    tier: "interactive" (default), or "batch": runs when no interactive request waits for the model.
+    request_id: a UUID, the idempotency key of the request; generated if absent.
     timeout: seconds for the whole request, retries included.
     """
 
@@ -38,16 +38,16 @@ class EmbedOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """One text's vector."""
+    """Vector of one text."""
 
     vector: tuple[float, ...]
-    token_count: int  # tokens of the text that were embedded
-    truncated: bool  # its end was left out
+    token_count: int  # embedded tokens of the text
+    truncated: bool  # the end of the text was cut
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedResult:
-    """The vectors of one request, in the order of its texts, and what they cost."""
+    """Vectors of one request, in the order of its texts, with usage and cost."""
 
     request_id: str
     model: str
@@ -56,17 +56,19 @@ class EmbedResult:
     cost: Money
     timings: Timings
     price_version: int
-    quotas: tuple[QuotaStatus, ...]  # as of its admission, this request counted
+    quotas: tuple[QuotaStatus, ...]  # at its admission, this request included
     receipts: tuple[Receipt, ...] = ()
 
     @property
     def vectors(self) -> list[tuple[float, ...]]:
-        """The vectors alone."""
+        """Vectors without their metadata."""
         return [each.vector for each in self.embeddings]
 
 
 def build_embed(model: str, inputs: str | Sequence[EmbedInput], options: EmbedOptions) -> pb.EmbedRequest:
-    """The request. inputs: one text, or several; each a text or its token ids. Raises: InvalidRequest."""
+    """Build the request of one or several texts, each a text or its token ids. Raises:
+    InvalidRequest.
+    """
     check_known(options, EmbedOptions.__annotations__)
     check_seconds("timeout", options.get("timeout"))
     texts = [inputs] if isinstance(inputs, str) else list(inputs)
@@ -91,7 +93,7 @@ def _input(index: int, given: EmbedInput) -> pb.EmbedInput:
 
 
 def embed_result(request: pb.EmbedRequest, message: pb.EmbedResponse) -> EmbedResult:
-    """The answer of a request."""
+    """Return the result of a request from its response."""
     return EmbedResult(
         request_id=request.request_id,
         model=request.model,

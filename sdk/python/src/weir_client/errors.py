@@ -1,8 +1,8 @@
-"""Every error of the client, one class per thing that the caller can do about it.
+"""Errors of the client, one class per reaction of the caller.
 
-`WeirError` is the base: catch it to catch all. `reason` is the machine-readable word of the server (`QUOTA_EXCEEDED`,
-`CONTEXT_EXCEEDED`, …), `code` the canonical gRPC code. `partial` holds what was already received where a generation broke in the
-middle.
+`WeirError` is the base class. `reason` is the server's machine-readable reason (`QUOTA_EXCEEDED`,
+`CONTEXT_EXCEEDED`, …), `code` the canonical gRPC code. `partial` holds the received output if a
+generation broke off.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weir_client.values import Partial
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One field of a request that was refused, and why."""
+    """One refused field of a request, and the reason."""
 
     field: str
     description: str
@@ -25,7 +25,7 @@ class FieldViolation:
 
 @dataclass(frozen=True, slots=True)
 class QuotaViolation:
-    """One quota that a request ran into, in the server's words."""
+    """One exceeded quota, as described by the server."""
 
     subject: str
     description: str
@@ -33,7 +33,7 @@ class QuotaViolation:
 
 @dataclass(frozen=True, slots=True)
 class PreconditionViolation:
-    """One thing that stands in the way of a call. kind: stable and machine-readable."""
+    """One unmet precondition of a call. kind: stable and machine-readable."""
 
     kind: str
     description: str
@@ -41,7 +41,10 @@ class PreconditionViolation:
 
 @dataclass(frozen=True, slots=True)
 class ExceededQuota:
-    """The quota that refused a request. Values are requests, tokens or picos by dimension; None where not told."""
+    """The quota that refused a request.
+
+    Values are requests, tokens or picos by dimension; None if the server did not send them.
+    """
 
     quota_id: str
     subject: str
@@ -54,12 +57,12 @@ class ExceededQuota:
     remaining: int | None
     requested: int | None
     reset_time: datetime | None
-    retry_helps: bool  # False: the request is larger than the limit, so that waiting does not help
+    retry_helps: bool  # False: the request is larger than the limit, so waiting does not help
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorDetails:
-    """The details of a `google.rpc.Status`, decoded."""
+    """Decoded details of a `google.rpc.Status`."""
 
     reason: str = ""
     metadata: Mapping[str, str] | None = None
@@ -71,7 +74,7 @@ class ErrorDetails:
 
 
 class WeirError(Exception):
-    """Base of all errors. Its text is the server's sentence, then the request id where there is one."""
+    """Base of all errors. Its text is the server's message, then the request id if known."""
 
     default_code: ClassVar[str] = "UNKNOWN"
 
@@ -95,12 +98,12 @@ class WeirError(Exception):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """`ErrorInfo.metadata` of the server; empty if it sent none."""
+        """`ErrorInfo.metadata` of the server; empty if absent."""
         return self.details.metadata or {}
 
     @property
     def retry_after_s(self) -> float | None:
-        """How long to wait before trying again, in seconds; None if the server did not say."""
+        """Seconds to wait before a retry; None if the server did not send it."""
         return self.details.retry_after_s
 
     def __str__(self) -> str:
@@ -114,112 +117,120 @@ class Unauthenticated(WeirError):
 
 
 class PermissionDenied(WeirError):
-    """The key is good but may not do this: a missing scope, or a model that it may not use."""
+    """The key is valid but lacks a scope or the permission to use a model."""
 
     default_code = "PERMISSION_DENIED"
 
 
 class InvalidRequest(WeirError):
-    """The request can never succeed as it is. `field_violations` names each field and what is wrong with it."""
+    """The request can never succeed unchanged. `field_violations` describes each wrong field."""
 
     default_code = "INVALID_ARGUMENT"
 
     @property
     def field_violations(self) -> tuple[FieldViolation, ...]:
-        """The refused fields."""
+        """Refused fields."""
         return self.details.field_violations
 
 
 class NotFound(WeirError):
-    """A model, organization, key or request of that name does not exist, as far as this key can see."""
+    """The model, organization, key or request does not exist or is not visible to this key."""
 
     default_code = "NOT_FOUND"
 
 
 class AlreadyExists(WeirError):
-    """The name is taken; or the request id was used before. `REQUEST_SETTLED`: it ran already, and `partial` has its usage."""
+    """The name is taken, or the request id was used before.
+
+    `REQUEST_SETTLED`: the request has already run, and `partial` has its usage.
+    """
 
     default_code = "ALREADY_EXISTS"
 
 
 class FailedPrecondition(WeirError):
-    """Something else must happen first, for example paying (`INSUFFICIENT_CREDIT`). Waiting alone does not help."""
+    """The current state forbids the call, such as `INSUFFICIENT_CREDIT`. Waiting does not help."""
 
     default_code = "FAILED_PRECONDITION"
 
 
 class Aborted(WeirError):
-    """The request collided with another one. Start over."""
+    """The request collided with another one. Start it again."""
 
     default_code = "ABORTED"
 
 
 class ResourceExhausted(WeirError):
-    """Something is too large or too much, other than a quota: a message over the size limit, for example."""
+    """A limit other than a quota was exceeded, for example the size of a message."""
 
     default_code = "RESOURCE_EXHAUSTED"
 
 
 class QuotaExceeded(ResourceExhausted):
-    """A quota refused the request. `quota` says which one, what is left of it and when it resets."""
+    """A quota refused the request. `quota` has its remainder and reset time."""
 
     @property
     def quota(self) -> ExceededQuota | None:
-        """The quota that refused, with its numbers."""
+        """Quota that refused the request, with its values."""
         return self.details.quota
 
     @property
     def violations(self) -> tuple[QuotaViolation, ...]:
-        """The quotas that refused, in the server's words."""
+        """Quotas that refused the request, as described by the server."""
         return self.details.quota_violations
 
     @property
     def remaining(self) -> int | None:
-        """What is left of the quota, in requests, tokens or picos by its dimension."""
+        """Remainder of the quota, in requests, tokens or picos by its dimension."""
         return self.quota.remaining if self.quota else None
 
     @property
     def reset_time(self) -> datetime | None:
-        """When the quota's window starts anew."""
+        """Time when the quota's window resets."""
         return self.quota.reset_time if self.quota else None
 
     @property
     def retry_helps(self) -> bool:
-        """Whether the same request can pass later."""
+        """True if the same request can be admitted later."""
         return self.quota.retry_helps if self.quota else self.retry_after_s is not None
 
 
 class Unavailable(WeirError):
-    """The server cannot be reached, drains, or has no engine free. Trying again later helps."""
+    """The server is unreachable, draining, or has no free engine. A later retry can succeed."""
 
     default_code = "UNAVAILABLE"
 
 
 class DeadlineExceeded(WeirError):
-    """The time given with `timeout=` was over. `partial` holds the text so far, and its usage if the server told it in time."""
+    """The time given with `timeout=` passed. `partial` holds the output so far, with usage if
+    received.
+    """
 
     default_code = "DEADLINE_EXCEEDED"
 
 
 class Cancelled(WeirError):
-    """The request was cancelled before it was let in, so that there is no result."""
+    """The request was cancelled before its admission; there is no result."""
 
     default_code = "CANCELLED"
 
 
 class IncompleteGeneration(WeirError):
-    """The stream ended in the middle of the request, without its final frame. `partial` holds what arrived; what was delivered
-    is billed all the same, and `get_generation(request_id)` tells the settled usage."""
+    """The stream ended during the request, without its final frame.
+
+    `partial` holds the received output. Delivered output is billed; `get_generation(request_id)`
+    returns the settled usage.
+    """
 
     default_code = "UNAVAILABLE"
 
 
 class Internal(WeirError):
-    """The server broke. Quote `incident_id` when reporting it."""
+    """The server failed. Quote `incident_id` in a report."""
 
     default_code = "INTERNAL"
 
     @property
     def incident_id(self) -> str:
-        """The server's id of this incident; empty if it gave none."""
+        """The server's id of this incident; empty if it sent none."""
         return self.metadata.get("incident_id", "")

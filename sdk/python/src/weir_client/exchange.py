@@ -1,7 +1,7 @@
-"""One attempt at one request on a stream, as a state machine: frames in, events and exactly one outcome out.
+"""One attempt at a request on a stream, as a state machine: frames in, events and outcome out.
 
-Owned by the event loop; nothing here waits for the network. Memory is bounded: at most `EVENTS_MAX` unread events, far fewer with a
-`prefetch`, and text no longer than the request's own output.
+Owned by the event loop; nothing here waits for the network. Memory is bounded: at most `EVENTS_MAX`
+unread events, far fewer with a `prefetch`, and text no longer than the request's own output.
 """
 
 from __future__ import annotations
@@ -19,98 +19,104 @@ from weir_client.received import Received
 from weir_client.status import error_from_status
 from weir_client.values import Admitted, Event, FinishReason, Partial, Progress, Result, Resumed, Usage, UsageUpdate
 
-EVENTS_MAX = 65_536  # one delta per token: more than any context window in use; a reader that far behind is gone
-OWNER_AWAY = "OWNER_AWAY"  # the server's reason where it passed on what another one runs, and lost that: no end of the request
-CANCEL_GRACE_S = 2.0  # how long the final frame may take after a cancel: one engine step and one settlement, with room
+EVENTS_MAX = 65_536  # one delta per token: more than any context window in use
+# The relaying server lost the request's owner; the request itself goes on
+OWNER_AWAY = "OWNER_AWAY"
+# Wait for the final frame after a cancel: one engine step and one settlement, with room
+CANCEL_GRACE_S = 2.0
 
 
 class Exchange:
-    """What has arrived for one request, and how it ended.
+    """Received frames of one request, and its outcome.
 
-    `outcome` is set once: a `Result`, or the error to raise. After a cancel it is set within `CANCEL_GRACE_S`, whatever the
-    server does, so that whoever waits for the end never hangs. With a `continuation` it may ride several streams.
+    `outcome` is set once: a `Result`, or the error to raise. After a cancel it is set within
+    `CANCEL_GRACE_S`, whatever the server does, so that a caller that waits for the end never hangs.
+    With a `continuation` the exchange can move from stream to stream.
     """
 
     def __init__(self, request_id: str, model: str, after_seq: int = 0, prefetch: Prefetch | None = None) -> None:
-        """prefetch: what the server is granted; None: the request needs no credit."""
+        """prefetch: credit granted to the server; None: the request needs no credit."""
         self.request_id = request_id
         self.outcome: Result | errors.WeirError | None = None
-        self.begun = False  # the server has said anything at all about this request
+        self.begun = False  # a frame of this request has arrived
         self.cancelled = False
         self.expired = False  # the caller's timeout passed
         self._events: deque[Event] = deque()
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
-        self.suspended = False  # on its way to another stream, whose answer has not come yet
+        self.suspended = False  # moving to another stream, which has not answered yet
         self.resume_count = 0
-        self.refusal = ""  # why the server refused it on this stream: the reason
+        self.refusal = ""  # reason of the server's refusal on this stream
         self.continuation: Continuation | None = None
         self._after_seq = after_seq
         self._received = Received(request_id, model, after_seq)
         self._prefetch = prefetch
-        self._lost = ""  # the sentence about output that cannot be had any more
+        self._lost = ""  # message about output that is no longer available
         self._lost_cause: errors.WeirError | None = None
         self._limit_changes = LimitChanges()
         self._carrier: Carrier | None = None
         self._timers: list[asyncio.TimerHandle] = []
 
     def ride(self, carrier: Carrier, credit_token_count: int = 0) -> None:
-        """Binds it to the stream that it runs on, or to what looks for one. credit_token_count: what that stream was granted."""
+        """Bind to a stream or to its replacement while there is none.
+
+        credit_token_count: tokens of credit granted to that stream.
+        """
         self._carrier = carrier
         if self._prefetch is not None:
             self._prefetch.begin(credit_token_count)
 
     def expire_at(self, deadline: float) -> None:
-        """Ends it as late at that time of the loop."""
+        """End the request at that time of the loop at the latest."""
         if self.outcome is None:
             self._timers.append(asyncio.get_running_loop().call_at(deadline, self._expire))
 
     @property
     def admitted(self) -> Admitted | None:
-        """What admission told; None until it comes."""
+        """The admission, or None before it arrives."""
         return self._received.admitted
 
     @property
     def seq(self) -> int:
-        """Of the last frame of output."""
+        """Sequence number of the last frame of output."""
         return self._received.seq
 
     @property
     def delivered(self) -> bool:
-        """Whether any output has arrived."""
+        """True if any output has arrived."""
         return self.seq > self._after_seq
 
     def take(self) -> list[Event]:
-        """All events that nobody has taken yet. Whoever does tells with `read` what the caller has got of them."""
+        """Remove and return all pending events. The caller reports the read ones with `read`."""
         events = list(self._events)
         self._events.clear()
         return events
 
     def read(self, token_count: int) -> None:
-        """The caller has got so much output more."""
+        """Record that the caller has read so many more tokens of output."""
         if self._prefetch is not None:
             self._prefetch.read(token_count)
             self._grant(self._prefetch.grant())
 
     async def wait(self) -> None:
-        """Returns when there is an event to take or the outcome is known."""
+        """Wait until there is an event to take or the outcome is known."""
         while not self._events and self.outcome is None:
             self._changed.clear()
             await self._changed.wait()
 
     async def wait_ended(self) -> None:
-        """Returns when the outcome is known."""
+        """Wait until the outcome is known."""
         await self._ended.wait()
 
     async def update(self, update: pb.UpdateFrame) -> Limits:
-        """Asks for other limits; those that hold then. Raises: WeirError if they cannot be had, or the stream breaks meanwhile."""
+        """Request other limits and return the new ones. Raises: WeirError if refused."""
         if self.outcome is not None or self._carrier is None:
             raise errors.FailedPrecondition("the request has ended", reason="REQUEST_ENDED", request_id=self.request_id)
         self._carrier.send_update(self, update)
         return await self._limit_changes.expect()
 
     def cancel(self) -> None:
-        """Asks the server to stop; the outcome follows within `CANCEL_GRACE_S`. Nothing happens after the end or twice."""
+        """Ask the server to stop; the outcome follows within `CANCEL_GRACE_S`. Idempotent."""
         if self.cancelled or self.outcome is not None:
             return
         self.cancelled = True
@@ -119,12 +125,14 @@ class Exchange:
         self._timers.append(asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._give_up))
 
     def resend_cancel(self) -> None:
-        """Tells the stream that it now rides what the one before could not be told."""
+        """Repeat the cancel on the present stream; the previous one did not deliver it."""
         if self.cancelled and self._carrier is not None:
             self._carrier.send_cancel(self)
 
     def receive(self, frame: pb.ServerFrame) -> None:
-        """Takes one frame of the server. Kinds that are newer than this client are ignored, and so is all after the end."""
+        """Process one frame of the server. Unknown kinds, and all frames after the end, are
+        ignored.
+        """
         if self.outcome is not None:
             return
         kind = frame.WhichOneof("kind")
@@ -146,7 +154,7 @@ class Exchange:
             case "admitted":
                 is_news = self.admitted is None
                 self._received.admitted = admitted = wire.read(Admitted, frame.admitted)
-                if is_news:  # it comes again on each stream
+                if is_news:  # each stream repeats it
                     self._push(admitted)
             case "progress":
                 self._push(wire.read(Progress, frame.progress))
@@ -160,7 +168,11 @@ class Exchange:
                 self._receive_failed(frame.failed)
 
     def break_off(self, cause: errors.WeirError) -> None:
-        """The stream ended. A request that had begun goes on elsewhere or is incomplete; one that had not failed as that did."""
+        """Handle the end of the stream.
+
+        A request that had begun continues elsewhere or ends as incomplete; any other ends with
+        `cause`.
+        """
         if self.outcome is not None:
             return
         self._carrier = None
@@ -172,23 +184,23 @@ class Exchange:
             self._end(error)
 
     def fail(self, error: errors.WeirError) -> None:
-        """Nobody can go on with it. If the caller's time is over, that is what it ends with."""
+        """End with an error, or as DeadlineExceeded if the caller's time has passed."""
         self._end(self._deadline_error() if self.expired else error)
 
     def lose(self, message: str, cause: errors.WeirError) -> None:
-        """Output is missing that cannot be had: stops it, and ends it as incomplete with the usage that it is settled with."""
+        """Cancel because output is missing; end as incomplete with the settled usage."""
         self._lost, self._lost_cause = message, cause
         self.cancel()
 
     def release(self) -> None:
-        """Leaves its stream, to go on elsewhere."""
+        """Leave the current stream, to continue on another."""
         self._limit_changes.fail(errors.Unavailable("no answer came before the stream ended", request_id=self.request_id))
         if self._carrier is not None:
             self._carrier.release(self)
         self._carrier = None
 
     def incomplete(self, message: str, cause: errors.WeirError | None = None) -> errors.IncompleteGeneration:
-        """The error of a request without its proper end."""
+        """Return the error of a request that ended without a final frame."""
         error = errors.IncompleteGeneration(
             message,
             code=cause.code if cause else None,
@@ -200,7 +212,7 @@ class Exchange:
         return error
 
     def partial(self) -> Partial:
-        """What is known so far."""
+        """Return the output and usage received so far."""
         return self._received.partial()
 
     def _grant(self, token_count: int) -> None:
@@ -209,7 +221,7 @@ class Exchange:
 
     def _receive_delta(self, frame: pb.DeltaFrame) -> None:
         if frame.seq <= self.seq or self._lost:
-            return  # a repetition: already counted; or a piece behind a gap
+            return  # a repetition already counted, or output after a gap
         if frame.seq != self.seq + 1:
             self.cancel()
             self._end(self.incomplete(f"output is missing between frame {self.seq} and frame {frame.seq}"))
@@ -235,7 +247,7 @@ class Exchange:
         return error
 
     def _receive_refusal(self, frame: pb.FailedFrame) -> None:
-        """The answer to a try to go on: not the end of the request, unless nothing more can be done."""
+        """Handle the refusal of a resumption, which ends the request only as a last resort."""
         error = self._failure(frame)
         verdict = self.continuation.refused(error) if self.continuation else error
         if verdict is not None:

@@ -1,6 +1,6 @@
 """One request as its caller sees it: iterate it, cancel it, read its result.
 
-Retries what was refused before the first token; what breaks later goes on by itself (`resumption`).
+Refusals before the first token are retried; later breaks of the stream are resumed (`resumption`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from weir_client.values import Admitted, Delta, Event, Partial, Result
 
 
 class AsyncGeneration:
-    """A streamed answer. Made by `AsyncClient.generate`; nothing is sent before it is entered, iterated or waited for.
+    """A streamed answer, made by `AsyncClient.generate`. Nothing is sent before the first use.
 
-    Leaving the `async with` block cancels what still runs and waits (at most 2 s) until the server has settled it, so that
-    `result` tells usage and cost. Breaking out of `async for`, or cancelling the task, cancels it as well.
-    `await anext(generation)` takes single deltas without that.
+    Leaving the `async with` block cancels a running request and waits (at most 2 s) until the
+    server has settled it, so that `result` has usage and cost. Breaking out of `async for`, or
+    cancelling the task, cancels it as well; `await anext(generation)` takes single deltas without
+    that.
     """
 
     def __init__(self, stream: SharedStream, frame: pb.ClientFrame, terms: Terms) -> None:
@@ -43,42 +44,44 @@ class AsyncGeneration:
         self._exchange: Exchange | None = None
         self._attempt = 0
         self._cancel_asked = asyncio.Event()
-        self._failure: errors.WeirError | None = None  # of the attempt before the running one
+        self._failure: errors.WeirError | None = None  # of the previous attempt
         self._error: errors.WeirError | None = None  # the final one
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unread: deque[Event] = deque()
-        self._taking = asyncio.Lock()  # several may read at once: each event is one's
+        self._taking = asyncio.Lock()  # of concurrent readers, each event goes to one
 
     @property
     def admitted(self) -> Admitted | None:
-        """What admission told: input tokens, and every quota with what is left of it. None until it comes."""
+        """The admission, with input tokens and every quota with its remainder. None before it
+        arrives.
+        """
         return self._exchange.admitted if self._exchange else None
 
     @property
     def resume_count(self) -> int:
-        """How often its stream broke and it went on, on another one."""
+        """Number of times the request moved to another stream."""
         return self._exchange.resume_count if self._exchange else 0
 
     @property
     def partial(self) -> Partial:
-        """What has arrived so far, whether or not the request has ended."""
+        """Output received so far, whether or not the request has ended."""
         if self._exchange is None:
             return Partial(self.request_id, self.model, "", ())
         return self._exchange.partial()
 
     @property
     def holds_back(self) -> bool:
-        """Whether the server sends no further ahead than `prefetch_tokens`."""
+        """True if the server sends at most `prefetch_tokens` ahead of the reader."""
         return self._terms.prefetch_tokens is not None
 
     @property
     def done(self) -> bool:
-        """Whether the request has ended, one way or another."""
+        """True if the request has ended, with any outcome."""
         return self._error is not None or isinstance(self._outcome, Result)
 
     @property
     def result(self) -> Result:
-        """The whole answer with finish reason, usage and cost; after a cancel, what was delivered until then.
+        """The whole answer with finish reason, usage and cost; after a cancel, the delivered part.
 
         Raises: the WeirError that the request ended with; RuntimeError while it still runs.
         """
@@ -90,9 +93,9 @@ class AsyncGeneration:
         raise RuntimeError("the generation still runs: iterate it to its end, leave its block, or wait for it")
 
     def start(self) -> None:
-        """Sends the request if that was not done yet. Must run in the event loop; the time of `timeout=` begins here.
+        """Send the request unless it was sent. Must run in the event loop; `timeout=` begins here.
 
-        Raises: WeirError if the client does not take it.
+        Raises: WeirError if the client cannot send it.
         """
         if self._loop is not None:
             return
@@ -102,23 +105,28 @@ class AsyncGeneration:
         self._begin_attempt()
 
     def cancel(self) -> None:
-        """Asks the server to stop, without waiting. Iteration then ends after what was delivered meanwhile."""
+        """Ask the server to stop, without waiting. Iteration ends after the output delivered until
+        then.
+        """
         self._cancel_asked.set()
         if self._exchange is not None:
             self._exchange.cancel()
 
     async def update(self, *, max_output_tokens: int | None = None, max_cost: Money | None = None) -> Limits:
-        """Lowers or raises the limits of the request while it runs; the limits that hold from then on. None: as it is.
+        """Change the limits of the running request and return the new ones. None: unchanged.
 
-        Below what there is already it ends, as LENGTH or COST_LIMIT. Raises: InvalidRequest for limits that cannot be,
-        FailedPrecondition before its admission and after its end, Unavailable if no answer came.
+        A limit below the present output or cost ends the request, as LENGTH or COST_LIMIT. Raises:
+        InvalidRequest for invalid limits, FailedPrecondition before its admission and after its
+        end, Unavailable if no answer came.
         """
         if self._exchange is None:
             raise errors.FailedPrecondition("the request was not sent yet", reason="NOT_ADMITTED", request_id=self.request_id)
         return await self._exchange.update(update_frame(max_output_tokens, max_cost))
 
     async def aclose(self) -> None:
-        """Cancels the request if it runs, and waits until its end is known (at most 2 s). Never raises a WeirError."""
+        """Cancel the request if it runs and wait for its end (at most 2 s). Never raises a
+        WeirError.
+        """
         if self._exchange is None or self.done:
             return
         self.cancel()
@@ -127,7 +135,7 @@ class AsyncGeneration:
             self._error = self._outcome
 
     async def wait(self) -> Result:
-        """Waits for the end and returns the result. Cancelling this wait cancels the request.
+        """Wait for the end and return the result. Cancelling the wait cancels the request.
 
         Raises: WeirError.
         """
@@ -136,9 +144,9 @@ class AsyncGeneration:
         return self.result
 
     async def take(self) -> list[Event]:
-        """All events that have arrived, at least one; empty at the end of the request. Not for use beside an iteration.
+        """Return all pending events, at least one; an empty list at the end of the request.
 
-        Raises: WeirError if the request failed.
+        Not to be mixed with iteration. Raises: WeirError if the request failed.
         """
         events = await self._take()
         for event in events:
@@ -146,7 +154,7 @@ class AsyncGeneration:
         return events
 
     async def next_event(self) -> Event | None:
-        """The next event; None at the end of the request. Raises: WeirError if the request failed."""
+        """Return the next event; None at the end. Raises: WeirError if the request failed."""
         if not self._unread:
             async with self._taking:
                 if not self._unread:
@@ -156,12 +164,14 @@ class AsyncGeneration:
         return event
 
     async def events(self) -> AsyncIterator[Event]:
-        """Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`, `Resumed`."""
+        """Yield every event: `Admitted`, `Progress`, `Delta`, `UsageUpdate`, `Resumed`."""
         while (event := await self.next_event()) is not None:
             yield event
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        """The deltas. Dropping this iterator before its end (`break`, an exception in the loop's body) cancels the request."""
+        """Return the deltas. Dropping the iterator early (`break`, an exception) cancels the
+        request.
+        """
         return _Deltas(self)
 
     async def __anext__(self) -> Delta:
@@ -226,15 +236,18 @@ class AsyncGeneration:
     def _prefetch(self) -> Prefetch | None:
         limit = self._terms.prefetch_tokens
         if limit is None and self._frame.HasField("attach"):
-            limit = EVERYTHING  # it may need credit, as whoever started it wanted
+            # The server needs credit if the request was started with `prefetch_tokens`
+            limit = EVERYTHING
         return None if limit is None else Prefetch(limit)
 
     async def _retry_or_raise(self, error: errors.WeirError) -> None:
-        """Begins the next attempt after the wait that is due, or makes `error` the end of the request and raises it.
+        """Begin the next attempt after its wait, or end the request with `error` and raise it.
 
-        Only before the first token, and with the same request id: a refused request left no trace, and one that got in
-        unseen is received, or answered with ALREADY_EXISTS or ABORTED, instead of being run and billed again. That answer to a
-        retry is about our own first attempt: its output is fetched where it is kept, else the failure of that attempt is raised.
+        Only before the first token, with the same request id. A refused request left no trace; one
+        that the server did accept is attached to, or answered with ALREADY_EXISTS or ABORTED, and
+        never run and billed twice. If a retry gets such an answer, it concerns our own first
+        attempt: its output is fetched if the server kept it, otherwise the error of that attempt is
+        raised.
         """
         again = None if self._cancel_asked.is_set() else asked_differently(self._frame, self._terms, error, self._failure)
         if again is not None:
@@ -279,16 +292,16 @@ class AsyncGeneration:
         return wait_s
 
     def _abandon(self) -> None:
-        """Cancels from wherever the garbage collector runs: any thread, perhaps after the loop has closed."""
+        """Cancel from the garbage collector: in any thread, perhaps after the loop was closed."""
         loop = self._loop
         if loop is None or loop.is_closed() or self._exchange is None or self._exchange.outcome is not None:
             return
-        with contextlib.suppress(RuntimeError):  # the loop was closed just now, and with it the request
+        with contextlib.suppress(RuntimeError):  # the loop was just closed, and with it the request
             loop.call_soon_threadsafe(self._exchange.cancel)
 
 
 class _Deltas:
-    """The deltas of one generation, cancelling it when dropped before the end."""
+    """Deltas of one generation, which is cancelled if they are dropped before the end."""
 
     def __init__(self, generation: AsyncGeneration) -> None:
         self._generation = generation

@@ -1,4 +1,4 @@
-"""Changing the limits of a request that runs: what is asked, and the answers in their order."""
+"""Changes of the limits of a running request: the frames and the pending answers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from weir_client.status import error_from_status
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a request that runs."""
+    """Limits of a running request."""
 
     max_output_tokens: int  # of each choice
-    max_cost: Money | None  # None: none beside the quotas
+    max_cost: Money | None  # None: limited by the quotas only
 
 
 def update_frame(max_output_tokens: int | None, max_cost: Money | None) -> pb.UpdateFrame:
-    """Asks for other limits; None: as it is."""
+    """Return the frame that requests other limits; None: unchanged."""
     frame = pb.UpdateFrame(max_output_tokens=max_output_tokens)
     if max_cost is not None:
         frame.max_cost.CopyFrom(wire.money_message(max_cost))
@@ -30,19 +30,19 @@ def update_frame(max_output_tokens: int | None, max_cost: Money | None) -> pb.Up
 
 
 class LimitChanges:
-    """The changes that were asked for and not answered yet."""
+    """Requested changes without an answer yet, in their order."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[Limits]] = deque()
 
     def expect(self) -> asyncio.Future[Limits]:
-        """The answer to the change that is asked for now."""
+        """Return a future for the answer to the change that is being sent."""
         answer: asyncio.Future[Limits] = asyncio.get_running_loop().create_future()
         self._waiting.append(answer)
         return answer
 
     def answer(self, frame: pb.UpdatedFrame, request_id: str) -> None:
-        """The server has answered the oldest."""
+        """Resolve the oldest pending change."""
         answer = self._waiting.popleft() if self._waiting else None
         if answer is None or answer.done():
             return
@@ -53,7 +53,7 @@ class LimitChanges:
             answer.set_result(Limits(frame.max_output_tokens, max_cost))
 
     def fail(self, error: errors.WeirError) -> None:
-        """No answer comes any more."""
+        """Fail all pending changes."""
         while self._waiting:
             answer = self._waiting.popleft()
             if not answer.done():

@@ -1,4 +1,4 @@
-"""What an admin sees of running requests, and of a configuration that is applied: the values."""
+"""Values of running requests and of configuration changes, as admins see them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weir_client.values import Generation
 
 
 class RequestPhase(StrEnum):
-    """Where a running request stands. UNSPECIFIED: its process has not told."""
+    """Phase of a running request. UNSPECIFIED: not reported by its process."""
 
     UNSPECIFIED = "unspecified"
     PREPARING = "preparing"
@@ -23,7 +23,7 @@ class RequestPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LiveRequest:
-    """One request that runs or waits. Without a hold yet, `admit_time` and `expire_time` are None."""
+    """A running or waiting request. Without a hold yet, `admit_time` and `expire_time` are None."""
 
     request_id: str
     organization_id: str
@@ -43,12 +43,12 @@ class LiveRequest:
     admit_time: datetime | None
     expire_time: datetime | None
     owner_id: str
-    owner_name: str  # "host:pid"; empty if it has not told
+    owner_name: str  # "host:pid"; empty if not reported
 
 
 @dataclass(frozen=True, slots=True)
 class LiveOrganization:
-    """All that runs for one organization."""
+    """Totals of the running requests of one organization."""
 
     organization_id: str
     name: str
@@ -60,7 +60,10 @@ class LiveOrganization:
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """What runs in all processes: the oldest requests first, sums over all of them, and the processes that did not answer."""
+    """Running requests of all processes.
+
+    The oldest come first; counts and sums cover all. silent_owner_ids: processes without an answer.
+    """
 
     requests: tuple[LiveRequest, ...]
     organizations: tuple[LiveOrganization, ...]
@@ -69,7 +72,10 @@ class LiveView:
 
 
 class KillResult(StrEnum):
-    """What came of ending a request. PENDING: its process did not answer; the hold ends at `KilledRequest.expire_time`."""
+    """Result of ending a request.
+
+    PENDING: its process did not answer; the hold ends at `KilledRequest.expire_time`.
+    """
 
     UNSPECIFIED = "unspecified"
     ENDED = "ended"
@@ -79,7 +85,7 @@ class KillResult(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request as it is recorded, and whose it is."""
+    """Record of one request and its owner."""
 
     generation: Generation
     organization_name: str
@@ -89,7 +95,7 @@ class RecordedRequest:
 
 @dataclass(frozen=True, slots=True)
 class KilledRequest:
-    """A request that an admin has ended. generation: as recorded; None if it waited without a hold."""
+    """A request ended by an admin. generation: its record; None if it had no hold."""
 
     result: KillResult
     generation: Generation | None
@@ -97,7 +103,7 @@ class KilledRequest:
 
 
 class ChangeAction(StrEnum):
-    """What applying a configuration does to one thing. KEEP: it exists, is not named, and stays."""
+    """Action of a configuration on one object. KEEP: it exists, is not named, and stays."""
 
     UNSPECIFIED = "unspecified"
     CREATE = "create"
@@ -108,7 +114,7 @@ class ChangeAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
-    """One field that becomes different; values as JSON text, None for none."""
+    """One changed field; values as JSON text, None if absent."""
 
     field: str
     before_json: str | None
@@ -117,7 +123,7 @@ class FieldChange:
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationChange:
-    """One difference. quota: which limit, as JSON mapping of `QuotaConfiguration`; empty for other things."""
+    """One difference. quota: the limit as JSON mapping of `QuotaConfiguration`; else empty."""
 
     action: ChangeAction
     kind: str
@@ -130,7 +136,7 @@ class ConfigurationChange:
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationMistake:
-    """One thing that is wrong with a configuration, by its path in it."""
+    """One error in a configuration, with its path."""
 
     field: str
     description: str
@@ -138,7 +144,7 @@ class ConfigurationMistake:
 
 @dataclass(frozen=True, slots=True)
 class AppliedConfiguration:
-    """What was done, or would be; nothing if there are mistakes. kept: what exists and was not named."""
+    """Applied or planned changes; empty if there are mistakes. kept: existing objects not named."""
 
     changes: tuple[ConfigurationChange, ...]
     kept: tuple[ConfigurationChange, ...]

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, and calls into it that block: what the sync clients stand on."""
+"""Event loop in its own thread, and blocking calls into it: the base of the sync clients."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ _Result = TypeVar("_Result")
 class LoopThread(Generic[_Client]):
     """Keeps an async client open in a thread, from `open` to `close`.
 
-    The client is entered and left by one task, so that its task group has one parent. Calls may come from any thread but
-    the loop's own. The thread is a daemon: a program that forgets to close still ends.
+    One task enters and leaves the client, so that its task group has one parent. Calls may come
+    from any thread but the loop's own. The thread is a daemon: a program that forgets to close
+    still exits.
     """
 
     def __init__(self, client: AbstractAsyncContextManager[_Client]) -> None:
         self._client = client
-        self._process_id = 0  # of the process in which the thread runs
-        self._lock = threading.Lock()  # between calls and the end
+        self._process_id = 0  # process that runs the thread
+        self._lock = threading.Lock()  # between calls and close
         self._calls: set[Future[Any]] = set()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
 
     def open(self) -> _Client:
-        """Starts the thread and enters the client. Raises what entering raises; RuntimeError if it is open."""
+        """Start the thread and enter the client.
+
+        Raises: RuntimeError if it is open; any error of entering.
+        """
         if self._thread is not None:
             raise RuntimeError("this client is open already")
         entered: Future[_Client] = Future()
@@ -48,7 +52,7 @@ class LoopThread(Generic[_Client]):
             raise
 
     def close(self) -> None:
-        """Leaves the client and ends the thread; calls of other threads end as Cancelled. Closing twice changes nothing."""
+        """Close the client and end the thread; other calls end as Cancelled. Idempotent."""
         if self._is_of_another_process:
             self._thread = None
             return
@@ -61,13 +65,14 @@ class LoopThread(Generic[_Client]):
             loop.call_soon_threadsafe(stop.set)
         thread.join()
         for call in list(self._calls):
-            call.cancel()  # of a call that came when the loop had stopped already: nobody else would ever end it
+            call.cancel()  # it came after the loop had stopped, so that nothing else would end it
 
     def run(self, call: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
-        """Awaits `call()` in the loop and returns its result. An interrupt of the waiting thread cancels it there.
+        """Await `call()` in the loop and return its result. Interrupting the wait cancels the call.
 
-        Raises: RuntimeError if the client is not open, was opened in another process, or if called from the loop's own thread
-        (which would wait for itself); Cancelled if the client is closed meanwhile.
+        Raises: RuntimeError if the client is not open, was opened in another process, or if called
+        from the loop's own thread (which would deadlock); Cancelled if the client is closed
+        meanwhile.
         """
         if self._is_of_another_process:
             raise RuntimeError("the client was opened before this process was forked: open one in each process")
@@ -86,21 +91,23 @@ class LoopThread(Generic[_Client]):
                 raise
             raise errors.Cancelled("the client was closed") from None
         except BaseException:
-            future.cancel()  # no effect on one that has ended
+            future.cancel()  # no effect if it has ended
             raise
         finally:
             self._calls.discard(future)
 
     def run_soon(self, call: Callable[[], object]) -> None:
-        """Runs `call()` in the loop, soon, without waiting. Nothing happens once the client is closed."""
+        """Schedule `call()` in the loop without waiting. Ignored once the client is closed."""
         loop = self._loop
         if self._thread is not None and loop is not None and not self._is_of_another_process:
-            with contextlib.suppress(RuntimeError):  # it is closed just now
+            with contextlib.suppress(RuntimeError):  # it was just closed
                 loop.call_soon_threadsafe(call)
 
     @property
     def _is_of_another_process(self) -> bool:
-        """Whether this one was forked from the one in which the thread runs: then nobody holds or gives back the lock here."""
+        """True if this is a fork of the process that runs the thread; the lock is then useless
+        here.
+        """
         return self._thread is not None and self._process_id != os.getpid()
 
     async def _live(self, entered: Future[_Client]) -> None:

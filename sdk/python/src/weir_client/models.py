@@ -1,4 +1,4 @@
-"""What a deployment offers."""
+"""Models of a deployment."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Price:
     effective_time: datetime | None
     embedding_picos_per_token: int = 0
     tier: str = "interactive"  # or "batch"
-    own: bool = False  # the caller's own price, not that of the list
+    own: bool = False  # the caller's own price instead of the list price
 
 
 class ModelTask(StrEnum):
-    """What a model does. UNSPECIFIED: something that is newer than this client."""
+    """Task of a model. UNSPECIFIED: a task newer than this client."""
 
     UNSPECIFIED = "UNSPECIFIED"
     GENERATE = "GENERATE"
@@ -32,7 +32,7 @@ class ModelTask(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """One version of a model. share: of the requests that name no version, 0 to 1."""
+    """One version of a model. share: fraction of requests without a version, 0 to 1."""
 
     version: str
     share: float
@@ -40,20 +40,20 @@ class ModelVersion:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model that can be asked for."""
+    """One available model."""
 
     name: str
     architecture: str
     context_window_tokens: int
     vocabulary_size: int
     engine: str
-    price: Price | None  # that of interactive requests; None: no price is set
+    price: Price | None  # for interactive requests; None: no price is set
     tier_prices: tuple[Price, ...] = ()  # one per service tier
     task: ModelTask = ModelTask.GENERATE
     embedding_dimension: int = 0  # floats in a vector; 0 if it generates
     embedding_input_count_max: int = 0  # texts in one call of `embed`; 0 if it generates
     aliases: tuple[str, ...] = ()  # other names for it
-    versions: tuple[ModelVersion, ...] = ()  # that can be asked for as `name@version`
+    versions: tuple[ModelVersion, ...] = ()  # requested as `name@version`
     ready_replica_count: int = 0
     replica_count: int = 0
-    drained_replica_count: int = 0  # kept out of use by an admin
+    drained_replica_count: int = 0  # drained by an admin

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Self
 
-PICOS_PER_UNIT = 10**12  # one unit of a currency, the scale that all prices and costs are kept at
+PICOS_PER_UNIT = 10**12  # scale of all prices and costs
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -24,8 +24,11 @@ class Money:
 
     @classmethod
     def of(cls, amount: str | int | Decimal, currency_code: str) -> Self:
-        """From units of the currency. Raises: ValueError for what is no amount, or finer than a pico."""
-        refusal = ValueError(f"{amount!r} is no amount in whole picos: give a text like '0.05', a Decimal or an int")
+        """Return an amount in units of the currency.
+
+        Raises: ValueError for an invalid amount, or one finer than a pico.
+        """
+        refusal = ValueError(f"{amount!r} is not an amount in whole picos: give a string like '0.05', a Decimal or an int")
         if isinstance(amount, float):
             raise refusal
         try:
@@ -46,6 +49,6 @@ class Money:
         return Decimal((int(self.picos < 0), digits, -12))
 
     def __str__(self) -> str:
-        """The exact amount without needless zeros, at least two decimals: `0.00184 USD`."""
+        """Return the exact amount with at least two decimals: `0.00184 USD`."""
         whole, _, fraction = f"{self.amount:f}".partition(".")
         return f"{whole}.{fraction.rstrip('0').ljust(2, '0')} {self.currency_code}"

@@ -1,4 +1,4 @@
-"""What the calls of a client take."""
+"""Options of the calls of a client."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 class Message:
     """One message of a conversation.
 
-    tool_calls: what the model called in a message of the role "assistant": `Result.tool_calls`. tool_call_id: the call that a
-    message of the role "tool" is the result of.
+    tool_calls: the model's calls (`Result.tool_calls`), in a message of the role "assistant".
+    tool_call_id: the call whose result a message of the role "tool" holds.
     """
 
     role: Role
@@ -30,47 +30,62 @@ Prompt = str | Sequence[Message | Mapping[str, str]]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The keyword arguments of `generate` and `complete`.
+    """Keyword arguments of `generate` and `complete`.
 
-    text: a prompt given to the model as it is, without chat template (instead of `prompt`).
+    text: a prompt passed to the model without a chat template (instead of `prompt`).
     token_ids: a prompt as ids of the model's tokenizer (instead of `prompt`).
-    max_output_tokens: at least 1; without it, until the model stops or its context window ends.
-    max_cost: the most that the request may cost, in the organization's currency; it ends as COST_LIMIT before a token beyond it.
-    temperature: 0 (greedy) to 2. top_p: above 0, at most 1. top_k: 0 keeps all. seed: makes sampling repeatable.
-        Each unset one is the model's own default.
-    min_p: keeps tokens at least so many times as likely as the likeliest, 0 to 1.
+    max_output_tokens: at least 1; default: until the model stops or its context window is full.
+    max_cost: limit of the request's cost, in the organization's currency; generation ends as
+        COST_LIMIT before the token that would exceed it.
+    temperature: 0 (greedy) to 2. top_p: above 0, at most 1. top_k: 0 keeps all. seed: makes
+        sampling repeatable. Unset: the model's own defaults.
+    min_p: 0 to 1; drops tokens less likely than this fraction of the likeliest token's probability.
     repetition_penalty: above 0, at most 2; above 1 makes tokens of prompt and output less likely.
-    presence_penalty, frequency_penalty: -2 to 2, subtracted for tokens of the output, once or per occurrence.
+    presence_penalty, frequency_penalty: -2 to 2, subtracted for tokens of the output, once or per
+        occurrence.
     logit_bias: added to the logits of these token ids, -100 to 100 each.
-    stop: a text, or up to 16, that ends the output and is cut off. stop_token_ids: ids that end it.
-    min_output_tokens: so many come before the output may end by itself.
-    ignore_eos: goes on where the model would stop by itself; for benchmarks.
-    json_schema: the answer is a JSON document valid under it (a mapping, or its text); regex: the answer matches it; lark: it
-        follows this EBNF grammar in Lark's syntax. At most one of the three.
-    tools: functions that the model may call, if its chat template has a place for them; the calls are in `Result.tool_calls`, and
-        come as they grow in `Delta.tool_calls`. Excludes the formats above and beam_width.
-    tool_choice: "auto" (default), "none", "required" (at least one call, valid under its schema, and no text), or one of the tools,
-        which is then called once. single_tool_call: the output ends with its first call.
-    choice_count: 1 to 16 answers to the one prompt, in `Result.choices`; needs a temperature above 0, or beam_width.
-    beam_width: 2 to 16 beams that search for the likeliest answers, as num_beams in transformers; choice_count, up to beam_width,
-        gets the best ones. Excludes temperature, top_p, top_k, min_p, seed, stop and the formats above.
+    stop: one string, or up to 16, that ends the output and is cut off. stop_token_ids: ids that end
+        it.
+    min_output_tokens: number of tokens before the output may end by itself.
+    ignore_eos: continue past the model's end of sequence; for benchmarks.
+    json_schema: the answer is a JSON document valid under it (a mapping, or its text); regex: the
+        answer matches it; lark: it follows this EBNF grammar in Lark's syntax. At most one of the
+        three.
+    tools: functions that the model may call, if its chat template supports tools; the calls are in
+        `Result.tool_calls`, and stream in `Delta.tool_calls`. Excludes the formats above and
+        beam_width.
+    tool_choice: "auto" (default), "none", "required" (at least one call, valid under its schema,
+        and no text), or one of the tools, which is then called once. single_tool_call: the output
+        ends after its first call.
+    choice_count: 1 to 16 answers to the prompt, in `Result.choices`; needs a temperature above 0,
+        or beam_width.
+    beam_width: 2 to 16 beams that search for the likeliest answers, as num_beams in transformers;
+        choice_count, up to beam_width, returns the best ones. Excludes temperature, top_p, top_k,
+        min_p, seed, stop and the formats above.
     length_penalty: with beam_width, -10 to 10, by default 1: above 0 favours long answers.
     early_stopping: with beam_width: False (default), True or "never", as in transformers.
-    top_logprobs: 0 to 20; each token's log-probability and those of so many likeliest ones.
-    usage_interval_tokens: asks for a running `UsageUpdate` each so many output tokens.
-    labels: own labels, stored with the usage event.
-    request_id: a UUID that names this request for good (idempotency key); minted if absent.
-    timeout: seconds for the whole request, retries included; then it is cancelled and DeadlineExceeded is raised.
-    tier: "interactive" (default), or "batch": runs when nothing interactive waits for the same model.
-    start_timeout: seconds that the request may wait for its turn; `timeout` if absent. Refused at once if it would wait longer.
-    region: where to run, one of the deployment's regions; elsewhere only as the operator lets it. Unset: where the server is.
-    max_retries: how often to try again before the first token; the client's setting if absent.
-    keep_on_disconnect: seconds for which the server goes on with the request when the connection breaks, and for which the
-        client looks for another one; 30, or `timeout` if that is less. What is generated meanwhile is billed, also if nobody
-        comes back. None or 0: the request ends with its connection.
-    traceparent, tracestate: the trace that the request belongs to, as in W3C's headers; servers that trace go on with it.
-    prefetch_tokens: the server sends no further ahead of what is read than so many output tokens; unset, as fast as it generates.
-        One who reads nothing for a minute (as the operator says) while output is generated ends as SLOW_CONSUMER.
+    top_logprobs: 0 to 20; returns the log-probability of each token and of so many likeliest
+        tokens.
+    usage_interval_tokens: number of output tokens between two `UsageUpdate` events.
+    labels: the caller's labels, stored with the usage event.
+    request_id: a UUID, the idempotency key of the request; generated if absent.
+    timeout: seconds for the whole request, retries included; then it is cancelled and
+        DeadlineExceeded is raised.
+    tier: "interactive" (default), or "batch": runs when no interactive request waits for the model.
+    start_timeout: seconds that the request may wait in the queue; default `timeout`. Refused at
+        once if the expected wait is longer.
+    region: region of the deployment to run in; another one only if the operator allows it. Default:
+        the server's region.
+    max_retries: retries before the first token; default: the client's setting.
+    keep_on_disconnect: seconds for which the server continues the request after the connection
+        breaks, and the client tries to resume it; default 30, or `timeout` if that is less. Output
+        generated meanwhile is billed even if no client resumes. None or 0: the request ends with
+        its connection.
+    traceparent, tracestate: trace context of the request, as in W3C's headers; servers with tracing
+        continue it.
+    prefetch_tokens: largest number of output tokens that the server sends ahead of the reader;
+        unset: no limit. A request whose output is not read for a minute (set by the operator) ends
+        as SLOW_CONSUMER.
     """
 
     text: str | None
@@ -116,11 +131,12 @@ class GenerateOptions(TypedDict, total=False):
 
 
 class AttachOptions(TypedDict, total=False):
-    """The keyword arguments of `attach`.
+    """Keyword arguments of `attach`.
 
-    after_seq: the number of the last `Delta` that is known already; 0: everything.
-    timeout: seconds for all of it; then the request is cancelled and DeadlineExceeded is raised.
-    resume_s: seconds to look for another stream when one breaks, or for the request's server if that does not answer; 30.
+    after_seq: the number of the last `Delta` already received; 0: none.
+    timeout: seconds in total; then the request is cancelled and DeadlineExceeded is raised.
+    resume_s: seconds to look for another stream when one breaks, or for the request's server if
+        that does not answer; default 30.
     prefetch_tokens: as in `GenerateOptions`, for a request that was started with it.
     """
 

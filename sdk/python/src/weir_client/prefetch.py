@@ -1,17 +1,17 @@
-"""How much output of one request may be on its way or unread: the credit that its server is granted."""
+"""Credit granted to the server: limit of the output in flight or unread."""
 
 from __future__ import annotations
 
 import time
 
-EVERYTHING = 2**40  # tokens: more than any request has. For those that need credit although this client wants to hold nothing back
-GRANT_INTERVAL_S = 5.0  # a slow reader grants as often: far below what a server waits for credit (60 s), and hardly any frames
+EVERYTHING = 2**40  # tokens, more than any request has: for requests that need credit but no limit
+GRANT_INTERVAL_S = 5.0  # of a slow reader: far below a server's stall time (60 s), at few frames
 
 
 class Prefetch:
-    """Keeps what was granted on this stream and has not arrived, together with what has arrived and was not read, at `limit`.
+    """Keeps tokens granted but not received, plus tokens received but unread, at `limit`.
 
-    It grants when half of that is free, or some of it and the last grant is a while ago.
+    Grants when half of it is free, or when some of it is free and the last grant is old enough.
     """
 
     def __init__(self, limit: int) -> None:
@@ -22,21 +22,21 @@ class Prefetch:
         self._granted_at = time.monotonic()
 
     def begin(self, granted: int) -> None:
-        """It goes to another stream, with so much credit: that of the one before is void, and with it what was on its way."""
+        """Move to another stream with this credit; the credit of the previous stream is void."""
         self._outstanding = granted
         self._granted_at = time.monotonic()
 
     def arrived(self, token_count: int) -> None:
-        """So many tokens more."""
+        """Record that so many tokens have arrived."""
         self._outstanding -= token_count
         self._unread += token_count
 
     def read(self, token_count: int) -> None:
-        """The caller has so many tokens more."""
+        """Record that the caller has read so many tokens."""
         self._unread -= token_count
 
     def grant(self, *, at_once: bool = False) -> int:
-        """Tokens to grant now; 0: none. at_once: all that there is room for."""
+        """Return the tokens to grant now, or 0. at_once: grant all free tokens."""
         room = self.limit - self._outstanding - self._unread
         is_due = at_once or 2 * room >= self.limit or time.monotonic() - self._granted_at >= GRANT_INTERVAL_S
         if room < 1 or not is_due:

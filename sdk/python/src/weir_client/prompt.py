@@ -1,5 +1,7 @@
-"""From the arguments of `generate` to a start frame. Refuses locally only what cannot be written into the frame at all;
-whether the values are allowed is the server's to say, so that there is one rule and not two.
+"""Conversion of the arguments of `generate` to a start frame.
+
+Refuses only values that the frame cannot hold; the server checks all other rules, so that each rule
+exists once.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _EARLY_STOPPING: Mapping[bool | str, pb.EarlyStopping.ValueType] = {
 }
 
 
-_MESSAGE_KEYS = ("role", "content", "tool_call_id")  # of a mapping; a Message has more
+_MESSAGE_KEYS = ("role", "content", "tool_call_id")  # keys of a mapping; a Message has more fields
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -52,9 +54,10 @@ _SAMPLING = (
 
 
 def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> pb.ClientFrame:
-    """The start frame of a request.
+    """Build the start frame of a request.
 
-    Raises: InvalidRequest if not exactly one of prompt, text and token_ids is given, or a value does not fit its field.
+    Raises: InvalidRequest if not exactly one of prompt, text and token_ids is given, or a value
+    does not fit its field.
     """
     check_known(options, GenerateOptions.__annotations__)
     for name in ("timeout", "start_timeout"):
@@ -104,14 +107,16 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
 
 
 def checked_prefetch(token_count: object) -> int | None:
-    """As it is. Raises: InvalidRequest for less than a token."""
+    """Return the value unchanged. Raises: InvalidRequest unless it is None or a whole number from 1
+    on.
+    """
     if token_count is None or (isinstance(token_count, int) and not isinstance(token_count, bool) and token_count >= 1):
         return token_count
     raise invalid("prefetch_tokens", f"must be a whole number of at least 1, or None for no limit, not {token_count!r}")
 
 
 def service_tier(name: str | None) -> pb.ServiceTier.ValueType:
-    """A tier by name. Raises: InvalidRequest."""
+    """Return a tier by name. Raises: InvalidRequest."""
     tiers = {None: pb.SERVICE_TIER_UNSPECIFIED, "interactive": pb.SERVICE_TIER_INTERACTIVE, "batch": pb.SERVICE_TIER_BATCH}
     if name not in tiers:
         raise invalid("tier", f'must be "interactive" or "batch", not {name!r}')
@@ -123,21 +128,21 @@ def _start_timeout(options: GenerateOptions) -> Duration | None:
     if seconds is None:
         seconds = options.get("timeout")
     if seconds is None or not 0 < seconds < float("inf"):
-        return None  # what the caller's own clock ends at once needs no word to the server
+        return None  # the caller's own timeout ends the request at once
     duration = Duration()
     duration.FromNanoseconds(max(1, int(seconds * 1e9)))
     return duration
 
 
 def conversation(prompt: Prompt) -> pb.Conversation:
-    """A conversation from a question, or from messages.
+    """Build a conversation from a question or from messages.
 
-    Raises: InvalidRequest for a message without role or content, or with a role that does not exist.
+    Raises: InvalidRequest for a message without role or content, or with an unknown role.
     """
     if isinstance(prompt, str):
         return pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content=prompt)])
     if not isinstance(prompt, Iterable):
-        raise invalid("prompt", f"must be a text or a list of messages, not {type(prompt).__name__}")
+        raise invalid("prompt", f"must be a string or a list of messages, not {type(prompt).__name__}")
     return pb.Conversation(messages=[_message(index, each) for index, each in enumerate(prompt)])
 
 
@@ -168,7 +173,7 @@ def _beam_search(options: GenerateOptions) -> pb.BeamSearch | None:
 
 
 def tools_shown(tools: Sequence[Tool]) -> list[pb.Tool]:
-    """Tools as a model is shown them. Raises: InvalidRequest for what is none."""
+    """Return the tools of a frame. Raises: InvalidRequest for anything else than a `Tool`."""
     return [_tool(index, each) for index, each in enumerate(tools)]
 
 
@@ -206,5 +211,5 @@ def _message(index: int, message: Message | Mapping[str, str]) -> pb.Message:
     if role not in _ROLES:
         raise invalid(f"messages[{index}].role", f"{role!r} is not one of {', '.join(_ROLES)}")
     if not isinstance(content, str):
-        raise invalid(f"messages[{index}].content", f"must be a text, not {type(content).__name__}")
+        raise invalid(f"messages[{index}].content", f"must be a string, not {type(content).__name__}")
     return pb.Message(role=_ROLES[role], content=content, tool_calls=calls, tool_call_id=call_id)

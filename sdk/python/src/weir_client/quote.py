@@ -1,4 +1,4 @@
-"""What a request would be: the answer of `quote`."""
+"""Result of `quote`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from weir_client.values import QuotaStatus
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """What a request would count and cost, and whether it would be let in, if it were started now."""
+    """Tokens and cost of a request, and whether it would be admitted now."""
 
     input_token_count: int
-    predicted_cached_token_count: int  # 0 where unknown
+    predicted_cached_token_count: int  # 0 if unknown
     max_output_token_count: int  # of all choices together
-    expected_output_token_count: int  # by the project's latest requests to the model
-    worst_cost: Money  # the request never costs more
+    expected_output_token_count: int  # from the project's latest requests to the model
+    worst_cost: Money  # upper bound of the cost
     expected_cost: Money
     price_version: int
     would_admit: bool
-    retry_helps: bool  # whether waiting can make it fit, if it would not be let in
-    retry_after_s: float | None = field(metadata={"source": "retry_delay"})  # how long, if that helps
-    failing_quotas: tuple[QuotaStatus, ...]  # those that would refuse it, the first to reset in front
-    quotas: tuple[QuotaStatus, ...]  # every limit that it would meet, and which of them bind
+    retry_helps: bool  # whether waiting can help, if it would not be admitted
+    # Seconds to wait, if that helps
+    retry_after_s: float | None = field(metadata={"source": "retry_delay"})
+    # Limits that would refuse it, the first to reset in front
+    failing_quotas: tuple[QuotaStatus, ...]
+    quotas: tuple[QuotaStatus, ...]  # every limit that applies, with the binding ones marked

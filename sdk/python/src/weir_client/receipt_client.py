@@ -1,4 +1,4 @@
-"""The clients of the receipt API: public keys, and the receipts of a month."""
+"""Clients of the receipt API: public keys, and the receipts of a month."""
 
 from __future__ import annotations
 
@@ -16,19 +16,29 @@ PAGE_SIZE = 1000
 
 
 class AsyncReceiptClient(UnaryClient):
-    """Fetches receipts. Needs a key with the scope `billing` (its own organization only) or `admin`; public keys need any key."""
+    """Fetches receipts.
+
+    Needs a key with the scope `billing` (its own organization only) or `admin`; public keys need
+    any key.
+    """
 
     @property
     def _stub(self) -> pb_grpc.ReceiptServiceAsyncStub:
         return pb_grpc.ReceiptServiceStub(self._opened().channel)
 
     async def list_receipt_keys(self) -> list[ReceiptKey]:
-        """All public keys that receipts were ever signed with, the oldest first. Keep them apart from the receipts they verify."""
+        """Return all public keys that ever signed receipts, the oldest first.
+
+        Store them apart from the receipts that they verify.
+        """
         response = await self._call(self._stub.ListReceiptKeys, pb.ListReceiptKeysRequest())
         return [ReceiptKey(each.key_id, each.public_key, wire.micros_of(each.create_time)) for each in response.keys]
 
     async def _receipt_pages(self, organization: str, month: str) -> AsyncIterator[list[Receipt]]:
-        """The receipts of a calendar month (UTC, `YYYY-MM`) in the order of time. Raises: NotFound, InvalidRequest, WeirError."""
+        """Yield the receipts of a calendar month (UTC, `YYYY-MM`) by time.
+
+        Raises: NotFound, InvalidRequest, WeirError.
+        """
         request = pb.ListReceiptsRequest(organization=organization, month=month, page_size=PAGE_SIZE)
         async for page in self._pages(self._stub.ListReceipts, request):
             yield [wire.receipt(each) for each in page.receipts]
@@ -36,13 +46,13 @@ class AsyncReceiptClient(UnaryClient):
     list_receipts = items_of(_receipt_pages)
 
     async def get_receipt_month(self, organization: str, month: str) -> ReceiptMonth:
-        """The root over a month's receipts, and where each chain begins and ends in it."""
+        """Return the root over a month's receipts, with the ends of each chain."""
         request = pb.GetReceiptMonthRequest(organization=organization, month=month)
         return wire.read(ReceiptMonth, await self._call(self._stub.GetReceiptMonth, request))
 
 
 class ReceiptClient(BlockingUnaryClient):
-    """The blocking twin of `AsyncReceiptClient`."""
+    """Blocking twin of `AsyncReceiptClient`."""
 
     _async_class = AsyncReceiptClient
 

@@ -1,6 +1,6 @@
-"""The check of many receipts at once: each chain complete, each signature good, the sums and the root those of the month's report.
+"""Verification of many receipts: complete chains, signatures, and the sums and root of a report.
 
-Everything that is wrong is told, not only the first of it. Pure.
+Reports all problems, not only the first. Pure.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from weir_client.receipts import (
     root_of,
 )
 
-SEARCHED_COUNT_MAX = 8  # altered receipts of which the field is searched: each takes up to a tenth of a second
-SEARCHED_NUMBER_MAX = 10_000  # values of a count that are tried
-NUMBERS_BEGIN = 16 + 4 * 16  # bytes of the encoding before the first number
+SEARCHED_COUNT_MAX = 8  # altered receipts whose field is searched; each takes up to 0.1 s
+SEARCHED_NUMBER_MAX = 10_000  # number values tried per field
+NUMBERS_BEGIN = 16 + 4 * 16  # offset of the first number in the encoding, in bytes
 FIRST_PREVIOUS_HASH = bytes(32)
 
-# Tokens by model, price version and kind of token; and picos by model and price version.
+# Tokens by model, price version and token kind; picos by model and price version.
 Totals = Mapping[tuple[str, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiptVerdict:
-    """What was found. root: over all receipts, by project and place. proven_by: what vouches for the unsigned ones, if anything."""
+    """Result of a verification. root: over all receipts, by project and sequence."""
 
     receipt_count: int
     signed_count: int
@@ -47,7 +47,7 @@ class ReceiptVerdict:
 
     @property
     def valid(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there are no problems."""
         return not self.problems
 
 
@@ -60,23 +60,25 @@ def verify_receipts(
     root: bytes | None = None,
     totals: Totals | None = None,
 ) -> ReceiptVerdict:
-    """Check receipts of one organization, in any order; of a whole month if `month` (YYYY-MM) is given.
+    """Check receipts of one organization, in any order; of a whole month if `month` (YYYY-MM) is
+    given.
 
-    root, totals: what the month's report says; then nothing can be missing. Without a month single receipts are checked, and the
-    chains only between receipts that follow each other. Raises: ImportError without the package `cryptography`.
+    root, totals: values of the month's report; with them, missing receipts are detected. Without a
+    month, each receipt is checked, and the chain between consecutive ones. Raises: ImportError
+    without the package `cryptography`.
     """
     ordered = sorted(receipts, key=lambda receipt: (receipt.project_id, receipt.sequence, receipt.hash))
     found = merkle_root([receipt.hash for receipt in ordered])
     problems = [*content_problems(ordered), *signature_problems(ordered, keys)]
     problems += chain_problems(ordered, complete=bool(month))
-    if root != found or problems:  # a root that is right vouches for what is not signed
+    if root != found or problems:  # a correct root also covers unsigned receipts
         problems += unsigned_problems(ordered)
     if month:
         problems += foreign_problems(ordered, month, organization_id or (ordered[0].organization_id if ordered else ""))
     if totals is not None:
         problems += total_problems(ordered, totals)
     if root is not None and root != found:
-        text = f"the root over these receipts is {found.hex()}, the report says {root.hex()}: some are missing, or not of it"
+        text = f"the root over these receipts is {found.hex()}, the report says {root.hex()}: receipts are missing or foreign"
         problems.append(ReceiptProblem(Fault.ROOT_DIFFERS, text))
     return ReceiptVerdict(
         receipt_count=len(ordered),
@@ -89,7 +91,7 @@ def verify_receipts(
 
 
 def merkle_root(hashes: Sequence[bytes]) -> bytes:
-    """The one hash that stands for all, in this order; that of nothing for none."""
+    """Return the Merkle root of hashes in this order; the hash of nothing if there are none."""
     level = list(hashes)
     while len(level) > 1:
         pairs = [node(left, right) for left, right in zip(level[::2], level[1::2], strict=False)]
@@ -98,16 +100,19 @@ def merkle_root(hashes: Sequence[bytes]) -> bytes:
 
 
 def content_problems(ordered: Sequence[Receipt]) -> Iterator[ReceiptProblem]:
-    """Receipts that do not say what was hashed, and which field it is, where that can be found by trying."""
+    """Yield receipts that do not match their hash, with the altered field if a search finds it."""
     altered = [receipt for receipt in ordered if content_hash(receipt) != receipt.hash]
     for count, receipt in enumerate(altered):
         told = altered_field(receipt, ordered) if count < SEARCHED_COUNT_MAX else ""
-        text = told or "what it says does not have the hash that it shows"
+        text = told or "its content does not match its hash"
         yield ReceiptProblem(Fault.ALTERED, f"{receipt} was altered: {text}")
 
 
 def altered_field(receipt: Receipt, others: Iterable[Receipt]) -> str:
-    """Which single field was changed and what it was, if it was a value of another receipt or a small number; else empty."""
+    """Return the altered field and its original value, or an empty string.
+
+    Finds values of other receipts and small numbers, for a single altered field.
+    """
     known = list(others)
     for name in (*ID_FIELDS, *TEXT_FIELDS, "previous_hash", *NUMBER_FIELDS):
         values = {getattr(other, name) for other in known}
@@ -123,7 +128,7 @@ def altered_field(receipt: Receipt, others: Iterable[Receipt]) -> str:
 
 
 def original_number(receipt: Receipt, name: str) -> int | None:
-    """The small number that a field must have had, if there is one that gives the receipt its hash."""
+    """Return the small number that gives the receipt its hash, if there is one."""
     try:
         encoded = receipt.encoded()
     except (ValueError, OverflowError):
@@ -137,13 +142,13 @@ def original_number(receipt: Receipt, name: str) -> int | None:
 
 
 def told_change(receipt: Receipt, name: str, value: object) -> str:
-    """What was changed, in words."""
+    """Describe the change of a field."""
     now, was = (each.hex() if isinstance(each, bytes) else each for each in (getattr(receipt, name), value))
-    return f"{name} is {now}, and was {was} when it was made"
+    return f"{name} is {now}, originally {was}"
 
 
 def signature_problems(ordered: Sequence[Receipt], keys: PublicKeys) -> Iterator[ReceiptProblem]:
-    """Signed receipts whose signature does not hold; each signature over a root is checked once."""
+    """Yield signed receipts with a wrong signature; each signature of a root is checked once."""
     checked: dict[tuple[str, bytes, bytes], bool] = {}
     for receipt in ordered:
         if not receipt.key_id:
@@ -161,7 +166,7 @@ def signature_problems(ordered: Sequence[Receipt], keys: PublicKeys) -> Iterator
 
 
 def unsigned_problems(ordered: Sequence[Receipt]) -> Iterator[ReceiptProblem]:
-    """Receipts that no key signed, and after which none of their chain was signed that would vouch for them."""
+    """Yield unsigned receipts without a later signed receipt in their chain."""
     last_signed: dict[str, int] = {}
     for receipt in ordered:
         if receipt.key_id:
@@ -173,7 +178,7 @@ def unsigned_problems(ordered: Sequence[Receipt]) -> Iterator[ReceiptProblem]:
 
 
 def chain_problems(ordered: Sequence[Receipt], *, complete: bool) -> Iterator[ReceiptProblem]:
-    """Where a chain is broken. complete: also where receipts are missing between two that are there."""
+    """Yield breaks of the chains. complete: also missing receipts between two present ones."""
     for before, receipt in pairwise(ordered):
         if receipt.project_id != before.project_id:
             continue
@@ -196,12 +201,12 @@ def chain_problems(ordered: Sequence[Receipt], *, complete: bool) -> Iterator[Re
             yield ReceiptProblem(Fault.TIME_BACK, f"{receipt} is settled before receipt {before.sequence}")
     for receipt in ordered:
         if receipt.sequence < 1 or (receipt.sequence == 1) != (receipt.previous_hash == FIRST_PREVIOUS_HASH):
-            text = f"{receipt} cannot stand there: the first receipt of a chain, and no other, has none before it"
+            text = f"{receipt} is misplaced: only the first receipt of a chain has no previous hash"
             yield ReceiptProblem(Fault.NOT_NEXT, text)
 
 
 def foreign_problems(ordered: Sequence[Receipt], month: str, organization_id: str) -> Iterator[ReceiptProblem]:
-    """Receipts of another month or another customer."""
+    """Yield receipts of another month or another customer."""
     for receipt in ordered:
         if receipt.month != month:
             yield ReceiptProblem(Fault.OTHER_MONTH, f"{receipt} belongs to {receipt.month}, not to {month}")
@@ -211,7 +216,7 @@ def foreign_problems(ordered: Sequence[Receipt], month: str, organization_id: st
 
 
 def totals_of(receipts: Iterable[Receipt]) -> Counter[tuple[str, ...]]:
-    """Tokens and picos that receipts add up to, as a report has them by line."""
+    """Return the sums of tokens and picos of receipts, keyed like the lines of a report."""
     totals: Counter[tuple[str, ...]] = Counter()
     for receipt in receipts:
         priced = (receipt.model, str(receipt.price_version))
@@ -224,7 +229,7 @@ def totals_of(receipts: Iterable[Receipt]) -> Counter[tuple[str, ...]]:
 
 
 def total_problems(ordered: Sequence[Receipt], totals: Totals) -> Iterator[ReceiptProblem]:
-    """Where the report has other sums than the receipts."""
+    """Yield differences between the report's sums and the receipts'."""
     found = totals_of(ordered)
     for place in sorted({*found, *(place for place, total in totals.items() if total)}):
         if found[place] != totals.get(place, 0):

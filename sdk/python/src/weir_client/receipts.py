@@ -1,7 +1,7 @@
-"""Receipts: what a request used and cost, and the check of a single one with nothing but a public key.
+"""Receipts of usage and cost, and the offline check of a single one with a public key.
 
-`docs/reference/receipts.md` of the server specifies the bytes; this is one of several programs that follow it. Signatures need the
-package `cryptography`, which `pip install './sdk/python[receipts]'` brings in a clone of the repository.
+`docs/reference/receipts.md` of the server specifies the bytes. Signatures need the package
+`cryptography`, which `pip install './sdk/python[receipts]'` installs in a clone of the repository.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ NUMBER_FIELDS = (
 )
 TEXT_FIELDS = ("currency_code", "model", "outcome")
 
-PublicKeys = Mapping[str, bytes]  # the 32 bytes of each key by its id
+PublicKeys = Mapping[str, bytes]  # 32 bytes each, by key id
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiptStep:
-    """One step from a receipt to the root that was signed."""
+    """One step of the path from a receipt to the signed root."""
 
-    on_left: bool  # whether the neighbour stands on the left
+    on_left: bool  # whether the sibling is the left node
     hash: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiptKey:
-    """The public half of a key that receipts were signed with."""
+    """Public key of receipt signatures."""
 
     key_id: str
     public_key: bytes
@@ -68,29 +68,30 @@ class ReceiptChain:
 
 @dataclass(frozen=True, slots=True)
 class ReceiptMonth:
-    """All receipts of a month in a few numbers; the root changes until the month is over and closed."""
+    """Summary of a month's receipts; the root changes until the month is closed."""
 
     organization_id: str
     month: str
     root: bytes
     receipt_count: int
     chains: tuple[ReceiptChain, ...]
-    unreceipted_count: int  # usage from before there were receipts
+    unreceipted_count: int  # usage recorded before receipts existed
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What one request used and cost, its place in the chain of its project, and what proves both.
+    """Usage and cost of one request, its place in the project's chain, and the proof of both.
 
-    Times are microseconds since 1970 (UTC), costs picos of `currency_code`. `verify_receipt` checks it.
+    Times are microseconds since 1970 (UTC), costs picos of `currency_code`. `verify_receipt` checks
+    it.
     """
 
     organization_id: str
     project_id: str
     api_key_id: str
     request_id: str
-    part: int  # 1: found after the request had been settled as part 0
-    input_token_count: int  # cached ones included
+    part: int  # 1: usage found after part 0 was settled
+    input_token_count: int  # including cached ones
     cached_input_token_count: int
     billed_token_count: int  # output
     embedding_token_count: int
@@ -111,24 +112,27 @@ class Receipt:
 
     @property
     def admit_time(self) -> datetime:
-        """When the request was admitted."""
+        """Time of the request's admission."""
         return EPOCH + timedelta(microseconds=self.admitted_at_us)
 
     @property
     def settle_time(self) -> datetime:
-        """When it was settled."""
+        """Time of the request's settlement."""
         return EPOCH + timedelta(microseconds=self.settled_at_us)
 
     @property
     def month(self) -> str:
-        """The calendar month (UTC) that it belongs to, as YYYY-MM."""
+        """Calendar month (UTC) that it belongs to, as YYYY-MM."""
         return f"{self.settle_time:%Y-%m}"
 
     def __str__(self) -> str:
         return f"receipt {self.sequence} of project {self.project_id} (request {self.request_id})"
 
     def encoded(self) -> bytes:
-        """The bytes that are hashed. Raises: ValueError for an id that is no UUID, OverflowError for a number beyond 64 bits."""
+        """Return the bytes that are hashed.
+
+        Raises: ValueError for an id that is not a UUID, OverflowError for a number beyond 64 bits.
+        """
         ids = [uuid.UUID(getattr(self, name)).bytes for name in ID_FIELDS]
         numbers = [getattr(self, name).to_bytes(8, "big", signed=True) for name in NUMBER_FIELDS]
         texts = [getattr(self, name).encode() for name in TEXT_FIELDS]
@@ -136,7 +140,9 @@ class Receipt:
         return b"".join((MAGIC, *ids, *numbers, self.previous_hash, *lengths_and_texts))
 
     def to_json(self) -> str:
-        """One line of JSON: hashes and signature in hexadecimal, steps as `L` or `R` with the neighbour's hash."""
+        """Return one line of JSON: hashes and signature in hexadecimal, steps as `L` or `R` with a
+        hash.
+        """
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("previous_hash", "hash", "signature"):
             values[name] = values[name].hex()
@@ -145,16 +151,16 @@ class Receipt:
 
     @classmethod
     def from_json(cls, line: str) -> Receipt:
-        """The receipt of one line. Raises: ValueError naming the field that is missing or not what it should be."""
+        """Parse one line. Raises: ValueError naming the missing or wrong field."""
         values = json.loads(line)
         if not isinstance(values, dict):
             raise ValueError("a receipt is a JSON object")
         if values.get("version") != VERSION:
-            raise ValueError(f"version: {values.get('version')!r} is not {VERSION}, the version that this program knows")
+            raise ValueError(f"version: {values.get('version')!r} is not {VERSION}, the only supported version")
         types = get_type_hints(cls)
         for name in (*ID_FIELDS, *TEXT_FIELDS, "key_id", *NUMBER_FIELDS):
             if type(values.get(name)) is not types[name]:
-                raise ValueError(f"{name}: {values.get(name)!r} is not {'a number' if types[name] is int else 'a text'}")
+                raise ValueError(f"{name}: {values.get(name)!r} is not {'a number' if types[name] is int else 'a string'}")
         for name in ("previous_hash", "hash", "signature"):
             values[name] = _from_hex(name, values.get(name))
         path = values.get("path", [])
@@ -175,18 +181,18 @@ def _from_hex(name: str, text: object) -> bytes:
 
 
 class Fault(StrEnum):
-    """What can be wrong with a receipt or a month of them."""
+    """Kinds of problems with a receipt or a month of them."""
 
-    ALTERED = "altered"  # what it says is not what was hashed
-    SIGNATURE_WRONG = "signature_wrong"  # not made by the key that it names
+    ALTERED = "altered"  # the content does not match the hash
+    SIGNATURE_WRONG = "signature_wrong"  # not made by the named key
     KEY_UNKNOWN = "key_unknown"
     NOT_SIGNED = "not_signed"
     OTHER_ORGANIZATION = "other_organization"
     OTHER_MONTH = "other_month"
     REPEATED = "repeated"  # the same receipt twice
-    FORK = "fork"  # two receipts for one place
+    FORK = "fork"  # two receipts with one sequence number
     GAP = "gap"
-    NOT_NEXT = "not_next"  # it does not name the one before it
+    NOT_NEXT = "not_next"  # it does not have the hash of the previous one
     TIME_BACK = "time_back"
     TOTALS_DIFFER = "totals_differ"  # from the report
     ROOT_DIFFERS = "root_differs"  # from the report
@@ -194,7 +200,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReceiptProblem:
-    """One thing that is wrong, in words."""
+    """One problem and its description."""
 
     fault: Fault
     message: str
@@ -204,7 +210,7 @@ class ReceiptProblem:
 
 
 class ReceiptInvalid(Exception):
-    """A receipt that does not verify. `problem` says why."""
+    """Verification failure of a receipt; `problem` has the reason."""
 
     def __init__(self, problem: ReceiptProblem) -> None:
         super().__init__(problem.message)
@@ -212,19 +218,19 @@ class ReceiptInvalid(Exception):
 
 
 def verify_receipt(receipt: Receipt, keys: PublicKeys) -> None:
-    """Check one receipt offline: that nothing of it was changed, and that one of the keys signed it.
+    """Check one receipt offline: its content is unaltered and one of the keys signed it.
 
-    keys: as `public_keys` gives them, from a source that you trust. Raises: ReceiptInvalid saying what is wrong; ImportError
-    without the package `cryptography`.
+    keys: from `public_keys`, obtained from a trusted source. Raises: ReceiptInvalid with the
+    reason; ImportError without the package `cryptography`.
     """
     for problem in receipt_problems(receipt, keys):
         raise ReceiptInvalid(problem)
 
 
 def receipt_problems(receipt: Receipt, keys: PublicKeys) -> Iterable[ReceiptProblem]:
-    """What is wrong with a receipt by itself."""
+    """Yield the problems of a single receipt."""
     if content_hash(receipt) != receipt.hash:
-        yield ReceiptProblem(Fault.ALTERED, f"{receipt} was altered: what it says does not have the hash that it shows")
+        yield ReceiptProblem(Fault.ALTERED, f"{receipt} was altered: its content does not match its hash")
     elif not receipt.key_id:
         yield ReceiptProblem(Fault.NOT_SIGNED, f"{receipt} is not signed")
     elif receipt.key_id not in keys:
@@ -235,7 +241,7 @@ def receipt_problems(receipt: Receipt, keys: PublicKeys) -> Iterable[ReceiptProb
 
 
 def content_hash(receipt: Receipt) -> bytes | None:
-    """SHA-256 of what a receipt says; None if that cannot be encoded."""
+    """Return the SHA-256 of a receipt's content; None if it cannot be encoded."""
     try:
         return hashlib.sha256(receipt.encoded()).digest()
     except (ValueError, OverflowError):
@@ -243,7 +249,7 @@ def content_hash(receipt: Receipt) -> bytes | None:
 
 
 def root_of(receipt: Receipt) -> bytes:
-    """The root to which its path leads: what is signed."""
+    """Return the signed root, computed along the receipt's path."""
     at = receipt.hash
     for step in receipt.path:
         at = node(step.hash, at) if step.on_left else node(at, step.hash)
@@ -251,12 +257,14 @@ def root_of(receipt: Receipt) -> bytes:
 
 
 def node(left: bytes, right: bytes) -> bytes:
-    """The hash above two others in a tree."""
+    """Return the hash of a tree node from its children."""
     return hashlib.sha256(b"\1" + left + right).digest()
 
 
 def is_signed(public_key: bytes, root: bytes, signature: bytes) -> bool:
-    """Whether the key made the signature over the root. Raises: ImportError without the package `cryptography`."""
+    """Return whether the key signed the root. Raises: ImportError without the package
+    `cryptography`.
+    """
     try:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -270,13 +278,13 @@ def is_signed(public_key: bytes, root: bytes, signature: bytes) -> bool:
 
 
 def key_id_of(public_key: bytes) -> str:
-    """The id that a public key must have."""
+    """Return the id that belongs to a public key."""
     return hashlib.sha256(public_key).hexdigest()[:16]
 
 
 def public_keys(keys: Iterable[ReceiptKey]) -> dict[str, bytes]:
-    """Keys by id, for the checks. Raises: ValueError for one whose id does not follow from it."""
+    """Return keys by id. Raises: ValueError for a key whose id does not match it."""
     for key in keys:
         if key_id_of(key.public_key) != key.key_id:
-            raise ValueError(f"key {key.key_id} is not what its id says: its id would be {key_id_of(key.public_key)}")
+            raise ValueError(f"key {key.key_id} does not match its id: its id would be {key_id_of(key.public_key)}")
     return {key.key_id: key.public_key for key in keys}

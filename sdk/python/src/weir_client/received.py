@@ -1,4 +1,4 @@
-"""What has arrived of one request: its output, its bill, and what its caller is given of them at the end."""
+"""Received data of one request: its output, its bill, and the result made of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weir_client.values import Admitted, Delta, FinishReason, Partial, QuotaStat
 
 
 class Received:
-    """Frames in, `Partial` or `Result` out. `seq`: of the last frame of output."""
+    """Collects frames into a `Partial` or a `Result`. `seq`: of the last frame of output."""
 
     def __init__(self, request_id: str, model: str, after_seq: int) -> None:
         self.seq = after_seq
@@ -29,7 +29,7 @@ class Received:
         self._receipts: tuple[Receipt, ...] = ()
 
     def add(self, frame: pb.DeltaFrame) -> Delta:
-        """One more frame of output."""
+        """Add a frame of output and return its delta."""
         self.seq = frame.seq
         logprobs = wire.logprobs(frame)
         self._outputs.of(frame.choice_index).add(frame, logprobs)
@@ -37,18 +37,18 @@ class Received:
         return Delta(frame.seq, frame.text, tuple(frame.token_ids), time.monotonic(), logprobs, frame.choice_index, calls)
 
     def bill(self, frame: pb.FinishedFrame | pb.FailedFrame) -> None:
-        """What it is settled with."""
+        """Record the settled usage, cost and receipts."""
         self.usage, self.cost = wire.read(Usage, frame.usage), wire.money(frame.cost)
         self._receipts = tuple(map(wire.receipt, frame.receipts))
 
     def finish(self, frame: pb.FinishedFrame) -> FinishReason:
-        """Its proper end; the reason."""
+        """Record the final frame and return its reason."""
         self.bill(frame)
         self._timings = wire.read(Timings, frame.timings)
         return wire.finish_reason(frame.reason)
 
     def partial(self) -> Partial:
-        """What is known so far."""
+        """Return the output and usage received so far."""
         return Partial(
             request_id=self._request_id,
             model=self._model,
@@ -62,7 +62,7 @@ class Received:
         )
 
     def result(self, frame: pb.FinishedFrame) -> Result:
-        """All of it, after `finish`."""
+        """Return the complete result, after `finish`."""
         assert self.usage is not None, "finish comes first"
         assert self.cost is not None, "finish comes first"
         assert self._timings is not None, "finish comes first"

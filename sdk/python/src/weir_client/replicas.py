@@ -1,4 +1,4 @@
-"""The engines behind a model, and the orders that keep some out of use: the values."""
+"""Values of replicas (the engines of a model) and of their drain orders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class ReplicaState(StrEnum):
-    """What an engine does. DRAINING: it works, and is given nothing new. TRIPPED: it is left alone, since it has lost requests."""
+    """State of an engine. DRAINING: takes no new requests. TRIPPED: circuit breaker open."""
 
     UNSPECIFIED = "unspecified"
     COLD = "cold"
@@ -23,7 +23,7 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One engine of one process. model: `name`, or `name@version` where it has versions. drained: by an admin's order."""
+    """One engine of one process. model: `name`, or `name@version`. drained: by an admin's order."""
 
     model: str
     replica: str
@@ -39,7 +39,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDrain:
-    """An order to keep a replica out of use. move_after_s: so long after it, what still runs there is moved; None: never."""
+    """A drain order. move_after_s: seconds until running requests are moved; None: never."""
 
     model: str
     replica: str
@@ -50,7 +50,9 @@ class ReplicaDrain:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaList:
-    """All engines that processes have told of, the orders that stand, and the processes that did not answer."""
+    """Engines of all processes that answered, the drain orders, and the processes that did not
+    answer.
+    """
 
     replicas: tuple[Replica, ...]
     drains: tuple[ReplicaDrain, ...]
@@ -59,7 +61,7 @@ class ReplicaList:
 
 @dataclass(frozen=True, slots=True)
 class DrainedReplica:
-    """A replica that is out of use. replicas: it, in each process that has taken the order."""
+    """A drained replica. replicas: its instances, in each process that has applied the order."""
 
     drain: ReplicaDrain
     replicas: tuple[Replica, ...]
@@ -68,7 +70,7 @@ class DrainedReplica:
 
 @dataclass(frozen=True, slots=True)
 class UndrainedReplica:
-    """A replica that is in use again. undrained: whether it was not before."""
+    """A replica back in service. undrained: whether it was drained before."""
 
     undrained: bool
     replicas: tuple[Replica, ...]

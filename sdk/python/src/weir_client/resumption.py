@@ -1,6 +1,6 @@
-"""Goes on with a request on another stream when its own breaks: attach, wait, ask again. See docs/how-to/resume-a-stream.md.
+"""Resumption of requests on another stream. See docs/how-to/resume-a-stream.md.
 
-A state machine on the event loop's timers, so that it can be stopped at any moment and nobody has to wait for it.
+A state machine on the event loop's timers, so that it can be stopped at any moment.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from weir_client import errors
 from weir_client.exchange import Exchange
 from weir_client.stream import UNREADABLE, SharedStream
 
-RESUME_S = 30.0  # unless the caller says otherwise: a restart of a load balancer, a change of network
-WAIT_FIRST_S = 0.05  # before the first try, with jitter: all that lost the same server come at once
-WAIT_BASE_S = 0.1  # before the second one where the server gives no hint; doubles each time
+RESUME_S = 30.0  # default: covers a restart of a load balancer or a change of network
+# Before the first try, with jitter: all clients of a lost server return at once
+WAIT_FIRST_S = 0.05
+WAIT_BASE_S = 0.1  # before the second try without a retry-after of the server; doubles each time
 WAIT_MAX_S = 5.0  # between two tries, unless the server asks for more
 
 REQUEST_UNKNOWN = "REQUEST_UNKNOWN"
@@ -27,9 +28,9 @@ _FINAL = (errors.Unauthenticated, errors.PermissionDenied, errors.InvalidRequest
 
 
 class Resumption:
-    """The way of one exchange from stream to stream. Between two streams it is the exchange's carrier.
+    """Moves one exchange from stream to stream; its carrier while it has no stream.
 
-    `frame` is what the request was begun with, a start or an attach. Tries for `keep_s` seconds from each break on, which is as
+    `frame` began the request: a start or an attach. Tries for `keep_s` seconds from each break, as
     long as the server keeps the request.
     """
 
@@ -38,8 +39,8 @@ class Resumption:
         self._exchange = exchange
         self._frame = frame
         self._keep_s = keep_s
-        self._again = False  # the next try sends the start frame again
-        self._skip_to: int | None = None  # the seq to attach at where earlier output is lost
+        self._again = False  # the next try repeats the start frame
+        self._skip_to: int | None = None  # seq to attach at if earlier output is lost
         self._attempt = 0
         self._cause: errors.WeirError | None = None
         self._try_timer: asyncio.TimerHandle | None = None
@@ -47,27 +48,29 @@ class Resumption:
         exchange.continuation = self
 
     def begin(self) -> None:
-        """Attaches to a request that this client did not start. Raises: WeirError if the client is closed."""
+        """Attach to a request that this client did not start. Raises: WeirError if the client is
+        closed.
+        """
         if self._stream.closed:
             raise errors.Cancelled("the client is closed", request_id=self._exchange.request_id)
         self._suspend()
         self._try()
 
     def broken(self, cause: errors.WeirError) -> errors.WeirError | None:
-        """The stream ended: looks for another one, unless that one would say the same."""
+        """Look for another stream, unless it would fail in the same way."""
         if isinstance(cause, _FINAL) or cause.reason == UNREADABLE:
             return self._ended(cause)
         self._wait(cause)
         return None
 
     def refused(self, error: errors.WeirError) -> errors.WeirError | None:
-        """The answer to `attach`, or to the start frame that was sent again."""
+        """Handle the refusal of an `attach` or of a repeated start frame."""
         exchange = self._exchange
         if isinstance(error, errors.Unavailable) or error.reason == REQUEST_IN_FLIGHT:
             self._wait(error)
             return None
         if not exchange.begun or self._again:
-            return error  # the first answer of all, or a refusal like any other
+            return error  # the first response to the request, or an ordinary refusal
         if error.reason == REQUEST_UNKNOWN and not exchange.delivered and not exchange.cancelled and self._frame.HasField("start"):
             self._again = True
             self._wait(error)
@@ -75,19 +78,20 @@ class Resumption:
         if error.reason == OUTPUT_GONE and self._skip_to is None:
             self._skip_to = int(error.metadata.get("last_seq", exchange.seq))
             self._suspend()
-            exchange.lose(f"output behind frame {exchange.seq} is not kept any more", error)  # cancels, which tries at once
+            # Tries at once
+            exchange.lose(f"output after frame {exchange.seq} is no longer kept", error)  # ca
             self._try()
             return None
         return self._ended(error)
 
     def resumed(self) -> None:
-        """The server goes on with it on the new stream."""
+        """Stop the timers: the server continues the request on the new stream."""
         self.stop()
         self._attempt = 0
         self._again = False
 
     def stop(self) -> None:
-        """No timer is left."""
+        """Cancel all timers."""
         for timer in (self._try_timer, self._end_timer):
             if timer is not None:
                 timer.cancel()
@@ -95,19 +99,19 @@ class Resumption:
         self._stream.forget(self._exchange)
 
     def send_cancel(self, exchange: Exchange) -> None:
-        """Cancelled between two streams: the server does not know yet, so that the next try is due now."""
+        """Try now: the server does not know of the cancel yet."""
         if self._try_timer is not None:
             self._try()
 
     def send_update(self, exchange: Exchange, update: pb.UpdateFrame) -> None:
-        """Nobody can be asked now. Raises: Unavailable."""
-        raise errors.Unavailable("the connection is broken: ask again when it is back", request_id=exchange.request_id)
+        """Refuse: there is no stream. Raises: Unavailable."""
+        raise errors.Unavailable("the connection is broken: retry after it is restored", request_id=exchange.request_id)
 
     def send_credit(self, exchange: Exchange, token_count: int) -> None:
-        """There is nobody to grant it to; the next stream is granted all that there is room for."""
+        """Do nothing: the next stream is granted all free credit."""
 
     def release(self, exchange: Exchange) -> None:
-        """The exchange has ended or goes on; `stop` follows."""
+        """Do nothing: `stop` follows."""
 
     def _suspend(self) -> None:
         exchange = self._exchange
@@ -136,7 +140,7 @@ class Resumption:
         if exchange.outcome is not None:
             return
         if self._again and exchange.cancelled:
-            exchange.fail(errors.Cancelled("cancelled before it was let in", request_id=exchange.request_id))
+            exchange.fail(errors.Cancelled("cancelled before its admission", request_id=exchange.request_id))
             return
         try:
             self._stream.resume(exchange, self._next_frame())
@@ -156,7 +160,7 @@ class Resumption:
         return pb.ClientFrame(request_id=self._exchange.request_id, attach=pb.AttachFrame(after_seq=after_seq))
 
     def _ended(self, error: errors.WeirError) -> errors.WeirError:
-        """What the request ends with: itself unknown, but for what arrived and what `error` tells of the bill."""
+        """Return the final error of the request, with the received output and the bill."""
         exchange = self._exchange
         if not exchange.begun:
             return error
@@ -168,5 +172,5 @@ class Resumption:
 
     def _give_up(self) -> None:
         self._end_timer = None
-        message = f"nothing could be reached for {self._keep_s:g} s"
+        message = f"no server could be reached for {self._keep_s:g} s"
         self._exchange.fail(self._ended(self._cause or errors.Unavailable(message, request_id=self._exchange.request_id)))

@@ -1,6 +1,7 @@
-"""From `google.rpc.Status` and from a broken RPC to the typed errors: the only place that reads error details.
+"""Conversion of `google.rpc.Status` and failed RPCs to typed errors.
 
-The status of a whole RPC travels in the trailing metadata `grpc-status-details-bin`, that of one request in its `failed` frame.
+The status of a whole RPC is in the trailing metadata `grpc-status-details-bin`, that of one request
+in its `failed` frame.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _CLASSES: Mapping[str, type[errors.WeirError]] = {
 
 
 def error_from_status(status: status_pb2.Status, *, request_id: str = "", partial: Partial | None = None) -> errors.WeirError:
-    """The typed error for a status, with its details decoded. An unknown code gives a plain `WeirError`."""
+    """Return the typed error of a status with its details; `WeirError` for an unknown code."""
     code = _code_name(status.code)
     details = _decode_details(status)
     kind = _CLASSES.get(code, errors.WeirError)
@@ -51,14 +52,14 @@ def error_from_status(status: status_pb2.Status, *, request_id: str = "", partia
     )
 
 
-# What grpcio puts in place of the status that the server sent, if a write fails as the stream ends (grpc/grpc#36066).
+# Replaces the server's status in grpcio if a write fails as the stream ends (grpc/grpc#36066).
 OVERWRITTEN = "Internal error from Core"
 
-NOT_TLS = "WRONG_VERSION_NUMBER"  # what OpenSSL says of an answer in plain text
+NOT_TLS = "WRONG_VERSION_NUMBER"  # OpenSSL's error for a plaintext response
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, *, request_id: str = "", partial: Partial | None = None) -> errors.WeirError:
-    """The typed error for an RPC that failed, from its status details where the server sent them."""
+    """Return the typed error of a failed RPC, from its status details if the server sent them."""
     status = _status_of(error)
     return error_from_status(status, request_id=request_id, partial=partial)
 
@@ -69,19 +70,20 @@ def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
             try:
                 status = status_pb2.Status.FromString(value)
             except DecodeError:
-                break  # a proxy mangled it: the plain status below still tells what is known
+                break  # mangled by a proxy: use the plain status below
             if status.code:
                 return status
     if error.code() is grpc.StatusCode.INTERNAL and error.details() == OVERWRITTEN:
-        message = "the server ended the stream while a message was on its way"
+        message = "the server ended the stream while a message was in flight"
         return status_pb2.Status(code=code_pb2.UNAVAILABLE, message=message)
     if error.code() is grpc.StatusCode.CANCELLED:
-        # Not by this client, whose own cancellations raise nothing of the kind: gRPC's servers drop so what comes while they stop.
+        # Not this client's cancellation, which raises no RPC error: a stopping gRPC server drops
+        # new calls this way.
         return status_pb2.Status(code=code_pb2.UNAVAILABLE, message="the server cancelled the call: it is stopping")
     number, _ = error.code().value
     message = error.details() or ""
     if NOT_TLS in message:
-        message += "; the server does not speak TLS: say http:// before its address, or tls=False"
+        message += "; the server does not use TLS: prefix its address with http://, or pass tls=False"
     return status_pb2.Status(code=number, message=message)
 
 

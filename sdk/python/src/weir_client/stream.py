@@ -1,8 +1,8 @@
-"""The one bidi stream that all requests of a client share.
+"""The bidirectional stream that all requests of a client share.
 
-Reuse is what makes it worth having: a request on an open stream costs about a fifth of a new RPC. Frames that are written at
-the same moment leave in one message. When the stream breaks, the next request opens a new one, and so do those that
-go on (`resumption`).
+Reuse saves time: a request on an open stream costs about a fifth of a new RPC. Frames written at
+the same moment leave in one message. When the stream breaks, new and resumed requests open another
+(`resumption`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from weir_client import errors
 from weir_client.exchange import Exchange
 from weir_client.status import error_from_rpc
 
-BATCH_BYTES = 1024 * 1024  # frames are put into one message up to this; a larger frame travels alone
-BATCH_FRAMES = 500  # and up to so many, far below what a server takes in one message
-IN_FLIGHT_MAX = 1000  # requests at once per client: what a server lets run on one stream
-DRAINING = "DRAINING"  # the server's reason for taking no new requests
-UNREADABLE = "UNREADABLE"  # this client's reason for giving up a stream; another stream would say the same
-CLOSE_TIMEOUT_S = 1.0  # after the last request has ended, the server only has to answer a half-close
+BATCH_BYTES = 1024 * 1024  # of frames in one message; a larger frame is sent alone
+BATCH_FRAMES = 500  # of one message, far below a server's limit
+IN_FLIGHT_MAX = 1000  # requests at once per client, a server's limit per stream
+DRAINING = "DRAINING"  # the server's reason for refusing new requests
+# This client's reason for ending a stream; another one would fail in the same way
+UNREADABLE = "UNREADABLE"
+CLOSE_TIMEOUT_S = 1.0  # after the last request, the server only has to answer a half-close
 
 Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
 class StreamConnection:
-    """One open `Generate` call and the requests on it. `run` is its whole life.
+    """One open `Generate` call and its requests; `run` serves it until it ends.
 
-    `open` until the stream ends; `accepting` until then or until the server says that it drains: its requests finish, and the
-    next ones belong on another stream, which a load balancer leads to another server.
+    `open` until the stream ends; `accepting` until then or until the server starts to drain: its
+    requests finish, and new ones use another stream, which a load balancer routes to another
+    server.
     """
 
     def __init__(self, call: Call) -> None:
@@ -49,13 +51,14 @@ class StreamConnection:
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """The requests that have not ended."""
+        """Requests that have not ended."""
         return tuple(self._exchanges.values())
 
     def start(self, exchange: Exchange, frame: pb.ClientFrame) -> None:
-        """Begins a request.
+        """Begin a request.
 
-        Raises: Aborted if one of that id runs on this client, ResourceExhausted beyond `IN_FLIGHT_MAX`.
+        Raises: Aborted if one with this id runs on this client, ResourceExhausted beyond
+        `IN_FLIGHT_MAX`.
         """
         request_id = exchange.request_id
         if request_id in self._exchanges:
@@ -68,32 +71,34 @@ class StreamConnection:
         self._send(frame)
 
     def send_cancel(self, exchange: Exchange) -> None:
-        """Writes a cancel frame, soon; never blocks."""
+        """Write a cancel frame soon; never blocks."""
         if self.open and exchange.request_id in self._exchanges:
             self._send(pb.ClientFrame(request_id=exchange.request_id, cancel=pb.CancelFrame()))
 
     def send_update(self, exchange: Exchange, update: pb.UpdateFrame) -> None:
-        """Writes an update frame, soon; never blocks."""
+        """Write an update frame soon; never blocks."""
         self._send(pb.ClientFrame(request_id=exchange.request_id, update=update))
 
     def send_credit(self, exchange: Exchange, token_count: int) -> None:
-        """Writes a credit frame, soon; never blocks."""
+        """Write a credit frame soon; never blocks."""
         if self.open and exchange.request_id in self._exchanges:
             self._send(pb.ClientFrame(request_id=exchange.request_id, credit=pb.CreditFrame(token_count=token_count)))
 
     def release(self, exchange: Exchange) -> None:
-        """Forgets an exchange that has ended; its later frames are strays."""
+        """Forget an exchange that has ended; its later frames are ignored."""
         if self._exchanges.get(exchange.request_id) is exchange:
             del self._exchanges[exchange.request_id]
             self._wake.set()
 
     def half_close(self) -> None:
-        """Tells the server that nothing more comes, as soon as the requests on this stream have ended."""
+        """Half-close the call as soon as the requests on this stream have ended."""
         self._closing = True
         self._wake.set()
 
     async def run(self) -> None:
-        """Reads and writes until the stream ends, then ends every request that is left. Never raises but for cancellation."""
+        """Read and write until the stream ends, then break off its requests. Raises only
+        CancelledError.
+        """
         cause: errors.WeirError = errors.Unavailable("the client was closed")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -111,7 +116,7 @@ class StreamConnection:
         self._wake.set()
 
     async def _read(self) -> errors.WeirError:
-        """Hands frames to their requests until the stream ends; returns why it ended."""
+        """Pass frames to their requests until the stream ends; return the cause of the end."""
         try:
             while True:
                 message = await self._call.read()
@@ -119,20 +124,20 @@ class StreamConnection:
                     return errors.Unavailable("the server ended the stream")
                 for frame in message.frames:
                     exchange = self._exchanges.get(frame.request_id)
-                    if exchange is not None:  # a stray frame is late news of a request that was given up here
+                    if exchange is not None:  # frames of abandoned requests are ignored
                         exchange.receive(frame)
                         if frame.HasField("failed") and exchange.refusal == DRAINING:
                             self.accepting = False
                             self.half_close()
         except grpc.aio.AioRpcError as error:
             return error_from_rpc(error)
-        except Exception as error:  # a message that this client cannot read: its requests end, the client lives on
+        except Exception as error:  # an unreadable message ends its requests, not the client
             return errors.Internal(f"the server's answer could not be read: {error!r}", reason=UNREADABLE)
         finally:
             self.open = self.accepting = False  # before any waiting task runs, so that a retry opens a new stream
 
     async def _write(self) -> None:
-        """Writes what is waiting, in as few messages as the size allows. A broken stream is the reader's to report."""
+        """Write pending frames in few messages. The reader reports a broken stream."""
         try:
             while True:
                 await self._wake.wait()
@@ -157,9 +162,9 @@ class StreamConnection:
 
 
 class SharedStream:
-    """Opens the stream when it is first needed, and again after it ended or its server began to drain."""
+    """Opens a stream on first use, and another after it ended or its server began to drain."""
 
-    keep_max_s = math.inf  # for so long the servers keep requests, as far as they have said
+    keep_max_s = math.inf  # longest keep time of the servers, if known
 
     def __init__(self, open_call: Callable[[], Call], tasks: asyncio.TaskGroup) -> None:
         self._open_call = open_call
@@ -168,25 +173,28 @@ class SharedStream:
         self._running: dict[asyncio.Task[None], StreamConnection] = {}
         self._suspended: set[Exchange] = set()
         self._waiting: set[asyncio.Event] = set()
-        self._closed = False  # takes nothing new
-        self._ended = False  # opens no stream any more
+        self._closed = False  # accepts no new requests
+        self._ended = False  # opens no new streams
 
     @property
     def closed(self) -> bool:
-        """Whether it takes nothing new."""
+        """True if new requests are refused."""
         return self._closed
 
     def start(self, exchange: Exchange, frame: pb.ClientFrame) -> None:
-        """Begins a request on the open stream, or on a new one.
+        """Begin a request on the open stream, or on a new one.
 
-        Raises: WeirError if the client is closed or will not take this request (see `StreamConnection.start`).
+        Raises: WeirError if the client is closed or refuses the request (see
+        `StreamConnection.start`).
         """
         if self._closed:
             raise errors.Cancelled("the client is closed", request_id=exchange.request_id)
         self.resume(exchange, frame)
 
     def resume(self, exchange: Exchange, frame: pb.ClientFrame) -> None:
-        """Goes on with a request; while the client closes too, because what runs on must be told to stop. Raises: WeirError."""
+        """Continue a request, even while the client closes, to deliver its cancel. Raises:
+        WeirError.
+        """
         if self._ended:
             raise errors.Cancelled("the client is closed", request_id=exchange.request_id)
         connection = self._connection
@@ -199,16 +207,16 @@ class SharedStream:
         exchange.ride(connection, frame.start.initial_credit_tokens)
 
     def suspend(self, exchange: Exchange) -> None:
-        """Knows a request that is between two streams, until `resume` or `forget`."""
+        """Track a request without a stream, until `resume` or `forget`."""
         self._suspended.add(exchange)
 
     def forget(self, exchange: Exchange) -> None:
-        """It is not between two streams any more."""
+        """Stop tracking a request."""
         self._suspended.discard(exchange)
 
     @contextlib.contextmanager
     def woken_at_close(self, event: asyncio.Event) -> Iterator[None]:
-        """Sets the event if the client is closed, or has been."""
+        """Set the event when the client is closed, or at once if it is."""
         self._waiting.add(event)
         if self._closed:
             event.set()
@@ -218,7 +226,7 @@ class SharedStream:
             self._waiting.discard(event)
 
     async def close(self) -> None:
-        """Cancels what runs, waits a bounded time for the final frames, and ends the streams; at once if it is cancelled itself."""
+        """Cancel all requests, wait a bounded time for their final frames, and end the streams."""
         self._closed = True
         for event in self._waiting:
             event.set()
@@ -234,7 +242,7 @@ class SharedStream:
         for exchange in exchanges:
             exchange.cancel()
         for exchange in exchanges:
-            await exchange.wait_ended()  # bounded: each gives up by itself
+            await exchange.wait_ended()  # bounded: each gives up after its grace period
         self._ended = True
         for connection in list(self._running.values()):
             connection.half_close()
@@ -243,5 +251,5 @@ class SharedStream:
 
 
 def _copy(error: errors.WeirError, request_id: str) -> errors.WeirError:
-    """An exception of its own for each request: one object raised in many tasks would mix their tracebacks."""
+    """Return a separate exception for each request, so that tracebacks do not mix."""
     return type(error)(error.message, code=error.code, reason=error.reason, request_id=request_id, details=error.details)

@@ -1,4 +1,4 @@
-"""The blocking twin of the asyncio client: the same calls, usable from any number of threads at once."""
+"""Blocking twin of the asyncio client: the same calls, usable from many threads at once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from weir_client.values import Admitted, Delta, Event, Partial, Result
 
 
 class GenerationStream:
-    """A streamed answer. Made by `Client.generate`; nothing is sent before it is entered, iterated or waited for.
+    """A streamed answer, made by `Client.generate`. Nothing is sent before the first use.
 
-    Leaving the `with` block cancels what still runs and waits (at most 2 s) until the server has settled it, so that `result`
-    tells usage and cost. Breaking out of `for`, and an interrupt (Ctrl-C), cancel it as well. `next(stream)` takes single deltas
-    without that. One thread reads; `cancel` may be called from any.
+    Leaving the `with` block cancels a running request and waits (at most 2 s) until the server has
+    settled it, so that `result` has usage and cost. Breaking out of `for`, and an interrupt
+    (Ctrl-C), cancel it as well; `next(stream)` takes single deltas without that. One thread reads;
+    `cancel` may be called from any.
 
     >>> with client.generate("demo", "Which hotel has a pool?", max_output_tokens=20) as stream:
     ...     text = "".join(delta.text for delta in stream)
@@ -39,65 +40,77 @@ class GenerationStream:
 
     @property
     def request_id(self) -> str:
-        """The id that names this request for good."""
+        """Id of this request, its idempotency key."""
         return self._generation.request_id
 
     @property
     def model(self) -> str:
-        """The model that was asked for."""
+        """Requested model."""
         return self._generation.model
 
     @property
     def admitted(self) -> Admitted | None:
-        """What admission told: input tokens, and every quota with what is left of it. None until it comes."""
+        """The admission, with input tokens and every quota with its remainder. None before it
+        arrives.
+        """
         return self._generation.admitted
 
     @property
     def resume_count(self) -> int:
-        """How often its stream broke and it went on, on another one."""
+        """Number of times the request moved to another stream."""
         return self._generation.resume_count
 
     @property
     def partial(self) -> Partial:
-        """What has arrived so far, whether or not the request has ended."""
+        """Output received so far, whether or not the request has ended."""
         return self._generation.partial
 
     @property
     def done(self) -> bool:
-        """Whether the request has ended, one way or another."""
+        """True if the request has ended, with any outcome."""
         return self._generation.done
 
     @property
     def result(self) -> Result:
-        """The whole answer with finish reason, usage and cost; after a cancel, what was delivered until then.
+        """The whole answer with finish reason, usage and cost; after a cancel, the delivered part.
 
         Raises: the WeirError that the request ended with; RuntimeError while it still runs.
         """
         return self._generation.result
 
     def cancel(self) -> None:
-        """Asks the server to stop, without waiting. Iteration then ends after what was delivered meanwhile."""
+        """Ask the server to stop, without waiting. Iteration ends after the output delivered until
+        then.
+        """
         self._thread.run_soon(self._generation.cancel)
 
     def update(self, *, max_output_tokens: int | None = None, max_cost: Money | None = None) -> Limits:
-        """Lowers or raises the limits while it runs; see `AsyncGeneration.update`. Callable from any thread. Raises: WeirError."""
+        """Change the limits of the running request; see `AsyncGeneration.update`. Raises:
+        WeirError.
+
+        May be called from any thread.
+        """
         return self._thread.run(lambda: self._generation.update(max_output_tokens=max_output_tokens, max_cost=max_cost))
 
     def close(self) -> None:
-        """Cancels the request if it runs, and waits until its end is known (at most 2 s). Never raises a WeirError."""
+        """Cancel the request if it runs and wait for its end (at most 2 s). Never raises a
+        WeirError.
+        """
         self._thread.run(self._generation.aclose)
 
     def wait(self) -> Result:
-        """Waits for the end and returns the result. Raises: WeirError."""
+        """Wait for the end and return the result. Raises: WeirError."""
         return self._thread.run(self._generation.wait)
 
     def events(self) -> Iterator[Event]:
-        """Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`, `Resumed`."""
+        """Yield every event: `Admitted`, `Progress`, `Delta`, `UsageUpdate`, `Resumed`."""
         while (event := self._next_event()) is not None:
             yield event
 
     def __iter__(self) -> Iterator[Delta]:
-        """The deltas. Dropping this iterator before its end (`break`, an exception in the loop's body) cancels the request."""
+        """Return the deltas. Dropping the iterator early (`break`, an exception) cancels the
+        request.
+        """
         return _Deltas(self)
 
     def __next__(self) -> Delta:
@@ -114,7 +127,7 @@ class GenerationStream:
         self.close()
 
     def _next_event(self) -> Event | None:
-        if self._generation.holds_back:  # one by one, so that the server hears what is read, and not what is fetched
+        if self._generation.holds_back:  # one by one, so that credit follows what is read
             return self._thread.run(self._generation.next_event)
         if not self._unread:
             self._unread.extend(self._thread.run(self._generation.take))
@@ -125,7 +138,7 @@ class GenerationStream:
 
 
 class _Deltas:
-    """The deltas of one generation, cancelling it when dropped before the end."""
+    """Deltas of one generation, which is cancelled if they are dropped before the end."""
 
     def __init__(self, stream: GenerationStream) -> None:
         self._stream = stream
@@ -142,7 +155,9 @@ class _Deltas:
 
 
 class Client(BlockingClient[AsyncClient]):
-    """A connection to the inference API, to be used as `with Client() as client`. See `AsyncClient` for every argument.
+    """Connection to the inference API, used as `with Client() as client`.
+
+    `AsyncClient` documents every argument.
 
     >>> with Client() as client:
     ...     result = client.complete("demo", "Which hotel has a pool?", max_output_tokens=20)
@@ -161,7 +176,7 @@ class Client(BlockingClient[AsyncClient]):
         keepalive_s: float = KEEPALIVE_S,
         **tls: Unpack[TlsOptions],
     ) -> None:
-        """Settles where to connect. Raises: Unauthenticated if there is no key."""
+        """Resolve the settings. Raises: Unauthenticated if there is no key."""
         client = AsyncClient(
             address,
             api_key,
@@ -174,11 +189,11 @@ class Client(BlockingClient[AsyncClient]):
         super().__init__(client)
 
     def generate(self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]) -> GenerationStream:
-        """A streamed answer; see `AsyncClient.generate`. Raises: InvalidRequest for what cannot be written down."""
+        """Stream an answer; see `AsyncClient.generate`. Raises: InvalidRequest."""
         return GenerationStream(self._thread, self._client.generate(model, prompt, **options))
 
     def attach(self, request_id: str, **options: Unpack[AttachOptions]) -> GenerationStream:
-        """Receives a request that was started elsewhere; see `AsyncClient.attach`."""
+        """Receive a request that was started elsewhere; see `AsyncClient.attach`."""
         return GenerationStream(self._thread, self._client.attach(request_id, **options))
 
     complete = blocking(AsyncClient.complete)

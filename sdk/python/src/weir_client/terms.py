@@ -1,4 +1,4 @@
-"""How a request is to be run, and how it is asked for again when a server takes it on other terms only."""
+"""Terms of a request, and their change when a server accepts it on other terms only."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ KEEP_FIELD = "keep_on_disconnect"
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How one generation is to be run. Times in seconds; None: without."""
+    """Terms of one generation. Times in seconds; None: unlimited."""
 
     timeout_s: float | None
     retry: RetryPolicy
-    keep_s: float | None  # how long a broken stream may be looked for again; the server keeps the request so long
-    keep_is_asked: bool = True  # the caller's own wish: a server that refuses it is not asked again without
-    prefetch_tokens: int | None = None  # output that may be unread; None: what comes
+    # Time to resume a broken stream, for which the server keeps the request; None: not at all
+    keep_s: float | None
+    keep_is_asked: bool = True  # explicit wish of the caller: a refusal is not retried without it
+    prefetch_tokens: int | None = None  # limit of unread output; None: unlimited
 
 
 def set_keep(start: pb.StartFrame, keep_s: float | None) -> None:
-    """Writes how long the request outlives its connection; None: not at all."""
+    """Set how long the request outlives its connection; None: not at all."""
     if keep_s is None:
         start.ClearField("keep_on_disconnect")
     else:
@@ -35,9 +36,9 @@ def set_keep(start: pb.StartFrame, keep_s: float | None) -> None:
 def asked_differently(
     frame: pb.ClientFrame, terms: Terms, error: errors.WeirError, failure: errors.WeirError | None
 ) -> tuple[pb.ClientFrame, Terms] | None:
-    """What the server's answer suggests to ask instead, and on what terms; None: nothing.
+    """Return the frame and terms to retry with after the server's refusal; None: no change.
 
-    failure: of the attempt before, if there was one. Then the request may have got in unseen, and is received.
+    failure: of the previous attempt, if any. If that one was accepted after all, it is attached to.
     """
     if not frame.HasField("start") or terms.keep_s is None:
         return None
@@ -53,7 +54,7 @@ def asked_differently(
 
 
 def _allowed_s(refusal: errors.WeirError, refused_s: float) -> float | None:
-    """For how long the operator keeps requests, as the refusal of a longer time tells; None: not at all, or nobody knows."""
+    """Return the operator's limit of the keep time from a refusal; None: not allowed or unknown."""
     try:
         allowed_s = float(refusal.metadata.get("keep_max_s", 0))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Whether a connection is encrypted, whom it trusts, and how the client shows who it is."""
+"""TLS options: encryption, trusted certificates, client certificates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ SCHEMES = (("https://", True), ("grpcs://", True), ("http://", False), ("grpc://
 
 
 class TlsOptions(TypedDict, total=False):
-    """What every client takes about TLS. Certificates and keys are PEM: bytes, or the path of a file.
+    """TLS options of every client. Certificates and keys are PEM: bytes, or the path of a file.
 
-    tls: on or off. Else as the address says (`https://`, `grpcs://`, `http://`, `grpc://`), else `WEIR_TLS` (1 or 0), else on where
-        certificates are given here or the address is not this machine (loopback, unix socket).
-    root_certificates: whom to trust instead of the system's authorities; else `WEIR_ROOT_CERTIFICATES`, a file.
-    client_certificate, client_key: for servers that want to see one; else `WEIR_CLIENT_CERTIFICATE`, `WEIR_CLIENT_KEY`, files.
+    tls: on or off. Default: by the scheme of the address (`https://`, `grpcs://`, `http://`,
+        `grpc://`), then `WEIR_TLS` (1 or 0), then on if certificates are given here or the address
+        is not this machine (loopback, unix socket).
+    root_certificates: trusted instead of the system's authorities; default
+        `WEIR_ROOT_CERTIFICATES`, a file.
+    client_certificate, client_key: for mutual TLS; default `WEIR_CLIENT_CERTIFICATE`,
+        `WEIR_CLIENT_KEY`, files.
     """
 
     tls: bool | None
@@ -32,19 +35,19 @@ class TlsOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """The certificates of one connection, read."""
+    """The loaded certificates of one connection."""
 
     root_certificates: bytes | None = field(default=None, repr=False)
     client_certificate: bytes | None = field(default=None, repr=False)
     client_key: bytes | None = field(default=None, repr=False)
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """As gRPC takes them."""
+        """Return the credentials of a channel."""
         return grpc.ssl_channel_credentials(self.root_certificates, self.client_key, self.client_certificate)
 
 
 def without_scheme(address: str) -> tuple[str, bool | None]:
-    """The address as gRPC takes it, and whether its scheme wants TLS; None if it has none."""
+    """Return an address without its scheme, and whether that requires TLS; None if absent."""
     for scheme, secure in SCHEMES:
         if address.startswith(scheme):
             return address.removeprefix(scheme).rstrip("/"), secure
@@ -52,9 +55,10 @@ def without_scheme(address: str) -> tuple[str, bool | None]:
 
 
 def resolve_tls(options: TlsOptions, *, scheme: bool | None, local: bool) -> Tls | None:
-    """The certificates to use; None for plaintext. scheme: what the address says; local: whether it is on this machine.
+    """Return the certificates to use; None for plaintext. scheme: the address's; local: on this
+    machine.
 
-    Raises: InvalidRequest for a file that cannot be read, and for a half of certificate and key.
+    Raises: InvalidRequest for an unreadable file, or a certificate without a key or the reverse.
     """
     wanted = options.get("tls")
     if wanted is None:
@@ -80,7 +84,7 @@ def resolve_tls(options: TlsOptions, *, scheme: bool | None, local: bool) -> Tls
 
 
 def _read(name: str, given: Pem | None, variable: str) -> bytes | None:
-    """PEM bytes. Raises: InvalidRequest saying where the path came from."""
+    """Return PEM bytes. Raises: InvalidRequest naming the source of the path."""
     if isinstance(given, bytes):
         return given or None
     where, path = (name, given) if given else (variable, os.environ.get(variable))

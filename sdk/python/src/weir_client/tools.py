@@ -1,4 +1,4 @@
-"""Tools that a model may call, and what it calls."""
+"""Tools that a model may call, and its calls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. Your program makes the call, and sends its result with the next request."""
+    """Function that the model may call. The caller runs it and sends its result back."""
 
     name: str
     description: str = ""
-    parameters: Mapping[str, object] | str | None = None  # the JSON schema of an object, or its text; None: it takes nothing
-    strict: bool = False  # arguments are valid under it also where the model is free to call; only on engines that keep grammars
+    # JSON schema of an object, or its text; None: no parameters
+    parameters: Mapping[str, object] | str | None = None
+    strict: bool = False  # arguments are always valid under it; only on engines with grammars
 
     @property
     def parameters_json(self) -> str:
@@ -27,7 +28,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that the model has made. Where it was free to call, the arguments are what it wrote: read them with care."""
+    """One call made by the model. Arguments are unchecked unless it was required or strict."""
 
     id: str  # for the message with the result
     name: str
@@ -35,15 +36,15 @@ class ToolCall:
 
     @property
     def arguments(self) -> Any:
-        """The arguments as values. Raises: ValueError if the model wrote no JSON."""
+        """The decoded arguments. Raises: ValueError if they are not JSON."""
         return json.loads(self.arguments_json)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of one call."""
+    """An increment of one call."""
 
     index: int  # among the calls of the choice, from 0
-    id: str  # with the first piece of a call, and empty later
-    name: str  # the same
-    arguments_json: str  # more of the arguments
+    id: str  # sent with the first piece of a call only
+    name: str  # sent with the first piece of a call only
+    arguments_json: str  # next piece of the arguments

@@ -1,4 +1,4 @@
-"""What the admin and billing clients share: where to connect, opening, closing, one call."""
+"""Base of the clients of unary calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class UnaryClient:
-    """A client of unary calls only: opening, closing, and where to connect."""
+    """Client of unary calls: resolves its settings, opens and closes the connection."""
 
     key_variables: ClassVar[tuple[str, ...]] = ("WEIR_ADMIN_KEY", "WEIR_API_KEY")
 
@@ -31,9 +31,10 @@ class UnaryClient:
         timeout: float = UNARY_TIMEOUT_S,
         **tls: Unpack[TlsOptions],
     ) -> None:
-        """Settles where to connect: see `AsyncClient`. The key comes from `WEIR_ADMIN_KEY` first, then `WEIR_API_KEY`.
+        """Resolve the settings as `AsyncClient` does; `WEIR_ADMIN_KEY` precedes `WEIR_API_KEY`.
 
-        timeout: seconds for each call, retries included. Raises: Unauthenticated if there is no key.
+        timeout: seconds for each call, retries included. Raises: Unauthenticated if there is no
+        key.
         """
         self._settings = ConnectionSettings.resolve(address, api_key, key_variables=self.key_variables, **tls)
         self._timeout_s = timeout
@@ -41,7 +42,7 @@ class UnaryClient:
 
     @property
     def address(self) -> str:
-        """Where this client connects to."""
+        """Address that this client connects to."""
         return self._settings.address
 
     async def __aenter__(self) -> Self:
@@ -66,7 +67,7 @@ class UnaryClient:
         return await self._opened().call(method, request, timeout=self._timeout_s, idempotent=idempotent)
 
     async def _pages(self, method: UnaryUnaryMultiCallable[Any, _Response], request: Any) -> AsyncIterator[_Response]:
-        """The pages of a list, each fetched when it is asked for."""
+        """Yield the pages of a list, each fetched on demand."""
         while True:
             response: Any = await self._call(method, request)
             yield response
@@ -78,7 +79,7 @@ class UnaryClient:
 def items_of(
     pages: Callable[Concatenate[Any, _Arguments], AsyncIterator[Sequence[_Item]]],
 ) -> Callable[Concatenate[Any, _Arguments], AsyncIterator[_Item]]:
-    """A method that yields pages as one that yields their items. The blocking twin is `blocking_items` of the same method."""
+    """Return a method that yields the items of a method's pages (see `blocking_items`)."""
 
     @functools.wraps(pages)
     async def items(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> AsyncIterator[_Item]:

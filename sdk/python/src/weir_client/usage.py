@@ -1,4 +1,4 @@
-"""What a month was made of, as values: rows of usage, the forecast, and the files of a month."""
+"""Values of usage reports: rows, forecasts and files of a month."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weir_client.money import Money
 
 
 class UsageGrouping(StrEnum):
-    """What rows of usage are for. `request` gives single requests and goes with no other."""
+    """Grouping of usage rows. `request` lists single requests and cannot be combined."""
 
     ORGANIZATION = "organization"
     DAY = "day"
@@ -21,7 +21,7 @@ class UsageGrouping(StrEnum):
 
 
 class MonthExportFormat(StrEnum):
-    """A kind of file of a month: the invoice as PDF, or its charges as CSV with the columns of FOCUS."""
+    """File format of a month: the invoice as PDF, or its charges as CSV in FOCUS columns."""
 
     INVOICE_PDF = "invoice_pdf"
     FOCUS_CSV = "focus_csv"
@@ -29,7 +29,7 @@ class MonthExportFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UsageShare:
-    """The part of a row that ended in one way; contained in the row's numbers."""
+    """The part of a row with one outcome; included in the row's numbers."""
 
     request_count: int
     token_count: int
@@ -38,10 +38,11 @@ class UsageShare:
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """Usage of one group; what it is not grouped by is empty or None. Days are `YYYY-MM-DD` in UTC.
+    """Usage of one group; fields outside the grouping are empty or None. Days are `YYYY-MM-DD` in
+    UTC.
 
-    Input that was computed and input from the prefix cache are apart. amount is what was posted to the ledger, pending_amount what
-    is recorded and not posted yet. late: some of it was used in a month that was closed before.
+    Computed input and input from the prefix cache are separate. amount: posted to the ledger;
+    pending_amount: recorded, not posted yet. late: includes usage of a month closed before.
     """
 
     organization_id: str
@@ -67,17 +68,17 @@ class UsageRow:
     amount: Money
     pending_amount: Money
     embedding_token_count: int = 0
-    migration_count: int = 0  # how often requests went on in another engine
+    migration_count: int = 0  # number of moves to another engine
 
     @property
     def token_count(self) -> int:
-        """Of all kinds."""
+        """Tokens of all kinds."""
         return self.input_token_count + self.cached_input_token_count + self.output_token_count + self.embedding_token_count
 
 
 @dataclass(frozen=True, slots=True)
 class UsagePage:
-    """A page of rows. total: of all pages, on the first one of a single organization."""
+    """A page of rows. total: of all pages, on the first page of a single organization."""
 
     rows: tuple[UsageRow, ...]
     total: UsageRow | None
@@ -86,7 +87,7 @@ class UsagePage:
 
 @dataclass(frozen=True, slots=True)
 class UsageForecast:
-    """What a month will have cost at its prices, before plan discounts, credit and tax. None where too little is known to tell."""
+    """Forecast of a month's cost, before plan discounts, credit and tax. None: too little data."""
 
     organization_name: str
     month: str
@@ -103,7 +104,7 @@ class UsageForecast:
 
 @dataclass(frozen=True, slots=True)
 class MonthFile:
-    """A file of a month, whole."""
+    """Complete file of a month."""
 
     file_name: str
     media_type: str

@@ -1,7 +1,7 @@
-"""The values that a client hands out: what was generated, what it used, what it costs, what is left.
+"""Values returned by the inference client: output, usage, cost, limits.
 
-Plain immutable data without any gRPC in it. Names follow the published proto; counts are in tokens or requests, `_ms` is
-milliseconds, `_s` seconds, money is exact. Times are aware datetimes in UTC.
+Plain immutable data without gRPC. Names follow the published proto; counts are in tokens or
+requests, `_ms` is milliseconds, `_s` seconds, money is exact. Times are aware datetimes in UTC.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from weir_client.tools import ToolCall, ToolCallDelta
 
 
 class FinishReason(StrEnum):
-    """Why a request that ran came to its end."""
+    """Reason why an admitted request ended."""
 
-    UNSPECIFIED = "UNSPECIFIED"  # a reason that this version of the client does not know
+    UNSPECIFIED = "UNSPECIFIED"  # a reason newer than this client
     STOP = "STOP"
     STOP_SEQUENCE = "STOP_SEQUENCE"
     LENGTH = "LENGTH"
@@ -33,7 +33,7 @@ class FinishReason(StrEnum):
 
 
 class Stage(StrEnum):
-    """What a request waits for before its first token."""
+    """Reason why a request has not produced its first token yet."""
 
     UNSPECIFIED = "UNSPECIFIED"
     QUEUED = "QUEUED"
@@ -41,7 +41,7 @@ class Stage(StrEnum):
 
 
 class GenerationState(StrEnum):
-    """Where a recorded request stands."""
+    """State of a recorded request."""
 
     UNSPECIFIED = "UNSPECIFIED"
     RUNNING = "RUNNING"
@@ -51,7 +51,7 @@ class GenerationState(StrEnum):
 
 
 class QuotaSubject(StrEnum):
-    """What a quota hangs on."""
+    """Owner of a quota."""
 
     UNSPECIFIED = "unspecified"
     ORGANIZATION = "organization"
@@ -60,7 +60,7 @@ class QuotaSubject(StrEnum):
 
 
 class QuotaDimension(StrEnum):
-    """What a quota counts, and over which time. The values are the names that the command line uses."""
+    """Measure and window of a quota. The values are the names used by the command line."""
 
     UNSPECIFIED = "unspecified"
     CONCURRENT_REQUESTS = "concurrent-requests"
@@ -71,25 +71,25 @@ class QuotaDimension(StrEnum):
     TOKENS_PER_DAY = "tokens-per-day"
     TOKENS_PER_MONTH = "tokens-per-month"
     COST_PER_DAY = "cost-per-day"
-    PREPAID_CREDIT = "prepaid-credit"  # of an organization that pays in advance; follows from what is granted
+    PREPAID_CREDIT = "prepaid-credit"  # of a prepaid organization; follows from its credit grants
     COST_PER_MONTH = "cost-per-month"
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request, counted where it matters for the bill."""
+    """Token counts of one request."""
 
     input_token_count: int = 0
     cached_input_token_count: int = 0  # part of `input_token_count`, served from the prefix cache
     generated_token_count: int = 0  # produced by the engine
     delivered_token_count: int = 0  # handed to the transport
     billed_token_count: int = 0  # output tokens on the bill: the delivered ones
-    embedding_token_count: int = 0  # embedded, at their own price; a request that has some has no others
+    embedding_token_count: int = 0  # priced separately; an embedding request has no other tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of one request went, in milliseconds. The stages follow each other and sum up to `total_ms`."""
+    """Milliseconds spent in each stage of a request. Stages are disjoint and sum to `total_ms`."""
 
     auth_ms: float = 0.0
     tokenize_ms: float = 0.0
@@ -106,10 +106,12 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class QuotaStatus:
-    """One limit and how much of it is left. Values are requests, tokens or picos of the currency, by dimension.
+    """One limit with its remainder. Values are requests, tokens or picos of the currency, by
+    dimension.
 
-    Weights are thousandths that a token of a kind counts; 0 where no tokens are counted. `binding` and `narrowed_by_quota_id` are
-    told only with all the limits of one key; `would_refuse_count`, `subject_name` and `raise_reason` not with a generation.
+    Weights are thousandths that a token of a kind counts; 0 for limits that do not count tokens.
+    `binding` and `narrowed_by_quota_id` are set only in lists of all limits of one key;
+    `would_refuse_count`, `subject_name` and `raise_reason` are not set with a generation.
     """
 
     quota_id: str
@@ -119,59 +121,59 @@ class QuotaStatus:
     dimension: QuotaDimension
     limit_value: int
     used_value: int
-    held_value: int  # held by requests that run now
+    held_value: int  # by running requests
     remaining_value: int
     reset_time: datetime | None  # None for concurrency
     reset_delay_s: float | None
-    subject_name: str = ""  # for people
-    enforced: bool = True  # False: it counts and reports, and refuses nobody
-    would_refuse_count: int = 0  # admissions in this window that it would have refused
+    subject_name: str = ""  # display name
+    enforced: bool = True  # False: shadow mode, counts without refusing
+    would_refuse_count: int = 0  # admissions of this window that shadow mode would have refused
     input_weight_milli: int = 0
     cached_input_weight_milli: int = 0
     output_weight_milli: int = 0
-    standing_limit_value: int = 0  # without a raise
-    raised_until_time: datetime | None = None  # None: not raised
+    standing_limit_value: int = 0  # without the temporary override
+    raised_until_time: datetime | None = None  # end of the temporary override; None: none
     raise_reason: str = ""
-    binding: bool = False  # of the limits on its dimension, it has least left
-    narrowed_by_quota_id: str = ""  # a limit further up that always runs out first
-    for_new_keys: bool = False  # it limits nothing itself: new keys get a copy
-    alert_at: tuple[int, ...] = ()  # percent of the limit that are used; of prepaid credit, picos that are left
+    binding: bool = False  # has the smallest remainder of its dimension's limits
+    narrowed_by_quota_id: str = ""  # an inherited limit that always runs out first
+    for_new_keys: bool = False  # no limit itself, but a default copied to new keys
+    alert_at: tuple[int, ...] = ()  # percent of the limit used; for prepaid credit, remaining picos
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The request was let in and its tokens are held."""
+    """The request was admitted and its tokens are held."""
 
     input_token_count: int
     predicted_cached_token_count: int
     quotas: tuple[QuotaStatus, ...]
     price_version: int
-    max_output_token_count: int = 0  # of all choices; 0 from older servers, which do not tell
-    bounded_by_key: bool = False  # that is what the key may have, since the request does not say how much it wants
+    max_output_token_count: int = 0  # of all choices; 0 from older servers
+    bounded_by_key: bool = False  # limited by the key, as the request gives no limit
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRestrictions:
-    """What a key is good for."""
+    """Permissions of a key."""
 
     prefix: str
     scopes: tuple[str, ...]
-    models: tuple[str, ...]  # that it may use; empty: every one
-    max_input_tokens: int | None  # of one request; None: as many as the model takes
-    max_output_tokens: int | None  # of one request, all choices together
-    allowed_networks: tuple[str, ...]  # that it may be used from; empty: everywhere
-    secret_expire_time: datetime | None  # of the secret that the client has; None: it does not end
+    models: tuple[str, ...]  # allowed models; empty: all
+    max_input_tokens: int | None  # per request; None: the model's own limit
+    max_output_tokens: int | None  # per request, all choices together
+    allowed_networks: tuple[str, ...]  # allowed client networks; empty: all
+    secret_expire_time: datetime | None  # of the secret in use; None: never
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The request waits."""
+    """The request is waiting."""
 
     stage: Stage
-    queue_position: int  # requests ahead of it, only while QUEUED
+    queue_position: int  # number of requests ahead, only while QUEUED
     estimated_wait_s: float | None  # None: unknown
     loading_fraction: float = 0.0  # of the engine, 0 to 1, only while ENGINE_LOADING
-    loading_stage: str = ""  # what is done to start it: memory, process, import, weights, or newer
+    loading_stage: str = ""  # memory, process, import, weights, or a newer stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely an output token was in the model's own distribution, and the likeliest ones at its place."""
+    """Log-probability of an output token in the model's own distribution, with the likeliest
+    tokens.
+    """
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]  # the likeliest first
@@ -199,16 +203,16 @@ class Delta:
     token_ids: tuple[int, ...]
     received_s: float  # `time.monotonic()` at which this client read it, for latency measurements
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if `top_logprobs` was given
-    choice_index: int = 0  # whose output, if `choice_count` is more than 1
-    tool_calls: tuple[ToolCallDelta, ...] = ()  # new of calls, if `tools` was given
+    choice_index: int = 0  # choice of the output, if `choice_count` is more than 1
+    tool_calls: tuple[ToolCallDelta, ...] = ()  # increments of calls, if `tools` was given
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The request goes on, on another stream than it was started on. No output is missing, and none comes twice."""
+    """The request continues on another stream. No output is missing or repeated."""
 
     after_seq: int  # the next `Delta` has the number after this one
-    last_seq: int  # the last one that there was by then
+    last_seq: int  # last one generated so far
     running: bool  # False: it has ended, and the rest of its output follows
 
 
@@ -237,10 +241,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A request that ran to its end, with the numbers that will be on the bill.
+    """A completed request, with the numbers on the bill.
 
-    `choices` has every output in order, one unless `choice_count` was given; text, tokens and reason beside it are the first one's.
-    `usage` and `cost` are of all.
+    `choices` has every output in order, one unless `choice_count` was given; text, tokens and
+    reason beside it are those of the first. `usage` and `cost` cover all choices.
     """
 
     request_id: str
@@ -252,19 +256,20 @@ class Result:
     cost: Money  # before plan and tax
     timings: Timings
     admitted: Admitted | None
-    exhausted_quotas: tuple[QuotaStatus, ...] = ()  # which quota ran out, for QUOTA_EXHAUSTED
+    exhausted_quotas: tuple[QuotaStatus, ...] = ()  # exhausted quotas, for QUOTA_EXHAUSTED
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if `top_logprobs` was given
     choices: tuple[Choice, ...] = ()
-    receipts: tuple[Receipt, ...] = ()  # one, unless nothing was to be billed; `verify_receipt` checks it
-    migration_count: int = 0  # how often it went on in another engine because its own was lost
-    tool_calls: tuple[ToolCall, ...] = ()  # what the model calls, if `tools` was given
+    receipts: tuple[Receipt, ...] = ()  # one, unless nothing was billed; `verify_receipt` checks it
+    migration_count: int = 0  # number of moves to another engine after the loss of one
+    tool_calls: tuple[ToolCall, ...] = ()  # the model's calls, if `tools` was given
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What is known of a request that has no proper end. `usage` and `cost` are None where the server did not tell.
+    """Received part of a request without a final frame.
 
-    Text and tokens are the first choice's.
+    `usage` and `cost` are None if the server did not send them. Text and tokens are the first
+    choice's.
     """
 
     request_id: str
@@ -275,7 +280,7 @@ class Partial:
     cost: Money | None = None
     timings: Timings | None = None
     admitted: Admitted | None = None
-    receipts: tuple[Receipt, ...] = ()  # of `usage`, if that is final
+    receipts: tuple[Receipt, ...] = ()  # of `usage`, if it is final
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +293,7 @@ class TokenCount:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the server has recorded of one request."""
+    """The server's record of one request."""
 
     request_id: str
     state: GenerationState
@@ -301,4 +306,4 @@ class Generation:
     outcome: str  # a finish reason or the name of a status code; empty while it runs
     labels: Mapping[str, str]
     receipts: tuple[Receipt, ...] = ()  # one per part of its usage; none while it runs
-    migration_count: int = 0  # times that it went on in another engine
+    migration_count: int = 0  # number of moves to another engine

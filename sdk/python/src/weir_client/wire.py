@@ -1,4 +1,6 @@
-"""From the messages of `weir.v1` to the client's values, by the names of their fields; amounts and enumerations both ways."""
+"""Conversion of `weir.v1` messages to the client's values by field name; amounts and enumerations
+both ways.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,21 @@ _Enum = TypeVar("_Enum", bound=StrEnum)
 Take = Callable[[Any], Any]
 
 
-def read(kind: Callable[..., _Value], message: Any, **told: Any) -> _Value:
-    """A value of this dataclass from the fields of the same names; a field that the message has not keeps its default.
+def read(kind: Callable[..., _Value], message: Any, **known: Any) -> _Value:
+    """Build a dataclass from the message fields of the same names; absent fields keep their
+    default.
 
-    The types of its fields say how: times, amounts, other values and tuples of them; a mapping is a JSON mapping of the message; a
-    field that may be None is None where the message has none. `a_s` is the duration `a` in seconds. told: fields known otherwise.
+    The type hints choose the conversion: times, amounts, other dataclasses and tuples of them; a
+    mapping is the JSON mapping of the message; an optional field is None where the message has
+    none. `a_s` is the duration `a` in seconds. known: fields with a given value.
     """
-    taken = {name: take(message) for name, take in _takes(kind, message.DESCRIPTOR) if name not in told}
-    return kind(**taken, **told)
+    taken = {name: take(message) for name, take in _takes(kind, message.DESCRIPTOR) if name not in known}
+    return kind(**taken, **known)
 
 
 @cache
 def _takes(kind: Any, descriptor: Descriptor) -> tuple[tuple[str, Take], ...]:
-    """How each field of a dataclass is taken from a message."""
+    """Return the converter of each field of a dataclass."""
     hints = get_type_hints(kind)
     found = []
     for each in fields(kind):
@@ -53,7 +57,7 @@ def _takes(kind: Any, descriptor: Descriptor) -> tuple[tuple[str, Take], ...]:
 
 
 def _take(proto: FieldDescriptor, target: Field[Any], hint: Any) -> Take:
-    """How one field is taken. proto: the field of the message."""
+    """Return the converter of one field. proto: the field of the message."""
     name, get = proto.name, attrgetter(proto.name)
     if isinstance(hint, types.UnionType):
         [inner] = [each for each in get_args(hint) if each is not type(None)]
@@ -69,7 +73,7 @@ def _take(proto: FieldDescriptor, target: Field[Any], hint: Any) -> Take:
 
 
 def _conversion(proto: FieldDescriptor, target: Field[Any], hint: Any) -> Take:
-    """What makes the value of a type of what a message holds."""
+    """Return the function that converts a message's value to a type."""
     if proto.enum_type is not None:
         return _member(proto.enum_type, target, hint)
     if proto.message_type is None:
@@ -85,25 +89,31 @@ def _same(value: Any) -> Any:
 
 
 def _member(descriptor: EnumDescriptor, target: Field[Any], hint: Any) -> Take:
-    """The member of the same name, or that name in lower case. For numbers newer than this client: UNSPECIFIED, or empty."""
+    """Return the converter of enumeration numbers to members, or to lower-case names.
+
+    Numbers newer than this client become UNSPECIFIED, or an empty string.
+    """
     if hint is str:
         members: dict[int, Any] = {number: word.lower() for number, word in _words(descriptor).items()}
         unknown: Any = ""
     else:
         members = {number: hint[word] for number, word in _words(descriptor).items() if word in hint.__members__}
         unknown = hint.UNSPECIFIED
-    members[0] = unknown if target.default is MISSING else target.default  # not told
+    members[0] = unknown if target.default is MISSING else target.default  # not set
     return lambda number: members.get(number, unknown)
 
 
 def _words(descriptor: EnumDescriptor) -> dict[int, str]:
-    """The names of an enumeration without what they have in common: `OPEN` for `MONTH_STATE_OPEN`. Picos are a unit, not a name."""
+    """Return the names of an enumeration without their prefix: `OPEN` for `MONTH_STATE_OPEN`.
+
+    `_PICOS` is removed as a unit.
+    """
     prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
     return {each.number: each.name.removeprefix(prefix).replace("_PICOS", "") for each in descriptor.values}
 
 
 def numbers(kind: type[_Enum], descriptor: EnumDescriptor) -> dict[_Enum, Any]:
-    """The number of each member, for requests."""
+    """Return the number of each member, for requests."""
     return {kind[word]: number for number, word in _words(descriptor).items() if word in kind.__members__}
 
 
@@ -113,43 +123,43 @@ FINISH_REASONS = {number: word for word, number in numbers(values.FinishReason, 
 
 
 def time_of(stamp: Timestamp) -> datetime:
-    """An aware datetime in UTC, to the microsecond."""
+    """Return an aware datetime in UTC, to the microsecond."""
     return stamp.ToDatetime(tzinfo=UTC)
 
 
 def micros_of(stamp: Timestamp) -> int:
-    """Microseconds since 1970."""
+    """Return microseconds since 1970."""
     return stamp.seconds * 1_000_000 + stamp.nanos // 1000
 
 
 def seconds_of(duration: Duration) -> float:
-    """A duration in seconds."""
+    """Return a duration in seconds."""
     return duration.seconds + duration.nanos / 1e9
 
 
 def money_message(value: Money) -> types_pb2.Money:
-    """An amount for the server: both parts have its sign."""
+    """Return the message of an amount, whose two parts have its sign."""
     units, picos = divmod(abs(value.picos), PICOS_PER_UNIT)
     sign = -1 if value.picos < 0 else 1
     return types_pb2.Money(currency_code=value.currency_code, units=sign * units, picos=sign * picos)
 
 
 def money(message: types_pb2.Money) -> Money:
-    """An exact amount."""
+    """Return an exact amount."""
     return Money(message.currency_code, message.units * PICOS_PER_UNIT + message.picos)
 
 
 def receipt(message: receipts_pb2.Receipt) -> Receipt:
-    """As the server sent it; nothing is checked here."""
+    """Return a receipt without checking it."""
     times = {"admitted_at_us": micros_of(message.admit_time), "settled_at_us": micros_of(message.settle_time)}
     return read(Receipt, message, **times)
 
 
 def finish_reason(number: types_pb2.FinishReason.ValueType) -> values.FinishReason:
-    """Why a request ended; UNSPECIFIED for a reason that is newer than this client."""
+    """Return the reason of a request's end; UNSPECIFIED if newer than this client."""
     return FINISH_REASONS.get(number, values.FinishReason.UNSPECIFIED)
 
 
 def logprobs(frame: pb.DeltaFrame) -> tuple[values.TokenLogprobs, ...]:
-    """One per token of the frame, or none."""
+    """Return the log-probabilities of a frame, one per token or none."""
     return tuple(read(values.TokenLogprobs, each) for each in frame.logprobs)
