@@ -48,11 +48,6 @@ class SamplingParams:
         is_drawn = self.temperature > 0.0 and self.seed is not None
         return is_drawn or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    @property
-    def takes_best(self) -> bool:
-        """Whether the next token is the one with the model's largest logit, and nothing else is asked."""
-        return self.temperature == 0.0 and not (self.penalises or self.logit_bias) and self.top_logprobs is None
-
 
 @dataclass(frozen=True, slots=True)
 class StopCriteria:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -302,36 +302,32 @@ class LiveRequest:
     # Admitted and queued.
 
     def _admitted(self, refusal: Exception | None) -> None:
-        """Handle the answer of the hold store. refusal: None if the request is admitted."""
+        """Handle the answer of the hold store: tell the client that it is admitted, and go on. refusal: None if it is."""
         if refusal is not None:
             self._fail(refusal)
             return
         try:
             self.life.become(State.ADMITTED)
             self._watch.lap("admission")
-            self._open()
+            process, start, request, lease, route = self._process, self.start, self._request, self._lease, self._route
+            assert request is not None, "it is prepared before it is admitted"
+            assert lease is not None
+            assert route is not None
+            self._limits = limits = OutputLimits(lease.admitted.prices, request.stop.max_output_tokens, start.max_cost)
+            self._reply.open(lease, limits, process.safety, self._run, self._wind_up)
+            limits.check_input(len(request.prompt_token_ids))
+            self.output.fence = self._may_send
+            predicted = route.engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
+            bounded = is_bounded(self.caller.bounds, start.stop.max_output_tokens, request)
+            self.caller.let_in()
+            self.output.push(frames.admitted(lease.admitted, request, predicted, bounded_by_key=bounded))
+            if start.start_timeout_s is not None:
+                loop = asyncio.get_running_loop()
+                left_s = self.caller.received_at + start.start_timeout_s - time.monotonic()
+                self._begin_timer = loop.call_later(left_s, self._stop_unless_begun)
             self._go_on()
         except Exception as error:
             self._fail(error)
-
-    def _open(self) -> None:
-        """Let output come, and tell the client that it is admitted. Raises: InvalidRequest for a cost that the input exceeds."""
-        process, start, request, lease, route = self._process, self.start, self._request, self._lease, self._route
-        assert request is not None, "it is prepared before it is admitted"
-        assert lease is not None
-        assert route is not None
-        self._limits = limits = OutputLimits(lease.admitted.prices, request.stop.max_output_tokens, start.max_cost)
-        self._reply.open(lease, limits, process.safety, self._run, self._wind_up)
-        limits.check_input(len(request.prompt_token_ids))
-        self.output.fence = self._may_send
-        predicted = route.engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
-        bounded = is_bounded(self.caller.bounds, start.stop.max_output_tokens, request)
-        self.caller.let_in()
-        self.output.push(frames.admitted(lease.admitted, request, predicted, bounded_by_key=bounded))
-        if start.start_timeout_s is not None:
-            loop = asyncio.get_running_loop()
-            left_s = self.caller.received_at + start.start_timeout_s - time.monotonic()
-            self._begin_timer = loop.call_later(left_s, self._stop_unless_begun)
 
     def _stop_unless_begun(self) -> None:
         """End the request as `DEADLINE` if the engine has not begun with it in time, wherever it waits then."""
@@ -538,18 +534,15 @@ class LiveRequest:
             timings = self._watch.timings()
         self._error = error
         self.life.become(State.SETTLING)
-        lease.end(outcome, error, self._settled, timings, self._migration_count)
+        lease.end(outcome, error, self._end, timings, self._migration_count)
 
-    def _settled(self, error: Exception | None) -> None:
-        """Handle that the hold has ended. error: what went wrong with that."""
-        self._error = error or self._error
-        self._watch.lap("settle")
-        self._end()
-
-    def _end(self) -> None:
-        """Tell its client and the operators how it has ended."""
-        process, lease, broken = self._process, self._lease, self._error
+    def _end(self, settle_error: Exception | None = None) -> None:
+        """Tell the client and the operators how the request has ended. settle_error: why its hold could not be ended."""
+        process, lease = self._process, self._lease
+        broken = self._error = settle_error or self._error
         held = lease if lease is not None and lease.is_held else None
+        if held is not None:
+            self._watch.lap("settle")
         settled = held.settled if held is not None else None
         end: pb.ServerFrame | None = None
         timings = self._watch.timings()
@@ -576,27 +569,23 @@ class LiveRequest:
             process.generated(self, can_be_received=settled is not None)
             self.output.end(end)
             if end is not None:
-                self._tell(held, broken, timings)
+                start = self.start
+                process.observer.ended(
+                    Ending(
+                        self.caller,
+                        start,
+                        held.outcome if held is not None else None,
+                        broken,
+                        timings,
+                        settled,
+                        0 if start.beam_search is not None else start.choice_count,
+                        self._migration_count,
+                    )
+                )
             # What refers to itself in a circle goes only with a collection, which stops all streams meanwhile.
             self._reply.close()
             self.life.over()
             self._error = broken = None
-
-    def _tell(self, lease: Lease | None, broken: Exception | None, timings: Mapping[str, float]) -> None:
-        """Tell operators how it has ended, and where its time went. broken: what it was refused or has failed with."""
-        start = self.start
-        self._process.observer.ended(
-            Ending(
-                self.caller,
-                start,
-                lease.outcome if lease is not None else None,
-                broken,
-                timings,
-                lease.settled if lease is not None else None,
-                0 if start.beam_search is not None else start.choice_count,
-                self._migration_count,
-            )
-        )
 
     def _engine_loss(self, settled: Settled | None) -> EngineLost | EngineLostMidway:
         """What the client is told of an engine that broke: whether anything is billed decides with which id it may try again."""

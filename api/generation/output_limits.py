@@ -77,7 +77,7 @@ class OutputLimits:
         self.asked_token_count_max = engine_token_count_max
         self.max_cost: Cost | None = None
         self._prices = prices
-        self._input_cost_picos = 0
+        self._input_token_counts = 0, 0  # in all, and of them cached, once the engine has begun
         if max_cost is not None:
             self.check_currency(max_cost, "max_cost")
             self.max_cost = max_cost
@@ -99,9 +99,10 @@ class OutputLimits:
             raise InvalidRequest([FieldViolation("max_cost", wrong)])
 
     def begun(self, input_token_count: int, cached_input_token_count: int) -> None:
-        """The engine has begun, and what the input costs is known."""
-        self._input_cost_picos = self._prices.cost_picos(input_token_count, cached_input_token_count, 0)
-        self._reckon()
+        """Note the input that is billed: the engine has begun."""
+        self._input_token_counts = input_token_count, cached_input_token_count
+        if self.max_cost is not None:
+            self._reckon()
 
     def check_currency(self, cost: Cost, field: str) -> None:
         """Raises: InvalidRequest."""
@@ -122,6 +123,7 @@ class OutputLimits:
         by_length = asked if asked < self.engine_token_count_max else UNBOUNDED
         by_cost, per_token = UNBOUNDED, self._prices.output_picos_per_token
         if self.max_cost is not None and per_token:
-            by_cost = max(self.max_cost.picos - self._input_cost_picos, 0) // per_token
+            input_cost_picos = self._prices.cost_picos(*self._input_token_counts, 0)
+            by_cost = max(self.max_cost.picos - input_cost_picos, 0) // per_token
         self.token_count_max = min(by_length, by_cost)
         self.outcome = Outcome.COST_LIMIT if by_cost < by_length else Outcome.LENGTH

@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from inference.checkpoint.checkpoint import read_config, rotation_switch_tokens
@@ -81,11 +82,17 @@ class EngineCore:
         config, tokenizer = read_config(directory), Tokenizer(directory)
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(directory / "tokenizer.json"))
         self._model_end_token_ids = config.end_token_ids
-        self._vocabulary_size = config.vocabulary_size
         self._rotation_switch_tokens = rotation_switch_tokens(config.rope, options.limits.context_window_tokens)
         self.grammars = GrammarCompiler(directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
         self.pool = BlockPool(options.block_count(config))
         self._limits = options.limits
+        # Return why a request could never run, or None; to be asked before `add`.
+        self.request_fault = partial(
+            request_fault,
+            limits=options.limits,
+            vocabulary_size=config.vocabulary_size,
+            block_count=self.pool.block_count_total,
+        )
         self.scheduler = Scheduler(self.pool, options.limits)
         self._pace = StepPace(options.limits.step_time_target_s)
         self._runner: ModelRunner | SimulatedRunner
@@ -106,10 +113,6 @@ class EngineCore:
     def idle(self) -> bool:
         """Whether a step would have nothing to compute."""
         return not self._requests
-
-    def request_fault(self, request: GenerationRequest) -> str | None:
-        """Why a request could never run; None if it could. The caller asks before `add`."""
-        return request_fault(request, self._limits, self._vocabulary_size, self.pool.block_count_total)
 
     def add(
         self, number: int, request: GenerationRequest, arrived_at_s: float | None = None, grammar: Grammar | None = None
@@ -317,11 +320,10 @@ class StepPace:
     def note(self, decoded_count: int, prompt_token_count: int, duration_s: float) -> None:
         """A step has computed so many sequences' next token and so many prompt tokens."""
         if not prompt_token_count:
-            self._decode_s = _smoothed(self._decode_s, duration_s)
+            before_s = duration_s if self._decode_s is None else self._decode_s
+            self._decode_s = before_s + SMOOTHING * (duration_s - before_s)
         elif prompt_token_count >= PROMPT_TOKENS_MIN:  # fewer would mostly measure the decoding beside them
             own_s = duration_s - (self._decode_s or 0.0) * bool(decoded_count)
-            self._prompt_token_s = _smoothed(self._prompt_token_s, max(own_s, duration_s / 10) / prompt_token_count)
-
-
-def _smoothed(before: float | None, now: float) -> float:
-    return now if before is None else before + SMOOTHING * (now - before)
+            token_s = max(own_s, duration_s / 10) / prompt_token_count
+            before_s = token_s if self._prompt_token_s is None else self._prompt_token_s
+            self._prompt_token_s = before_s + SMOOTHING * (token_s - before_s)

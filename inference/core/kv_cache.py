@@ -192,12 +192,10 @@ class BlockPool:
 
         table_entry_count: entries of all sequences' tables together. Counts held blocks and readers afresh: some 30 µs at 10,000.
         """
-        held, readers = self.block_count_held, int(self._reference_counts.sum())
-        if self.block_count_free + self.block_count_cached + held != self.block_count_total:
-            raise InvariantViolated(
-                f"KV blocks: {self.block_count_free} free + {self.block_count_cached} cached + {held} held"
-                f" is not {self.block_count_total}"
-            )
+        free, cached = len(self._free), len(self._evictable)
+        held, readers = int(np.count_nonzero(self._reference_counts > 0)), int(self._reference_counts.sum())
+        if free + cached + held != self.block_count_total:
+            raise InvariantViolated(f"KV blocks: {free} free + {cached} cached + {held} held is not {self.block_count_total}")
         if readers != table_entry_count:
             raise InvariantViolated(f"KV blocks have {readers} readers, but tables have {table_entry_count} entries")
 

@@ -94,9 +94,11 @@ class Sequence:
         self.token_ids = list(self.request.prompt_token_ids)
         self.rank = self.request.rank
         self.prompt_token_count = len(self.token_ids)
-        if self.request.sampling.penalises:
+        sampling = self.request.sampling
+        if penalises := sampling.penalises:
             self.seen = SeenTokens(self.token_ids)
-        self.takes_best = self.request.sampling.takes_best and self.grammar is None and self.request.beam_search is None
+        is_plain = not (penalises or sampling.logit_bias) and sampling.top_logprobs is None and self.grammar is None
+        self.takes_best = is_plain and sampling.temperature == 0.0 and self.request.beam_search is None
         for token_id in self.request.output_token_ids:
             # Its text was given out where the token was generated; what was held back there is held back here.
             self.ended_before = self.append(token_id, None).finish_reason

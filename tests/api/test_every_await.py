@@ -43,7 +43,7 @@ TOKENS = 5  # of each answer, under leases of two: so that a request waits for t
 PROMPT = range(7, 17)
 LONG_TEXT = "the hotel near the old harbour " * 70  # more than is tokenized at once
 OTHER = "elsewhere"
-EVENTS = ("begin", "_admitted", "_go_on", "take", "_settle", "_settled")  # of a request, which is no task itself
+EVENTS = ("begin", "_admitted", "_go_on", "take", "_settle", "_end")  # of a request, which is no task itself
 GOING_S = 20.0  # for what is left to go; it takes some milliseconds
 WATCHED = frozenset(
     {
