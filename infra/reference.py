@@ -24,6 +24,7 @@ from google.rpc import code_pb2
 from weir_cli.__main__ import COMMANDS, load
 from weir_cli.commands import PERSONAS
 
+from api.access.auth import SCOPES
 from api.core import settings
 from api.core.errors import KINDS, Cause
 from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action, Cell
@@ -162,11 +163,11 @@ def comments_of(kind: type) -> dict[str, str]:
     body, _ = inspect.getsourcelines(kind)
     node = ast.parse("".join(body)).body[0]
     assert isinstance(node, ast.ClassDef)
-    last = 0
+    last = node.body[0].end_lineno or 0  # of the docstring
     for each in node.body:
         if not isinstance(each, ast.AnnAssign) or not isinstance(each.target, ast.Name):
             continue
-        before = [line.strip() for line in body[last : each.lineno - 1]] if last else [""]
+        before = [line.strip() for line in body[last : each.lineno - 1]]
         comment = [line.removeprefix("#").strip() for line in before if line.startswith("#")]
         if comment or "" in before:
             above = comment
@@ -368,7 +369,8 @@ def of_file(file: FileDescriptorProto) -> Iterator[str]:
         for number, method in enumerate(service.method):
             asked = f"{'stream ' if method.client_streaming else ''}{link_to(method.input_type)}"
             told = f"{'stream ' if method.server_streaming else ''}{link_to(method.output_type)}"
-            yield f"### {method.name}\n\n{asked} → {told}\n\n{comments[6, index, 2, number]}\n"
+            scopes = sorted(SCOPES[f"/{file.package}.{service.name}/{method.name}"])
+            yield f"### {method.name}\n\n{asked} → {told}; scope: {' or '.join(scopes)}\n\n{comments[6, index, 2, number]}\n"
     if not file.service:
         yield f"## {Path(file.name).name}\n"
     for index, message in enumerate(file.message_type):

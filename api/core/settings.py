@@ -205,233 +205,295 @@ weights_by_id = pairs(
 class Settings:
     """Everything that an api process can be told. Durations in seconds, sizes in bytes."""
 
-    # What holds before anybody is let in.
+    # Address of gRPC. Without TLS, only a loopback address or a Unix socket.
     listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", listen_address)
-    # For OpenAI's clients, over HTTP: host:port, or "off". Empty: this machine alone, 1000 ports above that of WEIR_LISTEN.
+    # HTTP address of OpenAI's API and the console; `off` closes it. Unset: loopback, 1000 above the
+    # port of WEIR_LISTEN.
     openai_listen: str = setting("WEIR_OPENAI_LISTEN", "", address_or_off)
-    # The page for people at /console of the same port. 0 switches it off, the JSON form of its calls with it.
+    # Serve the web console and its JSON calls at /console of the HTTP port.
     console: bool = setting("WEIR_CONSOLE", True, truth)
-    # For Prometheus, in the clear and without a key: host:port, or "off". Empty: this machine alone, 2000 ports above that of
-    # WEIR_LISTEN. A process that shares that port takes the first one from there on that is free.
+    # Address of metrics and health checks, without TLS or key; `off` closes it. Unset: loopback,
+    # 2000 above the port of WEIR_LISTEN. Processes that share a port take the first free one from
+    # there on.
     metrics_listen: str = setting("WEIR_METRICS_LISTEN", "", address_or_off)
-    # Lets several processes of one machine listen on one port; the kernel gives each connection to one of them. Without it a second
-    # server on the same port is the mistake that it mostly is.
+    # Let several processes of one machine listen on one port; the kernel distributes connections.
+    # Off by default, since a second server on a port is mostly a mistake.
     share_port: bool = setting("WEIR_SHARE_PORT", False, truth)
-    # host:port of the peer port, where the other api processes of the database attach to requests, over mutual TLS. Empty: a free
-    # port on the host of WEIR_LISTEN. Name one where a firewall stands between the machines.
+    # `host:port` of the peer port, where other api processes attach to requests over mutual TLS.
+    # Unset: a free port on the host of WEIR_LISTEN. Set it where a firewall is between machines.
     peer_listen_address: str = setting("WEIR_PEER_LISTEN", "", str)
-    # "host" or "host:port" where the others find that. Empty: where it listens, by the machine's name if on all addresses.
+    # `host` or `host:port` under which other api processes reach the peer port. Unset: the address
+    # it listens on, or the machine's name if that is every address.
     advertise_address: str = setting("WEIR_ADVERTISE_ADDRESS", "", str)
-    # PEM files; both or none. A renewed certificate counts from the next connection on, without a restart.
-    tls_certificate: str = setting("WEIR_TLS_CERTIFICATE", "", str)  # the server's own first, then those between it and its root
-    tls_key: str = setting("WEIR_TLS_KEY", "", str)  # not encrypted: nobody is there to type a passphrase
-    # PEM file of authorities. If it is given, a client needs a certificate of theirs to be listened to at all, beside its key.
+    # PEM file: the server's certificate, then those between it and its root. A renewed one counts
+    # from the next connection on.
+    tls_certificate: str = setting("WEIR_TLS_CERTIFICATE", "", str)
+    # PEM file of the certificate's key, not encrypted, because nobody is there to enter a
+    # passphrase.
+    tls_key: str = setting("WEIR_TLS_KEY", "", str)
+    # PEM file of authorities. Clients need a certificate of theirs (mTLS), beside an API key.
     tls_client_ca: str = setting("WEIR_TLS_CLIENT_CA", "", str)
-    # Keys and prompts would travel in the clear: only behind a proxy that speaks TLS, or in a network that nobody else is in.
+    # Listen without TLS on any address. Keys and prompts are readable on the network: only behind a
+    # proxy that speaks TLS.
     allow_plaintext: bool = setting("WEIR_ALLOW_PLAINTEXT", False, truth)
 
-    # Failed authentications that one address (IPv6: one /64) may have at once and per minute. Nobody guesses 256 bits: this keeps
-    # a flood of wrong keys from the database. Keys that were good a while ago pass in any case. 0: no bound, for servers behind a
-    # proxy, which see one address only.
+    # Failed authentications of one address (IPv6: /64) at once and per minute; 0: no limit. It
+    # keeps a flood of wrong keys from the database. Keys that were valid before pass. Use 0 behind
+    # a proxy that hides addresses.
     auth_failures_per_minute: int = setting("WEIR_AUTH_FAILURES_PER_MINUTE", 60, whole(0, 1_000_000))
 
-    # Networks of the proxies before this server, separated by commas: those alone are believed what `X-Forwarded-For` says of where
-    # a call comes from. Empty: nobody is, and a call comes from whoever has connected.
+    # Networks of proxies whose `X-Forwarded-For` is believed, separated by commas. Unset: none.
     trusted_proxies: str = setting("WEIR_TRUSTED_PROXIES", "", networks)
 
-    # A stream is open for days, and its key may be changed meanwhile: it is looked at again with the first message after so long.
-    # That is for a process that is cut off: the others hear of a change, and of a revocation, at once.
+    # Interval after which the key of an open stream is looked up again. Changes arrive at once;
+    # this is for a process that missed them.
     stream_key_check_s: float = setting("WEIR_STREAM_KEY_CHECK_S", 60.0, positive(86_400))
 
-    # When keys were used last is written once in so long, for all of them together, and so late it may be told.
+    # Interval between writes of when keys were last used, one statement for all of them.
     key_use_interval_s: float = setting("WEIR_KEY_USE_INTERVAL_S", 60.0, positive(3600))
 
-    # 4 MiB hold a prompt of some hundred thousand tokens in any encoding; beyond it parsing alone would stall the others.
+    # Size of one message or HTTP body: a prompt of some hundred thousand tokens. Parsing more would
+    # delay other streams.
     message_bytes_max: int = setting("WEIR_MESSAGE_BYTES_MAX", 4 * 2**20, whole(1024, 2**30))
-    # All frames of a message are begun with in one go, and no other stream is served meanwhile. Two for each request that a stream
-    # may run: whoever starts more than that learns which one was too many.
+    # Frames of one message: two for each request of a stream. They are handled in one go, before
+    # other streams.
     frames_per_message_max: int = setting("WEIR_FRAMES_PER_MESSAGE_MAX", 2000, whole(1, 1_000_000))
-    # Share of the event loop's time for the frames and calls of one API key, on all of its streams, after a quarter of a second's
-    # worth: beyond it they are read more slowly. All keys of an organization have twice that. Thousands of frames in a second need
-    # a tenth of it, and a flood of one key leaves three quarters to others.
+    # Share of the event loop's time for frames and calls of one key; all keys of an organization
+    # have twice that. Above it they are read more slowly. Thousands of frames per second need a
+    # tenth of it.
     frames_share_max: float = setting("WEIR_FRAMES_SHARE_MAX", 0.25, positive(1))
-    # Characters of prompts that are prepared at once, rendered and tokenized, for one API key and for all: two messages of the
-    # largest size, and eight. The keys of an organization together take no more than they leave free. A message of a
-    # conversation counts as 30 more. While tokenized, a text takes some 30 times its size.
+    # Characters of prompts of one key that are rendered and tokenized at once: two of the largest
+    # messages. A message of a conversation counts as 30 more. Tokenizing takes some 30 times the
+    # size of a text.
     preparation_chars_per_key_max: int = setting("WEIR_PREPARATION_CHARS_PER_KEY_MAX", 8 * 2**20, whole(1024, 2**40))
+    # The same for all keys of a process. The keys of an organization take no more than they leave
+    # free.
     preparation_chars_max: int = setting("WEIR_PREPARATION_CHARS_MAX", 32 * 2**20, whole(1024, 2**40))
-    # Threads for that. More than cores only make the event loop wait.
+    # Threads that render and tokenize. More than cores only make the event loop wait.
     preparation_thread_count: int = setting("WEIR_PREPARATION_THREADS", 2, whole(1, 64))
-    # Of one call, as HPACK counts it. A key, a deadline and a tracing context take a tenth of it.
+    # Metadata of one call, as HPACK counts it. A key, a deadline and a trace context take a tenth
+    # of it.
     metadata_bytes_max: int = setting("WEIR_METADATA_BYTES_MAX", 16 * 2**10, whole(1024, 2**20))
-    # Some 40 kB and a check of the key each. One stream carries many requests, so that a client needs few.
+    # Open streams of one connection, some 40 kB each. A stream carries many requests, so a client
+    # needs few.
     streams_per_connection_max: int = setting("WEIR_STREAMS_PER_CONNECTION_MAX", 1000, whole(1, 100_000))
-    # Of gRPC's clients, of some 20 kB each, 50 with TLS. One too many is closed before it is listened to, whoever has the others:
-    # how many one address may have is for the firewall, which alone knows whether a thousand customers stand behind it.
+    # gRPC connections of a process, of some 20 kB each, 50 kB with TLS. One more is closed unread.
+    # Bound addresses in the firewall, which knows how many clients share one.
     connections_max: int = setting("WEIR_CONNECTIONS_MAX", 10_000, whole(1, 1_000_000))
-    # A connection without a call is closed after so long; a client that comes again connects anew and notices nothing.
+    # Time after which a connection without calls is closed. Clients reconnect by themselves.
     connection_idle_max_s: float = setting("WEIR_CONNECTION_IDLE_MAX_S", 1800.0, positive(86_400))
-    # After so long a connection takes no new calls, and the client connects anew: so load finds new servers, and a client
-    # certificate is looked at again. Calls that run go on to their end.
+    # Age at which a connection takes no new calls, so that clients find new servers and client
+    # certificates are checked again. Running calls go on.
     connection_age_max_s: float = setting("WEIR_CONNECTION_AGE_MAX_S", 86_400.0, positive(31_536_000))
-    # HTTP connections of OpenAI's clients, of some 20 kB each; one too many is closed.
+    # HTTP connections of a process, some 20 kB each. One more is closed.
     http_connections_max: int = setting("WEIR_HTTP_CONNECTIONS_MAX", 4000, whole(1, 1_000_000))
-    # One of them that does not come to a whole head of a request in so long is closed: most load balancers wait a little longer.
+    # Time in which an HTTP connection has to send a whole head; below the idle time of most load
+    # balancers.
     http_idle_max_s: float = setting("WEIR_HTTP_IDLE_MAX_S", 50.0, positive(3600))
-    # TLS and HTTP/2 must have shaken hands by then: whoever connects and says nothing costs a file descriptor.
+    # Time for the handshakes of TLS and HTTP/2, because a silent connection costs a file
+    # descriptor.
     handshake_max_s: float = setting("WEIR_HANDSHAKE_MAX_S", 10.0, positive(3600))
 
-    # With WEIR_ENGINE=remote.
-    # model=trtllm://host:port or model=vllm://host:port, separated by commas. WEIR_MODELS names the directory with a model's
-    # config.json, tokenizer.json and chat template; where it does not, the server is asked for them.
+    # With WEIR_ENGINE=remote: `model=trtllm://host:port` or `model=vllm://host:port`, separated by
+    # commas. WEIR_MODELS names the directories with config, tokenizer and chat template; the server
+    # is asked for those of other models.
     remote_targets: Mapping[str, str] = setting("WEIR_REMOTE_TARGETS", dict, targets_by_name)
-    # The same for models that embed. WEIR_ENCODERS names a directory where the server cannot be asked for the files.
+    # The same for embedding models. WEIR_ENCODERS names a directory where the server cannot be
+    # asked for the files.
     remote_encoders: Mapping[str, str] = setting("WEIR_REMOTE_ENCODERS", dict, targets_by_name)
-    # Otherwise a server that serves prefixes of one tenant to another is not used: vLLM has to run without its prefix cache then.
+    # Use servers that share cached prefixes between tenants. Otherwise vLLM must run without its
+    # prefix cache.
     remote_share_prefixes: bool = setting("WEIR_REMOTE_SHARE_PREFIXES", False, truth)
-    # Sequences of one process in one server; more wait here, where their rank counts. A server may allow less.
+    # Sequences of one process in one remote server; more wait here, ordered by rank. A server may
+    # allow fewer.
     remote_batch_max: int = setting("WEIR_REMOTE_BATCH_MAX", 256, whole(1, 65_536))
-    # Promised to clients; 0: the checkpoint's. A server whose own is smaller is not used.
+    # Context window that clients are promised; 0: the checkpoint's. A server with a smaller one is
+    # not used.
     remote_context_tokens: int = setting("WEIR_REMOTE_CONTEXT_TOKENS", 0, whole(0, 100_000_000))
-    # Silence of a sequence that shows that it, or its server, is stuck: the first covers a long prompt behind many others.
+    # Time to the first token after which a remote sequence counts as stuck; covers a long prompt
+    # behind many others.
     remote_first_token_s: float = setting("WEIR_REMOTE_FIRST_TOKEN_S", 120.0, positive(3600))
+    # Silence between tokens after which a remote sequence counts as stuck.
     remote_inter_token_s: float = setting("WEIR_REMOTE_INTER_TOKEN_S", 30.0, positive(3600))
-    # Between looks whether a server has begun to share prefixes of tenants, each of which has it compute two prompts of 513 tokens.
+    # Interval between checks whether a server shares prefixes of tenants; each computes two prompts
+    # of 513 tokens.
     remote_probe_s: float = setting("WEIR_REMOTE_PROBE_S", 600.0, positive(86_400))
-    # PEM files. With an authority the way is TLS; with certificate and key besides, servers see who asks (mTLS).
+    # PEM file of authorities for remote servers; enables TLS to them.
     remote_tls_ca: str = setting("WEIR_REMOTE_TLS_CA", "", str)
+    # PEM file of the client certificate for remote servers (mTLS).
     remote_tls_certificate: str = setting("WEIR_REMOTE_TLS_CERTIFICATE", "", str)
+    # PEM file of its key.
     remote_tls_key: str = setting("WEIR_REMOTE_TLS_KEY", "", str)
-    # What the servers' certificates are made out to, where that is not the host of the target.
+    # Name in the remote servers' certificates, if it is not the target's host.
     remote_tls_name: str = setting("WEIR_REMOTE_TLS_NAME", "", str)
 
+    # The PostgreSQL database that all processes share.
     database_url: str = setting("WEIR_DATABASE_URL", "", postgres_url)
+    # Local state of this machine: usage journal, receipt key, connection file, packed weights.
     home: Path = field(default_factory=default_home, metadata={"variable": "WEIR_HOME", "parse": Path})
+    # `name=directory` pairs of checkpoints in Hugging Face layout, one engine each.
     models: Mapping[str, Path] = setting("WEIR_MODELS", bundled_models, paths_by_name)
-    # How models write tool calls, as name=hermes, =llama or =mistral, separated by commas; others write as their templates show.
+    # Formats in which models write tool calls, as `name=hermes`, `llama` or `mistral`. Unset: as
+    # their templates show.
     tool_call_formats: Mapping[str, CallFormat] = setting("WEIR_TOOL_CALL_FORMATS", dict, call_formats)
-    # Models that embed, in the layout of sentence-transformers.
+    # `name=directory` pairs of embedding models in the layout of sentence-transformers.
     encoders: Mapping[str, Path] = setting("WEIR_ENCODERS", dict, paths_by_name)
-    # Tokens of an encoder's batch. More gain nothing on a CPU, and whoever comes next waits for them; a GPU takes many more.
+    # Tokens of an encoder's batch. More gain nothing on a CPU and delay the next batch; a GPU takes
+    # many more.
     encoder_batch_tokens: int = setting("WEIR_ENCODER_BATCH_TOKENS", 1024, whole(1, 2**20))
-    safety_rules: str = setting(
-        "WEIR_SAFETY_RULES", "", str
-    )  # a file for `inference.safety.safety_file`; empty: nothing is checked
-    # The private key that signs receipts. Empty: that of the home directory, if there is one; "off": none, they are chained only.
+    # File of rules for the safety stage. Unset: nothing is checked.
+    safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)
+    # Private key that signs receipts. Unset: `receipt-key.pem` of WEIR_HOME if it exists; `off`:
+    # receipts are chained and not signed.
     receipt_key_file: str = setting("WEIR_RECEIPT_KEY_FILE", "", str)
-    # "tensorrt" serves all models on GPUs by TensorRT-LLM; "torch" on whatever this machine has; "remote" on other machines.
+    # Backend of all models: torch on this machine, TensorRT-LLM on its GPUs, or remote servers.
     engine_backend: Literal["torch", "tensorrt", "remote"] = setting("WEIR_ENGINE", "torch", one_of("torch", "tensorrt", "remote"))
-    # "int8" stores matrices in 8 bits: a quarter of the memory of float32, and answers that differ a little.
+    # Type of weights. `int8` takes a quarter of the memory of float32, and its answers differ a
+    # little.
     engine_dtype: Literal["float32", "bfloat16", "int8"] = setting(
         "WEIR_ENGINE_DTYPE", "float32", one_of("float32", "bfloat16", "int8")
     )
-    # "simulated" computes nothing and takes the time of `inference.core.options`: for load tests, every answer says so.
+    # Device of the torch backend. `simulated` computes nothing and takes the time of a GPU, for
+    # load tests; every answer says so.
     engine_device: Literal["cpu", "cuda", "simulated"] = setting("WEIR_ENGINE_DEVICE", "cpu", one_of("cpu", "cuda", "simulated"))
-    simulated_time_scale: float = setting("WEIR_SIMULATED_TIME_SCALE", 1.0, number(0, 1000))  # 0: no time passes
-    engine_thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))  # 0: as many as there are cores
-    kv_cache_bytes: int = setting("WEIR_KV_CACHE_BYTES", 2**30, whole(2**20, 2**44))  # reserved, used as far as needed
+    # Speed of simulated engines: 1 is that of the GPU, 0 takes no time.
+    simulated_time_scale: float = setting("WEIR_SIMULATED_TIME_SCALE", 1.0, number(0, 1000))
+    # Threads of an engine; 0: as many as there are cores.
+    engine_thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))
+    # KV cache of each engine; reserved, and used as far as needed.
+    kv_cache_bytes: int = setting("WEIR_KV_CACHE_BYTES", 2**30, whole(2**20, 2**44))
 
-    # Of each model's engine: 0 replicas leaves it cold until a request comes. More are kept loaded whatever happens.
+    # Engines of each model that are kept loaded. 0 starts the first one with a request.
     min_replicas: int = setting("WEIR_MIN_REPLICAS", 1, whole(0, 64))
-    # More than the least are started when all that run are full for some seconds, as far as there is free memory.
+    # Engines of each model in all. More start when all that run are full for some seconds and
+    # memory is free.
     max_replicas: int = setting("WEIR_MAX_REPLICAS", 1, whole(1, 64))
-    # Without a request for so long, an engine that need not be kept is stopped and gives its memory back. 0: never.
+    # Time without a request after which an engine beyond the minimum stops. 0: never.
     model_idle_timeout_s: float = setting("WEIR_MODEL_IDLE_TIMEOUT_S", 0.0, number(0, 86_400))
-    # "on" keeps the packed weights of large models in the home directory: all hosts of a model map one copy, and later starts read
-    # that alone. "off" leaves the disk alone, and gives each host its own.
+    # Keep packed weights of large models in WEIR_HOME: all workers of a model share one copy, and
+    # start faster.
     packed_weights: Literal["on", "off"] = setting("WEIR_PACKED_WEIGHTS", "on", one_of("on", "off"))
-    # Of all these files: the least recently used go where there are more, but for those of models that run.
+    # Size of all these files. The least recently used are removed, except those of running models.
     packed_weights_bytes: int = setting("WEIR_PACKED_WEIGHTS_BYTES", 64 << 30, whole(0, 2**50))
-    # Engine hosts of the torch backend that have imported torch and wait for a model: a start that takes one saves that time. Some
+    # Engine workers that have imported torch and wait for a model, so that it starts faster. Some
     # 130 MB each.
     spare_hosts: int = setting("WEIR_SPARE_HOSTS", 0, whole(0, 16))
-    # For all engines of this process: one that does not fit waits, and those that are idle give way. 0: no limit.
+    # Memory of all engines of a process: one that does not fit waits, and idle ones give way. 0: no
+    # limit.
     engine_memory_bytes: int = setting("WEIR_ENGINE_MEMORY_BYTES", 0, whole(0, 2**50))
 
-    # Of TensorRT-LLM: GPUs that share each matrix, that share the layers, and that share the experts (0: the engine decides).
+    # TensorRT-LLM: GPUs that share each matrix.
     tensorrt_tensor_parallel: int = setting("WEIR_TENSORRT_TENSOR_PARALLEL", 1, whole(1, 1024))
+    # TensorRT-LLM: GPUs that share the layers.
     tensorrt_pipeline_parallel: int = setting("WEIR_TENSORRT_PIPELINE_PARALLEL", 1, whole(1, 1024))
+    # TensorRT-LLM: GPUs that share the experts. 0: the engine decides.
     tensorrt_expert_parallel: int = setting("WEIR_TENSORRT_EXPERT_PARALLEL", 0, whole(0, 1024))
+    # TensorRT-LLM: sequences that run at once.
     tensorrt_batch_max: int = setting("WEIR_TENSORRT_BATCH_MAX", 256, whole(1, 4096))
+    # TensorRT-LLM: type of the KV cache.
     tensorrt_kv_cache_dtype: Literal["auto", "fp8"] = setting("WEIR_TENSORRT_KV_CACHE_DTYPE", "auto", one_of("auto", "fp8"))
-    # Of the memory that is free after the weights; the rest is for activations and what else runs on the GPU.
+    # TensorRT-LLM: share of the memory left after the weights for the KV cache; the rest is for
+    # activations.
     tensorrt_kv_cache_fraction: float = setting("WEIR_TENSORRT_KV_CACHE_FRACTION", 0.9, number(0, 0.99))
-    # Aborts during prefill have hung engines: "running" puts them off until the first token. "never" lets cancelled ones run out.
+    # TensorRT-LLM: when cancelled sequences are aborted. Aborts during prefill have hung engines:
+    # `running` waits for the first token, `never` lets them run out.
     tensorrt_abort: Literal["running", "always", "never"] = setting(
         "WEIR_TENSORRT_ABORT", "running", one_of("running", "always", "never")
     )
     # Refused unless empty: TensorRT-LLM 1.2.1 accepts adapters and answers with the base model.
     lora_adapters: str = setting("WEIR_LORA_ADAPTERS", "", str)
-    # A file of models, replicas, aliases and regions, in the place of WEIR_MODELS; `docs/reference/fleet.md` has its keys.
+    # Fleet file of models, replicas, aliases and regions, instead of WEIR_MODELS
+    # (`docs/reference/fleet.md`).
     fleet_file: str = setting("WEIR_FLEET", "", str)
-    # Where this process runs: one of the regions of that file. Requests that name no region prefer it.
+    # Region of this process, one of the fleet file's. Requests that name no region prefer it.
     region: str = setting("WEIR_REGION", "", str)
 
-    # The first slice covers most answers without a second write; extensions come in the same size.
+    # Output tokens leased at once. The first slice covers most answers without a second write.
     lease_slice_tokens: int = setting("WEIR_LEASE_SLICE_TOKENS", 128, whole(1, 65_536))
-    # Below this an answer would end before it says anything: better refused than started.
+    # Smallest lease with which a request starts. With less an answer would end before it says
+    # anything.
     lease_least_tokens: int = setting("WEIR_LEASE_LEAST_TOKENS", 16, whole(1, 65_536))
-    # Asked for when so few leased tokens are left: covers the commit at decode speeds up to thousands of tokens/s.
+    # Leased tokens left when the next slice is requested: covers the commit at thousands of tokens
+    # per second.
     lease_margin_tokens: int = setting("WEIR_LEASE_MARGIN_TOKENS", 32, whole(0, 65_536))
+    # Time after which a hold that its process does not renew expires.
     hold_expiry_s: float = setting("WEIR_HOLD_EXPIRY_S", 60.0, positive(3600))
 
-    # While PostgreSQL is away: "closed" refuses new requests; "grace" lets in those for which holds were set aside before, until
-    # these expire. No limit is exceeded in either.
+    # While PostgreSQL is away: `closed` refuses new requests; `grace` admits them under
+    # pre-authorized holds, until these expire. Neither exceeds a limit.
     store_away_policy: Literal["closed", "grace"] = setting("WEIR_STORE_AWAY_POLICY", "closed", one_of("closed", "grace"))
-    # Longer than a commit ever takes, shorter than clients wait for a first token.
+    # Longest wait for PostgreSQL before a request is refused: longer than a commit, shorter than
+    # clients wait for a first token.
     store_answer_wait_s: float = setting("WEIR_STORE_ANSWER_WAIT_S", 5.0, positive(60))
-    # A restart of the database is over by then, and a load balancer need not move everybody because of it.
+    # Time without PostgreSQL after which health says not ready. A restart of the database is
+    # shorter, so that load balancers do not react to it.
     store_away_health_s: float = setting("WEIR_STORE_AWAY_HEALTH_S", 5.0, positive(3600))
-    # Connections of a process to PostgreSQL, beside six for holds, orders, recovery and the check of keys. Tenants' lookups take
-    # milliseconds each: so many at once serve thousands per second.
+    # Connections of a process for lookups of tenants, beside six for holds, orders, recovery and
+    # key checks. A lookup takes milliseconds.
     database_connections_max: int = setting("WEIR_DATABASE_CONNECTIONS", 5, whole(1, 1000))
-    # For reports, which may take seconds. One key has all but one of them at most, so that the reports of others go on.
+    # Connections for reports, which may take seconds. One key has at most all but one of them.
     report_connections_max: int = setting("WEIR_REPORT_CONNECTIONS", 3, whole(1, 1000))
-    # For administration and metrics alone: revoking a key waits for no tenant.
+    # Connections for administration and metrics alone, so that revoking a key waits for no tenant.
     admin_connections_max: int = setting("WEIR_ADMIN_CONNECTIONS", 3, whole(2, 1000))
-    # Set aside for each key and model in use, in holds and in input tokens of each; the output is a lease slice.
+    # Pre-authorized holds for each key and model in use, for `grace`.
     grace_holds_per_key: int = setting("WEIR_GRACE_HOLDS_PER_KEY", 4, whole(1, 1000))
+    # Input tokens that each of them covers; its output is one lease slice.
     grace_input_tokens: int = setting("WEIR_GRACE_INPUT_TOKENS", 2048, whole(1, 10_000_000))
 
+    # Running requests of one stream.
     requests_per_stream_max: int = setting("WEIR_REQUESTS_PER_STREAM_MAX", 1000, whole(1, 1_000_000))
+    # Running and waiting requests of a process: its permits.
     requests_per_process_max: int = setting("WEIR_REQUESTS_PER_PROCESS_MAX", 2000, whole(1, 1_000_000))
-    # Per model. A queue as long as this takes minutes to work off: whoever came later would rather know.
+    # Waiting requests per model. A longer queue would take minutes.
     queue_requests_max: int = setting("WEIR_QUEUE_REQUESTS_MAX", 2000, whole(1, 1_000_000))
-    # Of one organization; beside it, none has more places than it leaves free, so that newcomers always find one.
+    # Waiting requests per model of one organization. It also has no more places than it leaves
+    # free, so that others find one.
     queue_requests_per_tenant_max: int = setting("WEIR_QUEUE_REQUESTS_PER_TENANT_MAX", 1000, whole(1, 1_000_000))
-    # "fair": the organization that was served least is next. "arrival": first come, first served, whoever it is.
+    # `fair`: the organization that was served least is next. `arrival`: first come, first served.
     queue_order: Literal["fair", "arrival"] = setting("WEIR_QUEUE_ORDER", "fair", one_of("fair", "arrival"))
-    # Organization ids with weights, separated by commas; the others have 1. Twice the weight is twice the service under load.
+    # Weights of organizations in the fair queue; 1 for the others. Twice the weight is twice the
+    # service under load.
     queue_weights: Mapping[str, float] = setting("WEIR_QUEUE_WEIGHTS", dict, weights_by_id)
-    # While interactive requests wait, one of the batch tier gets its turn each so often: rarely enough not to be noticed.
+    # Longest wait of the batch tier behind interactive requests.
     queue_batch_wait_max_s: float = setting("WEIR_QUEUE_BATCH_WAIT_MAX_S", 30.0, positive(86_400))
-    # What a client may leave unread per request before it is taken for stalled: far beyond what a network delays.
+    # Tokens that a client may leave unread per request before it counts as stalled; far beyond
+    # network delays.
     outbox_tokens_per_request_max: int = setting("WEIR_OUTBOX_TOKENS_PER_REQUEST_MAX", 4096, whole(1, 1_000_000))
-    # A client that reads nothing for so long has gone, whatever its connection says.
+    # Time without reading after which a client counts as gone.
     client_stall_max_s: float = setting("WEIR_CLIENT_STALL_MAX_S", 60.0, positive(3600))
-    # Generation that nobody receives costs an engine all the same; a client that is gone for longer seldom comes back.
+    # Longest `keep_on_disconnect`. Generation that nobody receives still costs an engine.
     keep_max_s: float = setting("WEIR_KEEP_MAX_S", 600.0, positive(86_400))
-    # Of output that is kept for clients that may come back: for each request some 16,000 tokens, and in all of them together.
+    # Output kept of one request for a client that may come back: some 16,000 tokens.
     kept_bytes_per_request_max: int = setting("WEIR_KEPT_BYTES_PER_REQUEST_MAX", 2**20, whole(1024, 2**30))
+    # Output kept of all requests of a process.
     kept_bytes_max: int = setting("WEIR_KEPT_BYTES_MAX", 2**28, whole(2**16, 2**40))
+    # Interval between `progress` frames.
     progress_interval_s: float = setting("WEIR_PROGRESS_INTERVAL_S", 0.5, positive(60))
+    # Longest wait of a request for an engine that is loading.
     cold_start_wait_s: float = setting("WEIR_COLD_START_WAIT_S", 120.0, positive(3600))
+    # Time after SIGTERM in which running requests may finish; the rest ends settled.
     drain_s: float = setting("WEIR_DRAIN_S", 30.0, positive(3600))
-    # After SIGTERM a process that runs requests listens for so long, and says that it drains: until load balancers have noticed.
-    # Then it takes no more connections, and those that it has are to be made elsewhere for new calls.
+    # Time after SIGTERM in which a process still accepts connections and reports that it drains,
+    # until load balancers have noticed.
     drain_notice_s: float = setting("WEIR_DRAIN_NOTICE_S", 1.0, positive(3600))
+    # Interval between searches for journals of processes that ended.
     recovery_interval_s: float = setting("WEIR_RECOVERY_INTERVAL_S", 5.0, positive(3600))
 
-    # Webhooks of alerts may be on private networks, and spoken to in the clear. The workers read it, too.
+    # Allow alert webhooks with http and private addresses.
     private_webhooks: bool = setting("WEIR_ALERT_WEBHOOKS_PRIVATE", False, truth)
-    # Who issues the invoices. Without a name they are statements. Lines of address and payment are separated by `|`.
+    # Name of the issuer on invoices. Without it, documents are statements.
     issuer_name: str = setting("WEIR_ISSUER_NAME", "", printable)
+    # Address of the issuer; lines separated by `|`.
     issuer_address: str = setting("WEIR_ISSUER_ADDRESS", "", printable)
+    # Tax id of the issuer.
     issuer_tax_id: str = setting("WEIR_ISSUER_TAX_ID", "", printable)
+    # Contact of the issuer.
     issuer_contact: str = setting("WEIR_ISSUER_CONTACT", "", printable)
+    # Payment instructions; lines separated by `|`.
     issuer_payment: str = setting("WEIR_ISSUER_PAYMENT", "", printable)
-    # TrueType files for letters beyond Western Europe's; the bold one is the other if not given.
+    # TrueType file for letters beyond Western European ones.
     invoice_font: str = setting("WEIR_INVOICE_FONT", "", str)
+    # Its bold form; by default the same file.
     invoice_font_bold: str = setting("WEIR_INVOICE_FONT_BOLD", "", str)
 
     def openai_address(self) -> tuple[str, int] | None:

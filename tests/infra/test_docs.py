@@ -29,6 +29,7 @@ from tests.service import wait_for
 ROOT = reference.ROOT
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "adr" not in path.parts)
+RECORDS = sorted((ROOT / "infra" / "adr").glob("0*.md"))
 OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "api/README.md", "inference/README.md", "metering/README.md")]
 BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
@@ -159,6 +160,21 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             broken.append(f"{path}#{fragment}")
 
     assert broken == []
+
+
+PATH = re.compile(r"`((?:api|bench|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)/[\w./-]*)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    assert [path for path in PATH.findall(page.read_text()) if not (ROOT / path).exists()] == []
+
+
+def test_every_decision_record_is_listed_with_status_and_date() -> None:
+    index = (ROOT / "infra" / "adr" / "README.md").read_text()
+    rows = re.findall(r"^\| \[\d{4}\]\(([\w-]+\.md)\) \| .{1,90} \| (?:accepted|superseded .+) \| \d{4}-\d\d-\d\d \|$", index, re.M)
+
+    assert rows == [path.name for path in RECORDS]
 
 
 # Code
