@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-START = "abb07be1a016b5c32aede6171fac3bbd12aa3f56"  # the last commit that is older than these rules
+START = "4fcb5912c5202aa40d1f5d86cfe8e6448088a1e3"  # the last commit that is older than these rules
 SUBJECT_CHARS_MAX = 72  # fits a terminal of 80 columns beside the id in `git log --oneline`
 LINES_WITHOUT_BODY_MAX = 20  # lines added and removed; a larger change needs its reason
 
