@@ -333,7 +333,7 @@ class Scrapes:
 
     def _families(self, backlog: Backlog | None, journals: JournalBacklog) -> Iterator[Metric]:
         process = self._parts.process
-        yield gauges("weir_build_info", "Always 1.", ("version",), [((version("weir"),), 1.0)])
+        yield gauges("weir_build_info", "Always 1.", ("version",), [((version("weir-server"),), 1.0)])
         yield from queue_metrics({name: queue.statistics() for name, queue in process.queues.items()})
         yield from engine_metrics(process.router)
         yield from process_metrics(self._parts)

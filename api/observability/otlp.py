@@ -44,12 +44,12 @@ class OtlpSender:
 
     def __init__(self, owner_id: uuid.UUID, exporter: SpanExporter | None = None) -> None:
         """exporter: where to, if that is not what the variables say."""
-        ours = {"service.name": "weir", "service.version": version("weir"), "service.instance.id": str(owner_id)}
+        ours = {"service.name": "weir", "service.version": version("weir-server"), "service.instance.id": str(owner_id)}
         resource = Resource.create(ours).merge(OTELResourceDetector().detect())
         self._finished = Finished()
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(self._finished)
-        self._tracer = self._provider.get_tracer("weir", version("weir"))
+        self._tracer = self._provider.get_tracer("weir", version("weir-server"))
         self._propagator = TraceContextTextMapPropagator()
         self._exporter = exporter or OTLPSpanExporter()
 

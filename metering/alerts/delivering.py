@@ -306,7 +306,7 @@ def signed_headers(secret: str, body: bytes, at_s: int) -> dict[str, str]:
     """Headers of an attempt. at_s: seconds since 1970; it is signed with the body, so that nobody can send it again later."""
     return {
         "Content-Type": "application/json",
-        "User-Agent": f"weir/{version('weir')}",
+        "User-Agent": f"weir/{version('weir-server')}",
         SIGNATURE_HEADER: f"t={at_s},v1={signature(secret, body, at_s)}",
     }
 

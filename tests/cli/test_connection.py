@@ -137,7 +137,7 @@ def test_a_port_that_speaks_http_is_told_from_no_server() -> None:
 
 
 def test_the_version_is_told(bare_weir: Run) -> None:
-    assert bare_weir("--version").stdout == f"weir {metadata.version('weir')}\n"
+    assert bare_weir("--version").stdout == f"weir {metadata.version('weir-client')}\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a file that is always full")
