@@ -231,9 +231,10 @@ def errors_page() -> str:
             name = code_pb2.Code.Name(code)
             reason = "INTERNAL" if code == code_pb2.INTERNAL else str(kind.reason)  # type: ignore[attr-defined]
             meanings = found.setdefault(reason, {}).setdefault(name, [])
-            meanings.append(sentence(inspect.getdoc(kind) or ""))
+            told = sentence(inspect.getdoc(kind) or "")
+            meanings.append(re.sub(r"(?<=\.) [a-z_]+: .*", "", told))  # what arguments are is for readers of the code
     return "\n".join(
-        f"### `{reason}`\n\n" + "\n".join(f"`{code}`: {' '.join(dict.fromkeys(told))}\n" for code, told in by_code.items())
+        f"### `{reason}`\n\n" + "\n".join(f"`{code}`: {' '.join(dict.fromkeys(all_told))}\n" for code, all_told in by_code.items())
         for reason, by_code in sorted(found.items())
     )
 

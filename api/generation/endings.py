@@ -1,6 +1,6 @@
 """Every way a request can end, who causes it, and what is charged: the table by which holds are settled or voided. Pure.
 
-`docs/reference/endings.md` is generated from this module (`python -m infra.endings`).
+`docs/reference/endings.md` shows its tables.
 """
 
 from __future__ import annotations

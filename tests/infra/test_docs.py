@@ -1,4 +1,4 @@
-"""The documentation: what it shows can be run, and its reference has everything that the code has."""
+"""Tests of the documentation: its code runs or parses, and its reference is complete."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 import yaml
 from google.protobuf.descriptor_pool import Default
 from weir_cli.__main__ import COMMANDS, load
+from weir_cli.configuration import DOCUMENT, PROPOSAL, Section, read_document
 
 from api.core.errors import KINDS, reason_of
 from api.core.health import SERVICES
@@ -194,7 +195,7 @@ def commands_of(block: str) -> Iterator[list[str]]:
 
 
 def unknown(words: list[str]) -> str:
-    """What a command line names that there is not; empty if all of it is there."""
+    """Return the unknown words of a command line; empty if all of them exist."""
     values = {"--ca", "--client-certificate", "--client-key"}
     while words and words[0].startswith("-"):
         words = words[2:] if words[0] in values else words[1:]
@@ -230,6 +231,13 @@ def test_python_compiles(block: str) -> None:
 @pytest.mark.parametrize("block", each_block("yaml"))
 def test_yaml_loads(block: str) -> None:
     assert yaml.safe_load(block)
+
+
+@pytest.mark.parametrize(("page", "section"), [("configuration", DOCUMENT), ("stripe", DOCUMENT), ("prices", PROPOSAL)])
+def test_configuration_files_have_no_mistakes(page: str, section: Section) -> None:
+    examples = blocks(DOCS / "how-to" / f"{page}.md", "yaml")
+
+    assert [read_document(each, prune=False, section=section).mistakes for each in examples] == [[]]
 
 
 @pytest.mark.parametrize("block", each_block("json"))

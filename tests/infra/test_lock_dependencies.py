@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from infra.install import LOCK, ROOT
+from infra.install import DOCS_LOCK, LOCK, ROOT
 from infra.lock_dependencies import pins
 
 
@@ -29,6 +29,7 @@ def test_every_direct_dependency_is_in_the_lock() -> None:
     locked = {line.split("==")[0].lower().replace("_", "-") for line in LOCK.read_text().splitlines() if "==" in line}
 
     missing = [name for name in map(bare_name, wanted) if name not in locked and name != "weir-client"]
+    missing += [name for name in weir["dependency-groups"]["docs"] if name not in DOCS_LOCK.read_text().splitlines()]
 
     assert missing == [], "run `make lock KEEP=1`"
 

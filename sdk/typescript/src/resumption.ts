@@ -1,5 +1,6 @@
 /**
- * Goes on with a request on another stream when its own breaks: attach, wait, ask again, as docs/how-to/resume-a-stream.md tells clients.
+ * Goes on with a request on another stream when its own breaks: attach, wait, ask again
+ * (docs/how-to/resume-a-stream.md).
  *
  * A state machine on timers, so that it can be stopped at any moment and nobody has to wait for it.
  */

@@ -38,7 +38,7 @@ OrganizationArgument = Annotated[str, typer.Argument(help="Organization, by name
 @calls(admin_client)
 def create_plans(
     client: AdminClient,
-    file: Annotated[Path, typer.Argument(help="YAML with `plans:`; - for stdin. See docs/how-to/configuration.md.")],
+    file: Annotated[Path, typer.Argument(help="YAML with `plans:`; - for stdin. See docs/how-to/prices.md.")],
 ) -> Output:
     """Make the plans of a file, or their next versions. What says the same already stays; customers keep their versions."""
     proposal = read_proposal(file)
