@@ -46,7 +46,7 @@ from metering.control.control_channel import ControlChannel
 from metering.core.errors import InvalidValue
 from metering.holds.holds import HoldStore, UsageNotices
 from metering.holds.journal import UsageJournal
-from metering.holds.standing_holds import GraceTerms
+from metering.holds.preauthorized_holds import GraceTerms
 from metering.receipts.signing import Signer, load_signer
 from metering.store.db import Sessions, StoreGate
 from metering.tenants.key_uses import KeyUses

@@ -1,1 +1,1 @@
-"""The claims of running requests on their quotas: taken, extended and ended once, through every failure."""
+"""Holds: charges of running requests to their quotas; taken, extended, and ended exactly once."""

@@ -1,20 +1,21 @@
-"""Batches of hold operations, each one transaction that is written whole or not at all. There are two ways.
+"""Batches of hold operations: one transaction each, atomic, on a fast or a slow path.
 
-The quick way (`plan_…`, `take`) locks nothing beforehand: operations are decided by what the process remembers, and written in one
-round trip. Nothing is decided that the database does not see for itself, in the same transaction: that the holds are as they were,
-that no rule, price or key has changed since it was read, that it is the minute that was reckoned with, that every counter has room
-for all that the batch adds to it, that no request id is taken, and that the chains of receipts end where they did. Where it sees
-anything else nothing is done, and the batch goes the long way, as does whatever needs more than that all of it fits. Counters are
-moved, not set: so two such batches, of one process or of several, are exact in any order, and wait for each other only to commit.
+The fast path (`plan_…`, `take`) takes no locks beforehand: it decides from cached rows and writes
+in one round trip. The database verifies each assumption in the same transaction: the holds are
+unchanged, no rule, price or key has changed since it was read, the minute is the assumed one, each
+counter has room for all that the batch adds, no request id is in use, and the receipt chains end
+at the cached heads. If any check fails, the transaction has no effect and the batch takes the slow
+path, as do operations that do not fit by the cache. Counters are incremented, not set, so
+concurrent fast batches, of one or several processes, are exact in any order.
 
-The long way (`execute_batch`) locks what it decides by: read, decide in memory, write back. Within a batch what ends goes first, so
-that its room serves what is admitted.
+The slow path (`execute_batch`) locks the rows that it decides by: read, decide in memory, write
+back. Ends come first in a batch, so that their room is available to its admissions.
 
-`HoldConnection` runs them. It is opened when needed and dropped after every failure. Every operation is answered whatever happens:
-a conflict is repeated, a database that is away or too slow answers `StoreAway`, and an operation that breaks its batch is found by
-running each one alone.
+`HoldConnection` runs batches. It connects on demand and drops the connection after every failure.
+Every operation is answered: conflicts are retried, an unavailable or slow database answers
+`StoreAway`, and the operation that breaks a batch is found by running each one alone.
 
-The decisions are in `decide.py`; what is read and locked in `read.py`, what is written in `write.py`.
+`decide.py` holds the decisions, `read.py` the reads and locks, `write.py` the writes.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from metering.holds.operations import (
     Settle,
     Void,
 )
+from metering.holds.preauthorized_holds import execute_binds
 from metering.holds.read import (
     BEGIN_ADMITTING,
     LOCK_CHAINS,
@@ -60,7 +62,6 @@ from metering.holds.read import (
     read_and_lock,
     rules_of_rows,
 )
-from metering.holds.standing_holds import execute_binds
 from metering.holds.write import GuardFailed, changed_holds, counter_writes, moved_counters, new_holds, renewals, usage_writes
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey, window_starts
@@ -70,24 +71,24 @@ from metering.receipts.chaining import BatchSigner, Chains
 from metering.store.db import CONNECT_TIMEOUT_S, KEEPALIVES, BoundedConnection, StoreGate, connection_options, psycopg_conninfo
 from metering.store.exchange import Connection, Statement, columns, exchange, id_array, id_number_array
 
-EXPIRY_S = 60.0  # a process may be silent so long (a pause, a slow database) before its holds are taken from it
+EXPIRY_S = 60.0  # longest pause of a process (suspension, slow database) that keeps its holds
 
-BATCH_SIZE_MAX = 128  # a batch is decided in one turn of the event loop, at some 0.03 ms for each operation (bench/admission.py)
+BATCH_SIZE_MAX = 128  # decided in one event-loop turn, 0.03 ms per operation (bench/admission.py)
 
-CONFLICT_ATTEMPTS_MAX = 5  # two processes racing for the same new request id need one repetition
+CONFLICT_ATTEMPTS_MAX = 5  # two processes racing for the same new request id need one retry
 
-BATCH_TIMEOUT_S = 8.0  # above the server's own time limits: only a frozen server or a network that swallows all takes longer
+BATCH_TIMEOUT_S = 8.0  # above the server's time limits: exceeded by a frozen server or network only
 
 SERVER_LIMITS = (
-    # Batches take milliseconds. A process that sleeps so long between two statements of one is frozen, and has counters locked that
-    # every other process waits for.
+    # Batches take milliseconds. A process that pauses longer between two statements is frozen, and
+    # holds counter locks that every other process waits for.
     "idle_in_transaction_session_timeout=2000",
     "lock_timeout=4000",  # above it, so that a batch outwaits a frozen one
     "statement_timeout=6000",
 )
 
-# Every statement of a batch finds its rows by key. So it is planned once, since planning takes as long as running it; and for the
-# indexes, whatever the tables look like then: a plan that was made while they were empty would go on reading all of them.
+# Every statement of a batch finds its rows by key. Generic plans, because planning costs as much as
+# running; index scans only, because a plan made on empty tables would keep scanning them.
 PLANS = (
     "plan_cache_mode=force_generic_plan",
     "enable_seqscan=off",
@@ -97,7 +98,8 @@ PLANS = (
 )
 
 
-# On each new connection: the database may be another one than before, and nobody could verify what a key signed that it lacks.
+# Sent on each new connection: the database may have been replaced, and receipts signed with a key
+# that it lacks could not be verified.
 PUBLISH_KEY = "INSERT INTO receipt_keys (id, public_key) VALUES (%s, %s) ON CONFLICT DO NOTHING"
 
 
@@ -113,8 +115,8 @@ Answers = Coroutine[Any, Any, list[HoldAnswer | Exception]]
 
 CONFLICTS = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure, psycopg.errors.UniqueViolation)
 
-# OSError includes the time-out; a server that is read-only has just lost its place to another one; and it is this process that has
-# slept in a transaction if the server has ended that.
+# OSError includes the timeout. A read-only server has just been demoted by a failover. An idle
+# transaction timeout means that this process was suspended inside a transaction.
 AWAY = (
     psycopg.OperationalError,
     psycopg.InterfaceError,
@@ -125,11 +127,11 @@ AWAY = (
 
 MINUTE = timedelta(minutes=1)
 EARLIEST = datetime.min.replace(tzinfo=UTC)
-NO_CORRECTION = 0, 0  # of what a quota has used and holds
-CLOCK_ERROR = timedelta(seconds=1)  # of the time that a receipt says: far less than a transaction may take
-# After the lock that whoever sets a quota holds alone, or with the holds under lock, and in a statement of its own: it sees what
-# was committed meanwhile. The index would refuse a request id that is taken, but only once the counters are locked; and if the hold
-# that has it is just being ended it waits for that, which waits for the counters.
+NO_CORRECTION = 0, 0  # of a quota's used and held amounts
+CLOCK_ERROR = timedelta(seconds=1)  # allowed in a receipt's time: less than a transaction may take
+# Sent after QUOTA_LOCK or with the holds locked, as a separate statement, so that it sees all
+# commits up to then. It checks request ids although a unique index does: the index does so only
+# with the counters locked, and an insert that waits there for the hold's end would deadlock.
 CHECK_KNOWN = """
 SELECT now(), pg_current_snapshot()::text, 1 / (now() >= %s::timestamptz AND now() < %s::timestamptz AND NOT EXISTS (
     SELECT FROM rule_changes, (VALUES (%s::pg_snapshot)) AS s(before)
@@ -143,9 +145,9 @@ SELECT now(), pg_current_snapshot()::text, 1 / (now() >= %s::timestamptz AND now
 
 @dataclass(slots=True)
 class Trip:
-    """Operations that are decided, in the minute of `now`, if the transaction begins from `since` on and before `until`.
+    """Decided operations of a fast path; valid if the transaction begins in [since, until).
 
-    decided: each with its place in its batch and its answer.
+    decided: each operation with its index in the batch and its answer.
     """
 
     decisions: Decisions
@@ -154,12 +156,15 @@ class Trip:
     decided: list[tuple[int, HoldOperation, HoldAnswer]] = field(default_factory=list)
 
 
-# What a decision raises, having changed nothing, if its operation has to go the long way.
-LONG_WAY = (MeteringError, Unsure)
+# Raised by a decision, with nothing changed, if its operation has to take the slow path.
+SLOW_PATH = (MeteringError, Unsure)
 
 
 def plan_admissions(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> Trip | None:
-    """Admissions that fit by all that is known; None if there is none, or if anything else is in the batch: it may make room."""
+    """Plan the admissions that fit by the cache; None if there are none, or other operations.
+
+    Other operations may release room that the admissions need.
+    """
     trip = new_trip(known)
     if trip is None or not batch or {*map(type, batch)} != {Admit}:
         return None
@@ -172,7 +177,7 @@ def plan_admissions(known: Known, own: OwnHolds, batch: Sequence[HoldOperation])
             continue
         try:
             answer = admit(op, terms)
-        except LONG_WAY:
+        except SLOW_PATH:
             continue
         trip.decided.append((place, op, answer))
         if until is not None and until < trip.until:
@@ -181,7 +186,7 @@ def plan_admissions(known: Known, own: OwnHolds, batch: Sequence[HoldOperation])
 
 
 def unknown_rules(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> set[int]:
-    """Give own holds that are ended or extended their rules as they are known; return the numbers of those that are not."""
+    """Set cached rules of own holds that are ended or extended; return the numbers not cached."""
     missing: set[int] = set()
     for op in batch:
         if isinstance(op, Settle | Extend) and (hold := own.get(op.hold_id.int)) is not None:
@@ -193,9 +198,9 @@ def unknown_rules(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -
 
 
 def plan_ends(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> Trip | None:
-    """Settlements of own holds; None if there is none, or if holds are renewed, which is about all at once.
+    """Plan the settlements of own holds; None if there are none, or a renewal (affects all holds).
 
-    What is ended one way or the other is forgotten.
+    Removes every hold that the batch ends from `own`.
     """
     ended = [(place, op, own.pop(op.hold_id.int, None)) for place, op in enumerate(batch) if isinstance(op, Settle | Void)]
     trip = new_trip(known) if ended and Renew not in map(type, batch) else None
@@ -207,13 +212,13 @@ def plan_ends(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> Tr
             holds[hold.id.int] = hold
             try:
                 trip.decided.append((place, op, settle(op)))
-            except LONG_WAY:
+            except SLOW_PATH:
                 continue
     return trip if trip.decided else None
 
 
 def plan_extensions(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> Trip | None:
-    """Extensions of own holds that fit by all that is known; None if there is none, or if holds are renewed."""
+    """Plan the extensions of own holds that fit by the cache; None if none, or a renewal."""
     extended = [(place, op) for place, op in enumerate(batch) if isinstance(op, Extend)]
     trip = new_trip(known) if extended and Renew not in map(type, batch) else None
     if trip is None:
@@ -221,7 +226,7 @@ def plan_extensions(known: Known, own: OwnHolds, batch: Sequence[HoldOperation])
     reads = trip.decisions.reads
     for place, op in extended:
         if op.hold_id.int in reads.holds:
-            continue  # a second one goes by what the first has made of the hold
+            continue  # a second extension needs the result of the first
         hold = own.pop(op.hold_id.int, None)
         if hold is None or len(hold.rules) < len(hold.terms.quota_ids):
             continue
@@ -232,13 +237,13 @@ def plan_extensions(known: Known, own: OwnHolds, batch: Sequence[HoldOperation])
                 raise Unsure
             trip.decided.append((place, op, trip.decisions.extend(op)))
             trip.until = min((trip.until, *ends))
-        except LONG_WAY:
+        except SLOW_PATH:
             remember(own, (hold,))
     return trip if trip.decided else None
 
 
 def seems_to_fit(known: Known, op: Admit) -> bool:
-    """Whether an admission fits by all that is known, which is a guess. Changes nothing."""
+    """Return whether an admission fits by the cache, which may be outdated. Changes nothing."""
     now, terms = known.now(), known.terms_of(op)
     if now is None or terms is None or (terms.until is not None and terms.until <= now):
         return False
@@ -252,7 +257,7 @@ def seems_to_fit(known: Known, op: Admit) -> bool:
 
 
 def new_trip(known: Known) -> Trip | None:
-    """Return a trip without operations; None if nothing is known."""
+    """Return a trip without operations; None if the cache is empty or too old."""
     now = known.now()
     if now is None or known.snapshot is None:
         return None
@@ -263,9 +268,9 @@ def new_trip(known: Known) -> Trip | None:
 async def take(
     connection: Connection, known: Known, own: OwnHolds, trip: Trip, *, owner: str, expiry_s: float, signer: BatchSigner | None
 ) -> None:
-    """Write what was decided, and complete the answers.
+    """Write the decisions in one round trip and complete the answers.
 
-    Raises: what the database raises where something is not as it was thought to be.
+    Raises: the database's error if a cached assumption does not hold; nothing is written then.
     """
     writes, counters = trip.decisions.writes, trip.decisions.counters
     keys, moves = moved_counters(counters.all_moves(), counters.limits)
@@ -274,7 +279,7 @@ async def take(
             await write_ends(connection, known, trip, moves, signer)
             return
         inserts = new_holds(writes, owner, expiry_s)
-        # Counters before new holds: whoever waits for a request id of another has its counters, like everybody else.
+        # Counters before new holds, as in every process: inserts may wait for another's request id.
         statements = [*changed_holds(writes, expiry_s), check(known, trip), *moves, *inserts]
         _, [(now, snapshot, _)], *rows = await exchange(connection, [(BEGIN_ADMITTING, ()), *statements] if inserts else statements)
     except BaseException:
@@ -296,7 +301,7 @@ async def take(
     remember(own, [hold for hold, _ in writes.extensions.values()])
     starts = window_starts(now)
     for _, _, answer in trip.decided:
-        if isinstance(answer, Admitted):  # the counters as they really were, and when
+        if isinstance(answer, Admitted):  # with actual counters and time instead of cached ones
             states = answer.quotas
             answer.admitted_at = states.now = now
             moved = [corrections.get((rule.number, starts[rule.window]), NO_CORRECTION) for rule in states.rules]
@@ -306,16 +311,16 @@ async def take(
 async def write_ends(
     connection: Connection, known: Known, trip: Trip, moves: Sequence[Statement], signer: BatchSigner | None
 ) -> None:
-    """End holds with their usage: in one round trip where nobody else continues the chains of receipts, else in two."""
+    """End holds with their usage; one round trip if their receipt chains are cached, else two."""
     writes, now = trip.decisions.writes, trip.decisions.reads.now
     ends = changed_holds(writes, 0.0)
     projects = {event[0].terms.project_id for event in writes.events}
-    found = [known.heads.get(project_id) for project_id in projects]
-    heads = [each[0] for each in found if each is not None and each[1]]
+    cached = [known.heads.get(project_id) for project_id in projects]
+    heads = [each[0] for each in cached if each is not None and each[1]]
     if len(heads) == len(projects):
         trip.since, trip.until = now - CLOCK_ERROR, now + CLOCK_ERROR
         chains = Chains.of_rows(now, [(head.project_id, head.sequence, head.hash, head.settled_at) for head in heads])
-        for project_id in projects:  # until it is known that they were right
+        for project_id in projects:  # restored below if the exchange succeeds
             del known.heads[project_id]
         statements = [*ends, check(known, trip), *usage_writes(chains, writes.events, signer), *moves]
         _, [(now, snapshot, _)], *_ = await exchange(connection, statements)
@@ -333,13 +338,13 @@ async def write_ends(
 
 
 def check(known: Known, trip: Trip) -> Statement:
-    """CHECK_KNOWN with its values."""
+    """Return CHECK_KNOWN with its values."""
     requests = [(hold.terms.project_id, op.request_id.int.to_bytes(16, "big")) for op, hold in trip.decisions.writes.holds]
     ids = columns("uu", requests) if requests else (NO_IDS, NO_IDS)
     return CHECK_KNOWN, (str(trip.since), str(trip.until), known.snapshot, *ids)
 
 
-# Ends first, so that their room is there for what comes in; renewals touch no counter.
+# Ends first, so that later operations can use their room; renewals touch no counter.
 ORDER: dict[type[HoldOperation], int] = {Settle: 0, Void: 0, Expire: 0, Renew: 0, Extend: 1, Admit: 2}
 
 
@@ -353,18 +358,18 @@ async def execute_batch(
     signer: BatchSigner | None = None,
     own: OwnHolds | None = None,
 ) -> list[HoldAnswer | Exception]:
-    """Run the operations in one transaction; answer each in order with its result or the error that refused it.
+    """Run the operations in one transaction; return each one's result or refusal, in order.
 
-    refusals: counts admissions that quotas refuse, and tells each when to try again. signer: of the receipts, if they are signed.
-    own: told of what is taken and extended here.
-    connection: in autocommit mode and used by nobody else meanwhile. A refused operation changes nothing. Raises whatever the
-    database raises; the caller must then drop the connection, and whether the batch was committed is unknown to it.
+    connection: in autocommit mode, for exclusive use. refusals: counts admissions that quotas
+    refuse, and sets their retry-after. signer: of receipts; None: unsigned. own: receives the holds
+    taken and extended. A refused operation changes nothing. Raises: errors of the database; then
+    the batch may or may not be committed, and the caller must drop the connection.
     """
     orphans = await find_orphans(connection, operations)
     batch = [*operations, *(Void(hold_id) for hold_id in orphans)]
     try:
         reads, writes, answers = await decide_and_commit(connection, batch, owner_id, expiry_s, signer, unread=True)
-    except GuardFailed:  # a counter is not there: with its row locked that is decided about too
+    except GuardFailed:  # a counter row is missing: the locking read below inserts it
         await exchange(connection, [("ROLLBACK", ())])
         reads, writes, answers = await decide_and_commit(connection, batch, owner_id, expiry_s, signer, unread=False)
     if own is not None:
@@ -383,7 +388,10 @@ async def decide_and_commit(
     *,
     unread: bool,
 ) -> tuple[BatchReads, BatchWrites, dict[int, HoldAnswer | Exception]]:
-    """One transaction. unread: whether counters may be moved without being read. Raises: GuardFailed if one is missing then."""
+    """Decide and write a batch in one transaction.
+
+    unread: allows incrementing counters unread. Raises: GuardFailed if a counter row is missing.
+    """
     admits = [op for op in batch if isinstance(op, Admit)]
     hold_ids = {op.hold_id for op in batch if not isinstance(op, Admit | Renew)}
     billed_ids = {op.hold_id for op in batch if isinstance(op, Settle | Expire)}
@@ -410,7 +418,7 @@ async def decide_and_commit(
         *counter_writes(counters),
     ]
     rows = await exchange(connection, [*statements, ("COMMIT", ())])
-    renewed = (Renewed(frozenset(row[0] for row in found)) for found in rows[: len(renewing)])
+    renewed = (Renewed(frozenset(row[0] for row in each)) for each in rows[: len(renewing)])
     answers.update(zip((index for index in sorted(answers) if isinstance(batch[index], Renew)), renewed, strict=True))
     known, gone = known_of(connection), counters.created - counters.changed.keys()
     known.saw({key: row for key, row in counters.rows.items() if key not in gone})
@@ -419,7 +427,7 @@ async def decide_and_commit(
 
 
 def only_gives_back(reads: BatchReads, batch: Sequence[HoldOperation]) -> bool:
-    """Whether no decision of the batch depends on how full a counter is."""
+    """Return whether all decisions of the batch are independent of the values of counters."""
     if any(isinstance(op, Admit | Extend) for op in batch) or any(h.state == HoldState.EXPIRED for h in reads.holds.values()):
         return False
     undone = [reads.holds.get(op.hold_id.int) for op in batch if isinstance(op, Void | Expire)]
@@ -427,19 +435,19 @@ def only_gives_back(reads: BatchReads, batch: Sequence[HoldOperation]) -> bool:
 
 
 async def find_orphans(connection: Connection, operations: Sequence[HoldOperation]) -> list[uuid.UUID]:
-    """Holds of a renewing owner that it does not know: their admission was committed, but the answer never reached it."""
-    found: list[uuid.UUID] = []
+    """Return the holds of renewing owners that they do not know of, because the answer was lost."""
+    orphans: list[uuid.UUID] = []
     for op in operations:
         if isinstance(op, Renew):
             ended = {o.hold_id for o in operations if not isinstance(o, Renew)}
             known = id_array(op.hold_ids | op.spared_ids | ended)
             [rows] = await exchange(connection, [(SELECT_ORPHANS, (str(op.owner_id), known))])
-            found += [row[0] for row in rows]
-    return found
+            orphans += [row[0] for row in rows]
+    return orphans
 
 
 def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[CounterKey]:
-    """Every counter that the batch may touch."""
+    """Return the keys of all counters that the batch may change."""
     keys: set[CounterKey] = set()
     extended_ids = {op.hold_id for op in batch if isinstance(op, Extend)}
     undone_ids = {op.hold_id for op in batch if isinstance(op, Void | Expire)}
@@ -451,16 +459,16 @@ def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[Count
 
 
 def refused_of(operations: Sequence[HoldOperation], answers: Mapping[int, HoldAnswer | Exception]) -> list[Refused]:
-    """The admissions of a batch that do not fit a quota."""
-    found: list[Refused] = []
+    """Return the admissions of a batch that exceed a quota."""
+    refused: list[Refused] = []
     for index, op in enumerate(operations):
         if isinstance(op, Admit) and isinstance(answer := answers[index], QuotaExceeded):
-            found.append(Refused(op.payer.organization_id, answer, (op.payer.project_id, op.request_id), op.payer.api_key_id))
-    return found
+            refused.append(Refused(op.payer.organization_id, answer, (op.payer.project_id, op.request_id), op.payer.api_key_id))
+    return refused
 
 
 class HoldConnection:
-    """Runs one batch at a time. Use as context manager, or `close` it."""
+    """Connection that runs one batch at a time. Use as a context manager, or call `close`."""
 
     def __init__(
         self,
@@ -472,9 +480,10 @@ class HoldConnection:
         signer: BatchSigner | None = None,
         own: OwnHolds | None = None,
     ) -> None:
-        """gate: shared with all others of this process that connect to the same database.
+        """Store the parameters; the first batch connects.
 
-        signer: of the receipts, if they are signed. own: shared with all others that act for the same owner.
+        gate: shared by all connections of this process to the same database. signer: of receipts;
+        None: unsigned. own: shared by all connections that act for the same owner.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner_id = owner_id
@@ -485,7 +494,7 @@ class HoldConnection:
         self._own: OwnHolds = {} if own is None else own
         self.refusals = Refusals()
         self._connection: BoundedConnection | None = None
-        self._known: Known | None = None  # what the connection knows
+        self._known: Known | None = None  # cache of the connection
 
     async def __aenter__(self) -> HoldConnection:
         return self
@@ -494,20 +503,20 @@ class HoldConnection:
         await self.close()
 
     def seems_to_fit(self, op: Admit) -> bool:
-        """Whether an admission fits by all that this connection has read, which is a guess. Sends no query."""
+        """Return whether an admission fits by the cache, which may be outdated. Sends no query."""
         return self._known is not None and seems_to_fit(self._known, op)
 
     async def execute(self, batch: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
-        """Answer each operation in order. After `StoreAway` it is unknown whether the operation was done."""
+        """Return the answers in order. After `StoreAway` an operation may still be committed."""
         if self._known is not None and (missing := unknown_rules(self._known, self._own, batch)):
             await self._execute(partial(self._learn_rules, missing), [])
             if self._known is not None:
                 unknown_rules(self._known, self._own, batch)
         done: dict[int, HoldAnswer | Exception] = {}
-        for plan in (plan_admissions, plan_ends, plan_extensions):  # what ends comes before what is extended
+        for plan in (plan_admissions, plan_ends, plan_extensions):  # ends before extensions
             if self._known is not None and (trip := plan(self._known, self._own, batch)) is not None:
-                found = await self._execute(partial(self._take, trip), [op for _, op, _ in trip.decided])
-                done |= zip([place for place, _, _ in trip.decided], found, strict=False)
+                taken = await self._execute(partial(self._take, trip), [op for _, op, _ in trip.decided])
+                done |= zip([place for place, _, _ in trip.decided], taken, strict=False)
                 if len(done) == len(batch):
                     break
         if len(done) == len(batch) > 0:
@@ -521,7 +530,7 @@ class HoldConnection:
         return answers
 
     async def _lock_and_decide(self, connection: Connection, operations: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
-        """The long way."""
+        """Run a batch on the slow path."""
         return await execute_batch(
             connection,
             operations,
@@ -535,38 +544,38 @@ class HoldConnection:
     async def _learn_rules(
         self, missing: Collection[int], connection: Connection, _: Sequence[HoldOperation]
     ) -> list[HoldAnswer | Exception]:
-        """Read what of the rules of own holds is not known; where that fails they go the long way.
+        """Read rules of own holds into the cache; if that fails, they take the slow path.
 
-        What changes them from now on is seen by the checks of every batch.
+        Later changes of these rules are detected by the checks of every batch.
         """
         [rows] = await exchange(connection, [(SELECT_RULES_BY_ID, (id_number_array(list(missing)),))])
         known_of(connection).add_rules(rules_of_rows(connection, rows).values())
         return []
 
     async def _take(self, trip: Trip, connection: Connection, operations: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
-        """All of the operations at once, or none, which then go the long way: nothing is committed and nothing answered."""
+        """Run a trip; return no answers, with nothing committed, if it needs the slow path."""
         try:
-            assert self._known is not None, "a connection that is open is known"
+            assert self._known is not None, "an open connection has a cache"
             await take(connection, self._known, self._own, trip, owner=self._owner, expiry_s=self._expiry_s, signer=self._signer)
         except (*CONFLICTS, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
-            log.debug("batch_goes_the_long_way", cause=type(unforeseen).__name__, operation_count=len(operations))
+            log.debug("batch_takes_slow_path", cause=type(unforeseen).__name__, operation_count=len(operations))
             if connection.pgconn.transaction_status != IDLE:
                 await exchange(connection, [("ROLLBACK", ())])
             return []
         except AWAY:
             raise
-        except Exception as broken:  # the plan is of all together: only the long way can find out whom it is about
-            log.warning("batch_goes_the_long_way", cause=repr(broken), operation_count=len(operations))
+        except Exception as broken:  # only the slow path can find the operation that caused it
+            log.warning("batch_takes_slow_path", cause=repr(broken), operation_count=len(operations))
             await self.close()
             return []
         return [answer for _, _, answer in trip.decided]
 
     async def bind(self, binds: Sequence[Bind], renewal: Renew) -> list[HoldAnswer | Exception]:
-        """The same for requests that were let in without the database.
+        """Bind holds to requests that were admitted during an outage; return the answers in order.
 
-        renewal: of all that its owner knows. It comes first, since it voids what admissions obtained whose answers were lost, under
-        the same request ids; so nothing else may be under way. Where one of these is taken all the same, it comes once more: what a
-        frozen server commits as it wakes up stands there now.
+        renewal: of all holds that the owner knows. Runs first, because it voids holds of the same
+        request ids whose answers were lost; no other operation may run meanwhile. If a request id
+        is still in use, both run once more: a frozen server may have committed late.
         """
         answers: list[HoldAnswer | Exception] = []
         for _ in range(2):
@@ -602,10 +611,10 @@ class HoldConnection:
             except BaseException:
                 await self.close()
                 raise
-        return [StoreAway("the database reports one conflict after another")] * len(batch)
+        return [StoreAway(f"the database reported {CONFLICT_ATTEMPTS_MAX} conflicts in a row")] * len(batch)
 
     async def close(self) -> None:
-        """Drop the connection. The next batch opens another one."""
+        """Drop the connection. The next batch opens a new one."""
         connection, self._connection, self._known = self._connection, None, None
         if connection is not None:
             await connection.close()
@@ -613,7 +622,10 @@ class HoldConnection:
     async def _execute_in_time(
         self, run: Callable[[Connection, Sequence[Op]], Answers], batch: Sequence[Op]
     ) -> list[HoldAnswer | Exception]:
-        """One attempt. A connection that breaks is no outage: the database may have been restarted. One that says nothing is."""
+        """Run one attempt; report an outage to the gate if it times out.
+
+        A broken connection alone is not an outage: the database may have been restarted.
+        """
         connection = self._connection or await self._connect()
         silent = False
 

@@ -1,7 +1,7 @@
-"""The meaning of the operations on holds: what each does to holds, counters, usage events and money. Written here once.
+"""Decisions about hold operations: their effect on holds, counters, usage events and money.
 
-Pure, one operation after the other, on values in memory. Two ways lead here (`batch.py`): one hands over rows that it has locked,
-the other what the process remembers of them, and has the database see for itself that they still are so.
+Pure functions on values in memory, one operation after the other. `batch.py` calls them with rows
+that it has locked (slow path) or with cached rows that the database verifies later (fast path).
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from metering.receipts.chaining import Chains, IssuedReceipt
 from metering.store.exchange import packed_id
 
 LATEST = datetime.max.replace(tzinfo=UTC)
-TermsKey = tuple[int, str, str, ServiceTier, bool]  # the key's number, currency, model, tier; whether requests embed
+TermsKey = tuple[int, str, str, ServiceTier, bool]  # key, currency, model, tier, embedding
 
 
 @dataclass(slots=True, eq=False)
 class HoldTerms:
-    """What holds of one key for one model have in common: whose they are, their price, what they are charged to.
+    """Payer, prices and quotas that all holds of one key for one model share.
 
-    payer_ids: organization, project and key as a receipt has them, 48 bytes. quota_ids: numbers. charged: the price that quotas on
-    money count. packed_quota_ids: the quotas as elements of a packed array. Those of one batch are grouped by identity.
+    payer_ids: organization, project and key in the encoding of receipts, 48 bytes. quota_ids: as
+    integers. charged: prices that money quotas count. packed_quota_ids: elements of a packed array.
     """
 
     payer_ids: bytes
@@ -69,12 +69,12 @@ class HoldTerms:
     prices: TokenPrices
     quota_ids: tuple[int, ...]
     charged: TokenPrices = field(init=False)
-    money: Scale = field(init=False)  # the same as a scale
+    money: Scale = field(init=False)  # `charged` as a scale
     project_id: bytes = field(init=False)
     packed_quota_ids: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Work out once what each batch needs."""
+        """Compute the derived fields once; every batch reads them."""
         self.charged = embedding_terms(self.prices) if self.embedding else self.prices
         self.money = money_scale(self.charged)
         self.project_id = self.payer_ids[16:32]
@@ -83,7 +83,7 @@ class HoldTerms:
 
 @dataclass(slots=True, eq=False)
 class AdmissionTerms:
-    """What decides about admissions of a key for a model and tier, to embed or not. until: None: for ever."""
+    """Terms of admission of a key for a model, tier and kind of request. until: None: no end."""
 
     payer: Payer
     common: HoldTerms
@@ -92,9 +92,9 @@ class AdmissionTerms:
 
 
 class Hold(msgspec.Struct, eq=False):
-    """A hold, changed as operations are decided. rules: those that it is charged to.
+    """A hold; decisions change it in place. rules: quotas that it is charged to.
 
-    posted_cost_picos: the money that its posted tokens are worth, once it is extended.
+    posted_cost_picos: cost of its posted tokens; set by each extension.
     """
 
     id: uuid.UUID
@@ -115,13 +115,14 @@ class Hold(msgspec.Struct, eq=False):
 
     @property
     def unbound(self) -> bool:
-        """Whether it was taken in advance and no request has been given to it (`standing_holds.py`)."""
-        return self.request_id.int == self.id.int  # UUIDs compare in Python, at several times the cost
+        """True if the hold was taken in advance and has no request yet (`preauthorized_holds.py`)."""
+        return self.request_id.int == self.id.int  # comparing UUIDs costs several times as much
 
     def claim(self, cached_input_token_count: int = 0) -> Claim:
-        """What the hold claims of its quotas; `cached_input_token_count` where more is known than the hold has.
+        """Return the hold's charge to its quotas.
 
-        What comes to be known after the input was posted changes nothing any more: it stands in windows that may be over.
+        A larger `cached_input_token_count` replaces the hold's own, unless the input was already
+        posted: the windows it was posted to may be over.
         """
         cached = self.cached_input_token_count
         if cached_input_token_count > cached and not self.posted_token_count:
@@ -139,7 +140,7 @@ class Hold(msgspec.Struct, eq=False):
 
 
 class EventSums(NamedTuple):
-    """What the usage events of one hold add up to; nothing for a hold that has none."""
+    """Sums of the usage events of one hold; all zero if it has none."""
 
     part_count: int = 0
     input_token_count: int = 0
@@ -153,15 +154,15 @@ class EventSums(NamedTuple):
 
     @property
     def sent_token_count(self) -> int:
-        """Tokens of the request's input, to be continued or to be embedded."""
+        """Input tokens of the request, whether for generation or for embedding."""
         return self.input_token_count + self.embedding_token_count
 
     def settled(self, hold_id: uuid.UUID, currency_code: str, receipts: list[IssuedReceipt]) -> Settled:
-        """The usage that stands."""
+        """Return the recorded usage as an answer."""
         return Settled(hold_id, *self[1:7], currency_code, self.outcome, self.embedding_token_count, receipts)
 
     def plus(self, part: Settled) -> EventSums:
-        """With one more part."""
+        """Return the sums with one more part added."""
         return EventSums(
             self.part_count + 1,
             self.input_token_count + part.input_token_count,
@@ -178,18 +179,20 @@ class EventSums(NamedTuple):
 NOTHING_USED = EventSums()
 
 
-SameRequest = tuple[bytes, Settled | None]  # of a request id that is in use: the payload's hash, the usage if it has ended
+# First use of a request id: hash of its payload, and its usage if it has ended.
+SameRequest = tuple[bytes, Settled | None]
 
 
 @dataclass(slots=True)
 class BatchReads:
-    """What the database holds at the beginning of a batch. Ids are looked up by their numbers, for the reason of `CounterKey`."""
+    """Rows read at the beginning of a batch, by integer ids for the reason in `CounterKey`."""
 
     now: datetime
     chains: Chains = field(default_factory=Chains)
     holds: dict[int, Hold] = field(default_factory=dict)
     events: dict[int, EventSums] = field(default_factory=dict)  # by hold
-    receipts: dict[int, list[IssuedReceipt]] = field(default_factory=dict)  # by hold; those of the batch come when it is written
+    # By hold; receipts of this batch are added when it is written.
+    receipts: dict[int, list[IssuedReceipt]] = field(default_factory=dict)
     same_requests: dict[tuple[int, int], SameRequest] = field(default_factory=dict)  # by project and request
     live_keys: set[int] = field(default_factory=set)
     terms: Mapping[TermsKey, AdmissionTerms] = field(default_factory=dict)
@@ -197,10 +200,10 @@ class BatchReads:
 
 @dataclass(slots=True)
 class BatchWrites:
-    """All that a batch changes but counters. Extensions and ends by the number of the hold; extensions with the lease before.
+    """All changes of a batch except counters.
 
-    holds: new ones, with what asked for them. events: usage to insert, one part of what a hold has used: the hold, its usage, which
-    part it is, what has settled it, and whether it was recovered.
+    holds: new holds, each with its admission. extensions: by hold, with the lease before. ends: by
+    hold. events: usage to insert as (hold, usage, part number, settlement, whether recovered).
     """
 
     holds: list[tuple[Admit, Hold]] = field(default_factory=list)
@@ -212,7 +215,7 @@ class BatchWrites:
 
 @dataclass(slots=True)
 class Decisions:
-    """The state of a batch while its operations are decided one after the other."""
+    """State of a batch whose operations are decided one after the other."""
 
     reads: BatchReads
     counters: Counters
@@ -220,7 +223,7 @@ class Decisions:
     added: dict[int, list[Settled]] = field(default_factory=dict)  # usage by hold
 
     def decide(self, op: HoldOperation) -> HoldAnswer:
-        """Answer one operation, or raise the error that refuses it; nothing has changed then."""
+        """Return the answer to one operation. Raises: its refusal, with nothing changed."""
         match op:
             case Admit():
                 return self.admit(op)
@@ -234,12 +237,12 @@ class Decisions:
                 return self.expire(op.hold_id)
             case Renew():
                 self.writes.renewed.append((op.owner_id, op.hold_ids))
-                return Renewed(frozenset())  # which ones only the write will tell
+                return Renewed(frozenset())  # the write returns the ids
 
     def admit(self, op: Admit, terms: AdmissionTerms | None = None) -> Admitted | Fits:
-        """Take a hold, or refuse without a trace; only say that there could be one, where that is asked.
+        """Take a hold, or refuse and change nothing. With `only_asks`, take nothing: return `Fits`.
 
-        terms: what decides about it, where the caller has looked that up in `reads.terms`.
+        terms: the entry of `reads.terms` if the caller has already looked it up.
         """
         reads, counters, payer = self.reads, self.counters, op.payer
         if terms is None:
@@ -268,15 +271,15 @@ class Decisions:
         return Admitted(op.hold_id, lease, common.prices, QuotaStates(rules, counts, now), now)
 
     def extend(self, op: Extend) -> Extended:
-        """Lease more, or refuse and leave the lease as it is."""
+        """Extend the lease, or refuse and leave it unchanged."""
         hold = self.live(op.hold_id)
         if not hold.delivered_token_count <= op.delivered_token_count <= hold.leased_token_count:
             raise InvariantViolated(
-                f"hold {hold.id}: {op.delivered_token_count} delivered, which was {hold.delivered_token_count} before, "
-                f"of {hold.leased_token_count} leased"
+                f"hold {hold.id}: delivered count must be between {hold.delivered_token_count} (last extension) "
+                f"and {hold.leased_token_count} (leased), got {op.delivered_token_count}"
             )
         if op.wanted_token_count < 1:
-            raise InvariantViolated(f"hold {hold.id}: a lease grows by at least one token, not by {op.wanted_token_count}")
+            raise InvariantViolated(f"hold {hold.id}: a lease grows by at least one token, got {op.wanted_token_count}")
         if hold.terms.embedding:
             raise InvariantViolated(f"hold {hold.id}: an embedding has no output to lease")
         claim = hold.claim(op.cached_input_token_count)
@@ -292,7 +295,10 @@ class Decisions:
         return Extended(claim.leased_token_count)
 
     def settle(self, op: Settle) -> Settled:
-        """End the hold with its usage event; an ended one answers what stands, or takes what its expiry did not know of."""
+        """End the hold with its usage event.
+
+        A settled hold returns its recorded usage; an expired one records usage beyond its expiry's.
+        """
         number = op.hold_id.int
         hold = self.reads.holds.get(number)
         if hold is None:
@@ -300,7 +306,7 @@ class Decisions:
         if op.delivered_token_count > hold.leased_token_count:
             raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered of {hold.leased_token_count} leased")
         if hold.state == HoldState.VOIDED:
-            raise HoldEnded(f"hold {hold.id} was voided: its usage cannot be recorded any more")
+            raise HoldEnded(f"hold {hold.id} was voided: its usage can no longer be recorded")
         if unbound := hold.request_id.int == number:  # as `Hold.unbound`
             op = structs.replace(op, input_token_count=0, cached_input_token_count=0)
         elif hold.terms.embedding:
@@ -312,7 +318,7 @@ class Decisions:
         if op.delivered_token_count < hold.delivered_token_count:
             if not op.recovered:
                 raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered after {hold.delivered_token_count}")
-            # A machine that went down may have lost the end of a journal; the last extension still knows.
+            # A machine crash may lose the end of a journal; the last extension is in the database.
             op = structs.replace(op, delivered_token_count=hold.delivered_token_count)
         sent, delivered = op.input_token_count, 0 if unbound else op.delivered_token_count
         if hold.posted_token_count:
@@ -327,9 +333,9 @@ class Decisions:
         return self.record(hold, op, recovered=op.recovered)
 
     def settle_late(self, hold: Hold, op: Settle) -> Settled:
-        """Record what an expired hold delivered beyond what its expiry billed, and give back what it did not use of its lease.
+        """Record usage of an expired hold that its expiry did not bill; return the unused lease.
 
-        Once: the event that is written, even one without tokens, tells the next attempt that it has been done.
+        Happens once: the usage event, even one without tokens, marks it as done.
         """
         known = self.standing(hold.id)
         if known.part_count > (1 if hold.delivered_token_count else 0):
@@ -349,7 +355,7 @@ class Decisions:
         return self.standing_usage(hold)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
-        """Undo a hold of which nothing is billed."""
+        """End a hold without usage and undo its charges."""
         hold = self.reads.holds.get(hold_id.int)
         if hold is None or hold.state != HoldState.HELD:
             return Ended(done=False)
@@ -362,7 +368,7 @@ class Decisions:
         return Ended(done=True)
 
     def expire(self, hold_id: uuid.UUID) -> Ended:
-        """End a hold that is overdue."""
+        """End a hold whose expiry has passed; bill the tokens delivered by its last extension."""
         hold = self.reads.holds.get(hold_id.int)
         if hold is None or hold.state != HoldState.HELD or hold.expires_at > self.reads.now:
             return Ended(done=False)
@@ -384,10 +390,10 @@ class Decisions:
         return Ended(done=True)
 
     def record(self, hold: Hold, op: Settle, *, recovered: bool) -> Settled:
-        """Write the next usage event of a hold, and return its usage; its receipt comes to that as it is written.
+        """Add the next usage event of a hold and return its usage; writing it adds the receipt.
 
-        Billed is what was delivered; nothing if the request is billed under another hold. Of an embedding the input is what was
-        embedded, a kind of token of its own.
+        Delivered tokens are billed, except those of an unbound hold, whose request is billed under
+        another hold. The input of an embedding counts as embedding tokens.
         """
         number, prices, delivered = hold.id.int, hold.terms.prices, op.delivered_token_count
         billed = 0 if hold.request_id.int == number else delivered
@@ -412,19 +418,19 @@ class Decisions:
         return part
 
     def standing(self, hold_id: uuid.UUID) -> EventSums:
-        """What the hold's usage events add up to, those of this batch among them."""
+        """Return the sums of the hold's usage events, including those of this batch."""
         sums = self.reads.events.get(hold_id.int, NOTHING_USED)
         for part in self.added.get(hold_id.int, ()):
             sums = sums.plus(part)
         return sums
 
     def standing_usage(self, hold: Hold) -> Settled:
-        """The same as an answer, with the receipts."""
+        """Return the recorded usage of the hold as an answer with its receipts."""
         receipts = self.reads.receipts.setdefault(hold.id.int, [])
         return self.standing(hold.id).settled(hold.id, hold.terms.prices.currency_code, receipts)
 
     def live(self, hold_id: uuid.UUID) -> Hold:
-        """The hold, which must not have ended."""
+        """Return the hold. Raises: NotFound; HoldEnded if it has ended."""
         hold = self.reads.holds.get(hold_id.int)
         if hold is None:
             raise NotFound("hold", str(hold_id))
@@ -434,7 +440,7 @@ class Decisions:
 
 
 def same_request_error(op: Admit, payload_hash: bytes, settled: Settled | None) -> MeteringError:
-    """Why a request id cannot be used a second time. payload_hash, settled: of the first."""
+    """Return the error for a request id used again. payload_hash, settled: of the first request."""
     if is_other_payload(payload_hash, op.payload_hash):
         return RequestIdReused("this request_id was used before with another payload: mint a new one for a new request")
     if settled is None:

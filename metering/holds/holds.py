@@ -1,7 +1,7 @@
-"""Holds of one process: taken, extended and ended through group commit on connections of its own.
+"""Hold store of one process: takes, extends and ends holds through group commit.
 
-Owns the list of holds that this process answers for, and the ends that it owes them. A hold that this process forgets (a crash, an
-answer lost with its connection) ends all the same: by the journal's recovery, by `Renew`, or by expiry.
+Owns the list of holds that this process is responsible for, and their pending ends. A hold that the
+process loses (by a crash or a lost answer) still ends: by journal recovery, renewal or expiry.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from metering.holds.operations import (
     Settled,
     Void,
 )
-from metering.holds.standing_holds import Bindings, GraceTerms, StandingHolds
+from metering.holds.preauthorized_holds import Bindings, GraceTerms, PreauthorizedHolds
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.chaining import BatchSigner
 from metering.store.db import Sessions, StoreGate
@@ -56,21 +56,21 @@ from metering.store.group_commit import (
     awaited,
 )
 
-RENEW_INTERVAL_S = 15.0  # a quarter of the expiry: three renewals may fail before anything is lost
+RENEW_INTERVAL_S = 15.0  # a quarter of the expiry: three renewals may fail without a loss
 
-WAITING_COUNT_MAX = 10_000  # admissions beyond this wait longer than a client would
+WAITING_COUNT_MAX = 10_000  # admissions; later ones would wait longer than a client does
 
-RETRY_S_MIN, RETRY_S_MAX = 0.05, 5.0  # until an operation that the database has not answered is tried again
+RETRY_S_MIN, RETRY_S_MAX = 0.05, 5.0  # delay before an unanswered operation is retried
 
-ANSWER_WAIT_S = 5.0  # a client that waits longer for its admission has lost the good of an exact answer
+ANSWER_WAIT_S = 5.0  # longest wait of an admission for an exact answer
 
-PROBE_INTERVAL_S = 1.0  # so soon an idle process finds out that the database is away
+PROBE_INTERVAL_S = 1.0  # within it an idle process detects that the database is unavailable
 
-LOOP_RETRY_S_MIN, LOOP_RETRY_S_MAX = 0.1, 5.0  # a hold lapses after a minute: its loops are never left alone for long
+LOOP_RETRY_S_MIN, LOOP_RETRY_S_MAX = 0.1, 5.0  # short, since a hold lapses after a minute
 
-PROBE = Expire(uuid.UUID(int=0))  # of no hold: asks whether the database answers at all
+PROBE = Expire(uuid.UUID(int=0))  # matches no hold: tests whether the database answers
 
-TEND_INTERVAL_S = 1.0  # so soon something stands for a key that has begun to ask
+TEND_INTERVAL_S = 1.0  # within it a newly used key gets its pre-authorized holds
 
 
 log = structlog.get_logger(__name__)
@@ -78,11 +78,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HoldStatistics:
-    """Holds that this process answers for, those among them that no request has, and how its operations were batched.
+    """Counts of a hold store.
 
-    open_operation_count: those that wait or are in the database now. owed_end_count: those that it did not answer, and that are
-    tried again.
-    refusals: admissions that quotas have refused since the start, by the dimension and the subject of the quota in front.
+    live_hold_count: holds of this process. standing_hold_count: those without a request.
+    open_operation_count: operations that wait or run. owed_end_count: unanswered operations that
+    will be retried. refusals: admissions refused by quotas since the start, by the dimension and
+    subject of the first quota.
     """
 
     live_hold_count: int
@@ -97,10 +98,11 @@ Execute = Callable[[Sequence[HoldOperation]], Awaitable[Sequence[HoldAnswer | Ex
 
 
 class HoldStore:
-    """The one way in which this process touches holds. `run` must be running for anything to be answered.
+    """Hold store of this process; all its hold operations pass here. Answers only while `run` runs.
 
-    Admissions have a connection of their own, so that a batch of them and one of all else are under way at the same time. From the
-    answers follows what is known of this process's holds: which are live, until when they are ours, whether the database is there.
+    Admissions have a separate connection, so that a batch of them runs beside a batch of other
+    operations. The answers keep the store's state current: live holds, their deadlines, and whether
+    the database is available.
     """
 
     def __init__(
@@ -116,37 +118,38 @@ class HoldStore:
         used: Callable[[], None] = lambda: None,
         measured: Callable[[int, float], None] | None = None,
     ) -> None:
-        """gate: shared with all others of this process that connect to the same database.
+        """Prepare the connections; the first batch connects.
 
-        answer_wait_s: how long an admission or an extension waits for a database that does not answer.
-        grace: what is set aside to let requests in while the database is away, and where that is written down; None: nothing is.
-        signer: of the receipts; None: they are not signed. used: called when usage has been written; must not block.
-        measured: told of each batch how many operations it had, and how many seconds it took.
+        gate: shared by all connections of this process to the same database. answer_wait_s: longest
+        wait of an admission or extension for the database. grace: pre-authorized holds per key, and
+        the log of their bindings; None: refuse requests during outages. signer: of receipts; None:
+        unsigned. used: called after usage was written; must not block. measured: called after each
+        batch with its operation count and seconds.
         """
         self.owner_id = owner_id
         self.gate = gate or StoreGate()
         self._expiry_s = expiry_s
         self._answer_wait_s = answer_wait_s
         self._leases = LeaseClock(expiry_s)
-        self.may_have_lapsed = self._leases.may_have_lapsed  # any hold of this process; `lapse` tells of each
-        self._standing = StandingHolds(*grace, self._leases) if grace else None
+        self.may_have_lapsed = self._leases.may_have_lapsed  # any hold; `lapse` checks one
+        self._standing = PreauthorizedHolds(*grace, self._leases) if grace else None
         self._own: OwnHolds = {}
         self._others, self._admitting = (
             HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer, own=self._own)
             for _ in range(2)
         )
-        self._admission_turn, self._turn = asyncio.Lock(), asyncio.Lock()  # who needs both takes that of admissions first
+        self._admission_turn, self._turn = asyncio.Lock(), asyncio.Lock()  # locked in this order
         self._spared: set[uuid.UUID] = set()
         self._used = used
         self._answered_at: float | None = None
         self._is_answering = False
-        self._has_lost_admissions = False  # whose answers never came: whatever they have taken stands in the way of a second try
-        self._tending = asyncio.Lock()  # held while holds are being set aside: none may come after all were given back
+        self._has_lost_admissions = False  # unanswered ones may have holds that block a retry
+        self._tending = asyncio.Lock()  # held while taking holds, so that none follow a release
         self._put_off: dict[Entry[HoldOperation], asyncio.TimerHandle] = {}
         self._measured = measured
         self._began_at = self._leases.now()
         self._closed = False
-        late = f"the quota store has not answered within {answer_wait_s:g} s"
+        late = f"the quota store did not answer within {answer_wait_s:g} s"
         self._commits = self._group_commit(self._execute)
         self._admissions = self._group_commit(
             self._execute_admissions,
@@ -169,11 +172,11 @@ class HoldStore:
         )
 
     def _fair_share(self) -> int:
-        """Half of all that is open: while one half is in the database, the answers of the other are taken and new work is made."""
+        """Return half of the open operations: one half runs while the other is answered."""
         return max((self._commits.open_count + self._admissions.open_count + 1) // 2, WORTHWHILE_COUNT)
 
     async def run(self) -> None:
-        """Run batches and renew expiries until cancelled; whoever still waits then is told `StoreAway`."""
+        """Run batches and renew holds until cancelled; then answer the rest with `StoreAway`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 loops: dict[str, Callable[[], Awaitable[None]]] = {
@@ -183,7 +186,7 @@ class HoldStore:
                     "store probe": self._probe_regularly,
                 }
                 if self._standing is not None:
-                    loops["standing holds"] = partial(self._tend_regularly, self._standing)
+                    loops["preauthorized holds"] = partial(self._tend_regularly, self._standing)
                 for name, loop in loops.items():
                     retries = Retries(name.replace(" ", "_"), shortest_s=LOOP_RETRY_S_MIN, longest_s=LOOP_RETRY_S_MAX)
                     tasks.create_task(retries.keep_running(loop), name=name)
@@ -196,69 +199,71 @@ class HoldStore:
                 await connection.close()
 
     def begin_admit(self, op: Admit, done: Callable[[Admitted | Exception], None]) -> Pending:
-        """Take a hold: from the database, or while that is away from what was set aside.
+        """Take a hold in the database, or a pre-authorized one during an outage.
 
-        done: told of `Admitted` or of QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled,
-        StoreAway; never inside this call. Once the answer is abandoned the hold is given back.
+        done: called, never inside this call, with `Admitted` or with QuotaExceeded, PriceMissing,
+        KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled or StoreAway. Abandoning the
+        answer voids the hold.
         """
         if self._standing is None:
             return self._admissions.begin(op, done)
         return BackedAdmission(self._standing, self._admissions.begin, self._void_all, op, done)
 
     def begin_settle(self, op: Settle, done: Callable[[Settled | Exception], None]) -> None:
-        """End a hold with its usage. Tries until the database has answered.
+        """End a hold with its usage. Retries until the database answers.
 
-        done: told of `Settled` or of InvariantViolated, HoldEnded; never inside this call. Of StoreAway only if `run` has ended:
-        the journal's recovery settles it then.
+        done: called, never inside this call, with `Settled`, InvariantViolated or HoldEnded; with
+        StoreAway only after `run` has ended: journal recovery settles the hold then.
         """
         self._commits.begin(op, done)
 
     def begin_void(self, hold_id: uuid.UUID, done: Callable[[Ended | Exception], None]) -> None:
-        """End a hold as if it had never been. Tries until the database has answered. done: as of `begin_settle`, with `Ended`."""
+        """Void a hold. Retries until the database answers. done: gets `Ended` or an error."""
         self._commits.begin(Void(hold_id), done)
 
     async def check_room(self, op: Admit) -> None:
-        """Raise what the admission would be refused with now; it is not taken. Only where it is unlikely to fit this takes time.
+        """Raise the refusal that the admission would get now; take no hold.
 
-        While the database is away nothing is raised where holds are set aside for that. Raises: as `admit`.
+        Asks the database only if the cache says that the admission is unlikely to fit. During an
+        outage nothing is raised if this process pre-authorizes holds. Raises: as `begin_admit`.
         """
         if self._has_given() or not self._admitting.seems_to_fit(op):
             await awaited(partial(self.begin_admit, structs.replace(op, only_asks=True)), lambda _: None)
 
     async def extend(self, op: Extend) -> Extended:
-        """Lease more output tokens. While the database is away this waits for it, for a bounded time.
+        """Lease more output tokens; wait up to `answer_wait_s` for the database.
 
-        Raises: QuotaExceeded, HoldEnded, StoreAway; the lease is then what it was.
+        Raises: QuotaExceeded, HoldEnded, StoreAway; the lease is then unchanged.
         """
         try:
             async with asyncio.timeout(self._answer_wait_s):
                 extended = await self._commits.submit(op)
         except TimeoutError:
-            raise StoreAway("the quota store does not answer, and what was leased is used up") from None
+            raise StoreAway("the quota store does not answer, and the lease is used up") from None
         assert isinstance(extended, Extended)
         return extended
 
     @property
     def has_answered(self) -> bool:
-        """Whether the database has answered this process at all."""
+        """True once the database has answered this process."""
         return self._answered_at is not None
 
     @property
     def away_s(self) -> float | None:
-        """For how long the database has not answered, from the start of this process if it never did; None while it answers."""
+        """Seconds since the last answer, or since start without one; None while it answers."""
         return self.gate.away_s if self.has_answered else self._leases.now() - self._began_at
 
     def lapse(self, hold_id: uuid.UUID) -> HoldEnded | StoreAway | None:
-        """Why nothing more may be delivered under a hold that could not be renewed in time; None while that may go on."""
-        found = self._leases.deadlines.get(hold_id.int)  # as `left_s`, without the call
-        if found is not None and found[1] > self._leases.now():
+        """Return the error that ends delivery under a hold not renewed in time; None if live."""
+        entry = self._leases.deadlines.get(hold_id.int)  # as `left_s`, without the call
+        if entry is not None and entry[1] > self._leases.now():
             return None
         if self.gate.away_s is not None:
-            return StoreAway("the quota store is away for longer than this request's hold lasts")
-        return HoldEnded(f"hold {hold_id} was not renewed in time: this process was stopped, or cut off from the quota store")
+            return StoreAway("the quota store has been unavailable for longer than this request's hold lasts")
+        return HoldEnded(f"hold {hold_id} was not renewed in time: this process was suspended or cut off from the quota store")
 
     async def release_standing(self) -> None:
-        """Give back what is set aside and set nothing aside any more, as far as the database answers in time."""
+        """Void all pre-authorized holds and take no more; waits up to `answer_wait_s`."""
         if self._standing is None:
             return
         with contextlib.suppress(TimeoutError, StoreAway):
@@ -268,14 +273,14 @@ class HoldStore:
                 await released.wait()
 
     def statistics(self) -> HoldStatistics:
-        """Never blocks."""
+        """Return the current counts. Never blocks."""
         standing_count = self._standing.standing_count if self._standing else 0
         commits = self._commits.statistics().plus(self._admissions.statistics())
         open_count, owed_count = self._commits.open_count + self._admissions.open_count, len(self._put_off)
         return HoldStatistics(len(self._leases), standing_count, open_count, owed_count, commits, self._admitting.refusals.counts)
 
     def _void_all(self, hold_ids: Sequence[uuid.UUID], then: Callable[[], None]) -> None:
-        """Void holds, and call `then` once they have ended, as far as the database answers in time; never inside this call."""
+        """Void holds; call `then` once they ended or time is up, never inside this call."""
         left = len(hold_ids)
 
         def ended(_: object) -> None:
@@ -295,7 +300,7 @@ class HoldStore:
         timer = asyncio.get_running_loop().call_later(wait_s, give_up)
 
     def _puts_off(self, entry: Entry[HoldOperation], error: Exception) -> bool:
-        """Try what a request cannot go without again, soon, and as soon as the database answers."""
+        """Schedule a retry of an unanswered end or extension; return whether one is scheduled."""
         op = entry.op
         if not isinstance(error, StoreAway) or not isinstance(op, Settle | Void | Extend) or self._closed:
             return False
@@ -316,18 +321,18 @@ class HoldStore:
             self._try_again(entry)
 
     async def _execute(self, operations: Sequence[HoldOperation]) -> Sequence[HoldAnswer | Exception]:
-        """A batch of all but admissions."""
+        """Run a batch of operations other than admissions."""
         if not (self._has_given() or Renew in map(type, operations)):
             async with self._turn:
                 return await self._execute_on(self._others, operations)
-        # Whoever renews ends what nobody knows of: no admission may be half known then.
+        # A renewal voids holds that this process does not know: no admission may be in flight.
         async with self._admission_turn, self._turn:
             if not await self._bind():
                 return [StoreAway("the database does not answer")] * len(operations)
             return await self._execute_on(self._others, operations)
 
     async def _execute_admissions(self, operations: Sequence[HoldOperation]) -> Sequence[HoldAnswer | Exception]:
-        """A batch of admissions."""
+        """Run a batch of admissions."""
         async with self._admission_turn:
             if self._has_given():
                 async with self._turn:
@@ -346,7 +351,7 @@ class HoldStore:
         return answers
 
     def _note_answer(self) -> None:
-        """Note whether the database is there; tell that it is again after an outage or a broken connection."""
+        """Update whether the database is available; start the follow-up work when it is back."""
         if self.gate.away_s is not None:
             self._is_answering = False
             return
@@ -357,7 +362,7 @@ class HoldStore:
             self._came_back()
 
     def _note(self, batch: Sequence[HoldOperation], answers: Sequence[HoldAnswer | Exception], sent_at: float) -> None:
-        """Keep the list of live holds, and until when they are ours, as the database has just answered."""
+        """Update the live holds and their deadlines from the answers of a batch."""
         begun: list[uuid.UUID] = []
         ended: list[uuid.UUID] = []
         has_used = False
@@ -372,7 +377,7 @@ class HoldStore:
                 if self._standing is not None:
                     self._standing.ended(op.hold_id)
                 if isinstance(answer, InvariantViolated):
-                    # Voiding it would lose what was delivered, renewing it would hold its quotas for ever.
+                    # Voiding would lose delivered tokens; renewing would hold quotas forever.
                     self._spared.add(op.hold_id)
             elif isinstance(op, Extend) and isinstance(answer, Extended):
                 self._leases.extend(op.hold_id, sent_at)
@@ -384,15 +389,15 @@ class HoldStore:
             self._used()
 
     def _renewal(self) -> Renew:
-        """Of all holds that are live now."""
+        """Return a renewal of all live holds."""
         return Renew(self.owner_id, frozenset(self._leases.hold_ids), frozenset(self._spared))
 
     def _has_given(self) -> bool:
-        """Whether requests were let in that the database does not know of yet."""
+        """Return whether requests were admitted that the database does not know of yet."""
         return self._standing is not None and bool(self._standing.given)
 
     async def _bind(self) -> bool:
-        """After an outage, before all else: tell the database which request has which hold. Whether it was told."""
+        """Bind holds to requests admitted in an outage; return whether the database answered."""
         standing = self._standing
         if standing is None or not standing.given:
             return True
@@ -413,13 +418,13 @@ class HoldStore:
             self._commits.begin(Renew(self.owner_id, frozenset()), None)
 
     def _came_back(self) -> None:
-        """Renew at once what may soon lapse after an outage; and end by that what was taken without an answer."""
-        self._admissions.begin(PROBE, None)  # a connection that the outage has broken is found before a request finds it
+        """Renew all holds at once after an outage; this voids holds whose answers were lost."""
+        self._admissions.begin(PROBE, None)  # detects a broken connection before a request uses it
         self._try_again_now()
         self._commits.begin(Renew(self.owner_id, frozenset()), None)
 
     async def _probe_regularly(self) -> None:
-        """See to it that an idle process, too, knows whether the database answers, and that someone tries while nobody asks."""
+        """Probe the database while the process is idle, so that an outage is noticed."""
         for commits in (self._commits, self._admissions):
             commits.begin(PROBE, None)
         while True:
@@ -429,8 +434,8 @@ class HoldStore:
                 self._commits.begin(PROBE, None)
                 self._admissions.begin(PROBE, None)
 
-    async def _tend_regularly(self, standing: StandingHolds) -> None:
-        """Keep enough set aside for each key in use."""
+    async def _tend_regularly(self, standing: PreauthorizedHolds) -> None:
+        """Keep pre-authorized holds for each key in use."""
         while True:
             await asyncio.sleep(TEND_INTERVAL_S)
             if self.gate.away_s is not None:
@@ -445,9 +450,9 @@ class HoldStore:
                         standing.taken(op, answer)
 
     def _orphaned(self, op: HoldOperation, answer: HoldAnswer | Exception) -> None:
-        """Nobody takes the answer: end what an admission obtained, and log the end that was refused."""
+        """Handle an answer without a caller: void an admission's hold, log a refused settlement."""
         if isinstance(answer, Admitted):
-            # Not ours any more: a renewal voids it too, before its request can be bound to what was given to it meanwhile.
+            # Dropped here too: a renewal then voids it before its request is bound elsewhere.
             self._leases.end((answer.hold_id,))
             self._commits.begin(Void(answer.hold_id), None)
         elif isinstance(op, Settle) and isinstance(answer, Exception):
@@ -455,19 +460,23 @@ class HoldStore:
 
 
 class BackedAdmission:
-    """One admission in a process that has holds set aside: given back where it does not fit, given to it in an outage."""
+    """Admission in a process with pre-authorized holds.
+
+    If it exceeds a quota, the organization's pre-authorized holds are voided and it is tried once
+    more. If the database is unavailable, it gets a pre-authorized hold.
+    """
 
     __slots__ = ("_ask", "_asked", "_done", "_give_back", "_has_released", "_op", "_standing")
 
     def __init__(
         self,
-        standing: StandingHolds,
+        standing: PreauthorizedHolds,
         ask: Callable[[Admit, Answered], Pending],
         give_back: Callable[[Sequence[uuid.UUID], Callable[[], None]], None],
         op: Admit,
         done: Answered,
     ) -> None:
-        """ask: the database. give_back: holds, and what to call then."""
+        """Submit the admission. ask: submits it. give_back: voids holds, then calls back."""
         self._standing = standing
         self._ask = ask
         self._give_back = give_back
@@ -477,7 +486,7 @@ class BackedAdmission:
         self._asked = ask(op, self._answered)
 
     def abandon(self) -> None:
-        """As `Pending`."""
+        """Implement `Pending.abandon`."""
         self._done = None
         self._asked.abandon()
 
@@ -505,26 +514,26 @@ class BackedAdmission:
 
 CHANNEL = "weir_usage"
 
-NOTICE_INTERVAL_S = 0.1  # so a busy process costs the database ten tiny transactions a second, whatever it settles
+NOTICE_INTERVAL_S = 0.1  # limits a busy process to ten small transactions per second
 
-NOTICE_TIMEOUT_S = 2.0  # a notice that takes longer is late for what it is for
+NOTICE_TIMEOUT_S = 2.0  # a later notice is useless: readers poll
 
 NOTIFY = text(f"NOTIFY {CHANNEL}")
 
 
 class UsageNotices:
-    """One process's notices. `run` must be running for any to go out."""
+    """Usage notices of one process. Sends only while `run` runs."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._due = asyncio.Event()
 
     def used(self) -> None:
-        """Something was settled and is committed. Never blocks."""
+        """Request a notice that usage was committed. Never blocks."""
         self._due.set()
 
     async def run(self) -> None:
-        """Send what is due until cancelled."""
+        """Send requested notices until cancelled."""
         while True:
             await self._due.wait()
             self._due.clear()

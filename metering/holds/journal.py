@@ -1,10 +1,11 @@
-"""The usage journal: what was delivered, on local disk before it is sent, so that a killed process loses no token.
+"""Usage journal: delivered token totals, on local disk before the tokens are sent.
 
-One append-only file per process and one write per step, whatever the number of requests in the step. The write reaches the
-kernel before the tokens reach the transport; it is not synced, since it guards against the death of the process, not of the machine
-(for that, holds carry the delivered count of their last extension). The file is locked while its process lives: whoever can lock it
-knows that the owner is dead and may settle in its name (`recovery.py`). A file of bindings beside it, which exists in outages only,
-tells which request was let in under which hold while the database was away.
+One append-only file per process and one write per step for all requests of the step. The write
+reaches the kernel before the tokens reach the transport. It is not synced: it guards against the
+death of the process, not of the machine (for that, holds carry the delivered count of their last
+extension). The file is locked while its process lives: a process that obtains the lock may settle
+for the dead owner (`recovery.py`). During an outage of the database, a second file records which
+request was admitted under which hold.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BINDINGS_SUFFIX = ".bindings"
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A hold that was taken in advance belongs to this request, which was given so many tokens of it."""
+    """Assignment of a pre-authorized hold to a request, which uses the given part of it."""
 
     hold_id: uuid.UUID
     payer: Payer
@@ -45,7 +46,7 @@ class Bind:
 
 
 class BindingLog:
-    """The file of this process. Not thread-safe: one event loop writes."""
+    """Bindings file of this process. Not thread-safe: one event loop writes."""
 
     def __init__(self, directory: Path, owner_id: uuid.UUID) -> None:
         self._path = directory / f"{owner_id}{BINDINGS_SUFFIX}"
@@ -55,19 +56,19 @@ class BindingLog:
         self._open: set[uuid.UUID] = set()
 
     def record(self, bind: Bind) -> None:
-        """Write it down; tokens may then flow under it.
+        """Append a binding; tokens may then be sent under it.
 
-        Raises: OSError if the disk refuses; nothing of it stands there then.
+        Raises: OSError if the disk refuses; the file is then unchanged.
         """
         if self._fd < 0:
             self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             self._size_bytes = os.fstat(self._fd).st_size
-        if self._torn:  # the disk took not even that
+        if self._torn:  # the truncation failed
             self._cut()
         line = encode_binding(bind)
         try:
             if os.write(self._fd, line) != len(line):
-                raise OSError(f"{self._path} took a part of a record only")
+                raise OSError(f"a record was written to {self._path} in part only")
         except OSError:
             self._cut()
             raise
@@ -75,19 +76,19 @@ class BindingLog:
         self._open.add(bind.hold_id)
 
     def _cut(self) -> None:
-        """Take half a record away, which would hide all that are written after it. Cutting a file short needs no space."""
+        """Remove a torn record, which would hide all later ones. Truncation needs no disk space."""
         self._torn = True
         os.ftruncate(self._fd, self._size_bytes)
         self._torn = False
 
     def forget(self, hold_id: uuid.UUID) -> None:
-        """The database knows. With the last one the file goes."""
+        """Drop a binding that the database has stored. Dropping the last one removes the file."""
         self._open.discard(hold_id)
         if not self._open:
             self.close(keep=False)
 
     def close(self, *, keep: bool) -> None:
-        """Give the file up. keep: for recovery. Idempotent."""
+        """Close the file. keep: leave it for recovery instead of removing it. Idempotent."""
         if self._fd >= 0:
             if not keep:
                 self._path.unlink(missing_ok=True)
@@ -96,7 +97,7 @@ class BindingLog:
 
 
 def encode_binding(bind: Bind) -> bytes:
-    """One line: a check sum and the record."""
+    """Return a line of the file: checksum and record."""
     payer = bind.payer
     body = json.dumps(
         {
@@ -113,7 +114,7 @@ def encode_binding(bind: Bind) -> bytes:
 
 
 def read_bindings(directory: Path, owner_id: uuid.UUID) -> list[Bind]:
-    """What a dead process has written, up to the first torn line: under a binding that was not written whole nothing was sent."""
+    """Return the bindings of a dead process up to a torn line, under which nothing was sent."""
     try:
         data = (directory / f"{owner_id}{BINDINGS_SUFFIX}").read_bytes()
     except FileNotFoundError:
@@ -122,7 +123,7 @@ def read_bindings(directory: Path, owner_id: uuid.UUID) -> list[Bind]:
 
 
 def decode_bindings(data: bytes) -> Iterator[Bind]:
-    """The records of a file."""
+    """Yield the records of a file up to the first torn one."""
     for line in data.splitlines(keepends=True):
         head, _, body = line.rstrip(b"\n").partition(b" ")
         if not line.endswith(b"\n") or head != b"%08x" % zlib.crc32(body):
@@ -147,18 +148,18 @@ NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.jour
 UNFINISHED_SUFFIX = ".new"
 
 COUNTS = struct.Struct("<16sIIII")  # hold id; input, cached, generated, delivered token counts
-RECORD = struct.Struct(f"{COUNTS.format}I")  # with the crc32 of what stands before
+RECORD = struct.Struct(f"{COUNTS.format}I")  # COUNTS and their crc32
 
 LOCKS_REMEDY = "set WEIR_HOME to a directory on a local file system, one for each machine"
 
-ROTATE_BYTES = 16 * 2**20  # half a million records: minutes of a busy process, milliseconds of recovery
+ROTATE_BYTES = 16 * 2**20  # half a million records: minutes of a busy process, recovered in ms
 
 
 log = structlog.get_logger(__name__)
 
 
 class Delivered(msgspec.Struct, frozen=True, gc=False):
-    """What one hold has delivered in all, counts in tokens."""
+    """Token totals of one hold so far."""
 
     hold_id: uuid.UUID
     input_token_count: int
@@ -168,37 +169,37 @@ class Delivered(msgspec.Struct, frozen=True, gc=False):
 
 
 class UsageJournal:
-    """The journal that this process writes. Not thread-safe: one event loop writes."""
+    """Journal of this process. Not thread-safe: one event loop writes."""
 
     def __init__(self, directory: Path, owner_id: uuid.UUID, *, rotate_bytes: int = ROTATE_BYTES) -> None:
         self.directory = directory
         self.owner_id = owner_id
         self._rotate_bytes = self._rotate_at_bytes = rotate_bytes
-        self._live: dict[int, Delivered] = {}  # by the number of the hold's id: UUIDs hash in Python
+        self._live: dict[int, Delivered] = {}  # by integer hold id: UUIDs hash in Python
         self._segment = 0
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.bindings = BindingLog(directory, owner_id)
         self._fd, self._path = self._create_segment(())
         self._size_bytes = 0
         self._torn = False
-        self._outlived: list[tuple[int, Path]] = []  # segments that the disk would not remove
+        self._outlived: list[tuple[int, Path]] = []  # old segments that could not be removed yet
 
     @property
     def size_bytes(self) -> int:
-        """Of the file that is written now."""
+        """Size of the current segment."""
         return self._size_bytes
 
     @property
     def unsettled_count(self) -> int:
-        """Requests that have delivered something the database has yet to hear of."""
+        """Requests with delivered tokens that are not settled yet."""
         return len(self._live)
 
     def record(self, entries: Sequence[Delivered]) -> None:
-        """Write the new totals of these holds; what stands here may then be sent.
+        """Append new totals of holds; the tokens they count may then be sent.
 
-        Raises: OSError if the disk refuses; nothing of it may be sent then, and nothing of it stands here.
+        Raises: OSError if the disk refuses; the file is then unchanged, and nothing may be sent.
         """
-        if self._torn:  # the disk took not even that
+        if self._torn:  # the truncation failed
             self._cut()
         try:
             write_all(self._fd, b"".join(map(encode, entries)))
@@ -212,17 +213,17 @@ class UsageJournal:
             self._rotate()
 
     def _cut(self) -> None:
-        """Take half a record away, which would hide all that are written after it. Cutting a file short needs no space."""
+        """Remove a torn record, which would hide all later ones. Truncation needs no disk space."""
         self._torn = True
         os.ftruncate(self._fd, self._size_bytes)
         self._torn = False
 
     def forget(self, hold_id: uuid.UUID) -> None:
-        """The hold has been settled: the database knows."""
+        """Drop the totals of a settled hold."""
         self._live.pop(hold_id.int, None)
 
     def close(self) -> None:
-        """Give the file up; it stays for recovery if something in it was never settled. Idempotent."""
+        """Close the file; keep it for recovery if it has unsettled totals. Idempotent."""
         self.bindings.close(keep=bool(self._live))
         if self._fd >= 0:
             self._remove_outlived()
@@ -234,9 +235,9 @@ class UsageJournal:
                 os.close(fd)
 
     def _rotate(self) -> None:
-        """Begin a new file with what is not settled yet, then remove the old one: at each moment one of them tells everything.
+        """Begin a new segment with all unsettled totals, then remove the old one.
 
-        Where that fails the old file goes on: what was to be recorded stands in it, and may be sent.
+        If that fails, the old segment, which has the new record, stays in use.
         """
         old_fd, old_path = self._fd, self._path
         try:
@@ -251,7 +252,7 @@ class UsageJournal:
         self._remove_outlived()
 
     def _remove_outlived(self) -> None:
-        """Files that tell nothing which this one does not. One that stays is kept locked: unlocked it says that we are dead."""
+        """Remove old segments; one that remains stays locked, or it would be recovered."""
         for fd, path in list(self._outlived):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -275,9 +276,9 @@ class UsageJournal:
 
 
 def check_locks(directory: Path) -> None:
-    """Raise OSError if locks have no effect in the directory: recovery would take journals of living processes for abandoned.
+    """Raise OSError if file locks have no effect in the directory: recovery relies on them.
 
-    A lock belongs to the open file, so two in one process conflict exactly as two of different processes do.
+    A lock belongs to the open file, so two locks of one process conflict as those of two processes.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = directory / f"{uuid.uuid4()}.locktest"
@@ -287,7 +288,7 @@ def check_locks(directory: Path) -> None:
         other = os.open(path, os.O_RDWR)
         try:
             if not os.path.samestat(os.fstat(held), os.fstat(other)):
-                raise OSError(f"a file that was opened twice in {directory} is not the same file: {LOCKS_REMEDY}")
+                raise OSError(f"opening one file twice in {directory} returned two files: {LOCKS_REMEDY}")
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
@@ -300,13 +301,13 @@ def check_locks(directory: Path) -> None:
 
 
 def segment_of(path: Path) -> int:
-    """Which file of its owner it is, by its name: the higher, the newer."""
+    """Return the segment number in a journal's file name, higher for newer files, or -1."""
     number = path.name.split(".")[1]
     return int(number) if number.isdecimal() else -1
 
 
 def encode(entry: Delivered) -> bytes:
-    """One record."""
+    """Return the record of an entry."""
     body = COUNTS.pack(
         entry.hold_id.int.to_bytes(16, "big"),
         entry.input_token_count,
@@ -318,7 +319,7 @@ def encode(entry: Delivered) -> bytes:
 
 
 def decode(data: bytes) -> Iterator[Delivered]:
-    """The records up to the first torn one: a record that was not written whole was never followed by its tokens."""
+    """Yield the records up to the first torn one; tokens of a torn record were never sent."""
     for offset in range(0, len(data) - RECORD.size + 1, RECORD.size):
         hold_id, *counts, crc = RECORD.unpack_from(data, offset)
         if zlib.crc32(data[offset : offset + RECORD.size - 4]) != crc:
@@ -327,14 +328,14 @@ def decode(data: bytes) -> Iterator[Delivered]:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write everything; a disk that takes less raises at the next attempt."""
+    """Write all data, in several writes if needed. Raises: OSError if the disk is full."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 class AbandonedJournal:
-    """The journal of a dead process, locked by us. Use as context manager."""
+    """Journal of a dead process, locked by this one. Use as a context manager."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -348,34 +349,34 @@ class AbandonedJournal:
         os.close(self._fd)
 
     def delivered(self) -> list[Delivered]:
-        """The last totals of each hold, in this file and any other of the same owner: what is outdated here stands there."""
+        """Return the last totals of each hold from all segments of the owner."""
         last: dict[uuid.UUID, Delivered] = {}
         for path in sorted(self.path.parent.glob(f"{self.owner_id}.*{SUFFIX}"), key=segment_of):
-            with contextlib.suppress(FileNotFoundError):  # another recovery was faster with that one
+            with contextlib.suppress(FileNotFoundError):  # removed by another recovery
                 last |= {entry.hold_id: entry for entry in decode(path.read_bytes())}
         return list(last.values())
 
     def bindings(self) -> list[Bind]:
-        """The requests that its owner let in while the database was away, in order."""
+        """Return the requests that the owner admitted during an outage, in order."""
         return read_bindings(self.path.parent, self.owner_id)
 
     def remove(self) -> None:
-        """Everything in it stands in the database. What its owner had begun to rotate to goes too, and its bindings."""
+        """Remove the journal, its unfinished segments and its bindings, after all was settled."""
         self.path.with_name(f"{self.owner_id}{BINDINGS_SUFFIX}").unlink(missing_ok=True)
         for unfinished in self.path.parent.glob(f"{self.owner_id}.*{UNFINISHED_SUFFIX}"):
             unfinished.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
     def set_aside(self) -> None:
-        """Something in it was refused: keep it for a person, out of the way of further recoveries."""
+        """Rename a journal with refused entries, for manual inspection; recovery skips it then."""
         self.path.rename(self.path.with_suffix(".refused"))
 
 
 def abandoned_journals(directory: Path) -> Iterator[AbandonedJournal]:
-    """Journals in the directory whose owners are dead, each locked while it is looked at."""
+    """Yield the journals of dead owners in the directory, each locked until the next one."""
     for path in sorted(directory.glob(f"*{SUFFIX}")):
         if NAME_FORM.fullmatch(path.name) is None:
-            continue  # whatever it is, it is not ours
+            continue  # not a journal
         try:
             fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
@@ -385,7 +386,7 @@ def abandoned_journals(directory: Path) -> Iterator[AbandonedJournal]:
         except BlockingIOError:
             os.close(fd)
             continue
-        if not path.exists():  # another recovery was faster
+        if not path.exists():  # removed by another recovery
             os.close(fd)
             continue
         with AbandonedJournal(path, fd) as journal:
@@ -393,7 +394,7 @@ def abandoned_journals(directory: Path) -> Iterator[AbandonedJournal]:
 
 
 class JournalBacklog(NamedTuple):
-    """Journals that nobody writes any more: those that wait for recovery, for how long, and those that wait for a person."""
+    """Counts of journals that await recovery, with the oldest one's age, and of refused ones."""
 
     abandoned_count: int
     oldest_age_s: float
@@ -401,10 +402,10 @@ class JournalBacklog(NamedTuple):
 
 
 def journal_backlog(directory: Path) -> JournalBacklog:
-    """Look, without taking anything from anybody: a recovery that comes in the same moment passes such a file over once."""
+    """Return the backlog. Takes locks briefly: a concurrent recovery may skip a file once."""
     ages_s = []
     for path in directory.glob(f"*{SUFFIX}"):
-        # It is gone meanwhile, or its owner lives.
+        # Removed meanwhile, or its owner is alive.
         with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             ages_s.append(time.time() - os.fstat(file.fileno()).st_mtime)

@@ -1,9 +1,9 @@
-"""What one process may go on believing without reading it again: rules, prices and keys, and its own live holds.
+"""Cache of quota rules, prices, keys and of the process's own live holds.
 
-Every change of a quota, a key or a price leaves a row in `rule_changes` (triggers). A batch that has its locks asks for the rows
-that its connection could not see when it last asked, in a statement of its own: what was read before and is not named there stands.
-Each connection has its own memory, since another server, or the same one restored, may know of other changes. What is remembered of
-holds is a guess: the statement that ends or extends a hold compares what can have changed.
+Triggers write every change of a quota, key or price to `rule_changes`. After taking its locks, a
+batch reads the rows committed since its connection's last read, and drops the entries they name.
+Each connection has its own cache, because another server, or a restored one, has other changes.
+Cached holds are unverified: the statement that ends or extends a hold compares its columns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from metering.quotas.quotas import Counter
 from metering.receipts.chaining import ChainHead
 from metering.store.exchange import Connection
 
-# One row: the time, the snapshot to ask with next time, and whom changes were about since the one asked with; NULL: all.
+# One row: time, snapshot for the next call, subjects changed since the given snapshot; NULL: all.
 SELECT_CHANGES = """
 SELECT now(), pg_current_snapshot()::text, ARRAY(
     SELECT subject_id FROM rule_changes, (VALUES (%s::pg_snapshot)) AS s(before)
@@ -33,16 +33,16 @@ SELECT now(), pg_current_snapshot()::text, ARRAY(
 """
 
 AGE_MAX = timedelta(hours=1)  # far less than rows of `rule_changes` are kept
-COUNT_MAX = 65_536  # of each kind: some 30 MB; beyond it all is read anew
+COUNT_MAX = 65_536  # entries of each kind, about 30 MB; beyond it the cache starts empty
 
 
-# Live holds of this process as they stand in the database, as far as it was told, by the numbers of their ids. Holds that no
-# request has yet are not among them: binding changes them.
+# Live holds of this process as of the database's last answers, by integer id. Holds without a
+# request are left out: binding changes their rows.
 OwnHolds = dict[int, Hold]
 
 
 def remember(own: OwnHolds, holds: Iterable[Hold]) -> None:
-    """Note holds that were taken or extended."""
+    """Add holds that were taken or extended to `own`."""
     for hold in holds:
         number = hold.id.int
         if hold.request_id.int != number:  # as `Hold.unbound`
@@ -51,9 +51,10 @@ def remember(own: OwnHolds, holds: Iterable[Hold]) -> None:
 
 @dataclass(slots=True)
 class Known:
-    """The memory of one connection. counters: as they were seen last, a guess that never decides. charged: answers of `rules_of`.
+    """Cache of one connection.
 
-    heads: of chains; only those that nobody else has continued between two batches of this connection are guessed with.
+    counters: last values read; they never decide alone. charged: results of `rules_of`. heads: of
+    receipt chains, each with whether no other connection has continued it since the last batch.
     """
 
     clock: Callable[[], float] = boot_time_s
@@ -63,21 +64,21 @@ class Known:
     charged: dict[HoldTerms, tuple[QuotaRule, ...]] = field(default_factory=dict)
     prices: dict[int, TokenPrices] = field(default_factory=dict)  # by version; those never change
     counters: dict[CounterKey, Counter] = field(default_factory=dict)
-    heads: dict[bytes, tuple[ChainHead, bool]] = field(default_factory=dict)  # with whether it is guessed with
+    heads: dict[bytes, tuple[ChainHead, bool]] = field(default_factory=dict)
     _asked_at: datetime | None = None
     _asked_at_s: float = -math.inf
     _terms_of: dict[int, set[TermsKey]] = field(default_factory=dict)  # by subject, like the next
     _rules_of: dict[int, set[int]] = field(default_factory=dict)
 
     def now(self) -> datetime | None:
-        """About what the database's clock shows; None if it was not asked for so long that nothing is known any more."""
+        """Return the estimated database time; None if the cache is older than AGE_MAX."""
         if self._asked_at is None:
             return None
         passed = timedelta(seconds=self.clock() - self._asked_at_s)
         return self._asked_at + passed if passed < AGE_MAX else None
 
     def asked(self, now: datetime, snapshot: str, changes: Iterable[uuid.UUID | None]) -> None:
-        """The answer to SELECT_CHANGES, at a time of the database's clock."""
+        """Apply a result of SELECT_CHANGES. now: by the database's clock."""
         if self._asked_at is not None and abs(now - self._asked_at) >= AGE_MAX:
             self._forget_all()
         for subject_id in changes:
@@ -88,20 +89,20 @@ class Known:
         self._asked_at, self._asked_at_s, self.snapshot = now, self.clock(), snapshot
 
     def terms_of(self, op: Admit) -> AdmissionTerms | None:
-        """What decides about an admission, if that is known."""
+        """Return the cached terms of an admission, or None."""
         terms = self.terms.get((op.payer.api_key_id.int, op.payer.currency_code, op.model, op.tier, op.embedding))
         return terms if terms is not None and (terms.payer is op.payer or terms.payer == op.payer) else None
 
     def rules_of(self, terms: HoldTerms) -> tuple[QuotaRule, ...]:
-        """Return the rules that holds are charged to as they are now, without those that are not known."""
-        found = tuple([rule for rule in map(self.rules.get, terms.quota_ids) if rule is not None])
+        """Return the cached rules that holds with these terms are charged to; may lack some."""
+        rules = tuple([rule for rule in map(self.rules.get, terms.quota_ids) if rule is not None])
         if len(self.charged) > COUNT_MAX:
             self.charged.clear()
-        self.charged[terms] = found
-        return found
+        self.charged[terms] = rules
+        return rules
 
     def add_rules(self, rules: Iterable[QuotaRule]) -> None:
-        """Rules that were read after `asked`."""
+        """Add rules that were read after `asked`."""
         if len(self.rules) > COUNT_MAX:
             self._forget_all()
         self.charged.clear()
@@ -110,7 +111,7 @@ class Known:
             self._rules_of.setdefault(rule.subject_id.int, set()).add(rule.number)
 
     def add_terms(self, key: TermsKey, terms: AdmissionTerms) -> None:
-        """The same for admissions."""
+        """Add terms of admissions that were read after `asked`."""
         if len(self.terms) > COUNT_MAX:
             self._forget_all()
         self.terms[key] = terms
@@ -118,13 +119,13 @@ class Known:
             self._terms_of.setdefault(subject_id.int, set()).add(key)
 
     def saw(self, counters: Mapping[CounterKey, Counter]) -> None:
-        """Counters as they were just committed."""
+        """Store counters that were just committed."""
         if len(self.counters) > COUNT_MAX:
             self.counters.clear()
         self.counters |= counters
 
     def continued(self, locked: Mapping[bytes, int], heads: Mapping[bytes, ChainHead]) -> None:
-        """Chains as they were just committed. locked: their places in the chain before, where these were read."""
+        """Store chain heads that were just committed. locked: sequence numbers read before that."""
         if len(self.heads) > COUNT_MAX:
             self.heads.clear()
         for project_id, head in heads.items():
@@ -132,24 +133,24 @@ class Known:
             self.heads[project_id] = head, before is not None and before[0].sequence == locked.get(project_id, before[0].sequence)
 
     def rules_for(self, numbers: Iterable[int], now: datetime) -> tuple[dict[int, QuotaRule], set[int]]:
-        """Rules that are known, and which of these have to be read: also those whose raise has just ended."""
-        found: dict[int, QuotaRule] = {}
+        """Return cached rules, and numbers to read: of missing rules and of ended overrides."""
+        cached: dict[int, QuotaRule] = {}
         missing: set[int] = set()
         for number in numbers:
             rule = self.rules.get(number)
             if rule is None or (rule.raised_until is not None and rule.raised_until <= now):
                 missing.add(number)
             else:
-                found[number] = rule
-        return found, missing
+                cached[number] = rule
+        return cached, missing
 
     def _forget(self, subject: int) -> None:
         for key in self._terms_of.pop(subject, ()):
             terms = self.terms.pop(key, None)
-            others = terms.payer.subject_ids if terms else ()
-            for other in others:  # else keys that were revoked would be listed under their organization for ever
-                if (listed := self._terms_of.get(other.int)) is not None:
-                    listed.discard(key)
+            # Otherwise revoked keys would stay listed under their organization and project.
+            for subject_id in terms.payer.subject_ids if terms else ():
+                if (keys := self._terms_of.get(subject_id.int)) is not None:
+                    keys.discard(key)
         for number in self._rules_of.pop(subject, ()):
             self.rules.pop(number, None)
         self.charged.clear()
@@ -163,7 +164,7 @@ _known: weakref.WeakKeyDictionary[Connection, Known] = weakref.WeakKeyDictionary
 
 
 def known_of(connection: Connection) -> Known:
-    """What this connection knows."""
+    """Return the cache of this connection."""
     known = _known.get(connection)
     if known is None:
         known = _known[connection] = Known()

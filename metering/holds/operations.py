@@ -1,6 +1,6 @@
-"""The operations on a hold, and what each answers. One batch (`batch.py`) carries any mix of them.
+"""Operations on holds and their answers. One batch (`batch.py`) carries any mix of them.
 
-Nobody changes one once it is handed over.
+Operations are not changed once they are submitted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PAYLOAD_KEY_NAME_BYTES = 4  # at the beginning of a payload hash
 
 
 def is_other_payload(known: bytes, asked: bytes) -> bool:
-    """True if two payload hashes are of different payloads. Hashes of different keys tell nothing, and count as equal.
+    """Return whether two hashes are of different payloads; hashes of different keys count as equal.
 
-    So a repeated request is answered as such after the key has changed, and a request id that is used for another payload then is
-    answered with the first one's result.
+    So a repeated request is still recognized after the key has changed. A request id reused for
+    another payload after such a change gets the first request's result.
     """
     n = PAYLOAD_KEY_NAME_BYTES
     return known[:n] == asked[:n] and known != asked
@@ -35,10 +35,11 @@ def is_other_payload(known: bytes, asked: bytes) -> bool:
 class Admit(msgspec.Struct):
     """Take a hold for a new request. Answers `Admitted`.
 
-    payload_hash: 32 bytes over everything that makes the request what it is (`is_other_payload`).
-    first_slice_token_count: output tokens to lease at first, if they fit; at least `least_slice_token_count`. tier: whose price it
-    has. embedding: the input is to be embedded, at the price of that; both slices are 0 then. only_asks: take nothing, and answer
-    `Fits` where a hold could be taken; refusals are the same, and counted.
+    payload_hash: 32 bytes over all fields that define the request (`is_other_payload`).
+    first_slice_token_count: output tokens to lease first if they fit; otherwise fewer, but at
+    least `least_slice_token_count`. tier: decides the price. embedding: charge the embedding
+    price; both slices are 0. only_asks: take nothing and answer `Fits` if the hold would fit;
+    refusals are the same and are counted.
     """
 
     hold_id: uuid.UUID
@@ -60,7 +61,7 @@ class Fits(msgspec.Struct, frozen=True):
 
 
 class Extend(msgspec.Struct, frozen=True):
-    """Lease more output tokens, at least one. Answers `Extended`. Delivered and cached counts are those known now."""
+    """Lease at least one more output token. Answers `Extended`. Counts are current totals."""
 
     hold_id: uuid.UUID
     delivered_token_count: int
@@ -69,10 +70,11 @@ class Extend(msgspec.Struct, frozen=True):
 
 
 class Settle(msgspec.Struct, frozen=True):
-    """End a hold with what was delivered, and write the usage event. Answers `Settled`; doing it again answers the same.
+    """End a hold with its delivered tokens; write the usage event. Answers `Settled`; idempotent.
 
-    input_token_count: prompt tokens to bill: all, or 0 if the engine never began. Of an embedding: those embedded, which the usage
-    event has as embedded tokens, not as input. migration_count: how often it went on in another engine after its first token.
+    input_token_count: prompt tokens to bill, 0 if the engine never began; of an embedding the
+    embedded tokens, which the usage event keeps apart from input. migration_count: moves to
+    another engine after the first token.
     """
 
     hold_id: uuid.UUID
@@ -87,30 +89,32 @@ class Settle(msgspec.Struct, frozen=True):
 
 
 class Void(msgspec.Struct, frozen=True):
-    """End a hold of which nothing is to be billed, as if it had never been. Answers `Ended`.
+    """End a hold that bills nothing and undo its charges. Answers `Ended`.
 
-    What its extensions have posted is taken back in the windows it was posted to. Refused if tokens are known to be delivered:
-    those must be settled.
+    Charges posted by its extensions are reversed in the windows they were posted to. Refused if
+    the hold has delivered tokens, which must be settled.
     """
 
     hold_id: uuid.UUID
 
 
 class Expire(msgspec.Struct, frozen=True):
-    """End a hold whose owner has been silent past its expiry. Answers `Ended`; does nothing if it is not due.
+    """End a hold whose expiry has passed. Answers `Ended`; no effect if it is not due.
 
-    Bills what was known to be delivered at the last extension. Quotas with a window keep the whole lease as used: nobody knows how
-    much more went out, and a limit must not be exceeded. Lifetime quotas keep what is billed.
+    Bills the tokens delivered by the last extension. Quotas with a window keep the whole lease as
+    used: more may have been delivered, and a limit must not be exceeded. Lifetime quotas keep the
+    billed tokens.
     """
 
     hold_id: uuid.UUID
 
 
 class Renew(msgspec.Struct, frozen=True):
-    """Prove that the owner of these holds lives: moves their expiry. Answers `Renewed`.
+    """Extend the expiry of an owner's live holds. Answers `Renewed`.
 
-    Holds of the same owner that are neither among them nor spared are voided: their admission was committed but its answer lost.
-    spared_ids: holds that delivered something and whose end was refused; expiry takes them.
+    Other holds of the owner are voided, except `spared_ids`: their admissions were committed, but
+    the answers were lost. spared_ids: holds with delivered tokens whose settlement was refused;
+    they end by expiry.
     """
 
     owner_id: uuid.UUID
@@ -122,7 +126,7 @@ HoldOperation = Admit | Extend | Settle | Void | Expire | Renew
 
 
 class Admitted(msgspec.Struct):
-    """A hold was taken. quotas: every limit that applies, this hold counted."""
+    """A new hold. quotas: every limit that applies, including this hold."""
 
     hold_id: uuid.UUID
     leased_token_count: int
@@ -132,14 +136,14 @@ class Admitted(msgspec.Struct):
 
 
 class Extended(msgspec.Struct, frozen=True):
-    """The lease grew. leased_token_count: output tokens that may be delivered in all."""
+    """A larger lease. leased_token_count: output tokens that may be delivered in total."""
 
     leased_token_count: int
 
 
 @dataclass(slots=True)
 class Settled:
-    """The usage of a request stands. Costs are exact, in picos of `currency_code`. receipts: one for each part."""
+    """Recorded usage of a request. cost_picos: of `currency_code`, exact. receipts: one a part."""
 
     hold_id: uuid.UUID
     input_token_count: int
@@ -151,27 +155,27 @@ class Settled:
     currency_code: str
     outcome: str
     embedding_token_count: int = 0
-    receipts: list[IssuedReceipt] = field(default_factory=list, compare=False)  # beside the usage, which is what it is
+    receipts: list[IssuedReceipt] = field(default_factory=list, compare=False)
 
 
 class RequestSettled(MeteringError):
-    """A request with this id and payload has ended; `settled` is what stands. It is never billed again."""
+    """A request with this id and payload has ended with usage `settled`; it is billed once."""
 
     reason = "REQUEST_SETTLED"
 
     def __init__(self, settled: Settled) -> None:
-        super().__init__("this request has already ended: its usage stands beside this; use a new request_id to run again")
+        super().__init__("this request has already ended: its usage is attached; use a new request_id to run again")
         self.settled = settled
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Nothing to tell but whether anything was done."""
+    """Answer to an operation without a result. done: whether it had an effect."""
 
     done: bool
 
 
 class Renewed(msgspec.Struct, frozen=True):
-    """The expiry of these holds was moved. The others have ended, or somebody is about to end them."""
+    """Holds whose expiry was extended. The other holds have ended or are being ended."""
 
     hold_ids: frozenset[uuid.UUID]
 
@@ -185,7 +189,7 @@ VERSION_AND_VARIANT = 7 << 76 | 2 << 62
 
 
 def new_hold_id() -> uuid.UUID:
-    """Milliseconds since 1970, what is over of them in 4096ths, and 62 random bits."""
+    """Return a UUID v7: milliseconds since 1970, their fraction in 4096ths, 62 random bits."""
     milliseconds, rest = divmod(time.time_ns(), NANOSECONDS)
     random = int.from_bytes(os.urandom(8), "big") >> 2
     return uuid.UUID(int=milliseconds << 80 | VERSION_AND_VARIANT | (rest << 12) // NANOSECONDS << 64 | random)

@@ -1,7 +1,7 @@
-"""What one batch of hold operations reads and locks, as values: holds, what was used of them, rules, prices. No decisions.
+"""Reads and locks of a batch of hold operations: holds, their usage, rules and prices, as values.
 
-Statements go out together (`store/exchange.py`), and what the connection knows already is not read again (`known.py`): a batch
-costs two or three round trips whatever its size.
+Statements are pipelined (`store/exchange.py`), and rows in the connection's cache (`known.py`) are
+not read again: a batch costs two or three round trips whatever its size. No decisions here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from metering.store.exchange import (
     text_array,
 )
 
-# The limit of the moment: a raise ends by the database's clock.
+# The limit in force: a temporary override ends by the database's clock.
 RULE_COLUMNS = """
 concat(id, '.', xmin, '.', raised_until > now()) AS version, id, subject, subject_id, model, dimension,
 CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN raised_until > now() THEN raised_limit_value ELSE limit_value END AS in_force,
@@ -44,10 +44,10 @@ CASE WHEN raised_until > now() THEN raised_until END AS raised_until
 
 
 class RuleCache:
-    """Rules by the version of their row and whether a raise holds: every batch reads the same ones, and building one is slow.
+    """Cache of rules by row version and whether an override is in force; building a rule is slow.
 
-    A row's id and the transaction that wrote it are together another for each version that a server ever commits. Another server,
-    or the same one restored from a backup, may come to the same with another version: so each connection has its own.
+    The row's id and the transaction that wrote it identify each version that a server commits. A
+    restored server may reuse them for another version, so each connection has its own cache.
     """
 
     def __init__(self, count_max: int) -> None:
@@ -55,7 +55,7 @@ class RuleCache:
         self._rules: dict[str, QuotaRule] = {}
 
     def of(self, row: Row) -> QuotaRule:
-        """One row of RULE_COLUMNS; the same object for the same version."""
+        """Return the rule of a row of RULE_COLUMNS; the same object for the same version."""
         rule = self._rules.get(row[0])
         if rule is None:
             if len(self._rules) >= self._count_max:
@@ -70,7 +70,7 @@ RULES: weakref.WeakKeyDictionary[Connection, RuleCache] = weakref.WeakKeyDiction
 
 
 def rules_of_rows(connection: Connection, rows: Iterable[Row]) -> dict[int, QuotaRule]:
-    """Rules by number, from rows of RULE_COLUMNS that this connection has read."""
+    """Return rules by number, from rows of RULE_COLUMNS that this connection has read."""
     cache = RULES.get(connection)
     if cache is None:
         cache = RULES[connection] = RuleCache(RULE_COUNT_MAX)
@@ -91,7 +91,7 @@ def rule_of(
     standing_limit_value: int,
     raised_until: datetime | None,
 ) -> QuotaRule:
-    """One row of RULE_COLUMNS but its version."""
+    """Return the rule of a row of RULE_COLUMNS without its version."""
     weights = Weights(input_weight, cached_input_weight, output_weight)
     place = (QuotaSubject(subject), subject_id, model, QuotaDimension(dimension))
     return QuotaRule(quota_id, *place, limit_value, weights, enforced, standing_limit_value, raised_until)
@@ -110,7 +110,7 @@ ON CONFLICT DO NOTHING RETURNING quota_id, window_start
 """
 NO_IDS = id_array(())
 
-# What the usage events of a hold add up to; the last part tells how it ended.
+# Sums of the usage events of a hold; the outcome is that of the last part.
 EVENT_SUMS = """
 count(*)::int AS part_count, coalesce(sum(input_token_count), 0)::bigint AS input_token_count,
 coalesce(sum(cached_input_token_count), 0)::bigint AS cached_input_token_count,
@@ -131,9 +131,9 @@ SELECT id, state, price_version_id, input_token_count, cached_input_token_count,
 FROM holds WHERE id = ANY(%s::uuid[]) ORDER BY id FOR UPDATE
 """
 
-# Looks into all months, so it is asked only where something has ended. A statement of its own, after the holds are locked: joined
-# to the locking one it would see the events as they were before the lock was waited for, and a hold that another process has just
-# ended would look as if nothing had been used.
+# Scans all months, so it is sent only for ended holds. A separate statement after the holds are
+# locked: joined to the locking one, its snapshot would precede the wait for the lock, and a hold
+# ended meanwhile by another process would have no usage.
 SELECT_EVENT_SUMS = f"SELECT hold_id, {EVENT_SUMS} FROM usage_events WHERE hold_id = ANY(%s) GROUP BY hold_id"
 
 SELECT_ORPHANS = "SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id <> ALL(%s)"
@@ -177,7 +177,7 @@ SELECT id AS version, currency_code, input_picos_per_token, cached_input_picos_p
 FROM price_versions WHERE id = ANY(%s::bigint[])
 """
 
-# After their holds and before any counter, in every process alike.
+# Lock order in every process: holds, then receipt chains, then counters.
 LOCK_CHAINS = """
 SELECT uuid_send(project_id), last_sequence, last_hash, last_settled_at
 FROM receipt_chains WHERE project_id IN (SELECT project_id FROM holds WHERE id = ANY(%s::uuid[])) ORDER BY project_id FOR UPDATE
@@ -185,7 +185,7 @@ FROM receipt_chains WHERE project_id IN (SELECT project_id FROM holds WHERE id =
 
 
 class HoldRow(NamedTuple):
-    """A row of SELECT_HOLDS. receipt_ids: organization, project, key and request, 64 bytes."""
+    """Row of SELECT_HOLDS. receipt_ids: organization, project, key and request, 64 bytes."""
 
     id: uuid.UUID
     state: str
@@ -206,7 +206,7 @@ class HoldRow(NamedTuple):
     embedding: bool
 
     def hold(self, terms: HoldTerms, rules: Sequence[QuotaRule]) -> Hold:
-        """The hold, to decide about."""
+        """Return the hold with its terms and rules."""
         return Hold(
             self.id,
             self.request_id,
@@ -231,10 +231,11 @@ async def read_and_lock(
     admits: Sequence[Admit] = (),
     billed_ids: Collection[uuid.UUID] = (),
 ) -> BatchReads:
-    """Begin the transaction, lock the holds, read what decides about them and about new ones: in one round trip, as a rule.
+    """Begin the transaction, lock the holds and read the inputs of all decisions.
 
-    billed_ids: holds that may get a usage event, and with it a receipt: their projects' chains are locked. Each statement sees what
-    the ones before it have locked. Where a hold has expired it begins once more, with the lock that admissions share.
+    billed_ids: holds that may get a usage event with a receipt: locks their projects' chains. Each
+    statement sees the rows locked by earlier ones. If a hold has expired, begins again with the
+    shared lock of admissions.
     """
     known = known_of(connection)
     statements: list[Statement] = [("BEGIN", ())]
@@ -253,10 +254,11 @@ async def read_and_lock(
         next(answers)
     held = next(answers) if hold_ids else []
     if not admits and any(row[1] == HoldState.EXPIRED for row in held):
-        # Whoever sets a quota locks live holds only: what expired ones give back must not come between its sums and its commit.
+        # Setting a quota locks live holds only; returns of expired holds must not fall between its
+        # sums and its commit.
         await exchange(connection, [("ROLLBACK", ())])
-        _, _, held, *others = await exchange(connection, [statements[0], (BEGIN_ADMITTING, ()), *statements[1:]])
-        answers = iter(others)
+        _, _, held, *rest = await exchange(connection, [statements[0], (BEGIN_ADMITTING, ()), *statements[1:]])
+        answers = iter(rest)
     heads = next(answers) if billed_ids else []
     [(now, snapshot, changes)] = next(answers)
     known.asked(now, snapshot, changes)
@@ -279,9 +281,9 @@ async def read_and_lock(
 
 
 async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[HoldRow]) -> None:
-    """Holds with their rules and prices, which are known or are read now, after the holds were locked.
+    """Add locked holds to `reads`, with their rules and prices from the cache or the database.
 
-    An expired hold gets the rules, too, that were made after it ran: these have counted it as it had expired.
+    An expired hold also gets the rules created after it: they have counted its expired charge.
     """
     known = known_of(connection)
     rules, missing = known.rules_for((quota_id.int for row in rows for quota_id in row.quota_ids), reads.now)
@@ -319,11 +321,11 @@ async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[H
 
 
 def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
-    """What decides about new holds."""
+    """Return the statements that read the inputs of admissions."""
     payers = {op.payer for op in admits}
     subjects = [subject for each in payers for subject in (each.organization_id, each.project_id, each.api_key_id)]
-    wanted = {(op.model, op.payer.currency_code) for op in admits}
-    priced = text_array(model for model, _ in wanted), text_array(currency for _, currency in wanted)
+    models = {(op.model, op.payer.currency_code) for op in admits}
+    priced = text_array(model for model, _ in models), text_array(currency for _, currency in models)
     return [
         (SELECT_RULES, (id_array(subjects),)),
         (SELECT_SAME_REQUEST, (id_array(op.payer.project_id for op in admits), id_array(op.request_id for op in admits))),
@@ -336,7 +338,10 @@ def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
 def take_admission_reads(
     connection: Connection, reads: BatchReads, admits: Sequence[Admit], answers: Sequence[list[Row]]
 ) -> list[Row]:
-    """The answers to `admission_reads`; the connection goes on knowing them. Returns the rows of SELECT_SAME_REQUEST."""
+    """Store the results of `admission_reads` in `reads` and the cache.
+
+    Returns the rows of SELECT_SAME_REQUEST.
+    """
     rule_rows, same, keys, in_force, next_prices = answers
     by_subject: dict[tuple[int, str], list[QuotaRule]] = {}
     for rule in rules_of_rows(connection, rule_rows).values():
@@ -366,14 +371,14 @@ def take_admission_reads(
 
 
 def same_request(row: Row, events: Mapping[int, EventSums]) -> SameRequest:
-    """One row of SELECT_SAME_REQUEST. events: of the holds that have ended."""
+    """Return the first use of a request id, by a row of SELECT_SAME_REQUEST and ended holds."""
     _, _, state, payload_hash, hold_id, currency_code = row
     settled = None if state == HoldState.HELD else events.get(hold_id.int, NOTHING_USED).settled(hold_id, currency_code, [])
     return payload_hash, settled
 
 
 async def lock_counters(connection: Connection, now: datetime, keys: Collection[CounterKey]) -> Counters:
-    """Lock the counter rows in order, making those of windows that have just begun."""
+    """Lock the counter rows in order; insert missing rows of new windows."""
     counters = Counters(now)
     if not keys:
         return counters

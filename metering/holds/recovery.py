@@ -1,7 +1,7 @@
-"""Ends holds in the name of owners that are gone: from the journals of dead processes of this machine, and by expiry.
+"""Recovery of holds whose owners are dead: from journals on this machine, and by expiry.
 
-Idempotent and safe to run in several processes at once: a journal is locked while it is worked on, and a hold ends once whoever
-ends it.
+Idempotent, and safe to run in several processes at once: a journal is locked while it is processed,
+and a hold ends only once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ retries = Retries("journal_recovery", passing=(StoreAway, OSError))  # by the jo
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What recovery did: journals removed, holds settled from them, and the tokens these had delivered."""
+    """Counts of a recovery: processed journals, holds settled from them, delivered tokens."""
 
     journal_count: int = 0
     settled_hold_count: int = 0
@@ -40,10 +40,10 @@ class Recovered:
 async def recover_journals(
     directory: Path, database_url: str, gate: StoreGate | None = None, signer: BatchSigner | None = None
 ) -> Recovered:
-    """Settle every hold of every dead process of this machine; void those that had delivered nothing.
+    """Settle the holds of all dead processes of this machine; void those without delivered tokens.
 
-    gate: shared with all others of this process that connect to the same database. signer: of the receipts, if they are signed.
-    Raises: StoreAway if the database is away; the journals are then still there.
+    gate: shared by all connections of this process to the same database. signer: of receipts; None:
+    unsigned. Raises: StoreAway if the database is unavailable; the journals are kept then.
     """
     done = Recovered()
     for journal in abandoned_journals(directory):
@@ -62,12 +62,12 @@ async def recover_journals(
 
 
 async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered:
-    """Settle the holds of one journal and void its owner's other ones, then remove it."""
+    """Settle the holds of one journal, void its owner's other holds, and remove the journal."""
     entries = journal.delivered()
     settlements = [settlement(entry) for entry in entries]
     delivered_ids = frozenset(entry.hold_id for entry in entries)
-    # A renewal that knows no hold voids all that its owner still has: those of which nothing was delivered. It comes first, since
-    # what it voids may stand in the way of a request that was let in again, without the database.
+    # A renewal without holds voids all others of the owner: those without delivered tokens. It runs
+    # first, because a voided hold may have the request id of a request admitted during the outage.
     renewal = Renew(journal.owner_id, frozenset(), spared_ids=delivered_ids)
     (voided,) = await holds.execute([renewal])
     if isinstance(voided, StoreAway):
@@ -91,7 +91,7 @@ async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered
 
 
 async def bind(holds: HoldConnection, binds: Sequence[Bind], renewal: Renew) -> None:
-    """Tell the database which requests were let in without it. Raises: StoreAway."""
+    """Bind holds to the requests admitted during an outage. Raises: StoreAway."""
     for start in range(0, len(binds), BATCH_SIZE_MAX):
         batch = binds[start : start + BATCH_SIZE_MAX]
         for one, answer in zip(batch, await holds.bind(batch, renewal), strict=True):
@@ -102,7 +102,7 @@ async def bind(holds: HoldConnection, binds: Sequence[Bind], renewal: Renew) -> 
 
 
 def settlement(entry: Delivered) -> Settle:
-    """The end of a request whose server died: broken by us, billed as delivered."""
+    """Return the settlement of a request whose server died: failed, billed as delivered."""
     return Settle(
         hold_id=entry.hold_id,
         input_token_count=entry.input_token_count,
@@ -118,9 +118,10 @@ sweep_retries = Retries("hold_sweep")  # by hold
 
 
 async def sweep_expired_holds(database_url: str, *, limit: int = 1000, signer: BatchSigner | None = None) -> int:
-    """Expire what is overdue; tells how many. Safe anywhere, anytime. signer: of the receipts, if they are signed.
+    """Expire up to `limit` overdue holds; return how many ended. Safe to run concurrently.
 
-    Raises: psycopg.OperationalError or StoreAway if the database is away.
+    signer: of receipts; None: unsigned. Raises: psycopg.OperationalError or StoreAway if the
+    database is unavailable.
     """
     async with await psycopg.AsyncConnection.connect(
         psycopg_conninfo(database_url), autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options()

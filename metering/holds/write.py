@@ -1,10 +1,11 @@
-"""What one batch of hold operations writes: holds, usage events with their receipts, counters. No decisions.
+"""Writes of a batch of hold operations: holds, usage events with receipts, counters.
 
-The statements that end and extend holds compare all of their rows that can have changed since they were decided about, and those
-that move counters see that each limit has room: a batch that was decided by what a process remembers (`batch.py`) is written
-whole or not at all. Where the rows were locked before, all of that holds anyway.
+Statements that end or extend holds compare every column that may have changed since the decision,
+and statements that increment counters check each limit: a batch decided from the cache (`batch.py`)
+is written as a whole or not at all. For rows locked earlier these checks always pass.
 
-Rows are locked in the order of holds by id, chains by project, counters by (quota, window), in every process alike.
+Lock order in every process: holds by id, chains by project, counters by (quota, window). No
+decisions here.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from metering.store.exchange import (
     time_array,
 )
 
-# Raised where a row is not as it was decided about: a division by nothing, and with it the transaction fails.
+# Raised by a failed check of a statement, as a division by zero that aborts the transaction.
 GuardFailed = psycopg.errors.DivisionByZero
 
-# What holds have in common comes once for all that have it: `terms` is their place in those arrays.
+# Values shared by several holds are sent once: `terms` is their index in those arrays.
 INSERT_HOLDS = """
 INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
                    owner_id, input_token_count, leased_token_count, quota_ids, admitted_at, charged_at, expires_at, embedding)
@@ -46,7 +47,7 @@ FROM unnest(%s::uuid[], %s::int[], %s::uuid[], %s::bytea[], %s::text[], %s::bigi
     AS v(id, terms, request_id, payload_hash, labels, input_token_count, leased_token_count)
 """
 
-# Each extension makes the lease larger: that tells whether there was another.
+# Each extension grows the lease, so comparing the lease detects another extension.
 EXTEND_HOLDS = """
 WITH extended AS (
     UPDATE holds h SET cached_input_token_count = v.cached, leased_token_count = v.leased, delivered_token_count = v.delivered,
@@ -60,7 +61,7 @@ WITH extended AS (
     RETURNING 1
 ) SELECT 1 / (count(*) = %s)::int FROM extended
 """
-# Asked for their state, the server would go through all that live.
+# Compares `ended_at` instead of `state`: with `state` the server would scan all live holds.
 END_HOLDS = """
 WITH ended AS (
     UPDATE holds h SET state = v.state, cached_input_token_count = v.cached, delivered_token_count = v.delivered, ended_at = now()
@@ -71,7 +72,7 @@ WITH ended AS (
     RETURNING 1
 ) SELECT 1 / (count(*) = %s)::int FROM ended
 """
-# Whoever else has a hold under lock is ending it: renewing it would be in vain, and waiting could deadlock.
+# Skips locked holds: another transaction is ending them, and waiting for it could deadlock.
 RENEW_HOLDS = """
 UPDATE holds SET expires_at = now() + make_interval(secs => %s)
 WHERE id IN (SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id = ANY(%s::uuid[]) FOR NO KEY UPDATE SKIP LOCKED)
@@ -87,7 +88,7 @@ WITH continued AS (
     RETURNING 1
 ) SELECT 1 / (count(*) = %s)::int FROM continued
 """
-# The first three values are empty where no key signs.
+# The first three values are empty if receipts are unsigned.
 INSERT_USAGE_EVENTS = """
 WITH signed AS (
     INSERT INTO receipt_batches (key_id, hashes, signature) SELECT key_id, decode(hashes, 'hex'), decode(signature, 'hex')
@@ -123,7 +124,7 @@ DELETE_COUNTERS = """
 DELETE FROM quota_counters c USING unnest(%s::uuid[], %s::timestamptz[]) AS v(quota_id, window_start)
 WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
-# A negative limit is none. The values of a row that is full stay there.
+# A negative limit means no limit. A counter that reached USED_MAX stays there.
 _moving = f"""
 WITH moved AS (
     UPDATE quota_counters c SET held = c.held + v.held, used = CASE
@@ -140,12 +141,12 @@ MOVE_SILENTLY = _moving.format(which="m.place = 1")
 
 
 def renewals(writes: BatchWrites, expiry_s: float) -> list[Statement]:
-    """Move the expiry of holds; each tells which."""
+    """Return statements that extend the expiry of holds; each returns the ids of its holds."""
     return [(RENEW_HOLDS, (expiry_s, str(owner_id), id_array(hold_ids))) for owner_id, hold_ids in writes.renewed]
 
 
 def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
-    """Extend and end holds. Raises there: GuardFailed."""
+    """Return statements that extend and end holds; they fail with GuardFailed."""
     statements: list[Statement] = []
     if writes.extensions:
         extended = [writes.extensions[number] for number in sorted(writes.extensions)]
@@ -182,7 +183,7 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
 
 
 def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statement]:
-    """Insert holds."""
+    """Return statements that insert holds."""
     if not writes.holds:
         return []
     places: dict[HoldTerms, int] = {}
@@ -214,7 +215,10 @@ def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statemen
 def usage_writes(
     chains: Chains, events: Iterable[tuple[Hold, Settled, int, Settle, bool]], signer: BatchSigner | None
 ) -> list[Statement]:
-    """Insert usage events (see `BatchWrites`) with their receipts, which are issued and signed here. Raises there: GuardFailed."""
+    """Issue and sign receipts, and return statements that insert them with their usage events.
+
+    events: see `BatchWrites`. The statements fail with GuardFailed if a chain has been continued.
+    """
     rows = []
     for hold, usage, part, op, recovered in events:
         terms, timings = hold.terms, op.timings
@@ -273,23 +277,24 @@ def usage_writes(
     ]
 
 
-@functools.lru_cache(maxsize=64)  # the stages of a request are the same in nearly all
+@functools.lru_cache(maxsize=64)  # nearly all requests have the same stages
 def _json_format(names: tuple[str, ...]) -> str:
-    """Return what `%` makes a JSON object of numbers from."""
+    """Return a `%` format of a JSON object with numbers under these names."""
     return "{" + ", ".join(json.dumps(name).replace("%", "%%") + ": %s" for name in names) + "}"
 
 
 def key_columns(keys: Collection[CounterKey]) -> tuple[Packed, Packed]:
-    """The two columns of counter keys."""
+    """Return counter keys as two array columns."""
     return id_number_array([number for number, _ in keys]), time_array([start for _, start in keys])
 
 
 def moved_counters(
     moves: Mapping[CounterKey, tuple[int, int]], limits: Mapping[CounterKey, int]
 ) -> tuple[list[CounterKey], list[Statement]]:
-    """Move counters by used and held, each within its limit. Tells of those with a limit, if any, what they hold then.
+    """Return a statement that increments counters within their limits, and the keys in its order.
 
-    Returns the keys by the places that the rows have. Raises there: GuardFailed, also where a row is not there.
+    If any counter has a limit, its rows are (1-based index of the key, used, held) of each. It
+    fails with GuardFailed if a limit has no room or a counter row is missing.
     """
     if not moves:
         return [], []
@@ -299,7 +304,7 @@ def moved_counters(
 
 
 def counter_writes(counters: Counters) -> list[Statement]:
-    """What brings the rows to what was decided."""
+    """Return statements that write the decided values of counters."""
     if counters.guessed:
         return moved_counters(counters.all_moves(), counters.limits)[1]
     statements: list[Statement] = []
@@ -310,6 +315,6 @@ def counter_writes(counters: Counters) -> list[Statement]:
     if counters.would_refuse:
         unheeded = (*key_columns(counters.would_refuse), array(counters.would_refuse.values()))
         statements.append((COUNT_UNHEEDED, unheeded))
-    if untouched := counters.created - counters.changed.keys():  # a refused request leaves no trace
+    if untouched := counters.created - counters.changed.keys():  # created for refused requests only
         statements.append((DELETE_COUNTERS, key_columns(untouched)))
     return statements

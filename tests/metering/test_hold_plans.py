@@ -8,7 +8,7 @@ from types import ModuleType
 import psycopg
 import pytest
 
-from metering.holds import batch, known, read, standing_holds, write
+from metering.holds import batch, known, preauthorized_holds, read, write
 from metering.holds.batch import PLANS
 from metering.store.db import connection_options, psycopg_conninfo
 from metering.store.exchange import _query
@@ -22,7 +22,7 @@ def statements(module: ModuleType) -> list[tuple[str, str]]:
     return [(name, value) for name, value in constants if STATEMENT.match(value)]
 
 
-MODULES = (read, write, standing_holds, known, batch)
+MODULES = (read, write, preauthorized_holds, known, batch)
 ALL = [case for module in MODULES for case in statements(module)]
 
 

@@ -6,19 +6,19 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import psycopg
 import pytest
+from msgspec.structs import replace
 
 from metering.core.errors import RequestIdReused, RequestInFlight, StoreAway
 from metering.core.models import QuotaDimension
-from metering.holds import batch, standing_holds
+from metering.holds import batch, preauthorized_holds
 from metering.holds.batch import HoldConnection
 from metering.holds.journal import Bind, BindingLog, read_bindings
 from metering.holds.operations import Admit, Admitted, Ended, Expire, HoldAnswer, Renew, Settled
-from metering.holds.standing_holds import GraceTerms
+from metering.holds.preauthorized_holds import GraceTerms
 from metering.quotas.quota_recount import QUOTA_LOCK
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
@@ -227,7 +227,7 @@ async def test_an_admission_that_a_frozen_server_commits_as_it_wakes_up_does_not
     """Between the renewal that would have voided it and the binding: what was delivered would be recorded and not billed."""
     payer = world.tenant()
     late: list[Admit] = []
-    execute_binds = standing_holds.execute_binds
+    execute_binds = preauthorized_holds.execute_binds
 
     async def woken(connection: Connection, binds: Sequence[Bind]) -> list[HoldAnswer | Exception]:
         if not late:

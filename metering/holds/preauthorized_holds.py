@@ -1,11 +1,12 @@
-"""Holds taken in advance, so that requests can be let in for a while when PostgreSQL is away.
+"""Pre-authorized holds, which admit requests for a while when PostgreSQL is unavailable.
 
-Each is a real hold: it counts against every quota of its key, is renewed, expires and is swept like any other. So whatever is let
-in under it was within the limits before the outage began, and no limit can be exceeded. A request gets one hold at most, and never
-more than that hold claims; what it does not need is given back when the database is told (`execute_binds`).
+Each is a real hold: it counts against every quota of its key, is renewed, expires and is swept like
+any other. So requests admitted under it were within the limits before the outage, and no limit can
+be exceeded. A request gets one hold at most, and never more than that hold's charge; the rest is
+returned when the hold is bound in the database (`execute_binds`).
 
-Nothing stands for a key that has used half of any of its limits: there every token may be needed by those who ask while the
-database is there, and what stood is given back at once.
+A key that has used half of any of its limits has no pre-authorized holds: its regular requests may
+need every token. Existing ones are voided at once.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ from metering.store.exchange import Connection, Value, array, bytes_array, excha
 
 UserKey = tuple[uuid.UUID, str, ServiceTier, bool]
 
-USER_COUNT_MAX = 1000  # keys and models for which something stands; beyond it the one that was quiet longest has to go
+USER_COUNT_MAX = 1000  # pairs of key and model with holds; beyond it the least recently used goes
 
-QUIET_MAX_S = 60.0  # a key that asked for nothing for so long gives back what stands for it
+QUIET_MAX_S = 60.0  # a key without requests for so long loses its holds
 
-AGE_MAX_S = 60.0  # a hold counts in the windows of its start: each minute another one takes its place
+AGE_MAX_S = 60.0  # a hold counts in the windows of its start, so it is replaced every minute
 
-LEFT_LEAST_S = 1.0  # a hold that lapses sooner would end its request before it says anything
+LEFT_LEAST_S = 1.0  # a hold that lapses sooner would end its request before its first token
 
 
 class Bindings(Protocol):
-    """Where bindings are written down before they count (`BindingLog`)."""
+    """Durable log of bindings (`BindingLog`)."""
 
     def record(self, bind: Bind) -> None:
-        """Raises: OSError."""
+        """Write a binding before it takes effect. Raises: OSError."""
 
     def forget(self, hold_id: uuid.UUID) -> None:
-        """The database knows."""
+        """Drop a binding that the database has stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraceTerms:
-    """What stands for each key and model in use: so many holds, each of so many tokens."""
+    """Number and size of the pre-authorized holds for each key and model in use."""
 
     hold_count: int
     input_token_count: int
@@ -62,7 +63,7 @@ class GraceTerms:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One hold that no request has. taken_at by the lease clock."""
+    """Pre-authorized hold without a request. taken_at: seconds of the lease clock."""
 
     admitted: Admitted
     input_token_count: int
@@ -71,7 +72,10 @@ class Standing:
 
 @dataclass(slots=True)
 class User:
-    """One key, model and tier, to embed or not: who pays, when it last asked, whether its limits have room, what stands for it."""
+    """Key, model, tier and kind of request that has pre-authorized holds.
+
+    asked_at: last admission, seconds of the lease clock. roomy: no limit is half used.
+    """
 
     payer: Payer
     model: str
@@ -82,31 +86,31 @@ class User:
     standing: list[Standing] = field(default_factory=list)
 
 
-class StandingHolds:
-    """What stands in this process, and what of it was given to requests that the database does not know of yet."""
+class PreauthorizedHolds:
+    """Pre-authorized holds of this process, and their bindings not yet in the database."""
 
     def __init__(self, terms: GraceTerms, bindings: Bindings, leases: LeaseClock) -> None:
         self._terms = terms
         self._bindings = bindings
         self._leases = leases
-        self._users: OrderedDict[UserKey, User] = OrderedDict()  # who asked last stands last
+        self._users: OrderedDict[UserKey, User] = OrderedDict()  # least recently used first
         self._surplus: list[uuid.UUID] = []  # holds to void
         self._given: dict[uuid.UUID, Bind] = {}  # by hold
-        self._running: dict[tuple[uuid.UUID, uuid.UUID], tuple[uuid.UUID, bytes]] = {}  # by project and request: hold, payload
+        self._running: dict[tuple[uuid.UUID, uuid.UUID], tuple[uuid.UUID, bytes]] = {}  # by project and request
         self._request_of: dict[uuid.UUID, tuple[uuid.UUID, uuid.UUID]] = {}  # by hold
 
     @property
     def given(self) -> list[Bind]:
-        """Bindings that the database does not know yet."""
+        """Bindings that the database does not have yet."""
         return list(self._given.values())
 
     @property
     def standing_count(self) -> int:
-        """Holds that could let a request in."""
+        """Number of holds that could admit a request."""
         return sum(self._lasts(standing) for user in self._users.values() for standing in user.standing)
 
     def admitted(self, op: Admit, answer: Admitted) -> None:
-        """The database has let a request in: its key is in use, and how full its limits are is known."""
+        """Note an admission by the database: its key is in use, and its quotas' state is known."""
         self._runs(op)
         user = self._users.setdefault(user_key(op), User(op.payer, op.model, op.tier, op.embedding, 0.0, roomy=False))
         self._users.move_to_end(user_key(op))
@@ -117,7 +121,7 @@ class StandingHolds:
             self._clear(self._users.popitem(last=False)[1])
 
     def taken(self, op: Admit, answer: Admitted) -> None:
-        """A hold that `due` asked for is there."""
+        """Add a hold that was requested by `due`."""
         user = self._users.get(user_key(op))
         if user is None or not has_room(answer):
             self._surplus.append(answer.hold_id)
@@ -125,19 +129,20 @@ class StandingHolds:
             user.standing.append(Standing(answer, op.input_token_count, self._leases.now()))
 
     def ended(self, hold_id: uuid.UUID) -> None:
-        """A request has ended, in the database too."""
+        """Forget a request that has ended in the database."""
         self._running.pop(self._request_of.pop(hold_id, (hold_id, hold_id)), None)
         self.bound(hold_id)
 
     def bound(self, hold_id: uuid.UUID) -> None:
-        """The database knows which request has the hold, or has refused to."""
+        """Drop the binding of a hold that the database has stored or refused."""
         if self._given.pop(hold_id, None) is not None:
             self._bindings.forget(hold_id)
 
     def give(self, op: Admit) -> Admitted:
-        """Let a request in without the database; its binding is on disk when this returns.
+        """Admit a request without the database; its binding is on disk when this returns.
 
-        Raises: StoreAway if nothing suitable stands; RequestInFlight, RequestIdReused if it runs here already.
+        Raises: StoreAway if no hold is suitable; RequestInFlight or RequestIdReused if the request
+        id is running in this process.
         """
         if (running := self._running.get((op.payer.project_id, op.request_id))) is not None:
             if running[1] != op.payload_hash:
@@ -146,7 +151,7 @@ class StandingHolds:
         user = self._users.get(user_key(op))
         fitting = [standing for standing in user.standing if self._fits(standing, op)] if user else []
         if user is None or not fitting:
-            raise StoreAway("the quota store is away, and no room was set aside for this request: retry when it is back")
+            raise StoreAway("the quota store is unavailable, and no pre-authorized hold fits this request: retry later")
         chosen = max(fitting, key=lambda standing: self._leases.left_s(standing.admitted.hold_id))
         leased = min(chosen.admitted.leased_token_count, op.first_slice_token_count)
         hold_id = chosen.admitted.hold_id
@@ -154,7 +159,7 @@ class StandingHolds:
         try:
             self._bindings.record(bind)
         except OSError as error:
-            raise StoreAway("the quota store is away, and this machine's disk takes nothing") from error
+            raise StoreAway("the quota store is unavailable, and writing to this machine's disk failed") from error
         user.standing.remove(chosen)
         self._given[hold_id] = bind
         self._running[op.payer.project_id, op.request_id] = hold_id, op.payload_hash
@@ -163,7 +168,7 @@ class StandingHolds:
         return Admitted(hold_id, leased, admitted.prices, admitted.quotas, admitted.admitted_at)
 
     def release(self, organization_id: uuid.UUID) -> list[uuid.UUID]:
-        """Holds of an organization to void at once, since one of its requests did not fit."""
+        """Return the organization's holds, to void at once because a request exceeded a quota."""
         for user in self._users.values():
             if user.payer.organization_id == organization_id:
                 user.roomy = False
@@ -171,24 +176,24 @@ class StandingHolds:
         return self.surplus()
 
     def surplus(self) -> list[uuid.UUID]:
-        """Holds to void; those of quiet keys and those that stood long enough among them. Each is told once."""
+        """Return holds to void, including old ones and those of unused keys. Returns each once."""
         now = self._leases.now()
         for user in self._users.values():
             kept = [s for s in user.standing if now - user.asked_at < QUIET_MAX_S and now - s.taken_at < AGE_MAX_S]
             self._surplus += [s.admitted.hold_id for s in user.standing if s not in kept]
             user.standing = kept
-        told, self._surplus = self._surplus, []
-        return told
+        surplus, self._surplus = self._surplus, []
+        return surplus
 
     def release_all(self) -> list[uuid.UUID]:
-        """All that stands, to void before the process ends; nothing is taken any more."""
+        """Return all holds, to void before the process ends; none are requested afterwards."""
         for user in self._users.values():
             self._clear(user)
         self._users.clear()
         return self.surplus()
 
     def due(self) -> list[Admit]:
-        """What to take, so that enough stands for each key in use."""
+        """Return the admissions that complete the holds of each key in use."""
         now = self._leases.now()
         return [
             self._admit(user)
@@ -203,7 +208,7 @@ class StandingHolds:
         return Admit(
             hold_id=hold_id,
             payer=user.payer,
-            request_id=hold_id,  # which says that it is unbound
+            request_id=hold_id,  # marks the hold as unbound
             payload_hash=bytes(32),
             model=user.model,
             input_token_count=self._terms.input_token_count,
@@ -234,12 +239,12 @@ class StandingHolds:
 
 
 def user_key(op: Admit) -> UserKey:
-    """For whom a hold could stand: another tier has another price, and so has an embedding."""
+    """Return the user of an admission; tier and embedding count because prices differ."""
     return op.payer.api_key_id, op.model, op.tier, op.embedding
 
 
 def has_room(admitted: Admitted) -> bool:
-    """Whether no limit is half used; those that only watch limit nothing."""
+    """Return whether no enforced limit is half used."""
     return all(state.remaining * 2 >= state.limit_value for state in admitted.quotas if state.rule.enforced)
 
 
@@ -259,10 +264,11 @@ WHERE h.id = v.id
 
 
 async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[HoldAnswer | Exception]:
-    """Bind the holds in one transaction; answer each in order with whether it is now bound to that request.
+    """Bind the holds in one transaction; answer each, in order, with whether it is now bound.
 
-    One that is bound already is left as it is. One whose request id is in use by another hold stays unbound: what was delivered
-    under it is recorded when it is settled, and not billed. Raises whatever the database raises.
+    A hold that is bound already is left unchanged. If another hold has the request id, it stays
+    unbound: its settlement records the delivered tokens without billing them. Raises: errors of the
+    database.
     """
     reads = await read_and_lock(connection, {bind.hold_id for bind in binds})
     keys = {key for hold in reads.holds.values() for key in bound_keys(reads, hold)}
@@ -290,16 +296,16 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
 
 
 def bound_keys(reads: BatchReads, hold: Hold) -> set[CounterKey]:
-    """The counters in which the hold's claim stands."""
+    """Return the keys of the counters that include the hold's charge."""
     return quotas.touched_keys(hold.rules, hold.claim(), reads.now, extends=False)
 
 
 def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
-    """Make the claim that of the request."""
+    """Reduce the hold's charge to that of the request."""
     rules, before = hold.rules, hold.claim()
     if hold.state == HoldState.EXPIRED:
         charged, granted = (hold.input_token_count, hold.leased_token_count), (bind.input_token_count, bind.leased_token_count)
-        # Lifetime quotas keep nothing of an expired hold but what is billed, and of an unbound one nothing is.
+        # Lifetime quotas keep only the billed tokens of an expired hold; an unbound hold has none.
         windowed = [rule for rule in rules if not rule.is_lifetime]
         quotas.give_back(counters, windowed, before, charged, (0, 0), granted)
         return
@@ -309,7 +315,7 @@ def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
 
 
 def bind_columns(binds: Sequence[Bind]) -> tuple[Value, ...]:
-    """One list per column of BIND_HOLDS."""
+    """Return the values of BIND_HOLDS, one array per column."""
     return (
         id_array(bind.hold_id for bind in binds),
         id_array(bind.request_id for bind in binds),
