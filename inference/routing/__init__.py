@@ -1,1 +1,1 @@
-"""Which engine runs a request: models by name, replicas by load, engines started on demand."""
+"""Routing of requests: models by name, replicas by load, engines started on demand."""

@@ -1,7 +1,7 @@
-"""One model that embeds as several encoders, each in its own place: sharing out, losing, draining. Implements `Encoder`.
+"""Embedding model served by several encoders: load balancing, failover, draining.
 
-Texts are shared out call by call, to whoever has the fewest tokens to embed. A call that loses its encoder begins anew in another:
-nothing of it was told before all of it was there.
+Implements `Encoder`. Each call goes to the encoder with the fewest outstanding tokens. A call that
+loses its encoder is repeated on another one: results are returned only when complete.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from inference.engine import (
     ModelInfo,
 )
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable
-from inference.routing.replica import ReplicaReport, ReplicaState, SetStatistics, all_drained, nobody_takes, standing
+from inference.routing.replica import ReplicaReport, ReplicaState, SetStatistics, all_drained, best_condition, unavailable
 from inference.routing.scaling import Stoppable
 
-LOSS_COUNT_MAX = 2  # encoders that may break under one call: it may be what breaks them
-FULL_TOKENS = 16_384  # that each encoder has to embed before another is started: seconds of work on a CPU
+LOSS_COUNT_MAX = 2  # encoders that may fail under one call: the call may be the cause
+FULL_TOKENS = 16_384  # outstanding per encoder before another is started: seconds of work on a CPU
 _log = logging.getLogger("weir.inference.routing")
 
 
 class EncoderReplica:
-    """An encoder as one of several. name: unique among them. outstanding_token_count: of calls that were given to it."""
+    """Encoder of a set. name: unique in the set. outstanding_token_count: of its running calls."""
 
     def __init__(self, name: str, encoder: Encoder) -> None:
         self.name = name
@@ -43,12 +43,12 @@ class EncoderReplica:
 
     @property
     def takes(self) -> bool:
-        """Whether it may be given a call now."""
+        """True if it may get a call now."""
         return self.encoder.healthy() and not self.is_drained
 
     @contextlib.contextmanager
     def given(self, token_count: int) -> Iterator[None]:
-        """It has a call inside the block."""
+        """Count a call for the duration of the block."""
         self.call_count += 1
         self.outstanding_token_count += token_count
         try:
@@ -58,52 +58,52 @@ class EncoderReplica:
             self.outstanding_token_count -= token_count
 
     def report(self) -> ReplicaReport:
-        """For operators."""
+        """Return the state of the replica for operators."""
         condition = self.encoder.condition()
         state, reason = ReplicaState(condition.state.value), condition.reason
         if self.is_drained and condition.state is EngineState.READY:
-            state, reason = ReplicaState.DRAINING, f"{self.call_count} calls to go"
+            state, reason = ReplicaState.DRAINING, f"{self.call_count} calls running"
         counts = self.call_count, self.outstanding_token_count
         return ReplicaReport(self.name, "", state, *counts, reason, self.encoder.statistics(), self.is_drained)
 
 
 class EncoderSet:
-    """Several encoders as one. See `Encoder` for the contract. The first `warm_count` are started with it, others under load."""
+    """Several encoders as one. Starts the first `warm_count` at once, others under load."""
 
     def __init__(self, model: ModelInfo, replicas: Sequence[EncoderReplica], *, warm_count: int) -> None:
-        """model: as it is called outside, whatever its replicas call it."""
+        """Create the set. model: as callers see it, whatever its replicas report."""
         assert replicas, "a set has replicas"
         self._model = model
         self._replicas = tuple(replicas)
         self._warm_count = warm_count
         self._is_closing = False
         self._start_requested = asyncio.Event()
-        self._wanted = asyncio.Event()  # set when another one is to be started
+        self._growth_due = asyncio.Event()  # set when another one is to be started
         self._replacement_count = 0
         self._statistics = SetStatistics(len(replicas))
 
     @property
     def model(self) -> ModelInfo:
-        """See `Backend.model`."""
+        """Implement `Backend.model`."""
         return self._model
 
     def reports(self) -> list[ReplicaReport]:
-        """How each replica stands; never blocks."""
+        """Return the state of each replica. Never blocks."""
         return [replica.report() for replica in self._replicas]
 
     def drain(self, names: Collection[str]) -> None:
-        """Give these replicas nothing new from now on, and the others what they take."""
+        """Drain the replicas with these names and no others: drained ones get no new calls."""
         for replica in self._replicas:
             replica.is_drained = replica.name in names
         if not any(replica.takes for replica in self._replicas):
-            self._wanted.set()
+            self._growth_due.set()
 
     def move_out(self, name: str) -> int:
-        """Nothing is moved: a call takes seconds, and half of it would be computed twice."""
+        """Move nothing and return 0: a call takes seconds, and moving it would repeat work."""
         return 0
 
     async def serve(self) -> None:
-        """See `Backend.serve`: all replicas' lives."""
+        """Implement `Backend.serve` by serving all replicas."""
         async with asyncio.TaskGroup() as tasks:
             scaling = Retries("replica_scaling")
             growing = tasks.create_task(scaling.keep_running(self._grow), name=f"scaling of {self._model.name}")
@@ -115,7 +115,7 @@ class EncoderSet:
             growing.cancel()
 
     async def start(self) -> None:
-        """See `Backend.start`; returns when the first of them takes calls."""
+        """Implement `Backend.start`; return when the first replica takes calls."""
         self._start_requested.set()
         while not self.healthy():
             if self._is_closing:
@@ -126,7 +126,7 @@ class EncoderSet:
             await self._first_start([each for each in usable if each in self._replicas[: self._warm_count]] or usable[:1])
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
-        """See `Encoder.embed`; by the replica with the least to do, and by another one if that is lost or refuses."""
+        """Implement `Encoder.embed` by the least loaded replica, or another if it fails."""
         token_count = sum(map(len, request.inputs))
         begun = False
 
@@ -143,7 +143,7 @@ class EncoderSet:
                 continue
             try:
                 with replica.given(token_count):
-                    self._look()
+                    self._check_load()
                     return await replica.encoder.embed(once)
             except EngineFailed as error:
                 refusal, loss_count = error, loss_count + 1
@@ -153,31 +153,31 @@ class EncoderSet:
                 if refusal is None or isinstance(error, EngineOverloaded):
                     refusal = error
             self._replacement_count += 1
-            _log.info("texts of %d tokens were not embedded by %s: %s", token_count, replica.name, refusal)
+            _log.info("replica %s did not embed %d tokens, trying another: %s", replica.name, token_count, refusal)
         if refusal is not None:
             raise refusal
-        raise nobody_takes(self._conditions(), len(self._replicas))
+        raise unavailable(self._conditions(), len(self._replicas))
 
     def statistics(self) -> EngineStatistics:
-        """See `Backend.statistics`: sums, but for the steps."""
+        """Implement `Backend.statistics` by sums; steps are averaged."""
         ready_count = sum(replica.encoder.healthy() for replica in self._replicas)
-        told = [replica.encoder.statistics() for replica in self._replicas]
-        return self._statistics.sum_of(told, ready_count, (0, self._replacement_count))
+        statistics = [replica.encoder.statistics() for replica in self._replicas]
+        return self._statistics.sum_of(statistics, ready_count, (0, self._replacement_count))
 
     def healthy(self) -> bool:
-        """See `Backend.healthy`."""
+        """Implement `Backend.healthy`."""
         return not self._is_closing and any(replica.takes for replica in self._replicas)
 
     def condition(self) -> EngineCondition:
-        """See `Backend.condition`: that of the replica that is likeliest to take calls first."""
+        """Implement `Backend.condition` by the replica that is likely to take calls first."""
         if self._is_closing:
             return EngineCondition(EngineState.CLOSED, reason="closed")
         if self.healthy():
             return EngineCondition(EngineState.READY, loading_fraction=1.0)
-        return standing(self._conditions(), self._warm_count)
+        return best_condition(self._conditions(), self._warm_count)
 
     async def close(self) -> None:
-        """See `Backend.close`."""
+        """Implement `Backend.close`."""
         self._is_closing = True
         self._start_requested.set()
         async with asyncio.TaskGroup() as tasks:
@@ -185,37 +185,37 @@ class EncoderSet:
                 tasks.create_task(replica.encoder.close(), name=f"replica close {replica.name}")
 
     def _conditions(self) -> list[EngineCondition]:
-        """Of those that no operator keeps out of use."""
+        """Return the conditions of all replicas that are not drained."""
         return [replica.encoder.condition() for replica in self._replicas if not replica.is_drained]
 
-    def _look(self) -> None:
-        """Another one is wanted where all that take calls have enough to do."""
+    def _check_load(self) -> None:
+        """Request another replica if all that take calls have more than FULL_TOKENS outstanding."""
         if min((each.outstanding_token_count for each in self._replicas if each.takes), default=0) > FULL_TOKENS:
-            self._wanted.set()
+            self._growth_due.set()
 
     async def _grow(self) -> None:
-        """Start one at a time, where there is free memory for it. They stop by themselves when they are idle."""
+        """Start requested replicas one by one if memory is free. Idle ones stop themselves."""
         while True:
-            await self._wanted.wait()
-            self._wanted.clear()
+            await self._growth_due.wait()
+            self._growth_due.clear()
             for replica in self._replicas:
                 encoder = replica.encoder
                 is_cold = encoder.condition().state is EngineState.COLD and not replica.is_drained
                 if is_cold and isinstance(encoder, Stoppable) and encoder.fits_now() and not self._is_closing:
-                    _log.info("replica %s is started: the others are full, or drained", replica.name)
+                    _log.info("starting replica %s: the others are full or drained", replica.name)
                     with contextlib.suppress(EngineError):
                         await encoder.start()
                     break
 
     async def _warm(self, replica: EncoderReplica) -> None:
-        """Start a replica once the set is asked to start. Its failure is its own to tell."""
+        """Start a replica when the set is started. The replica reports its own failure."""
         await self._start_requested.wait()
         if not self._is_closing:
             with contextlib.suppress(EngineError):
                 await replica.encoder.start()
 
     async def _first_start(self, replicas: Sequence[EncoderReplica]) -> None:
-        """Wait until one of them is ready. Raises the first error once none of them can be."""
+        """Wait until one replica is ready. Raises: the first error if all of them fail."""
         errors: list[EngineError] = []
         decided = asyncio.Event()
 

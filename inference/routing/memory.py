@@ -1,4 +1,4 @@
-"""How much of the machine's memory the engines of models that start on demand may take, and what each will."""
+"""Memory budget of on-demand engines, and estimates of the memory that an engine needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-# Of Python, torch and the tokenizer, per process; measured as what a host of a tiny model has for itself, rounded up.
+# Python, torch and the tokenizer, per process: measured with a worker of a tiny model, rounded up.
 HOST_BYTES = 192 << 20
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COMPUTED_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -19,30 +19,32 @@ _SAME_TYPE = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def torch_memory_bytes(directory: Path, compute_dtype: Literal["float32", "bfloat16", "int8"], kv_cache_bytes: int) -> int:
-    """The most that a host of the torch engine takes: of its weights while it loads, of its KV cache when all of it is in use."""
+    """Return the peak memory of a torch worker: weights while loading, plus its full KV cache."""
     weights_bytes = 0
     for dtype, count in _tensors(directory):
         converted = dtype != _SAME_TYPE.get(compute_dtype)
-        # Packing reads one copy and writes another; a tensor in its own type is read from the file and takes no memory there.
+        # Converting holds two copies; a tensor used in its own type is mapped from the file.
         weights_bytes += count * _COMPUTED_BYTES[compute_dtype] * (2 if converted else 1)
     return weights_bytes + kv_cache_bytes + HOST_BYTES
 
 
 def stored_bytes(directory: Path) -> int:
-    """The weights as they are in the checkpoint's files."""
+    """Return the size of the weights in the checkpoint's files."""
     return sum(count * _STORED_BYTES.get(dtype, 1) for dtype, count in _tensors(directory))
 
 
 def _tensors(directory: Path) -> list[tuple[str, int]]:
-    """Type and number of elements of each tensor. A file that is not what it should be counts nothing: loading will say so."""
-    found = []
+    """Return type and element count of each tensor. Skips invalid files: loading reports them."""
+    tensors = []
     for path in sorted(directory.glob("*.safetensors")):
         try:
             header = _header(path)
-            found += [(str(entry["dtype"]), math.prod(entry["shape"])) for name, entry in header.items() if name != "__metadata__"]
+            tensors += [
+                (str(entry["dtype"]), math.prod(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
+            ]
         except (OSError, ValueError, KeyError, TypeError):
             continue
-    return found
+    return tensors
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -54,14 +56,14 @@ def _header(path: Path) -> dict[str, Any]:
         return header
 
 
-# Seconds for which a slot is left alone after its last use: whoever has just waited for it enters within some ms, and would have to
-# load it again. Nothing breaks if that takes longer.
+# Seconds for which an engine is not evicted after its last use: a request that has just waited for
+# it enters within milliseconds and would otherwise load it again.
 HANDOVER_S = 0.25
 _log = logging.getLogger("weir.inference.routing")
 
 
 class BudgetTooSmall(ValueError):
-    """A model could never be loaded within the budget. model: its name; needed_bytes: what the budget would have to be."""
+    """A model can never fit the budget. needed_bytes: smallest budget that would fit it."""
 
     def __init__(self, model: str, needed_bytes: int, message: str) -> None:
         super().__init__(message)
@@ -70,36 +72,36 @@ class BudgetTooSmall(ValueError):
 
 
 class Resident(Protocol):
-    """Who holds memory, or wants to."""
+    """Engine that holds or requests memory."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the engine for messages."""
 
     @property
     def memory_bytes(self) -> int:
-        """What it holds from its start to its close."""
+        """Memory that it holds from its start to its close."""
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it never gives way."""
+        """True if it is never evicted."""
 
     def idle_since_s(self) -> float | None:
-        """When it was last used, in seconds of the budget's clock; None while it is in use, or never gives way."""
+        """Return its last use, in seconds of the budget's clock; None if not evictable now."""
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is about to release what it holds, for whatever reason."""
+        """True if it is about to release its memory, for whatever reason."""
 
     def evict(self) -> None:
-        """Give way: close, and then release what it holds. Never blocks; `is_leaving` from now on."""
+        """Begin to close, then release the memory. Never blocks; sets `is_leaving`."""
 
 
 class MemoryBudget:
-    """The memory of one machine, as far as engines may have it. Without a total nobody waits."""
+    """Memory of one machine that engines may use; requests are granted in order."""
 
     def __init__(self, total_bytes: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """total_bytes: None sets no limit."""
+        """Create the budget. total_bytes: None sets no limit. clock: returns seconds."""
         self._total_bytes = total_bytes
         self._clock = clock
         self._held: dict[Resident, None] = {}
@@ -108,29 +110,29 @@ class MemoryBudget:
 
     @property
     def held_bytes(self) -> int:
-        """What is reserved now, by those too that are about to give it back."""
+        """Memory reserved now, including that of engines about to release it."""
         return sum(resident.memory_bytes for resident in self._held)
 
     def check(self, residents: Iterable[Resident]) -> None:
-        """Whether each of them can be loaded at some time. Raises: BudgetTooSmall, naming the first that cannot."""
+        """Check that each engine fits. Raises: BudgetTooSmall for the first that does not."""
         if self._total_bytes is None:
             return
         pinned_bytes = 0
         for resident in sorted(residents, key=lambda each: not each.is_pinned):
             needed_bytes = pinned_bytes + resident.memory_bytes
             if needed_bytes > self._total_bytes:
-                beside = f" beside {pinned_bytes:,} of models that are always kept loaded" if pinned_bytes else ""
+                beside = f" beside {pinned_bytes:,} bytes of models that stay loaded" if pinned_bytes else ""
                 raise BudgetTooSmall(
                     resident.name,
                     needed_bytes,
-                    f"model {resident.name!r} needs {resident.memory_bytes:,} bytes{beside}, and all engines together may have "
-                    f"{self._total_bytes:,}",
+                    f"model {resident.name!r} needs {resident.memory_bytes:,} bytes{beside}, but all engines together may use "
+                    f"{self._total_bytes:,} bytes",
                 )
             if resident.is_pinned:
                 pinned_bytes = needed_bytes
 
     async def reserve(self, resident: Resident) -> bool:
-        """Wait for memory; False if it was withdrawn meanwhile. What was reserved must be released."""
+        """Wait for memory, which must be released later; return False if withdrawn meanwhile."""
         assert not {resident} & (self._held.keys() | self._waiting.keys()), "a slot has one engine"
         granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting[resident] = granted
@@ -139,11 +141,11 @@ class MemoryBudget:
             return await granted
         except asyncio.CancelledError:
             self._waiting.pop(resident, None)
-            self.release(resident)  # it may have been granted at the same moment
+            self.release(resident)  # may have been granted at the same moment
             raise
 
     def withdraw(self, resident: Resident) -> None:
-        """It wants no memory any more, if it did."""
+        """Cancel a pending request for memory, if there is one."""
         granted = self._waiting.pop(resident, None)
         if granted is not None:
             if not granted.done():  # else its waiter was cancelled
@@ -151,25 +153,25 @@ class MemoryBudget:
             self.look()
 
     def release(self, resident: Resident) -> None:
-        """What it held is free."""
+        """Release the memory of an engine."""
         self._held.pop(resident, None)
         self.look()
 
     def fits_now(self, resident: Resident) -> bool:
-        """Whether it would get its memory at once, and nobody have to give way."""
+        """Return whether memory would be granted at once, without an eviction."""
         free = self._total_bytes is None or self.held_bytes + resident.memory_bytes <= self._total_bytes
         return free and not self._waiting
 
     def is_waiting(self, resident: Resident) -> bool:
-        """Whether it waits for memory."""
+        """Return whether the engine waits for memory."""
         return resident in self._waiting
 
     def who_holds(self) -> str:
-        """The names of those who have memory, for whoever waits."""
-        return ", ".join(sorted(resident.name for resident in self._held)) or "nobody"
+        """Return the names of the engines that hold memory, for messages."""
+        return ", ".join(sorted(resident.name for resident in self._held)) or "no engine"
 
     def look(self) -> None:
-        """Give out what is free, in order, and make room for the next. To be called when a slot is no longer in use."""
+        """Grant free memory in order, and make room for the next. Call when an engine is idle."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -180,14 +182,14 @@ class MemoryBudget:
                 self._make_room(missing_bytes - sum(each.memory_bytes for each in self._held if each.is_leaving))
                 return
             granted = self._waiting.pop(resident)
-            if not granted.done():  # else its waiter was cancelled, and is about to say so
+            if not granted.done():  # else its waiter was cancelled and will release it
                 self._held[resident] = None
                 granted.set_result(True)
 
     def _make_room(self, missing_bytes: int) -> None:
-        """Let idle slots give way, the least recently used first.
+        """Evict idle engines, the least recently used first.
 
-        Also where all of them are not enough: else those that take turns in being idle would keep a larger one waiting for ever.
+        Also if they do not suffice: engines that are idle in turn would starve a larger one.
         """
         idle = [
             (since_s, resident)
@@ -201,6 +203,6 @@ class MemoryBudget:
             if wait_s > 0:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self.look)
                 return
-            _log.info("engine %s gives way: memory is wanted for another", resident.name)
+            _log.info("evicting engine %s: another engine needs its memory", resident.name)
             missing_bytes -= resident.memory_bytes
             resident.evict()

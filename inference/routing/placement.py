@@ -1,8 +1,9 @@
-"""Which of several replicas gets a sequence. Each policy is a function of what the set knows; none keeps promises for another.
+"""Placement policies: choose the replica for a sequence, without state of their own.
 
-`round_robin` gives to each in turn. `least_loaded` gives to whom has the fewest tokens still to compute. `prefix_aware` does too,
-and counts of the new prompt only what the replica has not cached: so a conversation stays where its prefix is, until the others
-have so much less to do that computing it again is sooner done.
+`round_robin` chooses each replica in turn. `least_loaded` chooses the one with the fewest
+outstanding tokens. `prefix_aware` does so too, but adds the tokens of the new prompt that the
+replica has not cached: a conversation stays with its prefix until another replica has so much less
+to do that recomputing the prefix is faster.
 """
 
 from __future__ import annotations
@@ -18,58 +19,58 @@ TokenIds = tuple[int, ...]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What a sequence asks for. keys: of its prompt's blocks; none if the policy does not look at them."""
+    """Work of a sequence. keys: of its prompt's blocks; empty if the policy does not use them."""
 
     prompt_token_count: int
     keys: Keys = ()
 
 
 class PlacementPolicy(Protocol):
-    """How to choose."""
+    """Choice of a replica."""
 
     def work_of(self, prompt: TokenIds, cache_salt: str, output: TokenIds = ()) -> Work:
-        """What has to be known of a sequence, once for all replicas. output: what of it was generated already."""
+        """Return the work of a sequence, once for all replicas. output: tokens generated so far."""
         ...
 
     def choose(self, candidates: Sequence[Replica], work: Work) -> Replica:
-        """One of the candidates, of which there is at least one."""
+        """Return one of the candidates, which must not be empty."""
         ...
 
 
 class RoundRobin:
-    """Each in turn."""
+    """Each replica in turn."""
 
     def work_of(self, prompt: TokenIds, cache_salt: str, output: TokenIds = ()) -> Work:
-        """See `PlacementPolicy`."""
+        """Implement `PlacementPolicy`."""
         return Work(len(prompt) + len(output))
 
     def choose(self, candidates: Sequence[Replica], work: Work) -> Replica:
-        """Whose last turn is longest ago."""
+        """Return the replica whose last placement is the oldest."""
         return min(candidates, key=lambda replica: replica.placed_at)
 
 
 class LeastLoaded:
-    """Who has the fewest outstanding tokens."""
+    """Replica with the fewest outstanding tokens."""
 
     def work_of(self, prompt: TokenIds, cache_salt: str, output: TokenIds = ()) -> Work:
-        """See `PlacementPolicy`."""
+        """Implement `PlacementPolicy`."""
         return Work(len(prompt) + len(output))
 
     def choose(self, candidates: Sequence[Replica], work: Work) -> Replica:
-        """Equal ones in turn."""
+        """Return the least loaded replica; equal ones in turn."""
         return min(candidates, key=lambda replica: (replica.outstanding_token_count, replica.placed_at))
 
 
 class PrefixAware:
-    """Who would be done with its own work and with this prompt first."""
+    """Replica that would finish its work and this prompt first."""
 
     def work_of(self, prompt: TokenIds, cache_salt: str, output: TokenIds = ()) -> Work:
-        """See `PlacementPolicy`."""
+        """Implement `PlacementPolicy`."""
         token_ids = (*prompt, *output)
         return Work(len(token_ids), prefix_keys(token_ids, cache_salt))
 
     def choose(self, candidates: Sequence[Replica], work: Work) -> Replica:
-        """Outstanding tokens and those of the prompt that are not cached, as one sum: both are computed by the same steps."""
+        """Return the replica with the smallest sum of outstanding and uncached prompt tokens."""
 
         def cost(replica: Replica) -> tuple[int, int]:
             saved = replica.prefixes.find(work.keys).token_count

@@ -1,12 +1,13 @@
-"""One served model as several replicas, each an engine of its own: placing, losing, draining. Implements `Engine`.
+"""Model served by several replicas, each a separate engine: placement, failover, draining.
 
-`ReplicaSet` decides only where a sequence runs; how replicas are started, restarted and stopped is theirs. `RoutedSequence` is the
-sequence as its caller sees it, and keeps the account of the replica that has it. When its engine is lost, it goes on elsewhere:
-before the first token it begins anew; after that it is continued from its prompt and the tokens that were told.
-The events are those of one sequence either way: `Scheduled` once, every token once, counts and times of the whole. Half of a
-character or of a stop sequence that the lost engine held back is held back by the next one, which reads the same tokens.
+Implements `Engine`. `ReplicaSet` decides only where a sequence runs; replicas start, restart and
+stop by themselves. `RoutedSequence` is the sequence that callers see, and updates the load of its
+replica. When its engine is lost, it continues on another: from the prompt before the first token,
+afterwards from the prompt and the reported tokens. Either way its events are those of one sequence:
+`Scheduled` once, every token once, counts and times of the whole. A partial character or stop
+sequence that the lost engine withheld is withheld by the next one, which reads the same tokens.
 
-Nothing here runs by itself but what `serve` runs.
+Only `serve` runs in the background.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from inference.engine import (
 from inference.engine import Sequence as RunningSequence
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
 from inference.routing.placement import PlacementPolicy, PrefixAware, Work
-from inference.routing.replica import NOTHING_FOUND, Replica, ReplicaReport, SetStatistics, all_drained, nobody_takes, standing
+from inference.routing.replica import NOTHING_FOUND, Replica, ReplicaReport, SetStatistics, all_drained, best_condition, unavailable
 
-RECOVERY_WAIT_S = 10.0  # seconds: a small model's process is back by then, and a client would rather wait than ask anew
-OUTPUT_TOKENS_FIRST = 128  # tokens: what an answer is taken to have before any has ended
-OUTPUT_MEMORY = 32  # answers after which a change of their lengths is mostly noticed
-START_PAUSE_S = 0.05  # seconds between looks at replicas that are ready and may not be used yet
+RECOVERY_WAIT_S = 10.0  # restart time of a small model; clients prefer waiting to a retry
+OUTPUT_TOKENS_FIRST = 128  # expected output length before any sequence has ended
+OUTPUT_MEMORY = 32  # sequences; window of the moving average of output lengths
+START_PAUSE_S = 0.05  # seconds between checks of replicas that are ready but tripped
 
 
 class ReplicaSet:
-    """Several replicas as one engine. See `Engine` for the contract.
+    """Several replicas as one engine. Implements `Engine`.
 
-    `start` returns as soon as one replica takes requests; the first `warm_count` are started by then or on their way, the others
-    when somebody starts them. A sequence whose replica is lost waits up to `recovery_wait_s` for another place.
+    `start` starts the first `warm_count` replicas and returns when one of them takes requests. A
+    sequence whose replica is lost waits up to `recovery_wait_s` for another place.
     """
 
     def __init__(
@@ -66,9 +67,12 @@ class ReplicaSet:
         recovery_wait_s: float = RECOVERY_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """model: as it is called outside, whatever its replicas call it. warm_count: all of them if it is None."""
+        """Create the set.
+
+        model: as callers see it, whatever its replicas report. warm_count: None: all.
+        """
         assert replicas, "a set has replicas"
-        assert len({replica.name for replica in replicas}) == len(replicas), "replicas have names of their own"
+        assert len({replica.name for replica in replicas}) == len(replicas), "names of replicas are unique"
         self.model = model
         self._replicas = tuple(replicas)
         self._policy: PlacementPolicy = policy or PrefixAware()
@@ -77,7 +81,7 @@ class ReplicaSet:
         self.clock = clock
         self.is_closing = False
         self._start_requested = asyncio.Event()
-        self.moving: set[RoutedSequence] = set()  # told to leave their replica for another, and not there yet
+        self.moving: set[RoutedSequence] = set()  # cancelled by a drain, not yet placed again
         self.sequences: set[RoutedSequence] = set()  # that have not ended
         self.placement_count = 0
         self.mean_output_token_count = float(OUTPUT_TOKENS_FIRST)
@@ -86,16 +90,16 @@ class ReplicaSet:
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """All of them, the warm ones first."""
+        """All replicas, the warm ones first."""
         return self._replicas
 
     def reports(self) -> list[ReplicaReport]:
-        """How each replica stands; never blocks."""
+        """Return a snapshot of each replica. Never blocks."""
         now_s = self.clock()
         return [replica.report(now_s) for replica in self._replicas]
 
     async def serve(self) -> None:
-        """See `Engine.serve`: all replicas' lives. One that fails unexpectedly leaves the others alone."""
+        """Implement `Engine.serve` by serving all replicas; an unexpected error ends one only."""
         async with IncidentTaskGroup() as tasks:
             for replica in self._replicas:
                 tasks.create_task(replica.engine.serve(), name=f"replica {replica.name}")
@@ -103,23 +107,23 @@ class ReplicaSet:
                 tasks.create_task(self._warm(replica), name=f"replica start {replica.name}")
 
     async def start(self) -> None:
-        """See `Engine.start`."""
+        """Implement `Engine.start`."""
         self._start_requested.set()
         while not self.healthy():
             await self._first_start()
-            if not self.healthy():  # ready, and still kept out after it had failed
+            if not self.healthy():  # ready, but its breaker is still open
                 waits = [replica.breaker.wait_s(self.clock()) for replica in self._replicas if replica.engine.healthy()]
                 await asyncio.sleep(max(min(waits, default=0.0), START_PAUSE_S))
 
     def submit(self, request: GenerationRequest, tell: Tell) -> RoutedSequence:
-        """See `Engine.submit`."""
+        """Implement `Engine.submit`."""
         sequence = RoutedSequence(self, request, tell)
         self.place(sequence, request)
         self.sequences.add(sequence)
         return sequence
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
-        """See `Engine.predict_cached_token_count`: by the replica that a request would be given to now."""
+        """Implement `Engine.predict_cached_token_count` by the replica that would be chosen now."""
         chosen = self._replicas[0]
         if len(self._replicas) > 1:
             now_s = self.clock()
@@ -128,17 +132,17 @@ class ReplicaSet:
         return chosen.engine.predict_cached_token_count(prompt_token_ids, cache_salt)
 
     def statistics(self) -> EngineStatistics:
-        """See `Engine.statistics`: sums, but for the steps."""
+        """Implement `Engine.statistics` by sums; steps are averaged."""
         if len(self._replicas) == 1 and not self._replacement_count and not self._migration_count:
             return self._replicas[0].engine.statistics()
-        ready_count, told = 0, []
+        ready_count, statistics = 0, []
         for replica in self._replicas:
             ready_count += replica.engine.healthy()
-            told.append(replica.engine.statistics())
-        return self._statistics.sum_of(told, ready_count, (self._migration_count, self._replacement_count))
+            statistics.append(replica.engine.statistics())
+        return self._statistics.sum_of(statistics, ready_count, (self._migration_count, self._replacement_count))
 
     def healthy(self) -> bool:
-        """See `Engine.healthy`."""
+        """Implement `Engine.healthy`."""
         if not self.is_closing:
             now_s = self.clock()
             for replica in self._replicas:
@@ -147,15 +151,15 @@ class ReplicaSet:
         return False
 
     def condition(self) -> EngineCondition:
-        """See `Engine.condition`: that of the replica that is likeliest to take requests first."""
+        """Implement `Engine.condition` by the replica that is likely to take requests first."""
         if self.is_closing:
             return EngineCondition(EngineState.CLOSED, reason="closed")
         if self.healthy():
             return EngineCondition(EngineState.READY, loading_fraction=1.0)
-        return standing(self._conditions(self._replicas), self._warm_count)
+        return best_condition(self._conditions(self._replicas), self._warm_count)
 
     async def close(self) -> None:
-        """See `Engine.close`."""
+        """Implement `Engine.close`."""
         self.is_closing = True
         self._start_requested.set()
         async with asyncio.TaskGroup() as tasks:
@@ -163,32 +167,32 @@ class ReplicaSet:
                 tasks.create_task(replica.engine.close(), name=f"replica close {replica.name}")
 
     def drain(self, names: Collection[str]) -> None:
-        """Give these replicas nothing new from now on, and the others what they take; what they run, they run to its end."""
+        """Drain the replicas with these names and no others; running sequences finish."""
         for replica in self._replicas:
             replica.is_drained = replica.name in names
 
     def move_out(self, name: str) -> int:
-        """Let what a drained replica runs go on elsewhere, as far as it can and somebody has room; how many were told to.
+        """Move sequences from a drained replica to others with free places; return how many move.
 
-        To be called again for those that had no place. An unknown name has nothing to move.
+        Call again for the rest. An unknown name moves none.
         """
         return sum(sequence.move_from(name) for sequence in tuple(self.sequences))
 
     def has_place(self, request: GenerationRequest) -> bool:
-        """Whether some replica has a place in its batch for it, beside those that are moving already."""
+        """Return whether a replica has a free place beside those that moving sequences need."""
         now_s, free_count = self.clock(), 0
         for replica in {replica for tier in self._tiers(request, ()) for replica in tier if replica.takes(now_s)}:
             free_count += replica.free_place_count
         return free_count > len(self.moving)
 
     def could_continue(self, request: GenerationRequest) -> bool:
-        """Whether some replica, were it there, could go on with it in mid-output."""
+        """Return whether any replica, available or not, could continue the request's output."""
         return any(replica.engine.model.can_continue(request) for replica in self._replicas)
 
     def place(self, sequence: RoutedSequence, request: GenerationRequest, avoided: Sequence[Replica] = ()) -> None:
-        """Enter a sequence into some replica. avoided: replicas to be asked last.
+        """Submit a sequence to a replica, or to another if it refuses. avoided: tried last.
 
-        Raises as `Engine.submit`; a replica that refuses is passed over as long as there is another.
+        Raises: as `Engine.submit`.
         """
         work = self._work_of(request)
         refusals: list[EngineError] = []
@@ -208,50 +212,50 @@ class ReplicaSet:
                     return sequence.enter(replica, request, work, self._expected_output(request))
                 except (EngineOverloaded, EngineUnavailable, EngineStartFailed) as refusal:
                     refusals.append(refusal)
-                except RequestImpossible as fault:  # servers of different kinds can stand behind one model
+                except RequestImpossible as fault:  # replicas of a model may be of different kinds
                     impossible = impossible or fault
         if impossible is not None and not refusals:
             raise impossible
         raise self._refusal(request, refusals)
 
     def place_at(self, sequence: RoutedSequence, replica: Replica, request: GenerationRequest) -> None:
-        """Enter a sequence into this replica, be it drained. Raises as `Engine.submit`."""
+        """Submit a sequence to this replica, even a drained one. Raises: as `Engine.submit`."""
         if not (replica.engine.healthy() and replica.breaker.admits(self.clock())):
-            raise EngineUnavailable(f"replica {replica.name} does not work", retry_after_s=0.0)
+            raise EngineUnavailable(f"replica {replica.name} is not available", retry_after_s=0.0)
         sequence.enter(replica, request, self._work_of(request), self._expected_output(request))
 
     def note_moved(self, *, migrated: bool) -> None:
-        """A sequence has found another place. migrated: after its first token."""
+        """Count a sequence that moved to another replica. migrated: after its first token."""
         if migrated:
             self._migration_count += 1
         else:
             self._replacement_count += 1
 
     def _work_of(self, request: GenerationRequest) -> Work:
-        if len(self._replicas) == 1:  # nothing is chosen: what the policy wants to know would be computed for nothing
+        if len(self._replicas) == 1:  # no choice: skip the keys that the policy would compute
             return Work(len(request.prompt_token_ids) + len(request.output_token_ids))
         return self._policy.work_of(request.prompt_token_ids, request.cache_salt, request.output_token_ids)
 
     def _choose(self, candidates: list[Replica], request: GenerationRequest, work: Work) -> Replica:
-        """As the policy says; where the engine knows better what it has cached, what the policy knows is mended first."""
+        """Choose by the policy, after correcting its view of the chosen engine's cache."""
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
         while True:
             chosen = self._policy.choose(candidates, work)
             found = chosen.prefixes.find(work.keys)
             if len(candidates) == 1 or not found.computed:
                 return chosen
-            told = chosen.engine.predict_cached_token_count(token_ids, request.cache_salt)
-            if not chosen.prefixes.found_missing(found, told):
+            cached_count = chosen.engine.predict_cached_token_count(token_ids, request.cache_salt)
+            if not chosen.prefixes.found_missing(found, cached_count):
                 return chosen
 
     def _expected_output(self, request: GenerationRequest) -> int:
-        """Tokens, by what the last sequences had."""
+        """Return the output tokens to expect, by the mean of recent sequences."""
         left = request.stop.max_output_tokens - len(request.output_token_ids)
         output = min(max(round(self.mean_output_token_count), 1), max(left, 1))
         return output * (request.choice_count if request.beam_search is None else request.beam_search.width)
 
     def _tiers(self, request: GenerationRequest, avoided: Sequence[Replica]) -> Iterable[Sequence[Replica]]:
-        """Those that may be asked, in groups: by region in the order of preference, and all avoided ones after all others."""
+        """Return the allowed replicas in groups: by preferred region, avoided ones last."""
         if not (avoided or request.regions or request.output_token_ids):
             return (self._replicas,)
         return self._chosen_tiers(request, avoided)
@@ -264,47 +268,47 @@ class ReplicaSet:
             if not request.regions:
                 yield rest
             for region in request.regions:
-                # One that is nowhere in particular is everywhere, and asked once.
+                # A replica without a region belongs to the first region only, so it is tried once.
                 near = (region, "") if region == request.regions[0] else (region,)
                 yield [replica for replica in rest if replica.region in near]
 
     def _refusal(self, request: GenerationRequest, refusals: Sequence[EngineError]) -> EngineError:
-        """Why nobody took it."""
+        """Return the error for a request that no replica took."""
         overloads = [refusal.retry_after_s for refusal in refusals if isinstance(refusal, EngineOverloaded)]
         if overloads:
             full = "the queues of all replicas are full" if len(self._replicas) > 1 else "the engine's queue is full"
             return EngineOverloaded(full, min(overloads))
         allowed = {replica for tier in self._tiers(request, ()) for replica in tier}
         if not allowed:
-            return EngineUnavailable(f"no replica in {', '.join(request.regions) or 'this set'} could go on with it", 0.0)
-        return nobody_takes(self._conditions(allowed), len(self._replicas))
+            return EngineUnavailable(f"no replica in {', '.join(request.regions) or 'this set'} can continue the sequence", 0.0)
+        return unavailable(self._conditions(allowed), len(self._replicas))
 
     def _conditions(self, replicas: Collection[Replica]) -> list[EngineCondition]:
-        """Of those that no operator keeps out of use."""
+        """Return the conditions of those replicas that are not drained."""
         return [self._condition_of(replica) for replica in replicas if not replica.is_drained]
 
     def _condition_of(self, replica: Replica) -> EngineCondition:
-        """A replica's condition, where READY means that it may be used."""
+        """Return a replica's condition; READY only if it takes sequences."""
         condition, now_s = replica.engine.condition(), self.clock()
         if condition.state is not EngineState.READY or replica.takes(now_s):
             return condition
         wait_s = replica.breaker.wait_s(now_s)
-        reason = "it is about to stop" if replica.is_leaving else "sequences were lost on it one after the other"
+        reason = "it is being stopped" if replica.is_leaving else "several sequences in a row have failed on it"
         return EngineCondition(EngineState.RESTARTING, retry_after_s=wait_s, reason=reason)
 
     async def _warm(self, replica: Replica) -> None:
-        """Start a replica once the set is asked to start. Its failure is its own to tell."""
+        """Start a replica when the set is started. The replica reports its own failure."""
         await self._start_requested.wait()
         if not self.is_closing:
             with contextlib.suppress(EngineError):
                 await replica.engine.start()
 
     async def _first_start(self) -> None:
-        """Wait until the first of those that are to be warm is ready. Raises the first error once none of them can be."""
+        """Wait until a warm replica is ready. Raises: the first error if all of them fail."""
         if self.is_closing:
             raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
-        others = [replica for replica in self._replicas if not replica.is_draining]
-        waited_for = [replica for replica in others if replica in self._replicas[: max(self._warm_count, 1)]] or others[:1]
+        usable = [replica for replica in self._replicas if not replica.is_draining]
+        waited_for = [replica for replica in usable if replica in self._replicas[: max(self._warm_count, 1)]] or usable[:1]
         if not waited_for:
             raise all_drained(len(self._replicas))
         errors: list[EngineError] = []
@@ -328,18 +332,19 @@ class ReplicaSet:
             raise errors[0]
 
 
-LOSS_COUNT_MAX = 2  # engines that may break under one sequence: it may be what breaks them, and is not to break all of them
+LOSS_COUNT_MAX = 2  # engines that may fail under one sequence, which may be the cause
 
-PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5  # seconds between looks for a place while there is none
+PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5  # seconds between searches for a place
 
 _log = logging.getLogger("weir.inference.routing")
 
 
 @dataclass(slots=True)
 class Recovery:
-    """The search for another place, in calls of the event loop, with longer and longer pauses.
+    """Search for another replica, by event-loop callbacks with growing pauses.
 
-    home: where the sequence could have stayed. give_up_at_s: of the set's clock. next_look: the call that looks.
+    home: drained replica that could still run it. give_up_at_s: on the set's clock. next_look: the
+    pending callback.
     """
 
     loss: EngineError
@@ -350,20 +355,20 @@ class Recovery:
 
 
 class RoutedSequence:
-    """Implements `Sequence` over one replica after the other."""
+    """Sequence that may move between replicas. Implements `Sequence`."""
 
     def __init__(self, fleet: ReplicaSet, request: GenerationRequest, tell: Tell) -> None:
         self._fleet = fleet
         self._request = request
         self._tell = tell
-        # Of the sequence as a whole.
+        # State of the whole sequence.
         self._is_cancelled = False
-        self._is_told = False  # whether output was told, so that it cannot begin anew
+        self._has_output = False  # reported to the caller, so that it cannot start over
         self._cached_token_count: int | None = None
         self._opened_at_s = fleet.clock()
         self._scheduled_at_s: float | None = None
         self._first_token_at_s: float | None = None
-        # Of the replica that has it, or had it last.
+        # State on its current or last replica.
         self._replica: Replica
         self._sequence: RunningSequence  # in its engine
         self._is_placed = False
@@ -371,24 +376,24 @@ class RoutedSequence:
         self._found = NOTHING_FOUND
         self._began_at_s: float
         self._is_probe = False
-        self._shows_health = False  # whether it has shown if the replica works
-        self._output_left = 0  # tokens, as expected
-        self._charged = 0  # of the replica's outstanding tokens
-        # Of its losses.
+        self._shows_health = False  # it has shown whether the replica works
+        self._output_left = 0  # expected output tokens
+        self._charged = 0  # its part of the replica's outstanding tokens
+        # Losses.
         self._lost_on: list[Replica] = []
-        self._refused_by: set[Replica] = set()  # full, as they said after they had taken it
+        self._refused_by: set[Replica] = set()  # reported as full after they had accepted it
         self._failure_count = 0
         self._migration_count = 0
         self._moved = False
-        self._recovery: Recovery | None = None  # while it looks for another place
+        self._recovery: Recovery | None = None  # while it searches for another replica
 
     @property
     def outputs(self) -> list[list[int]]:
-        """See `Sequence.outputs`."""
+        """Implement `Sequence.outputs`."""
         return self._sequence.outputs
 
     def cancel(self) -> None:
-        """See `Sequence.cancel`."""
+        """Implement `Sequence.cancel`."""
         self._is_cancelled = True
         if self._is_placed:
             self._sequence.cancel()
@@ -397,7 +402,7 @@ class RoutedSequence:
             recovery.next_look = asyncio.get_running_loop().call_soon(self._look)
 
     def close(self) -> None:
-        """See `Sequence.close`."""
+        """Implement `Sequence.close`."""
         self._tell = tell_nobody
         self._fleet.sequences.discard(self)
         if self._is_placed:
@@ -406,7 +411,10 @@ class RoutedSequence:
             self._stop_looking()
 
     def enter(self, replica: Replica, request: GenerationRequest, work: Work, output_token_count: int) -> None:
-        """Begin in a replica, and count there. output_token_count: what its output is expected to be. Raises as `Engine.submit`."""
+        """Begin on a replica and add to its load. Raises: as `Engine.submit`.
+
+        output_token_count: expected length of the output.
+        """
         fleet = self._fleet
         fleet.placement_count += 1
         replica.placed_at = fleet.placement_count
@@ -427,9 +435,9 @@ class RoutedSequence:
         replica.outstanding_token_count += self._charged
 
     def move_from(self, name: str) -> bool:
-        """Leave the replica of this name for another, if it runs there, can go on elsewhere, and there is a place.
+        """Begin to move away from this replica; return False if it cannot move or no place is free.
 
-        The engine is told to end it; that end is then not told, and it goes on from there as after a loss.
+        Cancels it on the engine; that end is not reported, and it continues as after a loss.
         """
         if not self._is_placed or self._replica.name != name or self in self._fleet.moving:
             return False
@@ -441,17 +449,17 @@ class RoutedSequence:
 
     @property
     def _may_go_on(self) -> bool:
-        """Whether another engine could have it as it stands: from its beginning, or from where it is."""
-        return not self._is_told or self._fleet.could_continue(self._request)
+        """True if another engine could run it, from its beginning or from its current output."""
+        return not self._has_output or self._fleet.could_continue(self._request)
 
     def _continued(self) -> GenerationRequest:
-        """What another engine would be asked now."""
-        if not (self._is_told and self._request.may_be_continued):
+        """Return the request for another engine, with the output so far."""
+        if not (self._has_output and self._request.may_be_continued):
             return self._request
         return replace(self._request, output_token_ids=tuple(self.outputs[0]))
 
     def _take(self, event: SequenceEvent | EngineError) -> None:
-        """Told by the engine that has it: keep the replica's account, and tell events as those of the whole sequence."""
+        """Handle an event of the engine: update the replica's load, report to the caller."""
         match event:
             case TokensGenerated():
                 count = len(event.token_ids)
@@ -466,7 +474,7 @@ class RoutedSequence:
                 if self._begun(event.cached_token_count):
                     self._tell(event)
             case ChoiceFinished():
-                self._is_told = True
+                self._has_output = True
                 self._tell(event)
             case SequenceFinished():
                 self._finished(event)
@@ -474,7 +482,7 @@ class RoutedSequence:
                 self._lost(event)
 
     def _begun(self, cached_token_count: int) -> bool:
-        """An engine has begun with it; whether that is to be told, which is done once."""
+        """Note that an engine has scheduled it; return True the first time, which is reported."""
         if self._work.keys:
             self._replica.prefixes.found_missing(self._found, cached_token_count)
         charged, self._charged = self._charged, self._work.prompt_token_count - cached_token_count + self._output_left
@@ -485,22 +493,22 @@ class RoutedSequence:
         return True
 
     def _generated(self, token_count: int) -> None:
-        """The first tokens, and those that were not expected."""
+        """Update the load for the first tokens and for more tokens than expected."""
         if not self._shows_health:
             self._shows_health = True
             if self._work.keys:
                 self._replica.prefixes.computed(self._work.keys)
             if self._replica.breaker.failure_count and self._replica.breaker.is_news(self._began_at_s):
                 self._replica.breaker.succeeded()
-        if not self._is_told:
-            self._is_told, self._first_token_at_s = True, self._fleet.clock()
+        if not self._has_output:
+            self._has_output, self._first_token_at_s = True, self._fleet.clock()
         charged, self._charged = self._charged, max(self._output_left - token_count, 1)
         self._output_left = self._charged
         self._replica.outstanding_token_count += self._charged - charged
 
     def _finished(self, event: SequenceFinished) -> None:
         if event.reason is EngineFinishReason.CANCELLED and not self._is_cancelled and not self._fleet.is_closing:
-            self._lost(EngineUnavailable("the replica was closed, or drained", retry_after_s=0.0))
+            self._lost(EngineUnavailable("the replica was closed or drained", retry_after_s=0.0))
             return
         fleet = self._fleet
         fleet.mean_output_token_count += (event.generated_token_count - fleet.mean_output_token_count) / OUTPUT_MEMORY
@@ -519,23 +527,24 @@ class RoutedSequence:
         tell(last)
 
     def _lost(self, loss: EngineError) -> None:
-        """Look for another place after a loss, from the next turn of the event loop on; or end with it."""
+        """Search for another replica from the next turn of the event loop, or end with the loss."""
         if isinstance(loss, RequestImpossible):
             if self._migration_count:
-                # It was possible where it began: that nobody else can go on with it is not its client's mistake.
-                loss = EngineFailed(f"no other engine can go on with it: {loss}")
+                # Its first engine accepted it, so this is not a mistake of the client.
+                loss = EngineFailed(f"no other engine can continue the sequence: {loss}")
             self._end(loss)
             return
         replica, now_s = self._replica, self._fleet.clock()
         has_failed = isinstance(loss, EngineFailed)
         if has_failed:
-            # An engine that lives on says little by failing what has failed elsewhere: three such requests would trip them all.
+            # A second failure on an engine that survives is probably the request's fault; counting
+            # it would let three such requests trip all replicas.
             if not (self._failure_count and replica.engine.healthy()):
                 self._shows_health = True
                 replica.breaker.failed(self._began_at_s, now_s)
             self._failure_count += 1
         self._leave()
-        # Remote servers take a sequence and refuse it then. All have been asked once one of them refuses again.
+        # Remote servers accept a sequence before refusing it. A second refusal: all were tried.
         is_full = isinstance(loss, EngineOverloaded)
         all_refused = is_full and replica in self._refused_by
         if is_full:
@@ -546,15 +555,15 @@ class RoutedSequence:
         elif not self._may_go_on or all_refused or self._fleet.is_closing or self._failure_count > LOSS_COUNT_MAX:
             self._end(loss)
         else:
-            # A queue that is full is told at once; whoever has lost a place gets some time to find another.
-            wait_s = 0.0 if is_full and not self._is_told else self._fleet.recovery_wait_s
+            # A full queue is reported at once; a lost sequence gets time to find another place.
+            wait_s = 0.0 if is_full and not self._has_output else self._fleet.recovery_wait_s
             home = replica if self in self._fleet.moving and not has_failed else None
             self._recovery = Recovery(loss, home, now_s + wait_s, asyncio.get_running_loop().call_soon(self._look))
 
     def _look(self) -> None:
-        """Enter another replica, or the same one when it is back."""
+        """Try to enter another replica, or the same one when it is back."""
         recovery = self._recovery
-        assert recovery is not None, "whoever ends it ends its looks"
+        assert recovery is not None, "ending a recovery cancels its callback"
         try:
             if self._is_cancelled:
                 self._end(self._cancelled_end())
@@ -572,7 +581,7 @@ class RoutedSequence:
             self._end(EngineFailed("an unexpected error"))
 
     def _found_place(self, home: Replica | None) -> bool:
-        """home: where it could have stayed. If nobody else takes it after all, it goes on there, drained or not."""
+        """Enter a replica, or `home` if no other takes it, drained or not; return success."""
         request = self._continued()
         try:
             self._fleet.place(self, request, self._lost_on)
@@ -593,24 +602,24 @@ class RoutedSequence:
 
     def _note_moved(self) -> None:
         self._moved = True
-        if self._is_told:
+        if self._has_output:
             self._migration_count += 1
-        self._fleet.note_moved(migrated=self._is_told)
+        self._fleet.note_moved(migrated=self._has_output)
         token_count, lost = sum(map(len, self.outputs)), self._lost_on[-1]
-        _log.info("a sequence of %d tokens went from %s to %s", token_count, lost.name, self._replica.name)
+        _log.info("moved a sequence of %d tokens from replica %s to %s", token_count, lost.name, self._replica.name)
 
     def _leave(self) -> None:
-        """It runs in its replica no more."""
+        """Leave the replica and remove it from its load."""
         self._is_placed = False
         self._replica.outstanding_token_count -= self._charged
         self._replica.live_sequence_count -= 1
-        assert self._replica.live_sequence_count >= 0, "whoever leaves has entered"
+        assert self._replica.live_sequence_count >= 0, "a sequence leaves only a replica it entered"
         if self._is_probe and not self._shows_health:
-            self._replica.breaker.told_nothing()
+            self._replica.breaker.probe_ended()
         self._sequence.close()
 
     def _cancelled_end(self) -> SequenceFinished:
-        """Of a sequence that was cancelled, and whose engine cannot tell any more."""
+        """Return the end of a cancelled sequence that has no engine."""
         return SequenceFinished(
             reason=EngineFinishReason.CANCELLED,
             text="",
@@ -622,7 +631,7 @@ class RoutedSequence:
         )
 
     def _timings(self) -> EngineTimings:
-        """By the set's own clock, since each engine knows a part only; the time between two places is the later phase's."""
+        """Return timings on the set's clock; time between replicas counts to the later phase."""
         now_s = self._fleet.clock()
         scheduled_s = now_s if self._scheduled_at_s is None else self._scheduled_at_s
         first_token_s = now_s if self._first_token_at_s is None else self._first_token_at_s

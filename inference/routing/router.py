@@ -1,8 +1,9 @@
-"""What serves a request: names, versions and regions are looked up in a catalog, replicas told apart by the engine.
+"""Routing of requests to engines by model name, version and region; engines choose among replicas.
 
-The catalog is pure data, checked by whoever builds it. A model has one name, by which it is priced, billed and limited. Behind it
-stand one or more versions, each served by an engine of its own; `name@version` pins one, and the bare name is spread over them by
-weight. An alias is another name for either."""
+The catalog is pure data, validated by its builder. A model has one canonical name, by which it is
+priced, billed and limited, and one or more versions, each served by its own engine. `name@version`
+pins a version, and the bare name is distributed over them by weight. An alias is another name for
+either."""
 
 from __future__ import annotations
 
@@ -25,25 +26,27 @@ class ModelUnknown(EngineError):
     reason = "MODEL_UNKNOWN"
 
     def __init__(self, model: str, known: Sequence[str], own_name: str = "") -> None:
-        """own_name: what it stands for, where only models' own names are taken."""
-        remedy = f"it stands for {own_name!r}: give that" if own_name else f"known are: {', '.join(known) or 'none'}"
-        super().__init__(f"model {model[:64]!r} is unknown{' here' if own_name else ''}; {remedy}")
+        """own_name: canonical name of `model`, where only canonical names are allowed."""
+        if own_name:
+            super().__init__(f"model {model[:64]!r} must be given by its canonical name {own_name!r}")
+        else:
+            super().__init__(f"model {model[:64]!r} is unknown; known are: {', '.join(known) or 'none'}")
         self.model = model
 
 
 class ModelMismatch(EngineError):
-    """There is a model of this name, and it does something else. wanted: what it was asked for."""
+    """The model does not serve this kind of request. requested: a verb. served: an RPC."""
 
     reason = "MODEL_MISMATCH"
 
-    def __init__(self, model: str, *, wanted: str, does: str) -> None:
-        super().__init__(f"model {model[:64]!r} does not {wanted}: it serves {does}")
+    def __init__(self, model: str, *, requested: str, served: str) -> None:
+        super().__init__(f"model {model[:64]!r} does not {requested}: it serves {served}")
         self.model = model
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderRoute:
-    """Where a request that embeds goes. model: the own name of what was asked for; served: the name that the encoder serves."""
+    """Route of an embedding request. model: canonical name; served: the encoder's name."""
 
     model: str
     served: str
@@ -51,9 +54,9 @@ class EncoderRoute:
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Where a request goes. model: the own name of what was asked for, by which it is billed.
+    """Route of a request. model: canonical name, by which it is billed.
 
-    served: the name that the engine serves. regions: see `GenerationRequest`.
+    served: name that the engine serves. regions: see `GenerationRequest`.
     """
 
     model: str
@@ -64,23 +67,23 @@ class Route(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Replicated(Protocol):
-    """An engine, or an encoder, that is made of replicas: one or several."""
+    """Engine or encoder that consists of one or several replicas."""
 
     def reports(self) -> list[ReplicaReport]:
-        """How each of them stands."""
+        """Return a snapshot of each replica."""
         ...
 
     def drain(self, names: Collection[str]) -> None:
-        """Give these nothing new from now on, and the others what they take."""
+        """Drain the replicas with these names and no others."""
         ...
 
     def move_out(self, name: str) -> int:
-        """Let what runs in a drained one go on elsewhere, as far as it can; how many were told to."""
+        """Move sequences from a drained replica to others; return how many move."""
         ...
 
 
 class ReplicaCounts(NamedTuple):
-    """How many engines of a model take requests now, of how many, and how many of these an operator keeps out of use."""
+    """Counts of a model's engines: those that take requests now, all, and drained ones."""
 
     ready: int
     total: int
@@ -88,7 +91,7 @@ class ReplicaCounts(NamedTuple):
 
 
 class Router:
-    """Chooses an engine. Engines are known by the names that they serve: a model's, or `name@version`."""
+    """Choice of an engine by the name that it serves: a model's, or `name@version`."""
 
     def __init__(
         self,
@@ -97,30 +100,33 @@ class Router:
         catalog: Catalog | None = None,
         encoder_catalog: Catalog | None = None,
     ) -> None:
-        """encoders: models that embed, by names of their own. The catalogs name all of each; without one, each is a model."""
+        """Create the router. encoders: embedding models, with other names than `engines`.
+
+        The catalogs list all engines and encoders; without one, each served name is a model.
+        """
         self._engines = dict(engines)
         self._encoders = dict(encoders or {})
         self._catalog = catalog or Catalog.plain(tuple(engines))
         self._encoder_catalog = encoder_catalog or Catalog.plain(tuple(self._encoders))
-        self._routes: dict[tuple[str, str], Route] = {}  # by name and region, of those that go the same way whatever the request
+        self._routes: dict[tuple[str, str], Route] = {}  # by name and region, of unversioned models
 
     def own_name(self, model: str) -> str:
-        """A model's own name for an alias or a version of it; any other name stays as it is."""
+        """Return the canonical name of an alias or version; other names are returned unchanged."""
         own = self._encoder_catalog.own_name(model)
         return own if own in self._encoder_catalog.shares else self._catalog.own_name(model)
 
     def check_own_name(self, model: str) -> None:
-        """Of what is set for a model and must not change with its aliases. Raises: ModelUnknown."""
+        """Raise ModelUnknown unless the name is canonical, as settings of a model require."""
         if model not in self._catalog.shares and model not in self._encoder_catalog.shares:
             self.find(model)
             raise ModelUnknown(model, (), self.own_name(model))
 
     def engine(self, served: str) -> Engine:
-        """The engine that serves under this name."""
+        """Return the engine that serves this name."""
         return self._engines[served]
 
     def choose(self, model: str) -> Engine:
-        """The engine of a model, an alias or a version; of several versions the one with the largest share.
+        """Return the engine of a model, alias or version; by default of the largest share.
 
         Raises: ModelUnknown; ModelMismatch for a model that embeds.
         """
@@ -130,12 +136,12 @@ class Router:
         return self._engines[self._share(model, "").served]
 
     def route(self, model: str, request_id: object, region: str = "") -> Route:
-        """Where a request goes; the same one, by the text of its id, always to the same version. region: as the request says.
+        """Return the route of a request; the same request id always gets the same version.
 
         Raises: ModelUnknown, ModelMismatch; RequestImpossible if the region is unknown.
         """
-        if (found := self._routes.get((model, region))) is not None:
-            return found
+        if (cached := self._routes.get((model, region))) is not None:
+            return cached
         catalog = self._catalog
         share = catalog.share(model, request_id) or self._share(model, request_id)
         try:
@@ -151,94 +157,97 @@ class Router:
         return route
 
     def route_encoder(self, model: str, request_id: str) -> EncoderRoute:
-        """Where a request that embeds goes; the same one always to the same version.
+        """Return the route of an embedding request; a request id always gets the same version.
 
         Raises: ModelUnknown; ModelMismatch for a model that generates.
         """
         share = self._encoder_catalog.share(model, request_id)
         if share is None:
             if self._catalog.share(model, "") is not None:
-                raise ModelMismatch(model, wanted="embed", does="Generate")
+                raise ModelMismatch(model, requested="embed", served="Generate")
             raise ModelUnknown(model, self._names())
         return EncoderRoute(self._encoder_catalog.own_name(model), share.served, self._encoders[share.served])
 
     def choose_encoder(self, model: str) -> Encoder:
-        """The encoder of a model, an alias or a version; of several versions the one with the largest share. Raises as above."""
+        """Return the encoder of a model, alias or version; by default of the largest share.
+
+        Raises: as `route_encoder`.
+        """
         own = self._encoder_catalog.own_name(model)
         if own in self._encoder_catalog.shares and own == self._encoder_catalog.aliases.get(model, model):
             return self._encoders[self._encoder_catalog.main_share(own).served]
         return self.route_encoder(model, "").encoder
 
     def find(self, model: str) -> Backend:
-        """What serves a model, whatever it does. Raises: ModelUnknown."""
+        """Return the engine or encoder of a model. Raises: ModelUnknown."""
         embeds = self._encoder_catalog.share(model, "") is not None
         return self.choose_encoder(model) if embeds else self.choose(model)
 
     def models(self) -> list[ModelInfo]:
-        """All models by their own names, as most of their requests find them."""
+        """Return all models by canonical name, each as its version with the largest share."""
         names = sorted([*self._catalog.shares, *self._encoder_catalog.shares])
         return [replace(self.find(name).model, name=name) for name in names]
 
     def aliases(self, model: str) -> list[str]:
-        """Other names of a model and of its versions. model: its own name."""
+        """Return the aliases of a model and of its versions. model: canonical name."""
         return self._catalog_of(model).aliases_of(model)
 
     def versions(self, model: str) -> dict[str, float]:
-        """The versions of a model that can be pinned, with their shares of what pins none. model: its own name."""
+        """Return a model's versions with their shares of requests. model: canonical name."""
         shares = [share for share in self._catalog_of(model).shares.get(model, ()) if share.version]
         total = sum(share.weight for share in shares)
         return {share.version: share.weight / total for share in shares}
 
     def replicas(self, model: str) -> ReplicaCounts:
-        """How many engines a model has, in all its versions. model: its own name."""
+        """Return the counts of a model's engines over all versions. model: canonical name."""
         backends: Mapping[str, Backend] = self._encoders if model in self._encoder_catalog.shares else self._engines
         counts = [replica_counts(backends[share.served]) for share in self._catalog_of(model).shares[model]]
         return ReplicaCounts(*map(sum, zip(*counts, strict=True)))
 
     def reports(self) -> list[tuple[str, ReplicaReport]]:
-        """How every replica stands, with the name that it serves."""
+        """Return a snapshot of every replica with the name that it serves."""
         return [(name, report) for name, backend in self._replicated() for report in backend.reports()]
 
     def drain(self, drained: Mapping[str, Collection[str]]) -> None:
-        """Keep these replicas out of use, by the names that they serve, and no others."""
+        """Drain these replicas, listed by the names that they serve, and no others."""
         for name, backend in self._replicated():
             backend.drain(drained.get(name, ()))
 
     def move_out(self, served: str, replica: str) -> None:
-        """Let what runs in a drained replica go on elsewhere, as far as it can."""
+        """Move sequences from a drained replica to others."""
         for name, backend in self._replicated():
             if name == served:
                 backend.move_out(replica)
 
     def every_replica(self) -> Iterator[tuple[str, ReplicaReport]]:
-        """How every engine stands that serves anything, with the name of what it serves."""
+        """Yield a snapshot of every engine and encoder, with the name that it serves."""
         for backend in self.backends():
             name = backend.model.name
             if isinstance(backend, Replicated):
                 yield from ((name, report) for report in backend.reports())
                 continue
-            condition, told = backend.condition(), backend.statistics()
+            condition, statistics = backend.condition(), backend.statistics()
             state = ReplicaState(condition.state.value)
-            live_count = told.running_sequence_count + told.waiting_sequence_count
-            yield name, ReplicaReport(name, "", state, live_count, 0, condition.reason, told)
+            live_count = statistics.running_sequence_count + statistics.waiting_sequence_count
+            yield name, ReplicaReport(name, "", state, live_count, 0, condition.reason, statistics)
 
     def engines(self) -> list[Engine]:
-        """All engines, by the names that they serve."""
+        """Return all engines, sorted by the names that they serve."""
         return [self._engines[name] for name in sorted(self._engines)]
 
     def encoders(self) -> list[Encoder]:
-        """All encoders, by model name."""
+        """Return all encoders, sorted by the names that they serve."""
         return [self._encoders[name] for name in sorted(self._encoders)]
 
     def backends(self) -> list[Backend]:
-        """Everything that is served: engines and encoders."""
+        """Return all engines and encoders."""
         return [*self.engines(), *self.encoders()]
 
     def _share(self, model: str, request_id: object) -> Share:
         share = self._catalog.share(model, request_id)
         if share is None:
             if self._encoder_catalog.share(model, "") is not None:
-                raise ModelMismatch(model, wanted="generate", does="Embed")
+                raise ModelMismatch(model, requested="generate", served="Embed")
             raise ModelUnknown(model, self._names())
         return share
 
@@ -256,12 +265,12 @@ class Router:
 
 
 def replica_counts(backend: Backend) -> ReplicaCounts:
-    """How many engines are behind this one."""
+    """Return the counts of a backend's replicas; one that is not replicated counts as one."""
     if not isinstance(backend, Replicated):
         return ReplicaCounts(int(backend.healthy()), 1, 0)
-    told = backend.reports()
-    ready_count = sum(report.state is ReplicaState.READY for report in told)
-    return ReplicaCounts(ready_count, len(told), sum(report.is_drained for report in told))
+    reports = backend.reports()
+    ready_count = sum(report.state is ReplicaState.READY for report in reports)
+    return ReplicaCounts(ready_count, len(reports), sum(report.is_drained for report in reports))
 
 
 VERSION_MARK = "@"
@@ -269,7 +278,7 @@ VERSION_MARK = "@"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A version of a model and its weight. served: the name of the engine behind it; version: empty if the model has just one."""
+    """Version of a model with its weight. served: name of its engine; version: may be empty."""
 
     version: str
     served: str
@@ -278,10 +287,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """shares: the versions of each model by its name. aliases: to a model, or to a version as `name@version`.
+    """Names of models, versions, aliases and regions.
 
-    fallbacks: of each region, where its requests may go when they cannot run there, the first preferred; nowhere else.
-    own_region: of this process, for requests that name none; empty for no preference.
+    shares: versions by model name. aliases: to a model, or to a version as `name@version`.
+    fallbacks: for each region the only other regions for its requests, in order of preference.
+    own_region: region of requests that name none; empty: no preference.
     """
 
     shares: Mapping[str, Sequence[Share]]
@@ -291,21 +301,21 @@ class Catalog:
 
     @classmethod
     def plain(cls, names: Sequence[str]) -> Catalog:
-        """Models without versions, aliases or regions."""
+        """Return a catalog of models without versions, aliases or regions."""
         return cls({name: (Share("", name),) for name in names})
 
-    def own_name(self, asked: str) -> str:
-        """The model's own name for whatever it was asked by; what is unknown stays as it is."""
-        target = self.aliases.get(asked, asked)
+    def own_name(self, requested: str) -> str:
+        """Return the canonical name of a model, alias or version; others are returned unchanged."""
+        target = self.aliases.get(requested, requested)
         if target in self.shares:
             return target
         name, mark, version = target.rpartition(VERSION_MARK)
         known = mark and any(share.version == version for share in self.shares.get(name, ()))
-        return name if known else asked
+        return name if known else requested
 
-    def share(self, asked: str, request_id: object) -> Share | None:
-        """The version that a request gets, the same for the same request in every process; None if the name is unknown."""
-        target = self.aliases.get(asked, asked)
+    def share(self, requested: str, request_id: object) -> Share | None:
+        """Return the version for a request, in every process the same; None for unknown names."""
+        target = self.aliases.get(requested, requested)
         if target in self.shares:
             shares = self.shares[target]
             return shares[0] if len(shares) == 1 else drawn(shares, f"{target}\0{request_id}")
@@ -313,28 +323,28 @@ class Catalog:
         return next((share for share in self.shares.get(name, ()) if share.version and share.version == version), None)
 
     def main_share(self, name: str) -> Share:
-        """The version that most requests for a model get; of equal ones the first."""
+        """Return the version of a model with the largest weight; of equal ones the first."""
         return max(self.shares[name], key=lambda share: share.weight)
 
     def aliases_of(self, name: str) -> list[str]:
-        """Other names of a model and of its versions, in order."""
+        """Return the aliases of a model and of its versions, sorted."""
         return sorted(alias for alias in self.aliases if self.own_name(alias) == name)
 
-    def regions(self, asked: str) -> tuple[str, ...]:
-        """Where a request that names this region may run, the first preferred; anywhere for an empty tuple.
+    def regions(self, requested: str) -> tuple[str, ...]:
+        """Return the regions where a request may run, in order of preference; empty: anywhere.
 
         Raises: KeyError for an unknown region.
         """
-        region = asked or self.own_region
+        region = requested or self.own_region
         return (region, *self.fallbacks[region]) if region else ()
 
 
 def drawn(shares: Sequence[Share], key: str) -> Share:
-    """One of several by weight: the same key draws the same one, and a change of weights moves as few keys as it must."""
+    """Return a share by weight and hash of the key; new weights move as few keys as possible."""
     total = sum(share.weight for share in shares)
     point = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2.0**64 * total
     for share in shares:
         point -= share.weight
         if point < 0:
             return share
-    return max(shares, key=lambda share: share.weight)  # rounding can put the point at the total itself
+    return max(shares, key=lambda share: share.weight)  # rounding may reach the total

@@ -17,7 +17,7 @@ REPLICAS = [
         replica="chat#0",
         region="eu",
         state=pb.REPLICA_STATE_DRAINING,
-        reason="2 sequences to go",
+        reason="2 sequences running",
         drained=True,
         request_count=2,
         outstanding_token_count=1500,
@@ -35,7 +35,7 @@ def test_the_engines_are_a_table_with_the_orders_below(weir: Run, server: Script
 
     assert told.exit_code == 0
     assert "chat chat#0 eu draining 2 1,500 node-3:4711" in " ".join(told.stdout.split())
-    assert "chat#0 in node-3:4711: 2 sequences to go" in told.stderr
+    assert "chat#0 in node-3:4711: 2 sequences running" in told.stderr
     assert "cold, drained" in told.stdout
     assert "is drained since 2026-11-20 12:00:00Z (new disks), what runs there is moved after 90 s" in told.stderr
     assert server.accounts.requests[0] == pb.ListReplicasRequest(model="chat")

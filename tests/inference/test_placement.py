@@ -406,7 +406,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_probes_with_one() -> None:
     assert breaker.state(8.0) is BreakerState.HALF_OPEN
     assert breaker.begun(8.0)
     assert not breaker.admits(8.0), "one probe at a time"
-    breaker.told_nothing()
+    breaker.probe_ended()
     assert breaker.begun(8.5)
     breaker.failed(began_at_s=8.5, now_s=9.0)
     assert breaker.wait_s(9.0) == 10.0, "twice as long"
@@ -428,7 +428,7 @@ async def test_a_drained_replica_keeps_what_it_has_and_gets_nothing_new_until_th
             (ReplicaState.DRAINING, True),
             (ReplicaState.READY, False),
         ]
-        assert (told[0].live_sequence_count, told[0].reason) == (1, "1 sequences to go")
+        assert (told[0].live_sequence_count, told[0].reason) == (1, "1 sequences running")
 
         replica_set.drain(["r0", "r1"])
         assert not replica_set.healthy()

@@ -95,7 +95,7 @@ def test_unknown_names_are_told_with_those_that_are_known() -> None:
     for wrong in ("chat@v3", "nothing", "code@v1", "chat@", "@v1", ""):
         with pytest.raises(ModelUnknown, match="known are: canary, chat, chat-latest, code, coder"):
             router().route(wrong, "x")
-    with pytest.raises(ModelUnknown, match="it stands for 'chat': give that"):
+    with pytest.raises(ModelUnknown, match="must be given by its canonical name 'chat'"):
         router().check_own_name("chat-latest")
     with pytest.raises(ModelUnknown, match="known are"):
         router().check_own_name("nothing")
