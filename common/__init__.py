@@ -1,1 +1,1 @@
-"""Code shared by api, inference and metering: incidents, backoff, strict YAML, processes and what child processes inherit."""
+"""Code shared by api, inference and metering: incidents, backoff, processes, environment."""

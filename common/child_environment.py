@@ -1,4 +1,4 @@
-"""What child processes inherit: the variables that they need, and no credential of the parent."""
+"""Environment of child processes: the variables that they need, without credentials."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ NAMES = frozenset(
     (
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM"),
         *("VIRTUAL_ENV", "XDG_CACHE_HOME", "SSL_CERT_FILE", "SSL_CERT_DIR"),
-        *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),  # but not HF_TOKEN: models are on this machine's disk
+        *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),  # not HF_TOKEN: models are local
     )
 )
-# Libraries that compute are tuned by families of variables: compilers, the loader, BLAS, OpenMP, CUDA, MPI, torch, TensorRT-LLM.
+# Families of variables of compute libraries: compilers, loader, BLAS, OpenMP, CUDA, MPI, torch, ...
 PREFIXES = (
     *("LC_", "LD_", "DYLD_", "PYTHON", "MALLOC_", "GLIBC_"),
     *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_"),
@@ -23,5 +23,5 @@ PREFIXES = (
 
 
 def inherited(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what a child process gets of our environment. It lists what is needed: secrets have any name."""
+    """Return the variables that a child inherits: an allowlist, since secrets have any name."""
     return {name: value for name, value in environment.items() if name in NAMES or name.startswith(PREFIXES)}

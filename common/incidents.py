@@ -1,7 +1,8 @@
 """Incidents: unexpected failures, each logged under an id, counted, and retried with backoff.
 
-A background loop works through items: reports, notifications, webhooks, batches, rows. `Retries.survive` makes the failure of one
-item an incident of that item, so that the loop goes on with the others and comes back to this one later.
+A background loop processes items: reports, notifications, webhooks, batches, rows. With
+`Retries.survive` the failure of one item becomes an incident of that item: the loop continues with
+the others and retries this one later.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ import structlog
 
 from common.backoff import backoff_s
 
-SHORTEST_S = 1.0  # before an item is tried again; doubled by each failure
-LONGEST_S = 300.0  # an incident is repeated in the log no more often than this once its cause lasts
-ITEMS_MAX = 10_000  # that a loop remembers as failed; the oldest failures are forgotten first, and so are tried again at once
+SHORTEST_S = 1.0  # delay before an item is retried; doubled by each failure
+LONGEST_S = 300.0  # longest delay, and so the interval of repeated incidents in the log
+ITEMS_MAX = 10_000  # failed items of a loop; beyond it the oldest are forgotten and retried at once
 
 log = structlog.get_logger("weir.incidents")
 T = TypeVar("T")
 
-# Incidents of this process since its start, by source. A source stands here with 0 before its first incident: a counter that
-# appears with the value 1 has no increase that an alert could see.
+# Incidents of this process since its start, by source. Sources are added with 0: a counter that
+# appears with 1 has no increase that an alert could detect.
 INCIDENT_COUNTS: Counter[str] = Counter()
 
 
 def log_incident(error: BaseException, **facts: object) -> str:
     """Log an unexpected error with its traceback under a new id, and return the id."""
     incident_id = uuid.uuid4().hex[:12]
-    # As text: a logger that formats it may show the values of variables, secrets among them.
+    # As text: a logger that formats it may include the values of variables, even secrets.
     log.error("incident", incident_id=incident_id, exception="".join(traceback.format_exception(error)).rstrip(), **facts)
     return incident_id
 
@@ -47,7 +48,7 @@ class _Failure:
 
 
 class Retries:
-    """Failures of one background loop by item: which items are to be left alone for now."""
+    """Failures of one background loop by item, with the time of each item's next attempt."""
 
     def __init__(
         self,
@@ -58,7 +59,10 @@ class Retries:
         passing: tuple[type[BaseException], ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """source: names the loop in metrics and in the log. passing: errors that are not the item's fault, such as an outage."""
+        """Create without failures. source: name of the loop in metrics and log.
+
+        passing: errors that are not the item's fault, such as an outage; `survive` raises them.
+        """
         self.source = source
         self._shortest_s, self._longest_s = shortest_s, longest_s
         self._passing = passing
@@ -67,17 +71,17 @@ class Retries:
         INCIDENT_COUNTS.setdefault(source, 0)
 
     def is_due(self, item: Hashable = None) -> bool:
-        """False while the item rests after a failure."""
+        """Return whether the item may be tried now; False during its delay after a failure."""
         return self.wait_s(item) <= 0.0
 
     def wait_s(self, item: Hashable = None) -> float:
-        """Return the seconds until the item may be tried again; 0 for one that has not failed."""
+        """Return the seconds until the item may be tried again; 0 if it is due."""
         failure = self._failures.get(item)
         return 0.0 if failure is None else max(failure.due_at - self._clock(), 0.0)
 
     @contextlib.contextmanager
     def survive(self, item: Hashable = None) -> Iterator[None]:
-        """Work on one item. An exception becomes an incident and does not leave the block; cancellation does."""
+        """Turn an exception of the block, but not cancellation, into an incident of the item."""
         try:
             yield
         except self._passing:
@@ -88,7 +92,7 @@ class Retries:
             self._failures.pop(item, None)
 
     def failed(self, error: BaseException, item: Hashable = None) -> str:
-        """Log and count a failure of the item, let the item rest, and return the incident's id."""
+        """Log and count a failure of the item, delay its retry, and return the incident's id."""
         now = self._clock()
         failure = self._failures.pop(item, None)
         if failure is None or now - failure.due_at > self._longest_s:
@@ -106,7 +110,7 @@ class Retries:
         return [item for item in self._failures if not self.is_due(item)]
 
     async def keep_running(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run a loop until it returns or is cancelled; start it again, after its rest, whenever it raises."""
+        """Run a loop until it returns or is cancelled; restart it after a delay if it raises."""
         while True:
             with self.survive():
                 await work()
@@ -115,9 +119,9 @@ class Retries:
 
 
 class IncidentTaskGroup(asyncio.TaskGroup):
-    """Task group in which an exception of one task is an incident and ends neither the group nor the other tasks.
+    """Task group in which an exception of one task is an incident and cancels no other task.
 
-    The process is one such group: what ends a task unexpectedly must not end the requests of everybody else.
+    The process is one such group: an unexpected error must not end unrelated requests.
     """
 
     def __init__(self) -> None:
@@ -125,9 +129,9 @@ class IncidentTaskGroup(asyncio.TaskGroup):
         self._retries = Retries("task")
 
     def create_task(self, coro: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:  # type: ignore[override]
-        """Start a task. One that fails has the result None."""
+        """Start a task; a failed one has the result None."""
         task = super().create_task(self._contained(coro, options.get("name")), **options)
-        task.add_done_callback(lambda _: coro.close())  # of a task cancelled before its first step: it was never awaited
+        task.add_done_callback(lambda _: coro.close())  # for tasks cancelled before starting
         return task
 
     async def _contained(self, coro: Coroutine[Any, Any, T], name: str | None) -> T:
@@ -137,7 +141,7 @@ class IncidentTaskGroup(asyncio.TaskGroup):
 
 
 def sole_cause(error: BaseException) -> BaseException:
-    """Return the only error inside nested task groups; the innermost group that holds several."""
+    """Return the only error in nested exception groups, or the innermost group with several."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""Processes of this machine, by their ids: which are alive, and which have started which."""
+"""Processes of this machine by id: liveness and parents."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ PROC = Path("/proc")
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs; False for a zombie."""
     if PROC.is_dir():
         return _parent_of(PROC / str(pid)) is not None
     return pid in parents()
 
 
 def parents() -> dict[int, int]:
-    """The parent of every process that runs."""
+    """Return the parent's id of every running process."""
     if PROC.is_dir():
         return {int(entry.name): parent for entry in PROC.iterdir() if entry.name.isdigit() and (parent := _parent_of(entry))}
     listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
@@ -29,12 +29,12 @@ def children_of(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, and theirs, as far as they are there now."""
+    """Return the ids of a process's current children and their descendants."""
     return [each for child in children_of(pid) for each in (child, *descendants(child))]
 
 
 def _parent_of(entry: Path) -> int | None:
-    """The parent that a directory of /proc tells; None for a process that is gone or dead."""
+    """Return the parent's id from a directory of /proc; None for a process that has ended."""
     try:
         state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):

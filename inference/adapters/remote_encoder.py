@@ -196,10 +196,10 @@ class RemoteEncoder(BackendLife):
             self._tasks = None
             self.unreachable()
 
-    def _say_farewell(self) -> None:
+    def _begin_shutdown(self) -> None:
         self._link.end("closed")
 
-    def _end_at_once(self) -> None:
+    def _kill(self) -> None:
         self._link.end_at_once()
 
     def _fail_waiting(self, reason: str) -> None:

@@ -157,7 +157,7 @@ class RemoteEngine(EngineLife):
         if self._connection is not None:
             self._connection.core.cancel(sequence.number)
 
-    def _say_farewell(self) -> None:
+    def _begin_shutdown(self) -> None:
         if self._connection is not None:
             self._connection.core.cancel_all()
             self._connection.tasks.create_task(self._leave(self._connection.core))
@@ -169,7 +169,7 @@ class RemoteEngine(EngineLife):
                 return
             await asyncio.sleep(IDLE_POLL_S)
 
-    def _end_at_once(self) -> None:
+    def _kill(self) -> None:
         self._link.end_at_once()
 
     def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:

@@ -166,10 +166,10 @@ class TorchEncoder(BackendLife):
     async def _run(self) -> str:
         return await self._worker.run()
 
-    def _say_farewell(self) -> None:
+    def _begin_shutdown(self) -> None:
         self._worker.send(Shutdown())
 
-    def _end_at_once(self) -> None:
+    def _kill(self) -> None:
         self._worker.kill()
 
     def _owes_answers(self) -> bool:

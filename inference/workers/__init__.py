@@ -1,1 +1,1 @@
-"""Engine child processes and how they are spoken to. Knows no engine: adapters register their messages."""
+"""Engine worker processes and their protocol; adapters add the messages of their engines."""

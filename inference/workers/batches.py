@@ -1,7 +1,7 @@
-"""Work that waits for a child process which takes it batch by batch: the queue, the batch under way, and the end of each piece.
+"""Queue of work for a child process that computes one batch at a time.
 
-The parent's half of dynamic batching: while the child computes one batch, the next one gathers here. So what nobody waits for any
-more is never sent. Knows nothing of processes; belongs to one event loop.
+The parent's half of dynamic batching: while the child computes one batch, the next one is collected
+here, so abandoned work is never sent. Independent of processes; belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, eq=False)
 class Piece(Generic[Payload, Result]):
-    """One thing to be computed. Its future is the caller's to wait for. waits: it is in the queue, and somebody waits for it."""
+    """Unit of work; the caller awaits `result`. waits: it is in the queue and not abandoned."""
 
     rank: float
     number: int
@@ -32,28 +32,32 @@ class Piece(Generic[Payload, Result]):
 
 
 class BatchQueue(Generic[Payload, Result]):
-    """Pieces in order of rank and then of arrival."""
+    """Queue of pieces by rank, then by arrival."""
 
     def __init__(self, batch_size_max: int, on_taken: Callable[[Piece[Payload, Result]], None] = lambda piece: None) -> None:
-        """batch_size_max: of a batch of more than one piece, in the unit of the pieces' sizes. on_taken: a batch has this piece."""
+        """Create an empty queue.
+
+        batch_size_max: bound of batches of several pieces, in the unit of their sizes. on_taken:
+        called with each piece that enters a batch.
+        """
         self._batch_size_max = batch_size_max
         self._on_taken = on_taken
-        self._waiting: list[Piece[Payload, Result]] = []  # a heap; what was dropped from it may still be there
+        self._waiting: list[Piece[Payload, Result]] = []  # a heap; may contain dropped pieces
         self._under_way: list[Piece[Payload, Result]] = []
         self._number = 0
         self.waiting_count = 0
         self.waiting_size = 0
         self.waiting_count_peak = 0
-        self.batch_count = 0  # the number of the batch under way, or of the last one
+        self.batch_count = 0  # number of the current or last batch
         self.done_count = 0
 
     @property
     def under_way_count(self) -> int:
-        """Pieces that the child has; 0 while no batch is under way."""
+        """Number of pieces in the current batch; 0 without one."""
         return len(self._under_way)
 
     def put(self, payloads: Iterable[tuple[Payload, int]], rank: float = 0.0) -> list[Piece[Payload, Result]]:
-        """Add pieces, each with its size."""
+        """Add payloads with their sizes; return their pieces."""
         loop = asyncio.get_running_loop()
         added: list[Piece[Payload, Result]] = []
         for payload, size in payloads:
@@ -67,7 +71,7 @@ class BatchQueue(Generic[Payload, Result]):
         return added
 
     def drop(self, pieces: Sequence[Piece[Payload, Result]]) -> None:
-        """Nobody waits for these any more; those that have ended are no error."""
+        """Abandon these pieces; those that have ended are ignored."""
         for piece in pieces:
             piece.result.cancel()
             self._leave(piece)
@@ -76,7 +80,7 @@ class BatchQueue(Generic[Payload, Result]):
             heapq.heapify(self._waiting)
 
     def take_batch(self) -> list[Payload]:
-        """What the child is to compute next, as far as it fits one batch; nothing while a batch is under way."""
+        """Return the payloads of the next batch; none while a batch is being computed."""
         if self._under_way:
             return []
         size = 0
@@ -92,7 +96,7 @@ class BatchQueue(Generic[Payload, Result]):
         return [piece.payload for piece in self._under_way]
 
     def answer(self, results: Sequence[Result]) -> None:
-        """The results of the batch under way, piece by piece."""
+        """Set the results of the current batch, in the order of its pieces."""
         done, self._under_way = self._under_way, []
         self.done_count += len(done)
         for piece, result in zip(done, results, strict=True):
@@ -100,12 +104,12 @@ class BatchQueue(Generic[Payload, Result]):
                 piece.result.set_result(result)
 
     def fail_batch(self, error: Callable[[], Exception]) -> None:
-        """The batch under way has no results. error: makes one for each of its pieces."""
+        """Fail the pieces of the current batch. error: returns a new exception for each piece."""
         lost, self._under_way = self._under_way, []
         self._fail(lost, error)
 
     def fail_all(self, error: Callable[[], Exception]) -> None:
-        """Nothing that is here will be computed."""
+        """Fail all pieces."""
         self.fail_batch(error)
         lost, self._waiting = self._waiting, []
         self._fail(lost, error)
@@ -117,7 +121,7 @@ class BatchQueue(Generic[Payload, Result]):
                 piece.result.set_exception(error())
 
     def _first(self) -> Piece[Payload, Result] | None:
-        """The next one that somebody waits for. One whose caller was cancelled may not have been dropped yet."""
+        """Return the next live piece, dropping pieces whose callers were cancelled."""
         while self._waiting and not (self._waiting[0].waits and not self._waiting[0].result.done()):
             self._leave(heapq.heappop(self._waiting))
         return self._waiting[0] if self._waiting else None

@@ -1,4 +1,4 @@
-"""Sequences on an engine that may come and go, and the engine in a child process that runs them.
+"""Sequences of an engine that may restart, and the engine in a worker process.
 
 Holds no model and imports no torch.
 """
@@ -30,7 +30,7 @@ from inference.workers.protocol import CancelSequence, Message, ProtocolBroken, 
 
 
 class EngineSequence:
-    """Implements `Sequence`: one in one engine."""
+    """Sequence of one engine. Implements `Sequence`."""
 
     __slots__ = ("_engine", "has_ended", "has_output", "is_cancelled", "is_scheduled", "number", "outputs", "request", "tell")
 
@@ -40,69 +40,69 @@ class EngineSequence:
         self.tell = tell
         self.outputs: list[list[int]] = [list(request.output_token_ids) for _ in range(request.choice_count)]
         self.is_scheduled = False
-        self.has_output = False  # of this engine
+        self.has_output = False  # from this engine
         self.is_cancelled = False
-        self.has_ended = False  # or nobody follows it any more
+        self.has_ended = False  # or is closed
         self._engine = engine
 
     def cancel(self) -> None:
-        """See `Sequence.cancel`."""
+        """Implement `Sequence.cancel`."""
         self._engine.cancel(self)
 
     def close(self) -> None:
-        """See `Sequence.close`."""
+        """Implement `Sequence.close`."""
         if not self.has_ended:
             self._engine.forget(self)
 
 
 class SequenceOwner(Protocol):
-    """An engine as its sequences see it."""
+    """Engine, as seen by its sequences."""
 
     def cancel(self, sequence: EngineSequence) -> None:
-        """See `Sequence.cancel`."""
+        """Implement `Sequence.cancel`."""
 
     def forget(self, sequence: EngineSequence) -> None:
-        """See `Sequence.close`."""
+        """Implement `Sequence.close`."""
 
 
 class EngineLife(BackendLife):
-    """One model on an engine that is started, lost, and started again. See `Engine` for the contract."""
+    """One model on an engine that is restarted when lost. Implements `Engine`."""
 
     def __init__(self, model: ModelInfo, limits: EngineLimits, waits: LifeWaits, block_tokens: int) -> None:
-        """Starts nothing. block_tokens: how many tokens the engine caches as one."""
+        """Start nothing. block_tokens: tokens in a block of the engine's prefix cache."""
         super().__init__(model, waits)
         self._limits = limits
-        self._sequences: dict[int, EngineSequence] = {}  # that have not ended
-        self._waiting_count = 0  # sequences among them that the engine has not let enter
+        self._sequences: dict[int, EngineSequence] = {}  # not ended
+        self._waiting_count = 0  # choices of sequences that are not scheduled yet
         self._next_number = 0
         self._block_tokens = block_tokens
         self._block_count = 0  # of `KV_BLOCK_TOKENS` each
         self._hint = PrefixHint(0, block_tokens)
         self._last_queue_ms = 0.0
-        self._told = Retries("engine")  # failures of those who are told of sequences
+        self._callback_failures = Retries("engine")
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
-        """See `Engine.predict_cached_token_count`."""
+        """Implement `Engine.predict_cached_token_count`."""
         return self._hint.predict(prompt_token_ids, self._cache_group(cache_salt))
 
     @abstractmethod
     def _send_start(self, sequence: EngineSequence) -> None:
-        """Hand a sequence to the engine, which is READY."""
+        """Send a sequence to the engine, which is READY."""
 
     @abstractmethod
     def _send_cancel(self, sequence: EngineSequence) -> None:
-        """Ask the engine to end a sequence; never blocks."""
+        """Ask the engine to end a sequence. Never blocks."""
 
     def _cache_group(self, cache_salt: str) -> str:
-        """Who shares prefixes with this salt: those of the same group."""
+        """Return the group of a salt; prefixes are shared within a group."""
         return cache_salt
 
     def _forget_cache(self) -> None:
-        """The engine is gone, and its cache with it, as far as anybody knows."""
+        """Forget the contents of the cache, which is lost with the engine."""
         self._hint.clear()
 
     def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
-        """See `Engine.submit`."""
+        """Implement `Engine.submit`."""
         self._check_ready()
         fault = request_fault(request, self._limits, self._model.vocabulary_size, self._block_count)
         if fault is not None:
@@ -117,35 +117,35 @@ class EngineLife(BackendLife):
         return sequence
 
     def cancel(self, sequence: EngineSequence) -> None:
-        """See `Sequence.cancel`."""
+        """Implement `Sequence.cancel`."""
         if not sequence.has_ended and not sequence.is_cancelled:
             sequence.is_cancelled = True
             self._send_cancel(sequence)
 
     def forget(self, sequence: EngineSequence) -> None:
-        """See `Sequence.close`; it has not ended."""
+        """Implement `SequenceOwner.forget` for a sequence that has not ended."""
         self.cancel(sequence)
         self._remove(sequence)
 
     def _remove(self, sequence: EngineSequence) -> None:
-        """It has ended, or nobody follows it: tell no more of it."""
+        """Remove a sequence that has ended or is closed; it gets no more events."""
         del self._sequences[sequence.number]
         sequence.has_ended = True
-        sequence.tell = tell_nobody  # it may refer to whoever has the sequence
+        sequence.tell = tell_nobody  # releases the callback's references
         if not sequence.is_scheduled:
             self._waiting_count -= sequence.request.choice_count
 
     def _overload_wait_s(self) -> float:
-        """What the last sequence waited is the best guess of what the next would; never so short that callers spin."""
+        """Return the retry-after in seconds: the last sequence's wait, at least 0.5."""
         return max(self._last_queue_ms / 1e3, 0.5)
 
     def _deliver(self, events: Iterable[tuple[int, SequenceEvent | SequenceRefused | EngineError]]) -> None:
-        """Note what the engine tells of its sequences, by their numbers, and pass it on."""
+        """Apply events of the engine, by sequence number, and report them to the callers."""
         sequences = self._sequences
         for number, event in events:
             sequence = sequences.get(number)
             if sequence is None:
-                continue  # nobody follows it any more
+                continue  # closed
             tell, request = sequence.tell, sequence.request
             match event:
                 case TokensGenerated():
@@ -168,15 +168,16 @@ class EngineLife(BackendLife):
             try:
                 tell(event)
             except Exception as error:
-                self._told.failed(error)
+                self._callback_failures.failed(error)
 
     def _note_end(self, sequence: EngineSequence, event: SequenceFinished) -> None:
-        """Remember how long it has waited, and what it leaves in the cache."""
+        """Note the sequence's queue time and the blocks that it leaves in the cache."""
         self._last_queue_ms = event.timings.queue_ms
         prompt = sequence.request.prompt_token_ids
         for output in sequence.outputs:
-            computed_count = len(prompt) + len(output) - 1  # the last token's KV is never computed, since nothing followed it
-            if computed_count // self._block_tokens > len(prompt) // self._block_tokens:  # else the prompt's blocks are all
+            computed_count = len(prompt) + len(output) - 1  # the last token's KV is never computed
+            # Else the output completes no further block.
+            if computed_count // self._block_tokens > len(prompt) // self._block_tokens:
                 self._hint.note((*prompt, *output[:-1]), self._cache_group(sequence.request.cache_salt))
 
     def _refusal(self, refused: SequenceRefused) -> EngineError:
@@ -187,7 +188,7 @@ class EngineLife(BackendLife):
         return RequestImpossible(refused.message, refused.field)
 
     def _ready(self, block_count: int, loading_time_s: float) -> None:
-        """The engine takes requests. block_count: of `KV_BLOCK_TOKENS` each."""
+        """Set the engine READY. block_count: blocks of `KV_BLOCK_TOKENS` each."""
         self._block_count = block_count
         self._now_ready(loading_time_s)
 
@@ -197,10 +198,10 @@ class EngineLife(BackendLife):
 
 
 class HostedEngine(EngineLife):
-    """One model in one child process. See `Engine` for the contract."""
+    """One model in one worker process. Implements `Engine`."""
 
     def __init__(self, model: ModelInfo, limits: EngineLimits, waits: HostWaits, kind: HostKind) -> None:
-        """Starts nothing."""
+        """Start nothing; `serve` does."""
         super().__init__(replace(model, continues_output=True), limits, waits, kind.block_tokens)
         self._worker = Worker(
             self, kind, waits, on_ready=self._worker_ready, on_message=self._receive, owes_answers=self._owes_answers
@@ -208,21 +209,21 @@ class HostedEngine(EngineLife):
 
     @property
     def host_pid(self) -> int | None:
-        """The child's process id, for operators and tests; None while there is none."""
+        """Process id of the worker, for operators and tests; None without one."""
         return self._worker.pid
 
     async def _run(self) -> str:
         return await self._worker.run()
 
-    def _say_farewell(self) -> None:
+    def _begin_shutdown(self) -> None:
         self._worker.send(Shutdown())
 
-    def _end_at_once(self) -> None:
+    def _kill(self) -> None:
         self._worker.kill()
 
     def _send_start(self, sequence: EngineSequence) -> None:
         if len(self._sequences) == 1:
-            self._worker.heard()  # an idle host had no reason to report
+            self._worker.heard()  # an idle worker had nothing to report
         self._worker.send(StartSequence(sequence.number, sequence.request))
 
     def _send_cancel(self, sequence: EngineSequence) -> None:
@@ -233,7 +234,7 @@ class HostedEngine(EngineLife):
         self._ready(message.kv_block_count, loading_time_s)
 
     def _receive(self, message: Message) -> None:
-        """What the child says of its sequences, all events of a step together. Raises: ProtocolBroken."""
+        """Apply a report of one step. Raises: ProtocolBroken for any other message."""
         if not isinstance(message, StepReport):
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
         self._worker.heard()

@@ -1,7 +1,8 @@
-"""The life of every backend that may come and go, and of one in a child process: started, watched, lost, started again, closed.
+"""Lifecycle of backends, and of those in a worker process: start, supervision, restart, close.
 
-What a backend is asked, and who waits for its answers, is each kind's own. Everything runs on the caller's event loop: `serve` is
-all that runs in the background, a task of the caller's `TaskGroup`. Holds no model and imports no torch.
+Each kind of backend defines its requests and answers. Everything runs on the caller's event loop;
+only `serve` runs in the background, as a task of the caller's `TaskGroup`. Holds no model and
+imports no torch.
 """
 
 from __future__ import annotations
@@ -32,41 +33,42 @@ from inference.workers.protocol import (
 
 
 class LifeWaits(Protocol):
-    """How long what may take, in seconds; part of every backend's settings."""
+    """Timeouts and delays of a backend in seconds; part of its settings."""
 
     @property
     def close_timeout_s(self) -> float:
-        """For the running sequences to end when the engine is closed."""
+        """Time for running sequences to end when the engine is closed."""
 
     @property
     def restart_delay_s_min(self) -> float:
-        """Before the first new start; doubled by each that fails."""
+        """Delay before the first restart; doubled by each failed one."""
 
     @property
     def restart_delay_s_max(self) -> float:
-        """The longest pause."""
+        """Longest delay before a restart."""
 
     @property
     def stable_after_s(self) -> float:
-        """Of service, after which the restart delay begins anew."""
+        """Time of service after which the restart delay is reset."""
 
 
 class HostWaits(LifeWaits, Protocol):
-    """How long what may take, in seconds; part of every such backend's settings."""
+    """Timeouts and delays of a backend in a worker process, in seconds; part of its settings."""
 
     @property
     def load_timeout_s(self) -> float:
-        """From the child's start until it takes sequences."""
+        """Time from the worker's start until it takes sequences."""
 
     @property
     def step_timeout_s(self) -> float:
-        """Without a report while sequences run: the host hangs, and is killed."""
+        """Time without a report while sequences run, after which the worker is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostKind:
-    """What sets one backend apart: the module that is run and the environment it needs, its first message, the tokens of a block of
-    its prefix cache, if it has one, where its processes come from, and what decodes their messages.
+    """Kind of worker: module to run with its environment, first message, and message decoder.
+
+    block_tokens: tokens in a block of its prefix cache. opener: source of its processes.
     """
 
     module: str
@@ -82,10 +84,10 @@ _CLOSED = EngineCondition(EngineState.CLOSED, reason="closed")
 
 
 class BackendLife(ABC):
-    """One model on a backend that is started, lost, and started again. See `Backend` for the contract."""
+    """One model on a backend that is restarted when lost. Implements `Backend`."""
 
     def __init__(self, model: ModelInfo, waits: LifeWaits) -> None:
-        """Starts nothing."""
+        """Start nothing; `serve` does."""
         self._model = model
         self._waits = waits
         self._condition = EngineCondition(EngineState.COLD, reason="not started yet")
@@ -95,28 +97,28 @@ class BackendLife(ABC):
         self._served = asyncio.Event()
         self._serving = False
         self._load_failure_count = 0
-        self._load_time_s = 2.0  # seconds: what loading took last; before the first time, what the demo model takes
+        self._load_time_s = 2.0  # last duration of loading; at first, that of the demo model
         self._statistics = EngineStatistics()
 
     @property
     def model(self) -> ModelInfo:
-        """See `Backend.model`."""
+        """Implement `Backend.model`."""
         return self._model
 
     def healthy(self) -> bool:
-        """See `Backend.healthy`."""
+        """Implement `Backend.healthy`."""
         return self._condition.state is EngineState.READY
 
     def condition(self) -> EngineCondition:
-        """See `Backend.condition`."""
+        """Implement `Backend.condition`."""
         return self._condition
 
     def statistics(self) -> EngineStatistics:
-        """See `Backend.statistics`."""
+        """Implement `Backend.statistics`."""
         return self._statistics
 
     async def start(self) -> None:
-        """See `Backend.start`."""
+        """Implement `Backend.start`."""
         failures_before = self._load_failure_count
         self._start_requested.set()
         while self._condition.state is not EngineState.READY:
@@ -129,24 +131,24 @@ class BackendLife(ABC):
             await self._changed.wait()
 
     async def close(self) -> None:
-        """See `Backend.close`."""
+        """Implement `Backend.close`."""
         healthy, closing = self.healthy(), self._close_requested.is_set()
-        self._set_condition(_CLOSED)  # before the first wait, so that nobody enters any more
+        self._set_condition(_CLOSED)  # before the first wait, so that no new request enters
         self._close_requested.set()
         self._start_requested.set()
         if not self._serving:
             return
         if healthy:
-            self._say_farewell()
-        if healthy or closing:  # a second close gives the first one's farewell its time
+            self._begin_shutdown()
+        if healthy or closing:  # a second close waits for the first one's shutdown
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._waits.close_timeout_s):
                     await self._served.wait()
-        self._end_at_once()
+        self._kill()
         await self._served.wait()
 
     async def serve(self) -> None:
-        """See `Backend.serve`."""
+        """Implement `Backend.serve`."""
         assert not self._serving, "an engine is served once"
         if self._close_requested.is_set():
             return
@@ -175,22 +177,22 @@ class BackendLife(ABC):
 
     @abstractmethod
     async def _run(self) -> str:
-        """One life of the engine: begin, say when it is ready, serve until it is gone. Returns why it is gone."""
+        """Start the engine, set it READY and serve until it ends; return the reason of the end."""
 
     @abstractmethod
-    def _say_farewell(self) -> None:
-        """Ask the engine to end all sequences and then itself; never blocks."""
+    def _begin_shutdown(self) -> None:
+        """Ask the engine to end all sequences and then itself. Never blocks."""
 
     @abstractmethod
-    def _end_at_once(self) -> None:
-        """`_run` must return now, whatever still runs."""
+    def _kill(self) -> None:
+        """End the engine now, so that `_run` returns."""
 
     @abstractmethod
     def _fail_waiting(self, reason: str) -> None:
-        """The engine is gone, with all that it knew: whoever waits for it is told, by a `_loss` each."""
+        """Fail all waiting callers with a `_loss` each: the engine and its state are lost."""
 
     def _check_ready(self) -> None:
-        """Raises: EngineUnavailable while the engine is down, EngineStartFailed if it needs a person."""
+        """Raise EngineStartFailed if the engine has FAILED, EngineUnavailable unless READY."""
         condition = self._condition
         if condition.state is EngineState.FAILED:
             raise EngineStartFailed(condition.reason)
@@ -198,12 +200,12 @@ class BackendLife(ABC):
             raise EngineUnavailable(f"the engine is {condition.state.value}: {condition.reason}", condition.retry_after_s)
 
     def _now_ready(self, loading_time_s: float) -> None:
-        """The engine takes requests."""
+        """Set the engine READY."""
         self._load_time_s = loading_time_s
         self._set_condition(EngineCondition(EngineState.READY, loading_fraction=1.0))
 
     def _lost(self, reason: str) -> None:
-        """A life of the engine is over. Leaves the condition FAILED or RESTARTING."""
+        """Handle the end of the engine; set the condition RESTARTING unless it is FAILED."""
         if self._condition.state is EngineState.LOADING:
             self._load_failure_count += 1
         if self._condition.state is not EngineState.FAILED:
@@ -214,7 +216,7 @@ class BackendLife(ABC):
         self._fail_waiting(reason)
 
     async def _pause(self, delay_s: float) -> None:
-        """Wait before the next attempt; a close ends the wait."""
+        """Wait before the next start; a close ends the wait."""
         self._set_condition(
             EngineCondition(EngineState.RESTARTING, retry_after_s=delay_s + self._load_time_s, reason=self._condition.reason)
         )
@@ -224,40 +226,40 @@ class BackendLife(ABC):
 
     @property
     def is_closing(self) -> bool:
-        """Whether it was asked to close."""
+        """True once `close` was called."""
         return self._close_requested.is_set()
 
     def loading(self, stage: str, fraction: float) -> None:
-        """So much of the loading is done, 0 to 1."""
+        """Report the progress of loading. fraction: 0 to 1."""
         left_s = self._load_time_s * (1 - fraction)
         self._set_condition(EngineCondition(EngineState.LOADING, fraction, stage, left_s, "loading"))
 
     def unreachable(self) -> None:
-        """The engine has gone, or is about to; what becomes of it is told by `_run`."""
+        """Stop taking requests: the engine has ended or is about to. `_run` returns the reason."""
         if self._condition.state is EngineState.READY:
             reason = "it has just been lost"
             self._set_condition(EngineCondition(EngineState.RESTARTING, retry_after_s=self._load_time_s, reason=reason))
 
     def cannot_start(self, reason: str) -> None:
-        """A person has to see to it: no retry would help."""
+        """Set the condition FAILED, since a retry would not help."""
         self._load_failure_count += 1
         self._set_condition(EngineCondition(EngineState.FAILED, reason=reason))
 
     def _loss(self, reason: str) -> EngineError:
-        """What one is told whose answer will never come."""
+        """Return the error for a caller that will not get an answer."""
         closed = self._condition.state is EngineState.CLOSED
         return EngineUnavailable(reason, retry_after_s=0.0) if closed else EngineFailed(reason)
 
     def _set_condition(self, condition: EngineCondition) -> None:
         if self._condition.state is EngineState.CLOSED:
-            return  # the end of a life; what the engine still does changes nothing
+            return  # final
         self._condition = condition
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 class Worker:
-    """The child process of one backend, in one life after the other: started, loaded, watched, until it is gone."""
+    """Worker process of one backend; `run` starts, loads and supervises a new one each time."""
 
     def __init__(
         self,
@@ -269,10 +271,11 @@ class Worker:
         on_message: Callable[[Message], None],
         owes_answers: Callable[[], bool],
     ) -> None:
-        """Starts nothing. on_ready: it takes requests, after so many seconds.
+        """Start nothing; `run` does.
 
-        on_message: called with each message that is not about its life. Raises `ProtocolBroken`. owes_answers: whether its silence
-        would be a fault.
+        on_ready: called with its message and the load time in seconds. on_message: called with each
+        message outside the lifecycle; may raise ProtocolBroken. owes_answers: returns whether
+        silence of the worker is a fault.
         """
         self._life = life
         self._kind = kind
@@ -280,7 +283,7 @@ class Worker:
         self._on_ready = on_ready
         self._on_message = on_message
         self._owes_answers = owes_answers
-        self.process: HostProcess | None = None  # while there is one
+        self.process: HostProcess | None = None  # while `run` has one
         self._began_at_s = -math.inf
         self._hung = False
         self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging)
@@ -288,26 +291,26 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The child's process id; None while there is none."""
+        """Process id of the worker; None without one."""
         return None if self.process is None else self.process.pid
 
     def send(self, message: Message) -> None:
-        """Queue a message for the child, if there is one; never blocks."""
+        """Queue a message for the worker, if there is one. Never blocks."""
         if self.process is not None:
             self.process.send(message)
 
     def kill(self) -> None:
-        """End the child at once, if there is one."""
+        """Kill the worker, if there is one."""
         if self.process is not None:
             self.process.kill()
 
     async def run(self) -> str:
-        """One life of a child: start, load, serve, until it is gone. Returns why it is gone."""
+        """Start a worker, load the model and serve until it ends; return the reason of the end."""
         self._hung = False
         try:
             async with self._kind.opener(self._kind.module, self._kind.environment) as process:
                 if self._life.is_closing:
-                    return "the engine was closed"  # while the process started; nobody would kill it later
+                    return "the engine was closed"  # during the start: `close` could not kill it
                 self.process = process
                 try:
                     await self._load(process)
@@ -340,23 +343,23 @@ class Worker:
                         self._life.cannot_start(reason)
                     case None:
                         return
-                    case other:
-                        self._on_message(other)
+                    case message:
+                        self._on_message(message)
 
     async def _exit_reason(self, process: HostProcess) -> str:
-        """Why the child is gone, as far as its exit status tells."""
+        """Return the reason of the worker's end by its exit status."""
         condition = self._life.condition()
         if condition.state is EngineState.FAILED:
             return condition.reason
         await process.wait_gone(self._waits.close_timeout_s)
         if self._hung:
-            return "the engine process hung, and was ended"
+            return "the engine process hung and was killed"
         if process.exit_status == -signal.SIGKILL:
-            return "the engine process was killed: the system ends so what takes more memory than there is"
-        return f"the engine process ended with status {process.exit_status}"
+            return "the engine process was killed by SIGKILL, probably by the system because it ran out of memory"
+        return f"the engine process exited with status {process.exit_status}"
 
     def _kill_hanging(self, silence_s: float) -> None:
-        """A child that owes events and sends none is killed; its end is then handled like any other crash."""
+        """Kill a worker that owes answers and is silent; its end is handled like a crash."""
         if self.process is not None and self._owes_answers():
             _log.error("engine %s: no report for %.0f s, killing the process", self._life.model.name, silence_s)
             self._hung = True

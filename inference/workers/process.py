@@ -1,7 +1,7 @@
-"""Child processes that are spoken to over a socket: start, write, read, watch, end; spare ones that wait for a model.
+"""Worker processes with a socket: start, messages, supervision, end; spare workers for fast starts.
 
-Owns the process and the socket, and gives both back on every path. The child sees the socket's end when this process is gone,
-however it went.
+Owns the process and the socket, and releases both on every path. The child sees the socket's end
+when this process dies for any reason.
 """
 
 from __future__ import annotations
@@ -20,70 +20,71 @@ from typing import cast
 from common.child_environment import inherited
 from inference.workers.protocol import Message, MessageDecoder, decoder_to_parent, encode, split
 
-SOCKET_BUFFER_BYTES = 1 << 20  # bytes: several hundred step reports, so a busy parent does not stall the step loop at once
-REAP_TIMEOUT_S = 5.0  # seconds for the kernel to end a killed child; more means it hangs in a device
+SOCKET_BUFFER_BYTES = 1 << 20  # several hundred step reports, so that a busy parent stalls no step
+REAP_TIMEOUT_S = 5.0  # for the kernel to end a killed child; more means that it hangs in a device
 
 
 async def start_process(module: str, fd: int, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
-    """Start `python -m module --fd N` with exactly this environment, and with no file of ours but stderr and the socket."""
+    """Start `python -m module --fd N` with this environment; it inherits stderr and the socket."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, "--fd", str(fd)),
         pass_fds=(fd,),
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,  # it belongs to whoever reads this program's answers; the child's logs go to stderr
+        stdout=asyncio.subprocess.DEVNULL,  # reserved for output of this program; logs go to stderr
         env=environment,
     )
 
 
-# Settings of the C library, read before main: they cannot be made inside the child. Each can be overridden from outside.
+# Settings of C libraries, read before main, so the child cannot set them. The inherited environment
+# overrides each.
 CHILD_ENVIRONMENT = {
-    # Keep freed memory. Otherwise every large temporary is mapped afresh, and touching its pages costs more than computing:
-    # decode attention at batch 50 takes 21 ms per layer instead of 5, the reference workload 25 s instead of 10.
+    # Keep freed memory. Otherwise each large temporary is mapped anew, and touching its pages costs
+    # more than computing: decode attention at batch 50 takes 21 ms per layer instead of 5, the
+    # reference workload 25 s instead of 10.
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
-    # Threads sleep at the end of a parallel loop. Spinning is faster on an idle machine (427 tokens/s alone, not 270), but as soon
-    # as anything else runs, and the API process always does, a spinning thread waits for one that was taken off its core: measured
-    # 5 tokens/s.
+    # Threads sleep after a parallel loop. Spinning is faster on an idle machine (427 instead
+    # of 270 tokens/s), but if anything else runs, as the API process always does, spinning threads
+    # wait for one that lost its core: measured 5 tokens/s.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
 
-HostOpener = Callable[
-    [str, Mapping[str, str]], AbstractAsyncContextManager["HostProcess"]
-]  # where hosts come from: see `open_host`
+# Source of worker processes, such as `open_host`.
+HostOpener = Callable[[str, Mapping[str, str]], AbstractAsyncContextManager["HostProcess"]]
 COMMON_MESSAGES = decoder_to_parent()
 
 
 class HostProcess(asyncio.Protocol):
-    """One running child, and our end of the socket to it. Made by `open_host`."""
+    """Running child and the parent's end of its socket. Created by `open_host`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._transport: asyncio.Transport
         self._received = bytearray()
-        self._bodies: deque[bytes] = deque()  # of messages that nobody has taken
+        self._bodies: deque[bytes] = deque()  # messages not received yet
         self._follower: tuple[MessageDecoder, Callable[[Message], None]] | None = None
-        self._news = asyncio.Event()  # a message that was kept, or the end
+        self._news = asyncio.Event()  # a queued message, or the end
         self._gone = asyncio.Event()
-        self._fault: Exception | None = None  # of the child, or of who takes its messages
+        self._fault: Exception | None = None  # of the protocol or the message handler
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
+        """Process id of the child."""
         return self._process.pid
 
     @property
     def exit_status(self) -> int | None:
-        """The child's exit status, negative for a signal; None while it lives or has not been waited for."""
+        """Exit status of the child, negative for a signal; None until it is reaped."""
         return self._process.returncode
 
     def send(self, message: Message) -> None:
-        """Queue a message; never blocks. What is buffered is bounded by the sequences that the engine takes."""
+        """Queue a message. Never blocks; the number of the engine's sequences bounds the buffer."""
         if not self._transport.is_closing():
             self._transport.write(encode(message))
 
     async def receive(self, decoder: MessageDecoder = COMMON_MESSAGES) -> Message | None:
-        """The child's next message; None when it is gone. Raises `ProtocolBroken`."""
+        """Wait for the next message and return it; None after the end. Raises: ProtocolBroken."""
         while not self._bodies:
             if self._gone.is_set():
                 if self._fault is not None:
@@ -94,9 +95,9 @@ class HostProcess(asyncio.Protocol):
         return decoder.decode(self._bodies.popleft())
 
     async def follow(self, decoder: MessageDecoder, take: Callable[[Message], None]) -> None:
-        """Pass on each message when it comes, in a call of the event loop, until the child is gone.
+        """Call `take` with each message in an event-loop callback until the child ends.
 
-        Raises `ProtocolBroken` and what `take` raises.
+        Raises: ProtocolBroken, and exceptions of `take`.
         """
         while self._bodies:
             take(decoder.decode(self._bodies.popleft()))
@@ -109,12 +110,12 @@ class HostProcess(asyncio.Protocol):
             raise self._fault
 
     def kill(self) -> None:
-        """End the child at once."""
+        """Kill the child."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def wait_gone(self, timeout_s: float) -> None:
-        """Give the child time to exit by itself, then kill it."""
+        """Wait for the child to exit; kill it after the timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()
@@ -124,18 +125,18 @@ class HostProcess(asyncio.Protocol):
                 await self._process.wait()
 
     async def give_back(self) -> None:
-        """Close the socket, end the child and reap it."""
+        """Close the socket, kill the child and reap it."""
         self._transport.close()
         self.kill()
         await self.wait_gone(REAP_TIMEOUT_S)
         await self._gone.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
+        """Implement `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Implement `asyncio.Protocol`."""
         self._received += data
         try:
             bodies = split(self._received)
@@ -146,21 +147,21 @@ class HostProcess(asyncio.Protocol):
                 decoder, take = self._follower
                 for body in bodies:
                     take(decoder.decode(body))
-        except Exception as error:  # raised by who waits for messages
+        except Exception as error:  # raised later by `receive` or `follow`
             self._fault = error
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """Implement `asyncio.Protocol`."""
         self._gone.set()
         self._news.set()
 
 
 @contextlib.asynccontextmanager
 async def open_host(module: str, environment: Mapping[str, str]) -> AsyncIterator[HostProcess]:
-    """Start `python -m module --fd N`; on leaving it is dead and reaped, and the socket closed.
+    """Start `python -m module --fd N`; on exit, kill and reap it and close the socket.
 
-    environment: defaults of variables that are read before main; whoever starts Weir may set them otherwise.
+    environment: defaults of variables that are read before main; inherited variables override them.
     """
     parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -169,7 +170,7 @@ async def open_host(module: str, environment: Mapping[str, str]) -> AsyncIterato
         parent_end.setblocking(False)
         process = await start_process(module, child_end.fileno(), {**environment, **inherited()})
     except BaseException:
-        parent_end.close()  # a child that was started all the same reads the end of the stream and exits
+        parent_end.close()  # a child that was started nevertheless reads the end and exits
         raise
     finally:
         child_end.close()
@@ -188,17 +189,17 @@ async def open_host(module: str, environment: Mapping[str, str]) -> AsyncIterato
 
 
 class Watchdog:
-    """Looks a few times per timeout and calls back after each silence that is longer. Belongs to one event loop."""
+    """Watchdog timer: calls back when silence exceeds the timeout. Belongs to one event loop."""
 
     def __init__(self, timeout_s: float, on_silence: Callable[[float], None]) -> None:
-        """on_silence: called with the silence in seconds; it decides whether that is a fault."""
+        """Create it disarmed. on_silence: gets the silence in seconds; decides if it is a fault."""
         self._timeout_s = timeout_s
         self._on_silence = on_silence
         self._heard_at_s = -math.inf
         self._timer: asyncio.TimerHandle | None = None
 
     def heard(self) -> None:
-        """A sign of life."""
+        """Note a sign of life."""
         self._heard_at_s = asyncio.get_running_loop().time()
 
     def arm(self) -> None:
@@ -223,27 +224,27 @@ class Watchdog:
 
 
 SPARE_MODULE = "inference.adapters.torch_worker"
-REPLACE_AFTER_S = 5.0  # seconds after one was taken: it loads its model meanwhile, and is what is waited for
-RETRY_AFTER_S = 30.0  # seconds after one could not be started: whoever needs a host then will be told why
+REPLACE_AFTER_S = 5.0  # after a spare was taken: loading its model comes first
+RETRY_AFTER_S = 30.0  # after a failed start: an engine that starts a worker then reports the reason
 _log = logging.getLogger("weir.inference.workers")
 
 
 class SpareHosts:
-    """A few of them. Everything runs on one event loop; `serve` is all that runs in the background."""
+    """Pool of started workers without a model. Only `serve` runs in the background."""
 
     def __init__(self, count: int) -> None:
-        """Starts nothing. count: 0 keeps none, and every host is started when it is needed."""
+        """Start nothing; `serve` does. count: spares to keep; 0: start workers on demand."""
         self._count = count
         self._ready: deque[tuple[HostProcess, contextlib.AsyncExitStack]] = deque()
         self._changed = asyncio.Event()
 
     @property
     def ready_count(self) -> int:
-        """Spares that could be taken now."""
+        """Number of spares that can be taken now."""
         return sum(host.exit_status is None for host, _ in self._ready)
 
     async def serve(self) -> None:
-        """Keep so many until cancelled; then all that nobody has taken are gone."""
+        """Keep `count` spares until cancelled; then end the remaining ones."""
         try:
             while True:
                 await self._drop_dead()
@@ -259,7 +260,7 @@ class SpareHosts:
 
     @contextlib.asynccontextmanager
     async def open(self, module: str, environment: Mapping[str, str]) -> AsyncIterator[HostProcess]:
-        """As `open_host`, with a spare where there is one of this kind."""
+        """Open a worker as `open_host` does, using a spare of this kind if there is one."""
         taken = self._take() if (module, environment) == (SPARE_MODULE, CHILD_ENVIRONMENT) else None
         if taken is None:
             async with open_host(module, environment) as host:
@@ -281,7 +282,7 @@ class SpareHosts:
         try:
             host = await stack.enter_async_context(open_host(SPARE_MODULE, CHILD_ENVIRONMENT))
         except OSError as error:
-            _log.warning("no spare engine host: %s", error)
+            _log.warning("spare engine worker could not be started: %s", error)
             return False
         self._ready.append((host, stack))
         return True

@@ -1,10 +1,12 @@
-"""What the API process and an engine worker say to each other, and how it is framed.
+"""Messages between the API process and an engine worker, and their framing.
 
-Knows no engine: each kind of worker adds the messages that it alone reads or sends: `decoder_to_worker`, `decoder_to_parent`.
+Independent of engines: each kind of worker adds its own messages with `decoder_to_worker` and
+`decoder_to_parent`.
 
-The transport is a socket pair that the child inherits. A message is 4 bytes of length, big-endian, then msgpack. From host to
-parent goes one `StepReport` per engine step with all its events; the other way go requests and cancellations. Either side takes
-the end of the stream as the other's death. No torch, no asyncio: both sides import this.
+The transport is a socket pair that the child inherits. A message is 4 bytes of length, big-endian,
+then msgpack. The worker sends one `StepReport` per engine step with all its events; the parent
+sends requests and cancellations. Either side takes the end of the stream as the other's death. No
+torch, no asyncio: both sides import this.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from inference.engine import (
     SequenceRefused,
 )
 
-MESSAGE_BYTES_MAX = 64 << 20  # bytes: a prompt of 10 million tokens; more is a broken peer, not a request
+MESSAGE_BYTES_MAX = 64 << 20  # bytes: a prompt of 10 million tokens; more means a broken peer
 LENGTH_PREFIX = struct.Struct(">I")
 
 
@@ -32,9 +34,9 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StartSequence(Message, tag="start", frozen=True):
-    """Run a sequence. number: the parent's handle for it, above all earlier ones.
+    """Run a sequence. number: the parent's increasing handle for it.
 
-    sent_at_s: on the monotonic clock, which is the same in all processes of a machine.
+    sent_at_s: on the monotonic clock, which all processes of a machine share.
     """
 
     number: int
@@ -43,7 +45,7 @@ class StartSequence(Message, tag="start", frozen=True):
 
 
 class CancelSequence(Message, tag="cancel", frozen=True):
-    """End a sequence. One that has ended already is no error: the two messages crossed."""
+    """End a sequence. Ignored if it has already ended: the two messages crossed."""
 
     number: int
 
@@ -60,23 +62,23 @@ class Loading(Message, tag="loading", frozen=True):
 
 
 class Ready(Message, tag="ready", frozen=True):
-    """The host takes sequences from now on."""
+    """The worker takes sequences from now on."""
 
     kv_block_count: int
 
 
 class LoadFailed(Message, tag="load_failed", frozen=True):
-    """The checkpoint is unusable; loading it again would fail again. The host exits after this."""
+    """The checkpoint is unusable, and a retry would fail too. The worker exits after this."""
 
     message: str
 
 
-# A sequence's number, and what became of it.
+# A sequence's number and an event of it.
 Event = tuple[int, SequenceEvent | SequenceRefused]
 
 
 class StepReport(Message, tag="step", frozen=True):
-    """All that happened since the last report, in order, and the engine's statistics after it."""
+    """Events since the last report, in order, and the engine's statistics after them."""
 
     events: list[Event]
     statistics: EngineStatistics
@@ -86,11 +88,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class ProtocolBroken(Exception):
-    """The peer sent what is no message. The connection is of no use any more."""
+    """The peer sent an invalid message; the connection is unusable."""
 
 
 def encode(message: Message) -> bytes:
-    """A framed message."""
+    """Return a framed message. Raises: ProtocolBroken if it is too long."""
     body = _encoder.encode(message)
     if len(body) > MESSAGE_BYTES_MAX:
         raise ProtocolBroken(f"a message of {len(body)} bytes exceeds {MESSAGE_BYTES_MAX}")
@@ -98,7 +100,10 @@ def encode(message: Message) -> bytes:
 
 
 def split(received: bytearray) -> list[bytes]:
-    """Take all whole messages off the beginning of what was received; their bodies. Raises `ProtocolBroken` if one is too long."""
+    """Remove all complete messages from `received` and return their bodies.
+
+    Raises: ProtocolBroken if one is too long.
+    """
     bodies = []
     begin, size = 0, LENGTH_PREFIX.size
     while len(received) >= begin + size:
@@ -115,14 +120,14 @@ def split(received: bytearray) -> list[bytes]:
 
 
 class MessageDecoder:
-    """Decodes what one side reads."""
+    """Decoder of the messages that one side reads."""
 
     def __init__(self, *types: type[Message]) -> None:
-        """types: of all messages that may come; their tags are unique among them."""
+        """Create a decoder. types: of all messages that may arrive, with unique tags."""
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(reduce(or_, types))
 
     def decode(self, body: bytes) -> Message:
-        """Raises `ProtocolBroken` for anything that is not one of its messages."""
+        """Return the message of a body. Raises: ProtocolBroken for any other content."""
         try:
             return self._decoder.decode(body)
         except msgspec.MsgspecError as error:
@@ -130,10 +135,10 @@ class MessageDecoder:
 
 
 def decoder_to_worker(*own: type[Message]) -> MessageDecoder:
-    """Of what a worker reads. own: the messages of its kind, its first one among them."""
+    """Return the decoder of a worker. own: messages of its kind, including its first one."""
     return MessageDecoder(StartSequence, CancelSequence, Shutdown, *own)
 
 
 def decoder_to_parent(*own: type[Message]) -> MessageDecoder:
-    """Of what the parent of a worker reads. own: the messages that only its kind sends."""
+    """Return the decoder of a worker's parent. own: messages that only this kind sends."""
     return MessageDecoder(Loading, Ready, LoadFailed, StepReport, *own)
