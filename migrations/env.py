@@ -1,6 +1,7 @@
 """Alembic's environment: runs the revisions online against `WEIR_DATABASE_URL`, one transaction each.
 
-An advisory lock makes two migrating processes take turns; time-outs keep a migration from waiting on live traffic for ever.
+An advisory lock serializes migrating processes; timeouts keep a migration from waiting forever on
+live traffic.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from metering.core.models import Base
 from metering.store.db import sqlalchemy_url
 from metering.store.migrations_runner import MIGRATION_LOCK_ID
 
-# Tables that are read and written as SQL alone, see `docs/internals/tables.md`. Any other one has a mapped class.
+# Tables used by SQL only, see `docs/internals/tables.md`. All other tables have a mapped class.
 UNMAPPED = """
 adjustment_decisions adjustments admin_requests billing_months billing_profiles credit_applications credit_grants document_series
 export_progress invoice_letterheads invoice_lines invoices ledger_accounts ledger_entries ledger_transactions live_reports
@@ -26,15 +27,15 @@ meter_batches month_closings plan_assignments plan_versions receipt_batches rece
 rule_changes stop_orders stripe_events stripe_invoices stripe_late_items stripe_month_items stripe_month_settlements
 stripe_objects unrated_usage usage_corrections worker_incidents
 """
-PARTITION = re.compile(r"usage_events_(\d{4}_\d{2}|default)")  # of a month, made ahead of its time
-MONTHS_AHEAD = 3  # a worker makes them, too: so long nobody notices that none runs
+PARTITION = re.compile(r"usage_events_(\d{4}_\d{2}|default)")  # one per month, created ahead
+MONTHS_AHEAD = 3  # time without a worker, which creates partitions too, before one is missing
 CAN_MAKE_PARTITIONS = "SELECT to_regprocedure('create_usage_partitions(int)') IS NOT NULL"
-# Months and days are UTC here as everywhere, whatever the server's own time zone is.
+# Months and days are UTC here as everywhere, whatever the server's time zone.
 SETTINGS = "SET timezone = 'UTC'; SET lock_timeout = '5s'; SET statement_timeout = '10min'"
 
 
 def database_url() -> str:
-    """From the caller's `-x url=` or attributes, else from the environment."""
+    """Return the URL of the caller's attributes, else of the environment."""
     url = context.config.attributes.get("database_url") or os.environ.get("WEIR_DATABASE_URL")
     if not url:
         raise SystemExit("WEIR_DATABASE_URL is not set: name the database to migrate, or run `weir migrate`")
@@ -42,9 +43,9 @@ def database_url() -> str:
 
 
 def is_compared(object_: object, name: str | None, type_: str, reflected: bool, compare_to: object) -> bool:
-    """Whether Alembic compares an object of the database with the mapped classes.
+    """Return whether Alembic compares a database object with the mapped classes.
 
-    All columns of a mapped table are. Indexes and constraints are stated in the revisions alone.
+    It compares all columns of mapped tables; indexes and constraints exist in the revisions only.
     """
     if type_ == "table":
         return name is None or not (name in UNMAPPED.split() or PARTITION.fullmatch(name))
@@ -54,7 +55,7 @@ def is_compared(object_: object, name: str | None, type_: str, reflected: bool, 
 def run_migrations() -> None:
     engine = create_engine(sqlalchemy_url(database_url()), poolclass=NullPool)
     with engine.connect() as connection:
-        # The lock first: waiting for another migration may take longer than waiting for live traffic ever should.
+        # The lock before the timeouts: another migration may take longer than live traffic may block.
         connection.execute(text("SELECT pg_advisory_lock(:id)"), {"id": MIGRATION_LOCK_ID})
         connection.execute(text(SETTINGS))
         connection.commit()

@@ -1,4 +1,4 @@
-"""Closed months: what is frozen at a close, invoices with gapless numbers, adjustments with four eyes, months closed in order."""
+"""Closing of months: frozen totals, gapless invoice numbers, adjustments approved by two people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PICOS = sa.Numeric(precision=38, scale=0)
 LINE_KINDS = ("usage", "late_usage", "allowance", "graduated", "volume", "commitment", "adjustment", "credit")
 APPEND_ONLY_TABLES = ("month_closings", "invoices", "invoice_lines", "adjustments", "adjustment_decisions")
 
-# All lines of an invoice are written by one statement: they are as many as it says, and add up to it, exactly and rounded.
+# One statement writes all lines of an invoice: count, exact sum and rounded sum match the invoice.
 INVOICE_ADDS_UP = """
 CREATE FUNCTION invoice_adds_up() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE broken text;
@@ -33,7 +33,7 @@ BEGIN
     RETURN NULL;
 END $$
 """
-# A number is drawn by counting on, never by setting.
+# A number is drawn by incrementing the last one.
 SERIES_COUNTS_ON = """
 CREATE FUNCTION document_series_counts_on() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -43,7 +43,7 @@ BEGIN
     RETURN NEW;
 END $$
 """
-# Months are closed in their order, and take what came before the first of them: so one that was passed over is closed too.
+# Months are closed in order; the first close also covers all earlier months.
 MONTHS_CLOSE_IN_ORDER = """
 CREATE FUNCTION billing_months_close_in_order() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -61,7 +61,7 @@ LANE = "1466263923, get_byte(uuid_send({}.organization_id), 15) % 64"
 
 
 def ledger_months_open(comparison: str) -> str:
-    """The guard of the ledger, refusing what compares so with a closed month."""
+    """Return the ledger's guard function, refusing months that compare so with a closed one."""
     return f"""
 CREATE OR REPLACE FUNCTION ledger_months_open() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE closed record;

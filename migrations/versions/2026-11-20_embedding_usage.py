@@ -1,4 +1,4 @@
-"""Embedded tokens as a kind of usage: counted by usage events, posted and exported apart; which holds are for embedding."""
+"""Embedded tokens as a separate kind of usage; a flag for holds of embedding requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLD_KINDS = "token_kind IN ('input', 'cached_input', 'output')"
 NOTHING_EMBEDDED = """
 DO $$ BEGIN
     IF EXISTS (SELECT FROM holds WHERE embedding) OR EXISTS (SELECT FROM usage_events WHERE embedding_token_count > 0) THEN
-        RAISE EXCEPTION 'there is usage of embeddings: the schema before has no place for it' USING ERRCODE = 'restrict_violation';
+        RAISE EXCEPTION 'there is usage of embeddings, which the previous schema cannot store' USING ERRCODE = 'restrict_violation';
     END IF;
 END $$
 """
@@ -30,9 +30,9 @@ def know_kinds(condition: str, *, unread: bool) -> None:
 
 
 def upgrade() -> None:
-    """What there was embedded nothing: no row is read while the tables are locked, which would hold up every request.
+    """Add the checks as NOT VALID: reading all rows under this lock would block all requests.
 
-    Revision 0022 reads them, and locks nobody out.
+    Revision 0022 validates them with a weaker lock.
     """
     op.add_column("holds", sa.Column("embedding", sa.Boolean(), server_default=sa.text("false"), nullable=False))
     op.create_check_constraint(
@@ -53,7 +53,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Only where nothing was embedded."""
+    """Refuse if there is usage of embeddings."""
     op.execute(NOTHING_EMBEDDED)
     know_kinds(OLD_KINDS, unread=False)
     op.execute("DROP TRIGGER usage_events_rated_once ON usage_events")

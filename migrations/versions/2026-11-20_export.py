@@ -1,4 +1,4 @@
-"""The export: batches of tokens for a biller, how far they are made, and what Stripe says of them."""
+"""Usage export: batches of tokens for a biller, export progress, and Stripe's state of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ depends_on = None
 NOW = sa.text("now()")
 TIME = sa.DateTime(timezone=True)
 
-# Tokens are written once; a state only moves on, and never out of `cancelled`.
+# Tokens are written once; a state only advances, and never leaves `cancelled`.
 BATCH_KEEPS_TOKENS = """
 CREATE FUNCTION meter_batch_keeps_tokens() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -36,7 +36,7 @@ BEGIN
     RETURN NEW;
 END $$
 """
-# An event stays as it came; what became of it is written beside it.
+# An event is never changed; its outcome is stored in other columns.
 EVENT_KEEPS_PAYLOAD = """
 CREATE FUNCTION stripe_event_keeps_payload() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -168,7 +168,7 @@ def upgrade() -> None:
             f"CREATE TRIGGER {table}_append_only BEFORE DELETE OR TRUNCATE ON {table} "
             "FOR EACH STATEMENT EXECUTE FUNCTION refuse_change()"
         )
-    # Late usage is found by when it was rated, among all events ever: a block range index costs the hot table next to nothing.
+    # Late usage is found by rating time among all events: a BRIN index costs the hot table little.
     op.create_index(
         "ix_usage_events_rated_at", "usage_events", ["rated_at"], postgresql_using="brin", postgresql_with={"autosummarize": "true"}
     )

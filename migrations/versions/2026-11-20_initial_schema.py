@@ -1,4 +1,4 @@
-"""The first schema: tenants, quotas, holds, usage, prices, ledger, audit, and the triggers that keep journals append-only."""
+"""Initial schema: tenants, quotas, holds, usage, prices, ledger, audit, append-only triggers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ depends_on = None
 
 APPEND_ONLY_TABLES = ("audit_log", "ledger_accounts", "ledger_entries", "ledger_transactions", "price_versions")
 
-# Corrections are new rows: whoever tries to edit history is told so by the database itself.
+# Corrections are new rows: the database refuses changes of history.
 REFUSE_CHANGE = """
 CREATE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -21,7 +21,7 @@ BEGIN
 END $$
 """
 
-# Rating marks an event once; nothing else of it may ever change.
+# Rating marks an event once; no other column ever changes.
 USAGE_EVENT_RATED_ONCE = """
 CREATE FUNCTION usage_event_rated_once() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -32,7 +32,7 @@ BEGIN
 END $$
 """
 
-# Ended holds stay as they ended, so that a hold ends exactly once whatever the code does.
+# Ended holds never change, so a hold ends exactly once, even if the code has a bug.
 HOLD_ENDS_ONCE = """
 CREATE FUNCTION hold_ends_once() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -40,7 +40,7 @@ BEGIN
 END $$
 """
 
-# All legs of a transaction are written by one statement; they sum to zero in every currency.
+# One statement writes all entries of a transaction; they sum to zero in every currency.
 LEDGER_BALANCED = """
 CREATE FUNCTION ledger_balanced() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE broken bigint;

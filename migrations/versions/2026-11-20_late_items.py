@@ -1,4 +1,4 @@
-"""Usage that Stripe was told of after the invoice of its period becomes an invoice item, once."""
+"""Invoice items for usage that was exported to Stripe after the invoice of its period."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ depends_on = None
 NOW = sa.text("now()")
 TIME = sa.DateTime(timezone=True)
 
-# What an item is for never changes; only its name at Stripe is written into it, once.
+# An item never changes, except that its Stripe id is written once.
 KEEPS_AMOUNT = """
 CREATE FUNCTION stripe_late_item_keeps_amount() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -23,7 +23,7 @@ BEGIN
     RETURN NEW;
 END $$
 """
-# A batch is invoiced by one item, for ever.
+# A batch is invoiced by one item, permanently.
 INVOICED_ONCE = """
 CREATE FUNCTION meter_batch_invoiced_once() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -80,11 +80,11 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Only where no item was made: others have no place in the schema before."""
+    """Refuse if there are items: the previous schema cannot store them."""
     op.execute("""
         DO $$ BEGIN
             IF EXISTS (SELECT FROM stripe_late_items) THEN
-                RAISE EXCEPTION 'there are invoice items for late usage: going back would forget them';
+                RAISE EXCEPTION 'there are invoice items for late usage, which a downgrade would lose';
             END IF;
         END $$
     """)

@@ -1,4 +1,4 @@
-"""The ledger by billing month: transactions of every kind, sums of usage that events point to, months that are closed for good."""
+"""Ledger by billing month: transactions of every kind, summed usage, permanently closed months."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ MONTH_STATES = ("open", "closing", "closed")
 USAGE_NOT_BEFORE = "kind <> 'usage' OR billing_month >= date_trunc('month', effective_at AT TIME ZONE 'UTC')::date"
 SOURCE_GIVEN = sa.text("source_id IS NOT NULL")
 RATED_AND_POSTED = "(rated_at IS NULL) = (ledger_transaction_id IS NULL)"
-# Postings hold the lane of their organization shared, a close holds it alone: what is posted is in the month, or in a later one.
+# Postings hold the organization's posting lock shared, a close holds it exclusively: a posting is
+# in the month or in a later one.
 LANE = "1466263923, get_byte(uuid_send({}.organization_id), 15) % 64"
 
 LEDGER_MONTHS_OPEN = f"""
@@ -49,7 +50,7 @@ BEGIN
     RETURN NULL;
 END $$
 """
-# `NEW.state` may only become `closed` when nobody posts; after that the row tells who closed it, for ever.
+# `NEW.state` becomes `closed` only while there are no postings; the row then keeps who closed it.
 BILLING_MONTH_CLOSES_ONCE = f"""
 CREATE FUNCTION billing_month_closes_once() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -74,7 +75,7 @@ BEGIN
         USING ERRCODE = 'restrict_violation';
 END $$
 """
-# A condition over all columns is far cheaper for each row than a function that looks at them. Call this after adding a column.
+# A condition over all columns costs less per row than a function. Call after adding a column.
 GUARD_USAGE_EVENTS = """
 CREATE FUNCTION guard_usage_events() RETURNS void LANGUAGE plpgsql AS $$
 DECLARE kept text; new_values text; old_values text;
@@ -90,7 +91,7 @@ BEGIN
         'WHEN (NOT (OLD.rated_at IS NULL AND NEW.rated_at IS NOT NULL AND %s)) EXECUTE FUNCTION usage_event_changed()', kept);
 END $$
 """
-# In place of a foreign key, which would look at each event alone: a statement marks thousands.
+# Replaces a foreign key, which would check each event alone: one statement marks thousands.
 USAGE_EVENTS_POSTED = """
 CREATE FUNCTION usage_events_posted() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE broken record;
@@ -136,7 +137,7 @@ def one_of(column: str, values: tuple[str, ...]) -> str:
 
 
 def guard(enabled: bool) -> None:
-    """History is carried over once, with its guards asleep."""
+    """Enable or disable the guards, which would refuse the one conversion of history."""
     for table in ("usage_events", "ledger_transactions", "ledger_entries", "ledger_accounts"):
         op.execute(f"ALTER TABLE {table} {'ENABLE' if enabled else 'DISABLE'} TRIGGER USER")
 
@@ -194,7 +195,7 @@ def create_billing_months() -> None:
 
 
 def carry_over() -> None:
-    """Each event keeps the transaction that it has, which is now of its day. Those without tokens had none: a day's get one."""
+    """Turn transactions of events into those of days; add one for events without tokens."""
     guard(enabled=False)
     op.execute(
         "UPDATE ledger_transactions SET kind = 'usage', effective_at = date_trunc('day', effective_at, 'UTC'), "
@@ -252,11 +253,11 @@ def create_triggers() -> None:
 
 
 def downgrade() -> None:
-    """Usage is posted anew, an event at a time, by the worker of before; whatever else was posted it could not say."""
+    """Refuse if there is more than usage; the previous worker posts usage again by event."""
     op.execute("""
         DO $$ BEGIN
             IF EXISTS (SELECT FROM ledger_transactions WHERE kind <> 'usage') OR EXISTS (SELECT FROM billing_months) THEN
-                RAISE EXCEPTION 'the ledger holds more than usage: going back would lose it';
+                RAISE EXCEPTION 'the ledger has transactions other than usage, which a downgrade would lose';
             END IF;
         END $$
     """)

@@ -1,4 +1,4 @@
-"""The letterhead of an invoice: kept as it first left the house."""
+"""Letterheads of invoices, stored when an invoice is first issued."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """One row per invoice, never changed."""
+    """Create the append-only table with one row per invoice."""
     op.create_table(
         "invoice_letterheads",
         sa.Column("invoice_id", sa.Uuid(), nullable=False),
@@ -32,5 +32,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """The trigger goes with its table."""
+    """Drop the table with its trigger."""
     op.drop_table("invoice_letterheads")

@@ -1,4 +1,4 @@
-"""Live control: secrets that a rotation replaced, ids of administrative calls, orders to end requests, reports of what runs."""
+"""Live control: replaced secrets, ids of administrative calls, stop orders, reports of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Stripe lacks of our invoice of a closed month becomes invoice items there, until both come to the same."""
+"""Invoice items at Stripe that bring its invoice of a closed month to the total of ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ depends_on = None
 NOW = sa.text("now()")
 TIME = sa.DateTime(timezone=True)
 
-# What is owed never changes; that it is settled, and by what, is written in once.
+# The amount due never changes; the settlement is written once.
 SETTLED_ONCE = """
 CREATE FUNCTION stripe_month_settled_once() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -26,7 +26,7 @@ BEGIN
     RETURN NEW;
 END $$
 """
-# What an item is for never changes; only its names at Stripe are written into it, once.
+# An item never changes, except that its Stripe ids are written once.
 KEEPS_AMOUNT = """
 CREATE FUNCTION stripe_month_item_keeps_amount() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -100,14 +100,14 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Only where no month was looked at: what is owed, made and carried on has no place in the schema before.
+    """Refuse if any month was reconciled: the previous schema cannot store amounts due.
 
-    Coming up again, the months would count as those of before there were items, and nobody would ever be asked for their rest.
+    After another upgrade, those months would count as older ones and would never be reconciled.
     """
     op.execute("""
         DO $$ BEGIN
             IF EXISTS (SELECT FROM stripe_month_settlements) THEN
-                RAISE EXCEPTION 'there are invoice items of closed months, or what is owed for them: going back would forget them';
+                RAISE EXCEPTION 'there are invoice items or amounts due of closed months, which a downgrade would lose';
             END IF;
         END $$
     """)

@@ -1,4 +1,4 @@
-"""Plans, prepaid credit, and organizations that are kept to their credit."""
+"""Plans, prepaid credit, and organizations limited to their credit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIMENSIONS = (
     "cost_picos_per_day",
     "cost_picos_per_month",
 )
-# The row of the grant is locked first, so that two who spend it at once see each other.
+# Locks the row of the grant first, so that concurrent applications see each other.
 CREDIT_WITHIN_GRANT = """
 CREATE FUNCTION credit_within_grant() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE granted record;
@@ -45,13 +45,13 @@ END $$
 
 
 def whole(table: str, *columns: str, name: str = "whole_month", more: str = "") -> sa.CheckConstraint:
-    """Months are given by their first day."""
+    """Return a check that a month column holds the first day of a month."""
     condition = " AND ".join(f"extract(day FROM {column}) = 1" for column in columns) + more
     return sa.CheckConstraint(condition, name=op.f(f"ck_{table}_{name}"))
 
 
 def upgrade() -> None:
-    """Tables, guards, and a kind of quota that no window resets."""
+    """Create the tables and guards, and a kind of quota without a window."""
     op.create_table(
         "plan_versions",
         sa.Column("id", sa.BigInteger(), sa.Identity(always=True), nullable=False),
@@ -110,7 +110,7 @@ def upgrade() -> None:
 
 
 def create_credit() -> None:
-    """Grants, and what was spent of them."""
+    """Create the tables of credit grants and of their applications."""
     op.create_table(
         "credit_grants",
         sa.Column("id", sa.Uuid(), server_default=sa.text("gen_random_uuid()"), nullable=False),
@@ -146,13 +146,13 @@ def create_credit() -> None:
 
 
 def set_dimensions(dimensions: tuple[str, ...]) -> None:
-    """What quotas may count."""
+    """Set the allowed dimensions of quotas."""
     op.drop_constraint(op.f("ck_quotas_dimension_known"), "quotas", type_="check")
     op.create_check_constraint(op.f("ck_quotas_dimension_known"), "quotas", f"dimension IN ({', '.join(map(repr, dimensions))})")
 
 
 def downgrade() -> None:
-    """Quotas of the new kind cannot stay, and no live hold may go on being charged to them."""
+    """Delete quotas of the new kind, and remove them from live holds."""
     op.drop_table("prepaid_organizations")
     op.drop_table("credit_applications")
     op.execute("DROP FUNCTION credit_within_grant")

@@ -16,7 +16,7 @@ CHECK = "least(input_picos_per_token, cached_input_picos_per_token, output_picos
 
 
 def upgrade() -> None:
-    """Expand: what there was becomes the interactive price of the list."""
+    """Make existing prices the interactive list prices."""
     op.add_column("price_versions", sa.Column("embedding_picos_per_token", sa.BigInteger(), server_default="0", nullable=False))
     op.add_column("price_versions", sa.Column("organization_id", sa.Uuid(), nullable=True))
     op.add_column("price_versions", sa.Column("tier", sa.Text(), server_default="interactive", nullable=False))
@@ -46,7 +46,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Only where every price is an interactive one of the list: others have no place in the schema before."""
+    """Refuse unless all prices are interactive list prices, since others cannot be stored."""
     op.create_unique_constraint(op.f(OLD_KEY), "price_versions", ["model", "currency_code", "effective_at"])
     op.drop_constraint("uq_price_versions_place", "price_versions", type_="unique")
     for name in ("list_stays", "multiplier_sane", "tier_known", "not_negative"):

@@ -1,4 +1,4 @@
-"""Quotas on input tokens, output tokens and daily money; weights, raises, quotas that only watch, quotas for new keys."""
+"""Quotas on input, output tokens and daily money; weights, overrides, shadow mode, defaults."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Quotas that the old schema cannot express are removed with their counters."""
+    """Remove quotas that the old schema cannot express, with their counters."""
     unknown = f"for_new_keys OR NOT ({one_of(OLD_DIMENSIONS)})"
     op.execute(f"DELETE FROM quota_counters WHERE quota_id IN (SELECT id FROM quotas WHERE {unknown})")
     op.execute(f"DELETE FROM quotas WHERE {unknown}")

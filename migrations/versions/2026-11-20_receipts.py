@@ -1,4 +1,4 @@
-"""Receipts: a chain per project, the hash of each usage event's receipt, the signatures, and the public keys that verify them."""
+"""Receipts: a chain per project, a hash per usage event, signatures and their public keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BEGIN
     RETURN NULL;
 END $$
 """
-# Whatever the code does, a chain never goes back, and two receipts never have the same place in it.
+# A chain never goes back, and no two receipts have the same position, even if the code has a bug.
 GOES_BACK = (
     "NEW.project_id <> OLD.project_id OR NEW.last_sequence < OLD.last_sequence OR NEW.last_settled_at < OLD.last_settled_at "
     "OR (NEW.last_sequence = OLD.last_sequence) <> (NEW.last_hash = OLD.last_hash)"
@@ -106,7 +106,7 @@ def create_triggers() -> None:
 def downgrade() -> None:
     op.execute("DROP TRIGGER projects_have_receipt_chains ON projects")
     op.drop_constraint(op.f("ck_usage_events_receipt_complete"), "usage_events", type_="check")
-    op.execute("DROP TRIGGER usage_events_rated_once ON usage_events")  # it names every column
+    op.execute("DROP TRIGGER usage_events_rated_once ON usage_events")  # lists every column
     for name, _ in reversed(EVENT_COLUMNS):
         op.drop_column("usage_events", name)
     op.execute("SELECT guard_usage_events()")

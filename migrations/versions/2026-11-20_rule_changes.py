@@ -1,4 +1,4 @@
-"""Each change of a quota, a key or a price is told, so that nobody has to read again what has not changed."""
+"""Log of changes of quotas, keys and prices, which invalidates cached ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0010"
 branch_labels = None
 depends_on = None
 
-# Table, event, and whom the rows are about: none for what concerns everybody. A key that is new was not known to anybody.
+# Table, event, subject of the rows; NULL: all subjects. New keys are in no cache.
 TOLD = (
     ("quotas", "insert", "subject_id"),
     ("quotas", "update", "subject_id"),

@@ -1,7 +1,8 @@
-"""Usage events in one partition per month, and those that wait for rating in a list of their own.
+"""Usage events in one partition per month, and a separate list of those that await rating.
 
-A partition is made ahead, by `create_usage_partitions`; what finds none lands in `usage_events_default`, where it counts like all
-others until `create_usage_partition` moves it. A partition takes no statement by its own name.
+`create_usage_partitions` creates partitions ahead. An event without one is stored in
+`usage_events_default` and counts like others until `create_usage_partition` moves it. Statements
+that name a partition are refused.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ NAMES = (
     "timings, labels, recovered, admitted_at, settled_at, rated_at, ledger_transaction_id, receipt_sequence, "
     "previous_receipt_hash, receipt_hash, receipt_batch_id"
 )
-# Half of a page is left free: rating writes each row once more, on its own page and without touching an index.
+# Half of a page stays free: rating updates each row once, in its page and without index writes.
 FILLFACTOR = "fillfactor = 50"
-# Rows come and go by the thousand: dead ones are swept often, whatever the size.
+# Rows are inserted and deleted by the thousand: vacuum often, whatever the size.
 SWEPT_OFTEN = "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000"
 
 CREATE_USAGE_PARTITION = f"""
@@ -89,7 +90,8 @@ BEGIN
     RETURN true;
 END $$
 """
-# The lock first: who reads the default partition and then waits would wait for who has the lock and wants that partition alone.
+# The lock first: waiting for it after reading the default partition would deadlock with its holder,
+# which needs that partition exclusively.
 CREATE_USAGE_PARTITIONS = """
 CREATE FUNCTION create_usage_partitions(months_ahead int) RETURNS SETOF date LANGUAGE plpgsql AS $$
 DECLARE wanted date[]; month date;
@@ -116,8 +118,8 @@ BEGIN
         USING ERRCODE = 'restrict_violation';
 END $$
 """
-# The parts of a hold are unique in all months together: a settlement writes part 0 in the transaction that ends its hold, which
-# happens once. What comes later is rare, and is looked for in all months, under lock of its hold.
+# The parts of a hold are unique over all months: a settlement writes part 0 in the transaction that
+# ends its hold, once. Later parts are rare and are checked in all months, with the hold locked.
 USAGE_EVENTS_ARE_OF_THEIR_HOLDS = """
 CREATE OR REPLACE FUNCTION usage_events_are_of_their_holds() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE stray uuid; late uuid[];
@@ -171,7 +173,7 @@ BEGIN
 END $$
 """
 MONTHS_AHEAD = 3
-# All legs of a transaction are written by one statement, and looked at once.
+# One statement writes all entries of a transaction and is checked once.
 LEDGER_BALANCED = """
 CREATE OR REPLACE FUNCTION ledger_balanced() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE broken bigint;
@@ -262,7 +264,7 @@ def partition_usage_events() -> None:
 
 
 def move(source: str, target: str) -> None:
-    """All rows, and where their numbers go on."""
+    """Copy all rows and continue their numbering."""
     op.execute(f"INSERT INTO {target} ({NAMES}) OVERRIDING SYSTEM VALUE SELECT {NAMES} FROM {source} ORDER BY id")
     op.execute(f"SELECT setval('usage_events_id_seq', last_value, is_called) FROM {source}_id_seq")
 

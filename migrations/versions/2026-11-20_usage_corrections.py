@@ -1,4 +1,4 @@
-"""Usage that does not cost what its tokens cost can be billed by an adjustment that two people agreed on."""
+"""Usage with a wrong cost, billed by an adjustment that two people have approved."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Only where nothing was corrected: what was stands in no list of what waits for rating any more."""
+    """Refuse if there are corrections: the corrected events no longer await rating."""
     op.execute("""
         DO $$ BEGIN
             IF EXISTS (SELECT FROM usage_corrections) THEN
-                RAISE EXCEPTION 'there is usage that was billed by adjustments: going back would forget which';
+                RAISE EXCEPTION 'there is usage that was billed by adjustments, which a downgrade would lose';
             END IF;
         END $$
     """)

@@ -1,4 +1,4 @@
-"""Limits alert at shares of them that are used; each alert is a row, once, and is sent to a webhook of its organization."""
+"""Alerts at shares of limits: stored once each, and sent to a webhook of the organization."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def create_webhooks() -> None:
 
 
 def downgrade() -> None:
-    """What alerted is forgotten; the limits stay."""
+    """Delete all alerts; limits stay."""
     op.drop_table("alert_deliveries")
     op.drop_table("alert_webhooks")
     op.drop_table("alerts")

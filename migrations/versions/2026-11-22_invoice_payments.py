@@ -1,4 +1,4 @@
-"""How far Stripe's invoices are paid, and alerts on their payment."""
+"""Payment status of Stripe's invoices, and alerts on payments."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Alerts on payments are forgotten, as all alerts are by the revision that made their tables."""
+    """Delete alerts on payments, as the revision that created the tables deletes all alerts."""
     op.execute("ALTER TABLE alerts DISABLE TRIGGER alerts_append_only")
     op.execute("DELETE FROM alert_deliveries d USING alerts a WHERE a.id = d.alert_id AND a.stripe_invoice_id IS NOT NULL")
     op.execute("DELETE FROM alerts WHERE stripe_invoice_id IS NOT NULL")

@@ -1,4 +1,4 @@
-"""Each usage event says how often its request went on in another engine."""
+"""Number of times that a usage event's request moved to another engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key may be limited to networks, and every process is told when what a key is good for has changed."""
+"""Allowed networks of an API key, and orders that tell every process of a changed key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """None named means from everywhere, as before. Processes of the release before leave the new orders alone."""
+    """Add the columns; an empty list allows all networks. The previous release ignores orders."""
     op.add_column("api_keys", sa.Column("allowed_networks", sa.ARRAY(sa.Text()), server_default=sa.text("'{}'"), nullable=False))
     op.create_check_constraint(op.f("ck_api_keys_allowed_networks_are"), "api_keys", "allowed_networks::cidr[] IS NOT NULL")
     op.add_column("stop_orders", sa.Column("changed_key_id", sa.Uuid(), nullable=True))
@@ -26,10 +26,10 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Refused while a working key is limited: it would be good from everywhere. Orders are of the moment, and go."""
+    """Refuse if an active key is limited, since it would become valid everywhere; delete orders."""
     op.execute(
         "DO $$ BEGIN IF EXISTS (SELECT FROM api_keys WHERE allowed_networks <> '{}' AND revoked_at IS NULL) THEN "
-        "RAISE EXCEPTION 'keys are limited to networks, which the schema before cannot say: revoke them first'; END IF; END $$"
+        "RAISE EXCEPTION 'keys are limited to networks, which the previous schema cannot store: revoke them first'; END IF; END $$"
     )
     op.execute("DELETE FROM stop_orders WHERE changed_key_id IS NOT NULL")
     op.drop_constraint(op.f("ck_stop_orders_networks_of_key"), "stop_orders")

@@ -1,7 +1,7 @@
-"""Let roles that own nothing create the partitions of usage events.
+"""Let roles that own no tables create the partitions of usage events.
 
-`create_usage_partitions` runs with the rights of its owner. It takes a number of months only, and resolves
-every name in `public`, in which the application role can create nothing.
+`create_usage_partitions` runs with the rights of its owner. It takes only a number of months, and
+resolves all names in `public`, where the application role cannot create objects.
 """
 
 from __future__ import annotations

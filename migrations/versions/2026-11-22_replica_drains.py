@@ -1,4 +1,4 @@
-"""Replicas are drained by orders that all processes read, and each process tells how its replicas are."""
+"""Drain orders for replicas, and reports of each process on its replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When each key was used last, in a table of its own: it changes once a minute, and a key hardly ever."""
+"""Last use of each key, in a separate table: it changes every minute, a key hardly ever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Of keys that are there already, uses are known from now on."""
+    """Create the table; uses of existing keys are recorded from now on."""
     known_since = sa.Column("uses_known_since", sa.DateTime(timezone=True), server_default=sa.func.now(), nullable=False)
     op.add_column("api_keys", known_since)
     op.create_table(

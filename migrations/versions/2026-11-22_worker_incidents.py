@@ -1,4 +1,4 @@
-"""Incidents of the workers, counted by background loop: a worker has no page for metrics."""
+"""Incidents of billing workers by background loop, since a worker has no metrics endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The migrations check, shown to pass what is there and to catch what it exists for."""
+"""Check of migrations: passes the present ones and detects planted faults."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from metering.store.migrations_runner import config, migrate
 from tests.conftest import new_database
 
 ACME, KEY = (f"'{letter}0000000-0000-4000-8000-000000000001'" for letter in "ac")
-# By revision: rows that the schema before has no place for, and why it is not gone back to.
+# By revision: rows that the previous schema cannot store, and the error of the downgrade.
 REFUSED = {
     "0021": (
         "INSERT INTO adjustments (organization_id, currency_code, amount_picos, reason, author) "
         f"VALUES ({ACME}, 'USD', 0, 'r', 'ann')",
-        "adjustments of nothing",
+        "adjustments of zero",
     ),
     "0020": (
         "INSERT INTO usage_corrections (hold_id, part, settled_at, adjustment_id, corrected_by) SELECT hold_id, part, settled_at, "
@@ -31,7 +31,7 @@ REFUSED = {
     "0018": (
         "INSERT INTO stripe_month_settlements (organization_id, month, currency_code, due_picos, carried_in_picos, due_minor) "
         f"VALUES ({ACME}, '2026-09-01', 'USD', 4000000000, 0, 0)",
-        "what is owed for them",
+        "amounts due of closed months",
     ),
     "0017": (
         "INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, "
@@ -53,7 +53,7 @@ PLANTED = {
 
 @pytest.fixture
 def with_rows(postgres_server: str) -> Iterator[tuple[str, migrated_rows.Connection]]:
-    """A database of before, with rows in it, and a connection that no guard stops."""
+    """Yield an old database with rows, and a connection that bypasses the guards."""
     with new_database(postgres_server) as url, psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection:
         migrate(url, migrated_rows.REVISION)
         connection.execute(migrated_rows.ROWS.read_bytes())

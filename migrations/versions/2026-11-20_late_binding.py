@@ -1,4 +1,4 @@
-"""A hold that was taken in advance may be given to its request after it has expired: the database was away in between."""
+"""Allow binding a pre-authorized hold to its request after expiry, following an outage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ branch_labels = None
 depends_on = None
 
 ENDED = "OLD.state <> 'held'"
-# One that has its own id as request id belongs to no request yet. Binding changes whose it is and makes its claim smaller.
+# An unbound hold has its own id as request id. Binding changes the request and shrinks the charge.
 BOUND_LATE = (
     "OLD.state = 'expired' AND NEW.state = 'expired' AND OLD.request_id = OLD.id AND NEW.ended_at = OLD.ended_at "
     "AND NEW.delivered_token_count = OLD.delivered_token_count AND NEW.input_token_count <= OLD.input_token_count "

@@ -1,7 +1,8 @@
-"""What a hold and a usage event refer to is checked once for each statement, and more of it than foreign keys can.
+"""References of holds and usage events are checked once per statement instead of by foreign keys.
 
-Nine foreign keys per request were a third of what the server did for it. Now one query for all new rows sees that key, project and
-organization belong together, and that an event is of its hold; and rows that others refer to cannot be deleted by anybody.
+Nine foreign keys per request took a third of the server's time for it. Now one query per statement
+checks that key, project and organization belong together and that an event matches its hold. Rows
+that others refer to cannot be deleted.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def upgrade() -> None:
         )
     for table, column, parent in FOREIGN_KEYS:
         op.drop_constraint(f"fk_{table}_{column}_{parent}", table, type_="foreignkey")
-    op.drop_index("ix_holds_expiring", table_name="holds")  # the sweeper reads the live ones by the index of their owners
+    op.drop_index("ix_holds_expiring", table_name="holds")  # the sweeper uses the index on owners
 
 
 def downgrade() -> None:

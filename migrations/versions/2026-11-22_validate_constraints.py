@@ -1,4 +1,4 @@
-"""The checks that revision 0017 added hold for the rows from before it, too: read here, under a lock that stops nobody."""
+"""Validation of the checks that revision 0017 added, with a lock that blocks no request."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CHECKS = (
 
 
 def upgrade() -> None:
-    """No time limit: it reads tables of any size, beside all traffic."""
+    """Validate without a time limit, beside all traffic: the tables may be of any size."""
     op.execute("SET LOCAL statement_timeout = 0")
     for table, name in CHECKS:
         op.execute(f"ALTER TABLE {table} VALIDATE CONSTRAINT {name}")
 
 
 def downgrade() -> None:
-    """What was found true stays so."""
+    """Keep the validated checks."""

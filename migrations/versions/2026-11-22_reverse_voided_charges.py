@@ -1,6 +1,6 @@
-"""Take back what voided holds had left in quotas, prepaid credit among them: nothing of it was ever billed.
+"""Reverse charges that voided holds left in quotas and prepaid credit, since they bill nothing.
 
-Expired holds give back to prepaid credit what was not billed, too.
+Also return to prepaid credit the unbilled part of expired holds.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ down_revision = "0029"
 branch_labels = None
 depends_on = None
 
-# One row for each minute in which a voided hold has posted, beside each quota that counted it: those it was charged to, and those
-# that an administrator has set later, which counted the past.
+# One row for each minute in which a voided hold has posted and each quota that counted it: those it
+# was charged to, and those that an administrator set later, which counted past usage.
 TAKE_BACK_FROM_WINDOWS = """
 WITH rules AS (
     SELECT q.*, d.unit, d.is_money, d.counts_input, d.counts_output,
@@ -75,11 +75,11 @@ WHERE c.quota_id = a.quota_id AND c.used < 9223372036854775807
 
 
 def upgrade() -> None:
-    """No time limit: it reads tables of any size."""
+    """Run without a time limit: the tables may be of any size."""
     op.execute("SET LOCAL statement_timeout = 0")
     op.execute(TAKE_BACK_FROM_WINDOWS)
     op.execute(TAKE_BACK_LEASES)
 
 
 def downgrade() -> None:
-    """What was taken back stays so."""
+    """Keep the reversed charges."""

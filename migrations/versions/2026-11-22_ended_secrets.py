@@ -1,4 +1,4 @@
-"""An order about a changed key names the secrets that have ended, so that what was begun with them ends, too."""
+"""Ended secrets in orders about changed keys, so that requests begun with them end too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is checked of new holds and usage events is looked at once, not question by question; and of holds once for each payer.
+"""Checks of new holds and usage events combined into one query, for holds once per payer.
 
-The questions are those of before. They are asked one by one where the one look finds anything, to say what it is.
+The checks are unchanged. They run one by one only if the combined query finds an error, to name it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BEGIN
     RETURN NULL;
 END $$
 """
-# Most holds of a batch have the key and the price of another one.
+# Most holds of a batch share key and price with another one.
 WHETHER_ANY_IS_STRAY = """
     IF NOT EXISTS (
         SELECT FROM (SELECT DISTINCT api_key_id, project_id, organization_id, price_version_id FROM added) a

@@ -1,4 +1,4 @@
-"""An adjustment may be of nothing: what misstated usage costs whose tokens cost nothing."""
+"""Adjustments of zero, for misstated usage whose tokens cost nothing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Only where there is none: it stays in the ledger and on its invoice."""
+    """Refuse if there is one, since it stays in the ledger and on its invoice."""
     op.execute("""
         DO $$ BEGIN
             IF EXISTS (SELECT FROM adjustments WHERE amount_picos = 0) THEN
-                RAISE EXCEPTION 'there are adjustments of nothing, which the schema before cannot say';
+                RAISE EXCEPTION 'there are adjustments of zero, which the previous schema cannot store';
             END IF;
         END $$
     """)

@@ -1,4 +1,4 @@
-"""Each api process tells the others where they reach it."""
+"""Addresses at which api processes reach each other."""
 
 from __future__ import annotations
 
