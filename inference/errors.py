@@ -10,7 +10,7 @@ class EngineError(Exception):
 
 
 class EngineStartFailed(EngineError):
-    """The engine host did not come up: the checkpoint is unusable, or the process died while loading.
+    """The engine did not start: the checkpoint is unusable, or the worker died while loading.
 
     retry_after_s: when it will have been tried again; None where only a person can help.
     """
@@ -49,7 +49,10 @@ class EngineOverloaded(EngineError):
 
 
 class RequestImpossible(EngineError):
-    """The sequence can not run on this engine, for example because it is longer than the context window. field: what to mend."""
+    """The request cannot run on this engine, for example because of its grammar or its length.
+
+    field: what to mend.
+    """
 
     reason = "REQUEST_IMPOSSIBLE"
 
@@ -75,7 +78,7 @@ class InvariantViolated(EngineError):
 
 
 class CheckpointInvalid(EngineError):
-    """A checkpoint directory cannot be served. `path` is the file or directory, the message says what to mend."""
+    """A checkpoint cannot be served. `path` is the file or directory, the message has the remedy."""
 
     reason = "CHECKPOINT_INVALID"
 

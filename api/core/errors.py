@@ -64,7 +64,7 @@ class Unauthenticated(ApiError):
 
 
 class AuthenticationThrottled(ApiError):
-    """So many authentications of this address have failed that no more are tried. retry_after_s: until one is."""
+    """Too many authentications of this address have failed. Wait. retry_after_s: until one is."""
 
     reason = "AUTHENTICATION_THROTTLED"
 
@@ -77,7 +77,7 @@ class AuthenticationThrottled(ApiError):
 
 
 class TooManyReports(ApiError):
-    """So many reports of the key run and wait that no more are taken."""
+    """Too many reports of the key run and wait. Wait for one to end."""
 
     reason = "TOO_MANY_REPORTS"
     retry_after_s = 1.0
@@ -87,13 +87,13 @@ class TooManyReports(ApiError):
 
 
 class PermissionDenied(ApiError):
-    """The key is good, but not for this."""
+    """The key is valid, but lacks the scope or the right for this call."""
 
     reason = "PERMISSION_DENIED"
 
 
 class AddressNotAllowed(PermissionDenied):
-    """The key is good, but not from there. Which networks it is good from is not told: whoever is refused may have stolen it."""
+    """The key is limited to networks, and the call comes from another address. Use it from its networks."""
 
     reason = "ADDRESS_NOT_ALLOWED"
 
@@ -107,7 +107,7 @@ class AddressNotAllowed(PermissionDenied):
 
 
 class ModelNotAllowed(ApiError):
-    """The key is limited to other models. Whether there is one of this name is not told."""
+    """The key is limited to other models. `ListModels` lists them."""
 
     reason = "MODEL_NOT_ALLOWED"
 
@@ -117,7 +117,7 @@ class ModelNotAllowed(ApiError):
 
 
 class InvalidRequest(ApiError):
-    """Fields of the request are wrong."""
+    """Fields of the request are invalid. `BadRequest` lists them."""
 
     reason = "FIELD_INVALID"
 
@@ -127,7 +127,7 @@ class InvalidRequest(ApiError):
 
 
 class KeepTooLong(InvalidRequest):
-    """A request wants to go on without its client for longer than this server lets it."""
+    """`keep_on_disconnect` is longer than this server allows; `keep_max_s` is its limit."""
 
     def __init__(self, keep_s: float, keep_max_s: float) -> None:
         wrong = f"must be at most {keep_max_s:g} s here, not {keep_s:g} s"
@@ -145,7 +145,7 @@ class KeyBoundExceeded(InvalidRequest):
 
 
 class PromptTooLong(ApiError):
-    """Prompt and asked-for output do not fit the context window."""
+    """The prompt and the requested output do not fit the context window. Shorten either."""
 
     reason = "CONTEXT_EXCEEDED"
 
@@ -167,7 +167,10 @@ class PromptTooLong(ApiError):
 
 
 class PromptTooLarge(ApiError):
-    """A text has more characters than are tokenized for a context window of this size. field: where it stands."""
+    """A text has more characters than a context window of this size can hold. Shorten it.
+
+    field: where it stands.
+    """
 
     reason = "CONTEXT_EXCEEDED"
 
@@ -192,7 +195,7 @@ class LongInput:
 
 
 class InputsTooLong(ApiError):
-    """Texts to embed have more tokens than the model takes in one."""
+    """Texts to embed have more tokens than the model takes in one. Split them, or truncate."""
 
     reason = "CONTEXT_EXCEEDED"
 
@@ -225,13 +228,13 @@ class PromptFiltered(ApiError):
 
 
 class MessageUnreadable(ApiError):
-    """The bytes of a message are not what the contract says."""
+    """The bytes of a message do not follow the contract."""
 
     reason = "MESSAGE_UNREADABLE"
 
 
 class MessageTooLarge(ApiError):
-    """A message has more bytes than its call needs."""
+    """A message has more bytes than its call allows."""
 
     reason = "MESSAGE_TOO_LARGE"
 
@@ -240,7 +243,10 @@ class MessageTooLarge(ApiError):
 
 
 class TooManyCalls(ApiError):
-    """Calls of an API key that wait for their turn are as many as may. retry_after_s: until they have had it."""
+    """Too many calls of this API key wait for their share of time. Wait.
+
+    retry_after_s: until they have had it.
+    """
 
     reason = "TOO_MANY_CALLS"
 
@@ -259,7 +265,7 @@ class CallMissing(ApiError):
 
 
 class UnknownRequest(ApiError):
-    """A frame names a request that this stream, or for an attach this project, does not know."""
+    """A frame names a request that this stream, or for an attach this project, does not have."""
 
     reason = "REQUEST_UNKNOWN"
 
@@ -271,13 +277,13 @@ class RequestUnderWay(ApiError):
 
 
 class AttachedElsewhere(ApiError):
-    """Another stream receives the request from now on; here it is over, and the request itself goes on."""
+    """Another stream receives the request from now on. The request itself goes on."""
 
     reason = "ATTACHED_ELSEWHERE"
 
 
 class OutputGone(ApiError):
-    """An attach asks for output that is not kept any more, or not there yet. The first and the last that it can ask for behind."""
+    """The output after this `seq` is gone, or not there yet. Attach from `oldest_seq` to `last_seq`."""
 
     reason = "OUTPUT_GONE"
 
@@ -294,7 +300,10 @@ class OutputGone(ApiError):
 
 
 class RequestOver(ApiError):
-    """A request has ended and its output is not kept. outcome: how it ended, or how its server's end was settled."""
+    """The request has ended and its output is not kept. A new request id runs it again.
+
+    outcome: how it ended, or how its server's end was settled.
+    """
 
     reason = "REQUEST_SETTLED"
 
@@ -305,28 +314,28 @@ class RequestOver(ApiError):
 
 
 class OwnerAway(ApiError):
-    """The server that runs a request does not answer. It is asked again, or its requests are settled, in a while."""
+    """The server that runs the request does not answer. Attach again, with growing waits."""
 
     reason = "OWNER_AWAY"
     retry_after_s = 1.0
 
 
 class Draining(ApiError):
-    """This process takes no new requests; another one will."""
+    """This process takes no new requests; another one does. Send the same request again."""
 
     reason = "DRAINING"
     retry_after_s = 1.0
 
 
 class Overloaded(ApiError):
-    """This process runs as many requests as it may."""
+    """This process runs as many requests as it may. Send the same request again."""
 
     reason = "OVERLOADED"
     retry_after_s = 1.0
 
 
 class PreparationLimit(ApiError):
-    """Prompts of an API key or an organization that are being prepared have as many characters as they may."""
+    """Prompts of this key or organization in preparation are at their limit of characters. Wait."""
 
     reason = "PREPARATION_LIMIT"
     retry_after_s = 1.0
@@ -340,7 +349,7 @@ class PreparationLimit(ApiError):
 
 
 class TooManyStreams(ApiError):
-    """More calls without a key, or without their message, than a connection or the process may have open."""
+    """Too many calls are open without a key, or without their message."""
 
     reason = "TOO_MANY_STREAMS"
     retry_after_s = 10.0
@@ -356,7 +365,10 @@ class MessageMissing(ApiError):
 
 
 class QueueFull(ApiError):
-    """There is no place in the queue before the model's engine. retry_after_s: when there will be one for this request."""
+    """The model's queue is full. A place is reserved for the same request after the retry delay.
+
+    retry_after_s: when there will be one for this request.
+    """
 
     reason = "QUEUE_FULL"
 
@@ -369,7 +381,10 @@ class QueueFull(ApiError):
 
 
 class StartsTooLate(ApiError):
-    """The request would still wait for its turn at its deadline. Times in s; retry_after_s: when the wait will be short enough."""
+    """The request would still wait at its deadline. Raise the deadline, or try again later.
+
+    wait_s, left_s: in s; retry_after_s: when the wait will be short enough.
+    """
 
     reason = "STARTS_TOO_LATE"
 
@@ -381,7 +396,7 @@ class StartsTooLate(ApiError):
 
 
 class EngineLost(ApiError):
-    """The engine broke before anything of the request was delivered: nothing is billed, and the same request may come again."""
+    """The engine broke before the first token. Nothing is billed: send the same request again."""
 
     reason = "ENGINE_FAILED"
 
@@ -392,7 +407,7 @@ class EngineLost(ApiError):
 
 
 class EngineLostMidway(ApiError):
-    """The engine broke after tokens had been delivered, which are billed: under this id the request is over."""
+    """The engine broke after the first token. Delivered tokens are billed: use a new request id."""
 
     reason = "ENGINE_FAILED_MIDWAY"
 
@@ -406,7 +421,7 @@ class EngineLostMidway(ApiError):
 
 
 class NotAdmittedYet(ApiError):
-    """The limits of a request are changed before it has been admitted with those that it was started with."""
+    """The limits of a request cannot change before it is admitted. Wait for `admitted`."""
 
     reason = "NOT_ADMITTED_YET"
 
@@ -418,7 +433,10 @@ class CancelledEarly(ApiError):
 
 
 class SiblingEnded(ApiError):
-    """Another prompt of the same HTTP request has ended without an answer. cause: of that end, and so of this one."""
+    """Another prompt of the same HTTP request has ended without an answer.
+
+    cause: of that end, and so of this one.
+    """
 
     reason = "CANCELLED"
 
@@ -428,13 +446,13 @@ class SiblingEnded(ApiError):
 
 
 class CancelledByAdmin(ApiError):
-    """An admin has ended the request while it waited or ran. What was delivered is settled."""
+    """An admin has ended the request. Delivered tokens are settled."""
 
     reason = "CANCELLED_BY_ADMIN"
 
 
 class KeyRevokedMidway(ApiError):
-    """The key was revoked while the request waited or ran. What was delivered is settled."""
+    """The key was revoked while the request waited or ran. Delivered tokens are settled."""
 
     reason = "KEY_REVOKED"
 

@@ -52,20 +52,28 @@ Pick = Callable[[EngineStatistics], int]
 TOTALS: tuple[tuple[str, str, Pick], ...] = (
     ("weir_engine_steps", "Steps of a replica.", lambda it: it.step_count),
     ("weir_engine_prompt_tokens", "Prompt tokens of sequences that a replica has begun.", lambda it: it.prompt_token_count),
-    ("weir_engine_cached_tokens", "Those of them that its prefix cache had.", lambda it: it.cached_token_count),
+    ("weir_engine_cached_tokens", "Prompt tokens that a replica's prefix cache had.", lambda it: it.cached_token_count),
     ("weir_engine_output_tokens", "Tokens that a replica has generated.", lambda it: it.output_token_count),
-    ("weir_engine_preemptions", "Sequences that had to give their memory back and begin anew.", lambda it: it.preemption_count),
+    ("weir_engine_preemptions", "Sequences that gave their memory back and began again.", lambda it: it.preemption_count),
 )
 
 TIMES: tuple[tuple[str, str, Callable[[Times], Histogram]], ...] = (
-    ("weir_time_to_first_token_seconds", "From the arrival of a start frame to its first token.", lambda it: it.first_token),
-    ("weir_inter_token_seconds", "Between two tokens of a request; all of a request at their mean.", lambda it: it.inter_token),
-    ("weir_request_seconds", "From the arrival of a start frame to the last frame.", lambda it: it.total),
+    ("weir_time_to_first_token_seconds", "Time from the arrival of a start frame to its first token.", lambda it: it.first_token),
+    (
+        "weir_inter_token_seconds",
+        "Time between two tokens of a request; all of a request at their mean.",
+        lambda it: it.inter_token,
+    ),
+    ("weir_request_seconds", "Time from the arrival of a start frame to the last frame.", lambda it: it.total),
 )
 QUEUES: tuple[tuple[str, str, Callable[[QueueStatistics], float]], ...] = (
     ("weir_queue_waiting", "Requests that wait for their turn with a model.", lambda it: it.waiting_count),
     ("weir_queue_engine_pending", "Sequences that had their turn, and have not begun.", lambda it: it.engine_pending_count),
-    ("weir_queue_wait_seconds", "What the last that waits may expect; 0 if nobody waits.", lambda it: it.longest_wait_s or 0.0),
+    (
+        "weir_queue_wait_seconds",
+        "Expected wait of the last request in the queue; 0 if none waits.",
+        lambda it: it.longest_wait_s or 0.0,
+    ),
 )
 SEQUENCES: Mapping[str, Pick] = {"running": lambda it: it.running_sequence_count, "waiting": lambda it: it.waiting_sequence_count}
 # Together they are all that there are.
@@ -110,19 +118,19 @@ def histograms(name: str, what: str, labels: Sequence[str], values: Iterable[tup
 def request_metrics(counts: RequestCounts) -> Iterator[Metric]:
     yield counters(
         "weir_requests",
-        "Requests that have ended, by how: a finish reason, or the reason of a refusal or a failure.",
+        "Ended requests, by finish reason or by the reason of a refusal or a failure.",
         (*REQUEST_LABELS, "outcome"),
         counts.ends,
     )
     yield counters(
         "weir_refusals",
-        "Requests that ended without anything to bill, by reason; of QUOTA_EXCEEDED the dimension and subject of the quota.",
+        "Requests that ended unbilled, by reason; for QUOTA_EXCEEDED with dimension and subject of the quota.",
         ("model", "reason", "dimension", "subject"),
         counts.refusals,
     )
     yield counters("weir_tokens", "Tokens billed, by kind; input is without cached_input.", ("model", "kind"), counts.tokens)
     yield counters("weir_failed_calls", "Calls that ended with an error.", ("call", "reason"), counts.failed_calls)
-    yield counter("weir_migrations", "Times that a request went on in another engine.", counts.migration_count)
+    yield counter("weir_migrations", "Moves of a request to another engine, because its own was lost.", counts.migration_count)
     yield from time_metrics(counts)
 
 
@@ -132,7 +140,7 @@ def time_metrics(counts: RequestCounts) -> Iterator[Metric]:
         yield histograms(name, what, REQUEST_LABELS, [(labels, pick(times)) for labels, times in of])
     yield histograms(
         "weir_stage_seconds",
-        "Where the time of a request went. cold_start counts those alone that waited for an engine to start.",
+        "Time of a request by stage; cold_start only of requests that waited for an engine to start.",
         (*REQUEST_LABELS, "stage"),
         (((*labels, stage), histogram) for labels, times in of for stage, histogram in times.stages.items()),
     )
@@ -159,7 +167,7 @@ def engine_metrics(router: Router) -> Iterator[Metric]:
     )
     yield gauges(
         "weir_engine_batch_places",
-        "Sequences that a replica runs at once at most; 0 if it does not tell.",
+        "Most sequences that a replica runs at once; 0 if unknown.",
         REPLICA_LABELS,
         of(told, lambda it: it.running_sequence_count_max),
     )
@@ -203,22 +211,26 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     process, admission = parts.process, parts.process.admission
     phases = Counter(request.life.state.phase for request in process.running())
     running = (((phase,), float(phases[phase])) for phase in dict.fromkeys(PHASES.values()))
-    yield gauges("weir_live_requests", "Requests that run or wait in this process, by where they stand.", ("phase",), running)
-    yield gauge("weir_permits_taken", "Requests that count against this process's bound.", admission.capacity.taken_count)
-    yield gauge("weir_permits", "That bound: WEIR_REQUESTS_PER_PROCESS_MAX.", admission.settings.requests_per_process_max)
+    yield gauges("weir_live_requests", "Requests that run or wait in this process, by phase.", ("phase",), running)
+    yield gauge("weir_permits_taken", "Requests that count against the limit of this process.", admission.capacity.taken_count)
+    yield gauge(
+        "weir_permits",
+        "Limit of requests of this process: WEIR_REQUESTS_PER_PROCESS_MAX.",
+        admission.settings.requests_per_process_max,
+    )
     yield gauge("weir_draining", "1 once this process takes no new requests.", float(admission.capacity.is_draining))
-    yield counter("weir_admissions", "Requests that were let in.", admission.admitted_count)
+    yield counter("weir_admissions", "Requests that got a hold.", admission.admitted_count)
     streams = (("clients",), float(parts.open_streams())), (("peers",), float(parts.open_peer_streams()))
-    yield gauges("weir_open_streams", "Generate calls that are open, by who has opened them.", ("door",), streams)
+    yield gauges("weir_open_streams", "Open Generate calls, of clients or of other api processes (peers).", ("door",), streams)
     yield gauge("weir_http_connections", "Open connections of OpenAI's clients.", parts.http_connections())
     relay_count = 0 if process.relays is None else process.relays.running_count
     yield gauge("weir_relays", "Requests of other processes that clients of this one receive.", relay_count)
     yield gauge("weir_kept_output_bytes", "Output kept for clients that may come back.", process.replays.byte_count)
     yield gauge("weir_kept_requests", "Requests that have ended and whose output is kept.", process.replays.ended_count)
     lags = [((), process.observer.loop_lag.lags)]
-    yield histograms("weir_event_loop_lag_seconds", "How late the event loop comes to what is due.", (), lags)
+    yield histograms("weir_event_loop_lag_seconds", "Delay of the event loop.", (), lags)
     throttled = parts.authenticator.throttle.refused_count
-    yield gauge("weir_throttled_addresses", "Addresses whose keys are not looked at for now: too many were wrong.", throttled)
+    yield gauge("weir_throttled_addresses", "Addresses that sent too many wrong keys, so that no more are looked up.", throttled)
     incidents = (((source,), float(count)) for source, count in INCIDENT_COUNTS.items())
     yield counters("weir_background_incidents", "Unexpected failures, by background loop.", ("source",), incidents)
     yield from store_metrics(parts)
@@ -231,36 +243,44 @@ def store_metrics(parts: Parts) -> Iterator[Metric]:
     holds, journal, told = admission.holds, admission.journal, admission.holds.statistics()
     yield gauge(
         "weir_database_up",
-        "As in health: 0 once PostgreSQL is away for longer than a moment.",
+        "As in health: 0 once PostgreSQL is away for WEIR_STORE_AWAY_HEALTH_S.",
         float(store_is_well(holds, admission.settings)),
     )
-    yield gauge("weir_database_away_seconds", "For how long PostgreSQL has not answered this process.", holds.away_s or 0.0)
+    yield gauge("weir_database_away_seconds", "Time since PostgreSQL has last answered this process.", holds.away_s or 0.0)
     yield gauge("weir_holds", "Holds that this process answers for.", told.live_hold_count)
-    yield gauge("weir_standing_holds", "Those that are set aside for when PostgreSQL is away.", told.standing_hold_count)
-    yield gauge("weir_owed_hold_ends", "Ends of holds that PostgreSQL has yet to hear of.", told.owed_end_count)
+    yield gauge("weir_standing_holds", "Pre-authorized holds for the time when PostgreSQL is away.", told.standing_hold_count)
+    yield gauge("weir_owed_hold_ends", "Ends of holds that are not in PostgreSQL yet.", told.owed_end_count)
     yield gauge("weir_hold_operations_open", "Writes of holds that wait or are under way.", told.open_operation_count)
-    yield histograms("weir_hold_batch_seconds", "How long a batch of writes took.", (), [((), batches.durations)])
-    yield histograms("weir_hold_batch_operations", "How many writes went out together.", (), [((), batches.sizes)], unit=1.0)
-    yield gauge("weir_journal_bytes", "Of the usage journal that this process writes.", journal.size_bytes)
-    yield gauge("weir_journal_unsettled_requests", "Requests that stand in it and not yet in the books.", journal.unsettled_count)
+    yield histograms("weir_hold_batch_seconds", "Duration of a batch of writes of holds.", (), [((), batches.durations)])
+    yield histograms("weir_hold_batch_operations", "Writes of holds in one batch.", (), [((), batches.sizes)], unit=1.0)
+    yield gauge("weir_journal_bytes", "Size of the usage journal of this process.", journal.size_bytes)
+    yield gauge(
+        "weir_journal_unsettled_requests",
+        "Requests in the usage journal that are not in the database yet.",
+        journal.unsettled_count,
+    )
 
 
 def journal_metrics(backlog: JournalBacklog) -> Iterator[Metric]:
     """Of all processes of this machine that share a home directory."""
     yield gauge("weir_abandoned_journals", "Journals of dead processes that wait for recovery.", backlog.abandoned_count)
-    yield gauge("weir_abandoned_journal_age_seconds", "Since the oldest of them was written last.", backlog.oldest_age_s)
-    yield gauge("weir_refused_journals", "Journals set aside for a person: the books refused them.", backlog.refused_count)
+    yield gauge("weir_abandoned_journal_age_seconds", "Age of the oldest journal that waits for recovery.", backlog.oldest_age_s)
+    yield gauge("weir_refused_journals", "Journals that the database refused, set aside for a person.", backlog.refused_count)
 
 
 def books_metrics(backlog: Backlog) -> Iterator[Metric]:
     """Of the whole deployment: every process tells the same."""
     yield gauge("weir_books_holds", "Holds of all processes; counted up to 10,000.", backlog.hold_count)
     yield gauge("weir_books_overdue_holds", "Holds that should have ended 30 s ago, and have not.", backlog.overdue_hold_count)
-    yield gauge("weir_books_unrated_events", "Usage not in the ledger yet; counted up to 10,000.", backlog.unrated_event_count)
-    yield gauge("weir_books_unrated_age_seconds", "Age of the oldest of it.", backlog.unrated_age_s)
+    yield gauge(
+        "weir_books_unrated_events", "Usage events not in the ledger yet; counted up to 10,000.", backlog.unrated_event_count
+    )
+    yield gauge("weir_books_unrated_age_seconds", "Age of the oldest usage event not in the ledger.", backlog.unrated_age_s)
     yield gauge("weir_books_unexported_batches", "Hours of usage not exported yet.", backlog.unexported_batch_count)
-    yield gauge("weir_books_unexported_age_seconds", "Age of the oldest of them.", backlog.unexported_age_s)
-    yield gauge("weir_books_unhandled_stripe_events", "Events of Stripe that nobody has handled.", backlog.unhandled_event_count)
+    yield gauge("weir_books_unexported_age_seconds", "Age of the oldest hour of usage not exported.", backlog.unexported_age_s)
+    yield gauge(
+        "weir_books_unhandled_stripe_events", "Stored events of Stripe that are not handled.", backlog.unhandled_event_count
+    )
     yield gauge("weir_books_undelivered_alerts", "Alerts that wait for webhooks; up to 10,000.", backlog.undelivered_alert_count)
     yield gauge("weir_books_export_paused", "1 while the biller takes nothing.", float(backlog.export_is_paused))
     workers = (((source,), float(count)) for source, count in backlog.worker_incidents.items())
@@ -269,7 +289,7 @@ def books_metrics(backlog: Backlog) -> Iterator[Metric]:
 
 def span_metrics(counts: SpanCounts) -> Iterator[Metric]:
     yield counter("weir_traces_sent", "Requests whose spans the collector has taken.", counts.sent)
-    yield counter("weir_traces_dropped", "Requests whose spans it has not: it was away, or too slow.", counts.dropped)
+    yield counter("weir_traces_dropped", "Requests whose spans were dropped: the collector was away, or too slow.", counts.dropped)
     yield gauge("weir_traces_waiting", "Requests whose spans are to be sent.", counts.waiting)
 
 
@@ -338,7 +358,9 @@ class Scrapes:
         yield from engine_metrics(process.router)
         yield from process_metrics(self._parts)
         yield from journal_metrics(journals)
-        yield gauge("weir_books_read", "Whether what follows could be asked of PostgreSQL.", float(backlog is not None))
+        yield gauge(
+            "weir_books_read", "1 if PostgreSQL could be asked for the other weir_books metrics.", float(backlog is not None)
+        )
         if backlog is not None:
             yield from books_metrics(backlog)
         if process.observer.spans is not None:

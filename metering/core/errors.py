@@ -91,7 +91,7 @@ class KeyRevoked(MeteringError):
 
 
 class PriceMissing(MeteringError):
-    """No price is in force for the model, so it cannot be sold."""
+    """No price is in force for the model. Set one."""
 
     reason = "PRICE_MISSING"
 
@@ -101,7 +101,7 @@ class PriceMissing(MeteringError):
 
 
 class ChangesUnderWay(MeteringError):
-    """A configuration is being applied, or other changes keep one from beginning: nothing was changed by this call."""
+    """Another change of the configuration is running. Nothing was changed: try again."""
 
     reason = "CHANGES_UNDER_WAY"
     retry_after_s = 5.0
@@ -111,7 +111,7 @@ class ChangesUnderWay(MeteringError):
 
 
 class RequestIdReused(MeteringError):
-    """The request id was used before in this project, with another payload."""
+    """The request id was used before in this project, with another payload. Use a new id."""
 
     reason = "REQUEST_ID_REUSED"
 
@@ -129,7 +129,7 @@ class HoldEnded(MeteringError):
 
 
 class MonthClosed(MeteringError):
-    """The month is closed: nothing is posted to it any more."""
+    """The month is closed and takes no postings. Correct it in a later month."""
 
     reason = "MONTH_CLOSED"
 
@@ -152,13 +152,13 @@ class MonthNotClosable(MeteringError):
 
 
 class MonthOpen(MeteringError):
-    """The month is not closed, so there is nothing yet that stays as it is."""
+    """The month is not closed, so its documents are not final."""
 
     reason = "MONTH_OPEN"
 
 
 class ApprovalRefused(MeteringError):
-    """Whoever asks may not approve or reject this adjustment, or not any more."""
+    """The caller may not decide on this adjustment, or it is decided. Another person approves."""
 
     reason = "APPROVAL_REFUSED"
 
@@ -170,7 +170,10 @@ class InvariantViolated(MeteringError):
 
 
 class BillingDetailsMissing(MeteringError):
-    """Stripe would refuse to bill these organizations. missing: a sentence for each, with the remedy."""
+    """Stripe would refuse to bill these organizations. Complete their billing profiles.
+
+    missing: a sentence for each, with the remedy.
+    """
 
     reason = "BILLING_DETAILS_MISSING"
 
@@ -180,6 +183,6 @@ class BillingDetailsMissing(MeteringError):
 
 
 class StripeFailed(MeteringError):
-    """Stripe refused or did not answer an administrative call; the message says which, and what it said."""
+    """Stripe refused or did not answer an administrative call; the message has Stripe's answer."""
 
     reason = "STRIPE_FAILED"

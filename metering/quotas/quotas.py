@@ -36,11 +36,12 @@ USED_MAX = 2**63 - 1  # what the column holds: some nine million units of money
 
 
 class QuotaExceeded(MeteringError):
-    """The request does not fit. `failing` are the limits it does not fit, the one that resets first in front.
+    """The request does not fit its limits. `QuotaFailure` lists them, the first to reset in front.
 
-    requested: what it asked of each of them. claim: what an admission would have claimed with all of its first slice; met: every
-    enforced limit it met, and what it asked of each. hint_s: seconds after which it will fit, where that was worked out
-    (`retry_hints.py`); infinite if it never will.
+    requested: what it asked of each of them. claim: what an admission would have claimed with all
+    of its first slice; met: every enforced limit it met, and what it asked of each. hint_s: seconds
+    after which it will fit, where that was worked out (`retry_hints.py`); infinite if it never
+    will.
     """
 
     reason = "QUOTA_EXCEEDED"
@@ -71,7 +72,7 @@ class QuotaExceeded(MeteringError):
 
 
 class InsufficientCredit(QuotaExceeded):
-    """A prepaid organization has not the credit that the request asks for at least. Waiting does not help.
+    """The prepaid credit does not cover the least that the request costs. Waiting does not help.
 
     failing: the credit in front, as a quota, and whatever else does not fit.
     """
