@@ -1,8 +1,9 @@
 """What migrations do to rows that are there: nothing is lost or changed, up and down, and no large table is locked for long.
 
-`rows_0015.sql` is a small installation as revision 0015 had it, with rows in every table. From there each later revision is run by
-itself. Of a table that grows with every request it must neither read nor rewrite the rows, since it locks the table until it ends:
-a constraint is added NOT VALID and read by a later revision, an index is built CONCURRENTLY.
+`rows_0008.sql` is a small installation at revision 0008, the schema of release 0.1.0, with rows in
+every table. From there each later revision is run by itself. It must neither read nor rewrite the
+rows of a table that grows with every request, since it locks the table until it ends: a constraint
+is added NOT VALID and validated by a later revision, an index is built CONCURRENTLY.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from alembic.script import ScriptDirectory
 
 from metering.store.db import psycopg_conninfo
 
-REVISION = "0015"
+REVISION = "0008"  # the head of release 0.1.0
 ROWS = Path(__file__).with_name(f"rows_{REVISION}.sql")
 LARGE = "'{holds,usage_events,unrated_usage,ledger_transactions,ledger_entries,meter_batches,audit_log}'::regclass[]"
 

@@ -87,7 +87,7 @@ IMPORT_FAULTS = [
     ("metering/receipts/merkle.py", "from metering.holds import holds", "metering.holds.holds"),
     ("api/cli/receipts.py", "import cryptography", "cryptography"),
     ("api/cli/up.py", "from celery import Celery", "celery"),
-    ("migrations/versions/2026-11-20_initial_schema.py", "from metering.core.models import Base", "metering.core.models"),
+    ("migrations/versions/0001_accounts.py", "from metering.core.models import Base", "metering.core.models"),
     ("migrations/env.py", "from api.core.settings import Settings", "api.core.settings"),
     ("sdk/python/src/weir_client/client.py", "from api.core.wire import to_domain", "api.core.wire"),
     ("sdk/python/src/weir_client/client.py", "from metering.core.money import picos", "metering.core.money"),

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, date, datetime, timedelta
 
 import pytest
-from alembic import command
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -40,9 +39,8 @@ from metering.quotas.quota_rules import Payer
 from metering.quotas.quota_states import quotas_for
 from metering.quotas.quotas import InsufficientCredit, QuotaExceeded
 from metering.store.db import Sessions, create_engine, create_sessions
-from metering.store.migrations_runner import config, migrate
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
-from tests.metering.invariants import check_invariants, find_violations
+from tests.metering.invariants import check_invariants
 from tests.metering.workers import wait_until
 
 NOVEMBER, DECEMBER, JANUARY = date(2026, 11, 1), date(2026, 12, 1), date(2027, 1, 1)
@@ -360,33 +358,3 @@ async def test_who_gives_a_plan_and_who_makes_pay_in_advance_take_turns(world: H
         await first.commit()
         with pytest.raises(InvalidValue, match="has the plan free"):
             await pays
-
-
-async def test_an_upgrade_takes_back_what_voided_and_lost_requests_had_left(world: HoldWorld, books: Sessions) -> None:
-    """As an older version left them: a void kept what extensions had posted, an expiry the whole lease of prepaid credit."""
-    payer = await prepaid(books, world, 4 * EACH)
-    for dimension in (QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.TOKENS_PER_DAY, QuotaDimension.COST_PICOS_PER_MONTH):
-        world.quota(payer, dimension, 10_000)
-    settled, voided, lost = admit(payer), admit(payer), admit(payer)
-    await world.run(settled, voided, lost)
-    await world.run(settle(settled.hold_id, 20), Extend(voided.hold_id, 0, 3, 1))
-    world.advance(61)
-    await world.run(Extend(voided.hold_id, 0, 3, 1))
-    await world.run(Void(voided.hold_id))
-    await sweep_expired_holds(world.url)
-    check_invariants(world.url)
-    right = world.rows("SELECT quota_id, window_start, used FROM quota_counters ORDER BY 1, 2")
-    posted = {"tokens_per_minute": 10, "tokens_per_day": 10, "cost_picos_per_month": 24, "prepaid_credit_picos": 24 + EACH}
-    for name, amount in posted.items():
-        world.execute(
-            "UPDATE quota_counters c SET used = used + %s FROM quotas q WHERE q.id = c.quota_id AND q.dimension = %s AND used > 0",
-            amount,
-            name,
-        )
-    assert any("lifetime-quotas-equal-the-ledger" in found for found in find_violations(world.url))
-
-    command.downgrade(config(world.url), "0029")
-    migrate(world.url)
-
-    assert world.rows("SELECT quota_id, window_start, used FROM quota_counters ORDER BY 1, 2") == right
-    check_invariants(world.url)
