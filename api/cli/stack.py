@@ -44,7 +44,7 @@ from metering.receipts.signing import ensure_key, key_path, replace_key
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.embedded_postgres import PostgresNotStarted
-from metering.store.migrations_runner import PASSWORD_VARIABLE, RoleUnfit, is_current, prepare_application_role
+from metering.store.migrations_runner import PASSWORD_VARIABLE, RoleUnfit, SchemaUnknown, is_current, prepare_application_role
 from metering.store.migrations_runner import migrate as upgrade
 from metering.tenants.tenants import authenticate, create_api_key, create_organization, create_project
 from metering.worker import READY_FILE, worker_command
@@ -97,7 +97,7 @@ def clear_failures() -> Iterator[None]:
             yield
         except ExceptionGroup as group:
             raise sole_cause(group) from None
-    except (StackFailed, PostgresNotStarted, CheckpointInvalid, SettingInvalid, MeteringError) as error:
+    except (StackFailed, PostgresNotStarted, CheckpointInvalid, SettingInvalid, SchemaUnknown, MeteringError) as error:
         fail(str(error))
     except (psycopg.OperationalError, sqlalchemy.exc.OperationalError) as error:
         fail(f"the database of WEIR_DATABASE_URL does not answer: {said(error)}")

@@ -16,7 +16,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from psycopg import sql
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
 import metering
@@ -24,20 +24,51 @@ from metering.store.db import psycopg_conninfo, sqlalchemy_url
 
 MIGRATION_LOCK_ID = 7_355_608  # any fixed number; it only has to be ours
 SCRIPTS = Path(metering.__file__).resolve().parent.parent / "migrations"
+# The revisions of development before 0.1.0 had numbers that releases use again. The number of a column never
+# changes: there `description` was the fourth one, after a column that was dropped later.
+IS_DEVELOPMENT = """
+SELECT attnum > 3 FROM pg_attribute WHERE attrelid = to_regclass('ledger_transactions') AND attname = 'description'
+"""
+
+
+class SchemaUnknown(Exception):
+    """The database has a schema that this version cannot migrate; nothing was changed."""
 
 
 def migrate(database_url: str, revision: str = "head") -> None:
-    """Upgrade to a revision; does nothing where it is reached. Several processes may call it at once: they take turns."""
+    """Upgrade to a revision, or do nothing if the database is there. Concurrent calls take turns. Raises: SchemaUnknown."""
+    _revisions(database_url)
     command.upgrade(config(database_url), revision)
 
 
 def is_current(database_url: str) -> bool:
-    """Whether the database has the schema of this version. Raises: sqlalchemy.exc.OperationalError if it is away."""
+    """Return whether the database has the schema of this version.
+
+    Raises: SchemaUnknown; sqlalchemy.exc.OperationalError if the database is unavailable.
+    """
+    return _revisions(database_url) == set(ScriptDirectory.from_config(config(database_url)).get_heads())
+
+
+def _revisions(database_url: str) -> set[str]:
+    """Return the revision of the database, or nothing if it is empty. Raises: SchemaUnknown."""
     engine = create_engine(sqlalchemy_url(database_url), poolclass=NullPool)
-    with engine.connect() as connection:
-        current = MigrationContext.configure(connection).get_current_heads()
-    engine.dispose()
-    return set(current) == set(ScriptDirectory.from_config(config(database_url)).get_heads())
+    try:
+        with engine.connect() as connection:
+            current = set(MigrationContext.configure(connection).get_current_heads())
+            is_development = connection.execute(text(IS_DEVELOPMENT)).scalar()
+    finally:
+        engine.dispose()
+    named = f"the database is at schema revision {', '.join(current) or 'none'}"
+    if is_development:
+        raise SchemaUnknown(
+            f"{named} of a development version before 0.1.0, which no release migrates: save its configuration "
+            "(`weir export` of that version), then migrate an empty database; `weir up` creates one after you move "
+            "`postgres` out of its home directory"
+        )
+    scripts = ScriptDirectory.from_config(config(database_url))
+    if current - {script.revision for script in scripts.walk_revisions()}:
+        raise SchemaUnknown(f"{named}, which this version of Weir does not know: use the version that migrated it or a newer one")
+    return current
 
 
 def config(database_url: str) -> Config:

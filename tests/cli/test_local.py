@@ -8,11 +8,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import psycopg
 import pytest
 from weir_cli.render import to_text
 
 from api.cli.stack import welcome
 from api.core.endpoint import Told
+from metering.store.db import psycopg_conninfo
 from tests.cli.conftest import Run
 from tests.conftest import APPLICATION_ROLE
 
@@ -112,6 +114,31 @@ def test_migrating_grants_the_application_role_its_rights(
     )
     assert " ".join(missing.stderr.split()).startswith(
         "error: role 'nobody' does not exist: set WEIR_APPLICATION_PASSWORD to create it"
+    )
+
+
+@pytest.mark.parametrize("command", ["migrate", "serve", "init"])
+def test_a_schema_of_another_line_is_refused_with_what_to_do(
+    bare_weir: Run, monkeypatch: pytest.MonkeyPatch, database_url: str, command: str
+) -> None:
+    """Before 0.1.0 a column stood before `description`; of a newer version only the revision is known."""
+    monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
+    with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        newer = bare_weir(command)
+        connection.execute("ALTER TABLE ledger_transactions DROP description, ADD description text")
+        connection.execute("UPDATE alembic_version SET version_num = '0008'")
+        development = bare_weir(command)
+
+    assert (newer.exit_code, development.exit_code) == (1, 1)
+    assert " ".join(newer.stderr.split()) == (
+        "error: the database is at schema revision 9999, which this version of Weir does not know: use the version that "
+        "migrated it or a newer one"
+    )
+    assert " ".join(development.stderr.split()) == (
+        "error: the database is at schema revision 0008 of a development version before 0.1.0, which no release migrates: "
+        "save its configuration (`weir export` of that version), then migrate an empty database; `weir up` creates one after "
+        "you move `postgres` out of its home directory"
     )
 
 
