@@ -1,4 +1,4 @@
-"""The commands of `weir` that run a server or look into its database. See `weir_cli.commands`."""
+"""Commands of `weir` that run a server or read its database. See `weir_cli.commands`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ COMMANDS: Mapping[str, Command] = {
     "up": Command("api.cli.stack:up", "Start everything on this machine.", OPERATOR),
     "serve": Command("api.cli.stack:serve", "Start one API server.", OPERATOR),
     "worker": Command("api.cli.stack:worker", "Start one billing worker.", OPERATOR),
-    "migrate": Command("api.cli.stack:migrate", "Bring the database to the current schema.", OPERATOR),
+    "migrate": Command("api.cli.stack:migrate", "Migrate the database to the current schema.", OPERATOR),
     "init": Command("api.cli.stack:init", "Create the first organization and admin key.", OPERATOR),
-    "console": Command("api.cli.stack:console", "Tell where the web console is; open it.", OPERATOR),
+    "console": Command("api.cli.stack:console", "Print the URL of the web console; open it.", OPERATOR),
     "doctor": Command("api.cli.stack:doctor", "Examine the engines of this machine.", OPERATOR),
-    "fsck": Command("api.cli.fsck:fsck", "Prove that the books are right.", OPERATOR),
-    "reconcile": Command("api.cli.stripe:reconcile", "Compare a month from usage to the biller's invoice.", OPERATOR),
+    "fsck": Command("api.cli.fsck:fsck", "Prove the invariants of the ledger.", OPERATOR),
+    "reconcile": Command("api.cli.stripe:reconcile", "Compare a month's usage, ledger and invoices.", OPERATOR),
     "stripe": Command("api.cli.stripe:stripe", "Bill with Stripe: sync, status, resend.", OPERATOR),
-    "demo": Command("api.cli.demo:demo", "Show the whole path of a request, live.", OPERATOR),
+    "demo": Command("api.cli.demo:demo", "Demonstrate the whole path of a request.", OPERATOR),
     "chaos": Command("api.chaos.rounds:chaos", "Kill processes under load; account for every token.", OPERATOR),
-    "receipt rotate": Command("api.cli.stack:rotate_receipt_key", "Make a new key that signs receipts.", FINANCE),
+    "receipt rotate": Command("api.cli.stack:rotate_receipt_key", "Replace the signing key of receipts.", FINANCE),
 }

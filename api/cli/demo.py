@@ -1,4 +1,6 @@
-"""`weir demo`: the whole path of a request on this machine, for real, in a minute or two. Keeps nothing."""
+"""`weir demo`: the whole path of a request on this machine in a minute or two; leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +45,18 @@ ORGANIZATION = "hotel-search"
 PROJECT = "copilot"
 TOKENS_PER_MONTH = 250_000
 CONCURRENT_REQUESTS = 64
-CANCEL_EVERY = 12  # every so many agents lose patience in the middle
+CANCEL_EVERY = 12  # one of so many agents cancels in mid-stream
 LEDGER_TIMEOUT_S = 30.0
-ANSWER_SEED = 7  # which reference query is shown live: one that is answered fully right, as most are (see the model card)
-AgentsOption = Annotated[int, typer.Option("--agents", min=1, max=CONCURRENT_REQUESTS, help="Agents that ask at once.")]
+# Of the query shown live: one with a correct answer, as most are (see the model card)
+ANSWER_SEED = 7
+AgentsOption = Annotated[int, typer.Option("--agents", min=1, max=CONCURRENT_REQUESTS, help="Number of concurrent agents.")]
 
 console = make_console()
 
 
 @dataclass(slots=True)
 class AgentRun:
-    """What one agent saw. Times in ms from sending; gaps are between messages that brought tokens."""
+    """Measurements of one agent, in ms from sending; gaps are between messages with tokens."""
 
     ttft_ms: float = 0.0
     gaps_ms: list[float] = field(default_factory=list)
@@ -63,7 +66,7 @@ class AgentRun:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRun:
-    """All agents of one run, and how long it took in seconds."""
+    """All agents of one run, and its duration in seconds."""
 
     agents: tuple[AgentRun, ...]
     duration_s: float
@@ -74,18 +77,18 @@ class WorkloadRun:
 
     @property
     def received_token_count(self) -> int:
-        """Output tokens that reached the agents."""
+        """Output tokens received by the agents."""
         return sum(agent.received_token_count for agent in self.agents)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Nearest-rank percentile; 0 for no values."""
+    """Return the nearest-rank percentile; 0 for no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
 
 
 def reference_prompts(model_directory: Path, count: int, first_seed: int = 0) -> list[Conversation]:
-    """Conversations of exactly 1,025 tokens with the tokenizer of the model, all different."""
+    """Return distinct conversations of exactly 1,025 tokens of the model's tokenizer."""
     tokenizer = Tokenizer(model_directory)
 
     def count_tokens(messages: list[corpus.Message]) -> int:
@@ -109,8 +112,8 @@ async def run_agents(
 ) -> WorkloadRun:
     """Send all prompts at once and read all answers.
 
-    cancel_after: agent index → tokens after which it cancels. on_tokens: told of tokens as they arrive. Raises: WeirError if a
-    request fails.
+    cancel_after: agent index → tokens after which it cancels. on_tokens: called with the number of
+    arriving tokens. Raises: WeirError if a request fails.
     """
     started_at = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
@@ -124,7 +127,7 @@ async def run_agents(
 async def run_agent(
     client: AsyncClient, model: str, prompt: Conversation, cancel_after: int | None, on_tokens: Callable[[int], None]
 ) -> AgentRun:
-    """One agent: ask, read, perhaps cancel in the middle."""
+    """Run one agent: send, read, perhaps cancel."""
     run = AgentRun()
     sent_at = last_at = time.perf_counter()
     async with client.generate(model, prompt, max_output_tokens=OUTPUT_TOKENS, ignore_eos=True, temperature=0.0) as stream:
@@ -149,7 +152,8 @@ async def run_agent(
 def demo(agents: AgentsOption = 50) -> None:
     """Start everything, stream an answer, run the reference workload, and print the month's bill.
 
-    Uses a temporary directory, a free port, and embedded servers only; removes everything at the end.
+    Uses a temporary directory, a free port, and embedded servers only; removes everything at the
+    end.
     """
     home = Path(tempfile.mkdtemp(prefix="weir-demo-"))
     settings = replace(read_settings(home, "127.0.0.1:0"), database_url="")
@@ -165,7 +169,7 @@ def demo(agents: AgentsOption = 50) -> None:
 
 
 async def run_demo(settings: Settings, agent_count: int) -> bool:
-    """The demo; whether tokens delivered = usage events = ledger."""
+    """Run the demo; return whether delivered tokens = usage events = ledger."""
     began_at = time.monotonic()
     with console.status("Starting") as status:
         async with run_stack(settings, status.update) as stack:
@@ -175,17 +179,17 @@ async def run_demo(settings: Settings, agent_count: int) -> bool:
             )
             console.print(f"gRPC on {stack.connection.address}, OpenAI's clients on {read_endpoint(settings.home).openai_url}.")
             try:
-                balanced = await tell_story(stack, settings.models[DEMO_MODEL_NAME], agent_count)
+                balanced = await run_chapters(stack, settings.models[DEMO_MODEL_NAME], agent_count)
             except* WeirError as errors:
-                fail(f"the demo broke off: {errors.exceptions[0]}")
+                fail(f"the demo failed: {errors.exceptions[0]}")
             status.update("Stopping")
             status.start()
     console.print(f"Stopped and cleaned up after {time.monotonic() - began_at:.0f} s.")
     return balanced
 
 
-async def tell_story(stack: Stack, model_directory: Path, agent_count: int) -> bool:
-    """One chapter after the other, on a running stack."""
+async def run_chapters(stack: Stack, model_directory: Path, agent_count: int) -> bool:
+    """Run the chapters of the demo on a running stack."""
     address, admin_key = stack.connection.address, stack.connection.admin_key
     async with AsyncAdminClient(address=address, api_key=admin_key) as admin:
         api_key, month = await create_tenant(admin), f"{datetime.now(UTC):%Y-%m}"
@@ -195,9 +199,9 @@ async def tell_story(stack: Stack, model_directory: Path, agent_count: int) -> b
         shown = await show_answer(client, prompts[0])
         run = await show_workload(client, prompts[1:])
         after = await client.get_quota()
-    console.print(Rule("Where the time of the first request went", align="left"))
+    console.print(Rule("Stages of the first request", align="left"))
     console.print(waterfall(shown.timings), crop=False)
-    console.print(Rule("What the agents saw", align="left"))
+    console.print(Rule("Measurements of the agents", align="left"))
     console.print(measurements(run), crop=False)
     console.print(Rule("Quotas, before and after", align="left"))
     console.print(quota_table(before, after), crop=False)
@@ -210,7 +214,7 @@ async def tell_story(stack: Stack, model_directory: Path, agent_count: int) -> b
 
 
 async def create_tenant(admin: AsyncAdminClient) -> str:
-    """The customer that the demo plays; the key of its application."""
+    """Create the demo's customer; return the key of its application."""
     await admin.create_organization(ORGANIZATION)
     await admin.create_project(ORGANIZATION, PROJECT)
     created = await admin.create_api_key(ORGANIZATION, PROJECT, name="demo")
@@ -230,7 +234,7 @@ async def show_answer(client: AsyncClient, prompt: Conversation) -> Result:
     """Stream one answer to the terminal as its tokens arrive."""
     console.print(Rule("A question, answered live", align="left"))
     *listings, found, _, question = prompt[-1]["content"].split("\n")
-    console.print(f"[dim]{len(listings)} lines of hotel listings, then what the search step says of them, and the question:[/dim]")
+    console.print(f"[dim]{len(listings)} lines of hotel listings, then the result of the search step, and the question:[/dim]")
     console.print(f"[dim]{found}[/dim]")
     console.print(f"[bold]{question}[/bold]\n")
     async with client.generate(DEMO_MODEL_NAME, prompt, max_output_tokens=OUTPUT_TOKENS, temperature=0.0) as stream:
@@ -242,7 +246,7 @@ async def show_answer(client: AsyncClient, prompt: Conversation) -> Result:
 
 
 async def show_workload(client: AsyncClient, prompts: Sequence[Conversation]) -> WorkloadRun:
-    """The reference workload with a progress bar; some agents cancel in the middle."""
+    """Run the reference workload with a progress bar; some agents cancel in mid-stream."""
     console.print(Rule(f"{len(prompts)} agents at once", align="left"))
     cancel_after = {index: 20 + 10 * (index % 9) for index in range(CANCEL_EVERY // 2, len(prompts), CANCEL_EVERY)}
     total = sum(cancel_after.get(index, OUTPUT_TOKENS) for index in range(len(prompts)))
@@ -258,7 +262,7 @@ async def show_workload(client: AsyncClient, prompts: Sequence[Conversation]) ->
 
 
 def measurements(run: WorkloadRun) -> Table:
-    """Latency percentiles, throughput and cache hits of a run."""
+    """Return latency percentiles, throughput and cache hits of a run."""
     figures = table("", "p50", "p90", "p99", right=("p50", "p90", "p99"))
     ttfts_ms = [agent.ttft_ms for agent in run.agents if agent.received_token_count]
     gaps_ms = [gap for agent in run.agents for gap in agent.gaps_ms]
@@ -277,7 +281,7 @@ def measurements(run: WorkloadRun) -> Table:
 
 
 def quota_table(before: Sequence[QuotaStatus], after: Sequence[QuotaStatus]) -> Table:
-    """What is used of each limit, before and after, and held and left now."""
+    """Return each limit's usage before and after, with its held and remaining amount."""
     numbers = ("limit", "before", "after", "held", "left")
     rows = table("quota", *numbers, right=numbers)
     used_before = {quota.quota_id: quota.used_value for quota in before}
@@ -289,7 +293,7 @@ def quota_table(before: Sequence[QuotaStatus], after: Sequence[QuotaStatus]) -> 
 
 
 async def rated_report(billing: AsyncBillingClient, month: str, request_count: int) -> MonthReport:
-    """The report, once every request is in the ledger; as it stands if that takes too long."""
+    """Return the report once every request is in the ledger, or as it is after a timeout."""
     deadline = time.monotonic() + LEDGER_TIMEOUT_S
     while True:
         report = await billing.get_month_report(ORGANIZATION, month)
@@ -300,7 +304,7 @@ async def rated_report(billing: AsyncBillingClient, month: str, request_count: i
 
 
 def check(shown: Result, run: WorkloadRun, report: MonthReport) -> bool:
-    """Tokens that the clients had = tokens in usage events = tokens in the ledger."""
+    """Check that the clients' tokens equal those of usage events and ledger."""
     results = [shown, *run.results]
     sent = sum(result.usage.input_token_count for result in results)
     received = run.received_token_count + len(shown.token_ids)
@@ -314,6 +318,6 @@ def check(shown: Result, run: WorkloadRun, report: MonthReport) -> bool:
     cost = sum(result.cost.picos for result in results)
     agreed = cost == report.total.picos
     console.print(
-        f"[{'bold green' if agreed else 'bold red'}]cost told to clients {'=' if agreed else '≠'} the month's bill: {report.total}"
+        f"[{'bold green' if agreed else 'bold red'}]clients' cost {'=' if agreed else '≠'} the month's bill: {report.total}"
     )
     return balanced and agreed

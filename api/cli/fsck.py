@@ -1,4 +1,4 @@
-"""`weir fsck`: proof that the books are right."""
+"""`weir fsck`: proof of the ledger's invariants."""
 
 from __future__ import annotations
 
@@ -21,31 +21,29 @@ from metering.proof.fsck import CHECKS, SAMPLE_MAX, Check, Moment, Verdict, Viol
 from metering.proof.fsck import fsck as run_checks
 
 MOMENTS = {Moment.ALWAYS: "always", Moment.SOON: "while workers run", Moment.AT_REST: "with --at-rest"}
-# The one check that SQL cannot make: a report is written by the code that wrote it at the close.
+# The only check without SQL: the code of the close recomputes the reports.
 REPRODUCED = Check(
     "closed-months-reproduce",
-    "The report of every closed month is made again byte for byte, with the digests that its close froze.",
+    "Recomputing the report of every closed month gives the same bytes, with the digests of its close.",
     sql="",
 )
 
 
 def fsck(
-    check: Annotated[list[str] | None, typer.Option("--check", help="Only this check; may be given several times.")] = None,
-    since: Annotated[str | None, typer.Option(help="Only what was written since: 24h, 7d, or a time in UTC.")] = None,
-    at_rest: Annotated[
-        bool, typer.Option("--at-rest", help="Also prove that nothing is left over: for a system that has stopped.")
-    ] = False,
-    sample: Annotated[int, typer.Option("--sample", min=1, max=10_000, help="Violations to name per check.")] = SAMPLE_MAX,
-    list_checks: Annotated[bool, typer.Option("--list", help="Only list the checks and what each proves.")] = False,
+    check: Annotated[list[str] | None, typer.Option("--check", help="Only this check; repeatable.")] = None,
+    since: Annotated[str | None, typer.Option(help="Only rows written since: 24h, 7d, or a time in UTC.")] = None,
+    at_rest: Annotated[bool, typer.Option("--at-rest", help="Also prove that nothing is left over; for a stopped system.")] = False,
+    sample: Annotated[int, typer.Option("--sample", min=1, max=10_000, help="Violations shown per check.")] = SAMPLE_MAX,
+    list_checks: Annotated[bool, typer.Option("--list", help="Only list the checks with their statements.")] = False,
     as_json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Prove every invariant of the books on one snapshot of the database. Changes nothing, and needs no server but PostgreSQL.
+    """Prove every invariant of ledger and usage on one snapshot of the database. Read-only.
 
-    Exit code 1 if anything is wrong.
+    Needs no server but PostgreSQL. Exit code 1 if any check fails.
     """
     if list_checks:
-        tell_checks(as_json)
+        print_checks(as_json)
         return
     begins = parse_time(since, datetime.now(UTC), "--since")
     moments = tuple(Moment) if at_rest else (Moment.ALWAYS, Moment.SOON)
@@ -57,11 +55,11 @@ def fsck(
             for verdict in run_checks(url, checks, since=begins, sample_max=sample):
                 verdicts.append(verdict)
                 if not as_json:
-                    tell(verdict)
+                    print_check(verdict)
             if not check or REPRODUCED.name in check:
                 verdicts.append(asyncio.run(reproduce_months(url, sample)))
                 if not as_json:
-                    tell(verdicts[-1])
+                    print_check(verdicts[-1])
     wrong = [verdict for verdict in verdicts if verdict.violation_count]
     if as_json:
         print_json({"sound": not wrong, "since": begins, "checks": [document(verdict) for verdict in verdicts]})
@@ -73,24 +71,24 @@ def fsck(
 
 @contextlib.contextmanager
 def schema_of_this_version() -> Iterator[None]:
-    """A database that this version's checks cannot read, without a traceback."""
+    """Report a database that this version cannot read in one line."""
     try:
         yield
     except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
-        what = str(error).partition("\n")[0]
-        fail(f"the database is at another schema than this version of Weir ({what}): run weir migrate first")
+        problem = str(error).partition("\n")[0]
+        fail(f"the database schema does not match this version of Weir ({problem}): run `weir migrate` first")
 
 
 async def reproduce_months(database_url: str, sample_max: int) -> Verdict:
-    """Make the report of every closed month again, and compare it with what its close froze."""
+    """Recompute the report of every closed month, and compare it with the digests of its close."""
     began_at = time.monotonic()
     async with open_sessions(database_url) as sessions, sessions() as session:
         found = [Violation(f"{name}, {month}", problem) async for name, month, problem in changed_months(session)]
     return Verdict(REPRODUCED, len(found), tuple(found[:sample_max]), time.monotonic() - began_at)
 
 
-def tell(verdict: Verdict) -> None:
-    """One line for a check, and one for each violation that is named."""
+def print_check(verdict: Verdict) -> None:
+    """Print one line for a check, and one for each sampled violation."""
     console = make_console()
     count = verdict.violation_count
     mark = f"[red]{count:,} wrong[/red]" if count else "[green]holds[/green]"
@@ -98,17 +96,17 @@ def tell(verdict: Verdict) -> None:
     for violation in verdict.sample:
         console.print(f"    {escape(str(violation))}", soft_wrap=True)
     if count > len(verdict.sample):
-        console.print(f"    … and {count - len(verdict.sample):,} more: --sample names them")
+        console.print(f"    … and {count - len(verdict.sample):,} more: --sample shows more")
 
 
 def conclude(verdicts: list[Verdict], wrong: list[Verdict]) -> None:
     took = duration_text(sum(verdict.duration_s for verdict in verdicts))
-    ill = f"[red]{len(wrong)} of {len(verdicts)} checks found something wrong[/red]"
-    make_console().print(f"{ill if wrong else f'[green]All {len(verdicts)} checks hold[/green]'}, in {took}.")
+    failed = f"[red]{len(wrong)} of {len(verdicts)} checks failed[/red]"
+    make_console().print(f"{failed if wrong else f'[green]All {len(verdicts)} checks hold[/green]'}, in {took}.")
 
 
 def document(verdict: Verdict) -> dict[str, object]:
-    """A verdict for `--json`."""
+    """Return a verdict for `--json`."""
     return {
         "name": verdict.check.name,
         "proves": verdict.check.proves,
@@ -119,8 +117,8 @@ def document(verdict: Verdict) -> dict[str, object]:
     }
 
 
-def tell_checks(as_json: bool) -> None:
-    """Every check with what it proves, and when that must hold."""
+def print_checks(as_json: bool) -> None:
+    """Print every check with its statement, and when that must hold."""
     checks = (*CHECKS, REPRODUCED)
     if as_json:
         print_json([{"name": each.name, "moment": each.moment, "proves": each.proves} for each in checks])

@@ -1,7 +1,9 @@
-"""`weir up`, `serve`, `worker`, `migrate`, `init`, `doctor`: commands that run Weir, all of it or one process; and what they share.
+"""`weir up`, `serve`, `worker`, `migrate`, `init`, `doctor`: commands that run Weir, and their
+shared code.
 
-`weir up` runs PostgreSQL, api server with its engines, Celery worker and beat on one machine: only the settings differ from a
-deployment on many machines, never the code path. A process that dies is started again.
+`weir up` runs PostgreSQL, api server with its engines, Celery worker and beat on one machine; only
+the settings differ from a deployment on many machines, not the code path. A process that dies is
+restarted.
 """
 
 from __future__ import annotations
@@ -53,9 +55,7 @@ if TYPE_CHECKING:
     from inference.adapters.findings import Observation
 
 ListenOption = Annotated[str, typer.Option("--listen", help="Address and port; port 0 lets the system choose.", show_default=False)]
-HomeOption = Annotated[
-    Path | None, typer.Option("--home", help="Directory for everything that is kept. [default: WEIR_HOME or ~/.weir]")
-]
+HomeOption = Annotated[Path | None, typer.Option("--home", help="Data directory. [default: WEIR_HOME or ~/.weir]")]
 
 stderr = Console(stderr=True, highlight=False)
 
@@ -66,11 +66,11 @@ ADMIN_SCOPES = ("admin", "billing", "inference")
 
 # USD per million tokens: 0.15 input, half of it cached, 0.60 output; usual for a small hosted model.
 MODEL_PICOS_PER_TOKEN = (150_000, 75_000, 600_000)
-EMBEDDING_PICOS_PER_TOKEN = 20_000  # USD 0.02 per million tokens, for models that embed
+EMBEDDING_PICOS_PER_TOKEN = 20_000  # USD 0.02 per million tokens, for embedding models
 
 
 def read_settings(home: Path | None = None, listen: str = "") -> Settings:
-    """Settings of the environment, flags before them; absolute, so that child processes mean the same directory."""
+    """Return settings from the environment and flags; home is absolute, for child processes."""
     try:
         settings = Settings.from_environment()
     except SettingInvalid as error:
@@ -84,14 +84,14 @@ def read_settings(home: Path | None = None, listen: str = "") -> Settings:
         wrong_use(f"--listen {error}, not {listen!r}")
 
 
-def said(error: Exception) -> str:
-    """What PostgreSQL or the way to it has said, in one line, without the wrapping of libraries."""
+def error_text(error: Exception) -> str:
+    """Return PostgreSQL's or the driver's message in one line, without the libraries' wrapping."""
     return " ".join(str(getattr(error, "orig", None) or error).split())
 
 
 @contextlib.contextmanager
 def clear_failures() -> Iterator[None]:
-    """Errors of starting up, and what metering refuses, without a traceback."""
+    """Report errors of start-up and of metering in one line."""
     try:
         try:
             yield
@@ -100,26 +100,29 @@ def clear_failures() -> Iterator[None]:
     except (StackFailed, PostgresNotStarted, CheckpointInvalid, SettingInvalid, SchemaUnknown, MeteringError) as error:
         fail(str(error))
     except (psycopg.OperationalError, sqlalchemy.exc.OperationalError) as error:
-        fail(f"the database of WEIR_DATABASE_URL does not answer: {said(error)}")
+        fail(f"the database of WEIR_DATABASE_URL does not answer: {error_text(error)}")
     except OSError as error:
         fail(str(error))
 
 
 def ensure_receipt_key(settings: Settings) -> Path | None:
-    """Make the key that signs receipts where there is none; its file if one was made."""
+    """Create the signing key of receipts if there is none; return its file if created."""
     path = key_path(settings.to_environment())
     return path if path is not None and ensure_key(path) else None
 
 
 async def bootstrap(database_url: str, home: Path, models: Collection[str], encoders: Collection[str] = ()) -> Connection:
-    """Make sure that the local customer, its keys and a price for each model exist. The address is not known yet."""
+    """Create the local customer, its keys and a price for each model if missing.
+
+    Returns the connection without its address, which is not known yet.
+    """
     async with open_sessions(database_url) as sessions:
         await ensure_tenant(sessions, ORGANIZATION, PROJECT)
         await ensure_prices(sessions, models, encoders)
         with contextlib.suppress(ConnectionProblem):
-            standing = read_connection_file(home / CONNECTION_FILE)
-            if await keys_work(sessions, standing):
-                return standing
+            stored = read_connection_file(home / CONNECTION_FILE)
+            if await keys_work(sessions, stored):
+                return stored
         api_key = await create_key(sessions, ORGANIZATION, PROJECT, "local", ("inference",))
         admin_key = await create_key(sessions, ORGANIZATION, PROJECT, "local-admin", ADMIN_SCOPES)
         return Connection("", api_key, admin_key, ORGANIZATION, PROJECT)
@@ -128,7 +131,7 @@ async def bootstrap(database_url: str, home: Path, models: Collection[str], enco
 async def create_admin(
     database_url: str, organization: str, project: str, models: Collection[str], encoders: Collection[str] = ()
 ) -> str:
-    """Make sure that customer, project and prices exist, and create one more admin key; its secret."""
+    """Create customer, project and prices if missing, and one more admin key; return its secret."""
     async with open_sessions(database_url) as sessions:
         await ensure_tenant(sessions, organization, project)
         await ensure_prices(sessions, models, encoders)
@@ -151,7 +154,7 @@ async def create_key(sessions: Sessions, organization: str, project: str, name: 
 
 
 async def ensure_tenant(sessions: Sessions, organization: str, project: str) -> None:
-    """The customer and its project, each created where it is missing."""
+    """Create the customer and its project if missing."""
     with contextlib.suppress(AlreadyExists):
         async with sessions.begin() as session:
             await create_organization(session, name=organization, actor=ACTOR)
@@ -161,27 +164,27 @@ async def ensure_tenant(sessions: Sessions, organization: str, project: str) -> 
 
 
 async def ensure_prices(sessions: Sessions, models: Collection[str], encoders: Collection[str]) -> None:
-    """A price for each model that has none: without one it cannot be sold. encoders: those that embed."""
+    """Set a price for each model without one, required for use. encoders: embedding models."""
     async with sessions.begin() as session:
         priced = {price.model for price in await list_current_prices(session, currency_code="USD")}
         rates = dict.fromkeys(encoders, (0, 0, 0, EMBEDDING_PICOS_PER_TOKEN)) | dict.fromkeys(
             models, (*MODEL_PICOS_PER_TOKEN, None)
         )
         for model in sorted(rates.keys() - priced):
-            asked, cached, answered, embedded = rates[model]
+            input_picos, cached_picos, output_picos, embedding_picos = rates[model]
             await set_price(
                 session,
                 model=model,
-                input_picos_per_token=asked,
-                cached_input_picos_per_token=cached,
-                output_picos_per_token=answered,
-                embedding_picos_per_token=embedded,
+                input_picos_per_token=input_picos,
+                cached_input_picos_per_token=cached_picos,
+                output_picos_per_token=output_picos,
+                embedding_picos_per_token=embedding_picos,
                 actor=ACTOR,
             )
 
 
 async def keys_work(sessions: Sessions, connection: Connection) -> bool:
-    """Whether the stored keys belong to this database and are good."""
+    """Return whether the stored keys are valid in this database."""
     try:
         async with sessions() as session:
             for secret in (connection.api_key, connection.admin_key):
@@ -193,10 +196,10 @@ async def keys_work(sessions: Sessions, connection: Connection) -> bool:
 
 Result = TypeVar("Result")
 READY_TIMEOUT_S = 300.0  # a large checkpoint from a cold disk
-STOP_TIMEOUT_S = 60.0  # the drain time of the api server and a task of the worker
+STOP_TIMEOUT_S = 60.0  # the api server's drain time, or a task of the worker
 RESTART_DELAY_S_MIN = 0.5
 RESTART_DELAY_S_MAX = 30.0
-STABLE_AFTER_S = 60.0  # of life, after which a process that does not tell when it is ready counts as one that was
+STABLE_AFTER_S = 60.0  # of uptime: a process without a readiness file then counts as ready
 READY_POLL_S = 0.1
 LOG_TAIL_LINES = 20
 WORKER_READY = "worker.pid"  # in the home directory
@@ -204,7 +207,7 @@ Report = Callable[[str], None]
 
 
 def run(home: HomeOption, work: Callable[[Sessions], Awaitable[Result]]) -> Result:
-    """Do the work on the database of the settings; errors in one line."""
+    """Run `work` on the configured database; errors are reported in one line."""
 
     async def connected() -> Result:
         with local_database(home) as url:
@@ -217,14 +220,14 @@ def run(home: HomeOption, work: Callable[[Sessions], Awaitable[Result]]) -> Resu
 
 @contextlib.contextmanager
 def local_database(home: HomeOption) -> Iterator[str]:
-    """URL of the database of the settings; the embedded one is started for the block, if it does not run."""
+    """Yield the URL of the configured database; start the embedded one if it does not run."""
     settings = read_settings(home)
     data_dir = settings.home / "postgres"
     if settings.database_url:
         yield settings.database_url
         return
     if not data_dir.exists():
-        wrong_use(f"there is no database: set WEIR_DATABASE_URL, or start `weir up` once ({data_dir} is not there)")
+        wrong_use(f"there is no database: set WEIR_DATABASE_URL, or start `weir up` once ({data_dir} does not exist)")
     ran = (data_dir / "postmaster.pid").exists()
     server = embedded_postgres.start(data_dir)
     try:
@@ -235,28 +238,29 @@ def local_database(home: HomeOption) -> Iterator[str]:
 
 
 class StackFailed(Exception):
-    """A part of the stack did not come up; the message says which, and ends with what it logged."""
+    """A part of the stack did not start; the message names it and ends with its log."""
 
 
 @dataclass(slots=True)
 class Child:
-    """One process of ours: its command, and where its output goes."""
+    """One child process: its command and its log file."""
 
     name: str
     command: Sequence[str]
     log_path: Path
-    ready_pid: Callable[[], int | None] = lambda: None  # the process that has said last that it is ready
+    # Id of the latest process to report readiness
+    ready_pid: Callable[[], int | None] = lambda: None
     process: asyncio.subprocess.Process | None = None
 
     async def start(self, environment: Mapping[str, str]) -> None:
-        """Start it in a session of its own, so that Ctrl-C at the terminal reaches us first."""
+        """Start it in its own session, so that Ctrl-C in the terminal reaches the parent first."""
         with open_log(self.log_path) as log:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
 
     async def stop(self) -> None:
-        """Ask it to end, then make it."""
+        """Terminate it, then kill it after a timeout."""
         if self.process is None or self.process.returncode is not None:
             return
         self.process.terminate()
@@ -267,7 +271,7 @@ class Child:
             await self.process.wait()
 
     async def wait(self) -> tuple[int, bool]:
-        """Wait until it ends: its status, and whether it was ready before."""
+        """Wait until it ends; return its status, and whether it was ready before."""
         assert self.process is not None
         started_at, ready = time.monotonic(), False
         while not ready:
@@ -287,7 +291,7 @@ class Child:
 
 
 class Stack:
-    """A running stack. `connection` tells how to reach it."""
+    """A running stack. `connection` has its address and keys."""
 
     def __init__(self, connection: Connection, children: Sequence[Child], environment: Mapping[str, str]) -> None:
         self.connection = connection
@@ -295,13 +299,15 @@ class Stack:
         self._environment = environment
 
     async def supervise(self, report: Report) -> None:
-        """Start children again when they die, until cancelled."""
+        """Restart children when they die, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for child in self.children:
                 tasks.create_task(self._keep_alive(child, report), name=f"keep {child.name} alive")
 
     async def _keep_alive(self, child: Child, report: Report) -> None:
-        """Start it again at once if it was ready before it died; else after a delay, which doubles each time."""
+        """Restart at once if it was ready before it died, else after a delay that doubles each
+        time.
+        """
         backoff = Backoff(RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX)
         while True:
             status, was_ready = await child.wait()
@@ -320,10 +326,10 @@ class Stack:
 
 @contextlib.asynccontextmanager
 async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
-    """Start everything, hand it to the block when it takes requests, and stop it afterwards.
+    """Start everything, run the block when requests are accepted, and stop everything afterwards.
 
-    settings: with an empty `database_url` PostgreSQL is started from the wheel, under `home`. Raises: StackFailed,
-    PostgresNotStarted.
+    settings: with an empty `database_url` the embedded PostgreSQL is started, under `home`. Raises:
+    StackFailed, PostgresNotStarted.
     """
     home = settings.home
     make_private(home)
@@ -356,37 +362,37 @@ async def run_stack(settings: Settings, report: Report) -> AsyncIterator[Stack]:
 
 @contextlib.contextmanager
 def sole_stack(home: Path) -> Iterator[None]:
-    """Nobody else runs a stack in this directory during the block. Raises: StackFailed.
+    """Allow only one stack in this directory during the block. Raises: StackFailed.
 
-    A second one would start a second worker, and stop the first one's PostgreSQL when it ends. The lock goes with its process,
-    however that ends, and no child has it.
+    A second one would start a second worker, and stop the first one's PostgreSQL when it ends. The
+    lock ends with its process in any case, and children do not inherit it.
     """
     with (home / ".up.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StackFailed(
-                f"`weir up` runs in {home} already: use it from other terminals, stop it with Ctrl-C where it runs, "
-                "or give another directory with --home and another port with --listen"
+                f"`weir up` is already running in {home}: use it from other terminals, stop it with Ctrl-C, "
+                "or choose another directory with --home and another port with --listen"
             ) from None
         yield
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """The end of a log that nobody else reads."""
+    """Open a log for appending, readable by its owner only."""
     log = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
-    os.fchmod(log.fileno(), 0o600)  # an earlier version may have made it
+    os.fchmod(log.fileno(), 0o600)  # an earlier version may have created it
     return log
 
 
 def serving_pid(home: Path) -> int | None:
-    """The process that has told last that it takes requests; None if the last to tell does not."""
-    told = read_endpoint(home)
-    return told.pid if told.serving else None
+    """Return the id of the process that serves requests, or None."""
+    endpoint = read_endpoint(home)
+    return endpoint.pid if endpoint.serving else None
 
 
 def written_pid(path: Path) -> int | None:
-    """The process id in a file; None if there is none."""
+    """Return the process id in a file; None if there is none."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -394,7 +400,10 @@ def written_pid(path: Path) -> int | None:
 
 
 def optional_children(environment: Mapping[str, str], home: Path) -> list[Child]:
-    """The endpoint for Stripe's events, where its secret is set. Raises: StackFailed for export settings that cannot be."""
+    """Return the endpoint for Stripe's events, if its secret is set.
+
+    Raises: StackFailed for invalid export settings.
+    """
     try:
         export_settings(environment)
         if webhook_settings(environment) is None:
@@ -406,27 +415,27 @@ def optional_children(environment: Mapping[str, str], home: Path) -> list[Child]
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
-    """The environment that makes a child process read these settings."""
+    """Return the environment that passes these settings to a child process."""
     return {**os.environ, **settings.to_environment()}
 
 
 async def wait_until_serving(home: Path, api: Child) -> str:
-    """Wait for the server's own word that it takes requests; its address. Raises: StackFailed."""
+    """Wait until the server accepts requests and return its address. Raises: StackFailed."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
         if api.process is None or api.process.returncode is not None:
             raise StackFailed(f"the api server did not start:\n{api.log_tail()}")
-        if (told := read_endpoint(home)).serving:
-            return told.address
+        if (endpoint := read_endpoint(home)).serving:
+            return endpoint.address
         await asyncio.sleep(0.05)
     raise StackFailed(f"the api server is not ready after {READY_TIMEOUT_S:.0f} s:\n{api.log_tail()}")
 
 
 def up(listen: ListenOption = "", home: HomeOption = None) -> None:
-    """Start everything on this machine: PostgreSQL, API server, engine, Celery worker and beat. Ctrl-C stops it all.
+    """Start everything on this machine: PostgreSQL, API server, engine, Celery worker and beat.
 
-    Everything is kept in the home directory. With WEIR_DATABASE_URL or WEIR_BROKER_URL set, those servers are used instead of
-    embedded ones.
+    Ctrl-C stops everything. Data is kept in the home directory. With WEIR_DATABASE_URL or
+    WEIR_BROKER_URL set, those servers are used instead of embedded ones.
     """
     with clear_failures():
         asyncio.run(run_until_stopped(listen, home))
@@ -449,17 +458,19 @@ async def run_until_stopped(listen: str, home: HomeOption) -> None:
             stderr.print("Stopping: running requests finish first")
 
 
-def welcome(address: str, home: Path, told: Told) -> Panel:
-    """What to do next. told: by the server, of its doors over HTTP."""
-    openai = f"\nOpenAI's clients take [bold]base_url={told.openai_url}[/bold] with the same keys." if told.openai_url else ""
-    metrics = f"\nPrometheus scrapes {told.metrics_url}." if told.metrics_url else ""
+def welcome(address: str, home: Path, endpoint: Told) -> Panel:
+    """Return the panel with next steps. endpoint: the server's HTTP listeners."""
+    openai = (
+        f"\nOpenAI's clients take [bold]base_url={endpoint.openai_url}[/bold] with the same keys." if endpoint.openai_url else ""
+    )
+    metrics = f"\nPrometheus scrapes {endpoint.metrics_url}." if endpoint.metrics_url else ""
     weir = command_name()
     sign_in = f"sign in with a key of `{escape(weir)} env`"
-    console = f"\nThe console is at [bold]{told.console_url}[/bold]: {sign_in}." if told.console_url else ""
+    console = f"\nThe console is at [bold]{endpoint.console_url}[/bold]: {sign_in}." if endpoint.console_url else ""
     elsewhere = (
         ""
         if home == Path.home() / ".weir"
-        else f"  export WEIR_HOME={shlex.quote(str(home))}   where the commands find this server\n"
+        else f"  export WEIR_HOME={shlex.quote(str(home))}   for the commands to find this server\n"
     )
     return Panel(
         f"Weir listens on [bold]{address}[/bold].{openai}{console}{metrics} In another terminal:\n\n"
@@ -475,37 +486,37 @@ def welcome(address: str, home: Path, told: Told) -> Panel:
 
 
 def command_name() -> str:
-    """How this program is called from this directory: `weir`, or its path where a shell would not find it by that name."""
+    """Return this program's name for the shell: `weir`, or its path if PATH has no such command."""
     called = sys.argv[0]
     known = Path(called).name != "weir" or shutil.which("weir") == called
     return "weir" if known else shlex.quote(called)
 
 
 def console(
-    open_browser: Annotated[bool, typer.Option("--open", help="Open it in the browser of this machine.")] = False,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Print where the console of the server on this machine is.
+    """Print the URL of the local server's console.
 
-    It asks for an API key and shows what that key may see. `weir env` prints the keys that `weir up` made.
+    Sign in there with an API key; `weir env` prints the keys of `weir up`.
     """
     settings = read_settings(home)
-    told = read_endpoint(settings.home)
-    if not told.serving:
-        fail(f"no server of {settings.home} serves now: start one with `weir up`")
-    if not told.console_url:
+    endpoint = read_endpoint(settings.home)
+    if not endpoint.serving:
+        fail(f"no server is running in {settings.home}: start one with `weir up`")
+    if not endpoint.console_url:
         fail("the server has no console: it was started with WEIR_CONSOLE=0 or WEIR_OPENAI_LISTEN=off")
-    typer.echo(told.console_url)
-    if open_browser and not webbrowser.open(told.console_url):
-        note("no browser could be opened here: open the address in yours")
+    typer.echo(endpoint.console_url)
+    if open_browser and not webbrowser.open(endpoint.console_url):
+        note("no browser could be opened: open the URL yourself")
 
 
 GRANT_HELP = (
-    "Database role of api processes and workers: gets the rights that they need on every table, and loses all others. "
-    "WEIR_APPLICATION_PASSWORD creates it where it is missing and sets its password."
+    "Database role of api processes and workers: gets the required privileges on every table, and loses all others. "
+    "WEIR_APPLICATION_PASSWORD creates it if missing and sets its password."
 )
 
-doctor = typer.Typer(help="Look at what this machine really does.", no_args_is_help=True)
+doctor = typer.Typer(help="Examine the engines of this machine.", no_args_is_help=True)
 
 
 def serve(listen: ListenOption = "", home: HomeOption = None) -> None:
@@ -517,36 +528,41 @@ def serve(listen: ListenOption = "", home: HomeOption = None) -> None:
 
     settings = read_settings(home, listen)
     if not settings.database_url:
-        wrong_use("WEIR_DATABASE_URL is not set: name a PostgreSQL database, or start everything on this machine with `weir up`")
+        wrong_use(
+            "WEIR_DATABASE_URL is not set: set it to a PostgreSQL database, or start everything on this machine with `weir up`"
+        )
     with clear_failures():
         if not is_current(settings.database_url):
-            fail("the database has not the schema of this version: run `weir migrate` first")
+            fail("the database schema does not match this version: run `weir migrate` first")
         main({**os.environ, **settings.to_environment()})
 
 
 def worker(home: HomeOption = None) -> None:
-    """Start one worker on the database of WEIR_DATABASE_URL: it rates, ends stuck holds and exports, until SIGTERM or Ctrl-C.
+    """Start one billing worker on the database of WEIR_DATABASE_URL, until SIGTERM or Ctrl-C.
 
-    Any number may run, on any machines. With WEIR_BROKER_URL (Redis) they share their messages. `weir up` starts one by itself.
+    It rates usage, expires holds and exports. Any number may run, on any machines; with
+    WEIR_BROKER_URL (Redis) they share their messages. `weir up` includes one.
     """
     settings = read_settings(home)
     if not settings.database_url:
-        wrong_use("WEIR_DATABASE_URL is not set: name the database that the worker is to work on")
+        wrong_use("WEIR_DATABASE_URL is not set: set it to the worker's database")
     command = worker_command()
     os.execve(command[0], command, {**os.environ, **settings.to_environment()})
 
 
 def migrate(
-    revision: Annotated[str, typer.Argument(help="Where to stop.")] = "head",
+    revision: Annotated[str, typer.Argument(help="Target revision.")] = "head",
     home: HomeOption = None,
     grant: Annotated[str, typer.Option(metavar="ROLE", help=GRANT_HELP, show_default=False)] = "",
 ) -> None:
-    """Bring the database of WEIR_DATABASE_URL to the schema of this version; without one, the embedded database of the home."""
+    """Migrate the database of WEIR_DATABASE_URL, or the embedded one, to the schema of this
+    version.
+    """
     settings = read_settings(home)
     if grant and not settings.database_url:
-        wrong_use("--grant is for a PostgreSQL of your own: set WEIR_DATABASE_URL; the embedded one has a single user")
+        wrong_use("--grant needs a separate PostgreSQL: set WEIR_DATABASE_URL; the embedded one has a single user")
     if grant and revision != "head":
-        wrong_use(f"--grant {grant} needs the newest schema, revision `head`, got {revision!r}: leave the revision out")
+        wrong_use(f"--grant {grant} needs the newest schema, revision `head`, got {revision!r}: omit the revision")
     with clear_failures():
         if settings.database_url:
             upgrade(settings.database_url, revision)
@@ -561,9 +577,9 @@ def migrate(
                 upgrade(server.url, revision)
             finally:
                 server.stop()
-    stderr.print("the database is at the schema of this version")
+    stderr.print("the database has the schema of this version")
     if grant:
-        stderr.print(f"role {grant} has the rights that api processes and workers need, and no others")
+        stderr.print(f"role {grant} has the privileges of api processes and workers, and no others")
 
 
 def init(
@@ -571,55 +587,59 @@ def init(
     project: Annotated[str, typer.Option(help="Name of its first project.")] = "default",
     json_output: JsonOption = False,
 ) -> None:
-    """Create the first organization, project and admin key in the database of WEIR_DATABASE_URL, and prices for the models.
+    """Create the first organization, project and admin key in the database, and prices for the
+    models.
 
-    On this machine it makes the key that signs receipts, where there is none and WEIR_RECEIPT_KEY_FILE does not say `off`.
-    What exists stays as it is; each run makes one more admin key. Its secret is printed once and can never be shown again.
+    Also creates the signing key of receipts on this machine, unless it exists or
+    WEIR_RECEIPT_KEY_FILE is `off`. Existing objects stay unchanged; each run creates one more admin
+    key, whose secret is printed only once.
     """
 
     settings = read_settings()
     if not settings.database_url:
-        wrong_use("WEIR_DATABASE_URL is not set: name the database of the installation")
+        wrong_use("WEIR_DATABASE_URL is not set: set it to the database of the installation")
     with clear_failures():
         if not is_current(settings.database_url):
-            fail("the database has not the schema of this version: run `weir migrate` first")
+            fail("the database schema does not match this version: run `weir migrate` first")
         receipt_key = ensure_receipt_key(settings)
         secret = asyncio.run(create_admin(settings.database_url, organization, project, *model_names(settings)))
     if json_output:
         print_json({"organization": organization, "project": project, "admin_key": secret})
         return
     typer.echo(secret)
-    stderr.print("This admin key is shown once. Keep it as WEIR_ADMIN_KEY where you run `weir`.")
+    stderr.print("This admin key is shown only once. Store it as WEIR_ADMIN_KEY where you run `weir`.")
     if receipt_key is not None:
-        stderr.print(f"Receipts will be signed with {receipt_key}: copy it to the other machines that serve.")
+        stderr.print(f"Receipts will be signed with {receipt_key}: copy it to the other servers.")
 
 
 def rotate_receipt_key() -> None:
-    """Make a new key that signs receipts, in the place of the old one on this machine, which is deleted.
+    """Replace the signing key of receipts on this machine; the old one is deleted.
 
-    Servers use it from their next start. Receipts that the old key signed stay valid: its public half is kept.
+    Servers use the new key after a restart. Receipts signed with the old key stay valid: its public
+    key is kept.
     """
     path = key_path(read_settings().to_environment())
     if path is None:
-        wrong_use("WEIR_RECEIPT_KEY_FILE says off: name a file there to sign receipts")
+        wrong_use("WEIR_RECEIPT_KEY_FILE is off: set it to a file to sign receipts")
     try:
         signer = replace_key(path)
     except OSError as error:
         fail(f"{path} cannot be written: {error.strerror}")
     typer.echo(signer.key_id)
-    note(f"{path} holds the new key: copy it to the other machines that serve, and restart the servers")
+    note(f"{path} has the new key: copy it to the other servers, and restart all")
 
 
 @doctor.command()
 def tensorrt(
-    model: Annotated[Path, typer.Option("--model", help="A checkpoint in Hugging Face layout.", exists=True, file_okay=False)],
-    tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", min=1, help="GPUs that share each matrix.")] = 1,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")] = 16,
+    model: Annotated[Path, typer.Option("--model", help="Checkpoint in Hugging Face layout.", exists=True, file_okay=False)],
+    tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", min=1, help="Number of GPUs for tensor parallelism.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Number of concurrent sequences.")] = 16,
     as_json: JsonOption = False,
 ) -> None:
-    """Put a list of questions to TensorRT-LLM on this machine, and show the answers. Takes the GPU for a few minutes.
+    """Examine TensorRT-LLM on this machine, and show the results. Occupies the GPU for a few
+    minutes.
 
-    Exit code 1 if something is so that the engine of Weir would not work here.
+    Exit code 1 if Weir's engine would not work here.
     """
     from inference.adapters.tensorrt_doctor import examine
     from inference.adapters.tensorrt_engine import TensorRtOptions
@@ -638,13 +658,13 @@ def tensorrt(
 @doctor.command()
 def remote(
     target: Annotated[str, typer.Argument(help="trtllm://host:port or vllm://host:port.")],
-    model: Annotated[Path, typer.Option("--model", help="The directory with its tokenizer.", exists=True, file_okay=False)],
+    model: Annotated[Path, typer.Option("--model", help="Directory with its tokenizer.", exists=True, file_okay=False)],
     share_prefixes: Annotated[bool, typer.Option("--share-prefixes", help="Tenants may share cached prefixes.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Put a list of questions to a server of `trtllm-serve --grpc` or `vllm serve --grpc`, and show the answers.
+    """Examine a server of `trtllm-serve --grpc` or `vllm serve --grpc`, and show the results.
 
-    Certificates are those of WEIR_REMOTE_TLS_*. Exit code 1 if something is so that Weir would not use the server.
+    Certificates are those of WEIR_REMOTE_TLS_*. Exit code 1 if Weir could not use the server.
     """
     from api.fleet.fleet import remote_settings
     from inference.adapters.remote_doctor import examine
@@ -656,7 +676,7 @@ def remote(
 
 
 def report(title: str, found: Sequence[Observation], as_json: bool) -> NoReturn:
-    """Show what was found; ends the command, with exit code 1 if anything is bad."""
+    """Print the observations and exit, with code 1 if any is bad."""
     from inference.adapters.findings import Verdict
 
     if as_json:

@@ -1,6 +1,6 @@
-"""`weir stripe` and `weir reconcile`: billing with Stripe, and a month from its usage to the biller's invoice.
+"""`weir stripe` and `weir reconcile`: billing with Stripe, and comparison of a month's stages.
 
-They work on the database itself, beside the worker; the API server need not run.
+They access the database directly, like the worker; the API server need not run.
 """
 
 from __future__ import annotations
@@ -54,18 +54,19 @@ PAYMENT_STATES = {
     PaymentState.OVERDUE: "overdue",
     PaymentState.UNCOLLECTIBLE: "written off as uncollectible",
 }
-BatchArgument = Annotated[uuid.UUID, typer.Argument(help="Id of the batch, as `weir stripe status` shows it.", metavar="BATCH")]
+BatchArgument = Annotated[uuid.UUID, typer.Argument(help="Id of the batch, as shown by `weir stripe status`.", metavar="BATCH")]
 
 
 @stripe.command("sync")
 def sync(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be created and updated.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the objects to create and update.")] = False,
     as_json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Create at Stripe what is missing: customers, products, meters, prices, subscriptions; update changed billing profiles.
+    """Create missing customers, products, meters, prices and subscriptions at Stripe.
 
-    Repeat it after changes here. Exit code 1, with nothing sent, where a billing profile lacks what Stripe needs.
+    Also updates changed billing profiles. Repeat it after local changes. Exit code 1, with nothing
+    sent, if a billing profile lacks required fields.
     """
 
     async def synchronized(sessions: Sessions) -> Sync | BillingDetailsMissing:
@@ -92,14 +93,16 @@ def sync(
     counts = (
         f"{len(done.created)} {'to create' if dry_run else 'created'}, {len(done.updated)} {'to update' if dry_run else 'updated'}"
     )
-    note(f"{counts}; the rest was there")
+    note(f"{counts}; the rest exists")
     for name in done.without_payment_method:
         note(without_payment_method_text(name))
 
 
 @stripe.command("status")
 def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
-    """Show how far the export is, what holds it up, invoices that are not paid, and the batches that need a person."""
+    """Show the progress and problems of the export, unpaid invoices, and batches that need a
+    decision.
+    """
     found = run(home, export_status)
     if as_json:
         print_json(found)
@@ -107,18 +110,18 @@ def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
     rows = [(each.state, each.batch_count, each.token_count) for each in found.states]
     show(table("State", "Batches", "Tokens", right=("Batches", "Tokens"), rows=rows))
     if found.pause_reason:
-        note(f"resting until {found.paused_until:%H:%M:%S} UTC: {found.pause_reason}")
+        note(f"paused until {found.paused_until:%H:%M:%S} UTC: {found.pause_reason}")
     for name in found.changed_profiles:
         note(f"the billing profile of {name} has changed since the last sync: run `weir stripe sync`")
     if charges_automatically():
         for name in found.without_payment_method:
             note(f"{without_payment_method_text(name)} (as of the last `weir stripe sync`)")
     for name in found.unknown_organizations:
-        note(f"{name} has usage and is not known at Stripe: run `weir stripe sync`")
+        note(f"{name} has usage but does not exist at Stripe: run `weir stripe sync`")
     if found.unhandled_event_count:
-        note(f"{found.unhandled_event_count} events of Stripe are not handled yet")
+        note(f"{found.unhandled_event_count} Stripe events are not processed yet")
     for organization, month in found.unsettled_months:
-        note(f"{month} of {organization} is closed; Stripe's invoices do not come to ours yet: see `weir reconcile {month}`")
+        note(f"{month} of {organization} is closed; Stripe's invoices do not match ours yet: see `weir reconcile {month}`")
     for invoice in found.unpaid_invoices:
         amount = exact_text(invoice.amount_due_picos - invoice.amount_paid_picos, invoice.currency_code)
         where = f": {invoice.hosted_url}" if invoice.hosted_url else ""
@@ -133,36 +136,44 @@ def portal(
     organization: Annotated[str, typer.Argument(help="Organization, by name or id.", metavar="ORG")],
     home: HomeOption = None,
 ) -> None:
-    """Print the URL of a page of Stripe's on which the customer sets the payment method for its invoices. Good for minutes."""
+    """Print the URL of Stripe's page for the customer's payment method. Valid for minutes."""
     typer.echo(run(home, lambda sessions: payment_method_page(sessions, gateway(), organization)))
 
 
 @stripe.command("resend")
 def resend_batch(batch: BatchArgument, home: HomeOption = None) -> None:
-    """Send a batch's tokens again: one that Stripe rejected, or one delivered in the last 24 hours, which is taken back first."""
+    """Send a batch again: one that Stripe rejected, or one delivered in the last 24 hours.
+
+    A delivered batch is cancelled at Stripe first.
+    """
     run(home, lambda sessions: resend(sessions, gateway(), batch))
-    note(f"{batch} is cancelled; its tokens wait as another part")
+    note(f"{batch} is cancelled; its tokens are queued as a new part")
 
 
 @stripe.command("settle")
 def settle_batch(
     batch: BatchArgument,
-    counted: Annotated[bool, typer.Option("--counted/--not-counted", help="Whether Stripe counts it.")],
+    counted: Annotated[bool, typer.Option("--counted/--not-counted", help="Whether Stripe has counted it.")],
     home: HomeOption = None,
 ) -> None:
-    """Settle the doubt about a parked batch, after looking at Stripe (`weir reconcile MONTH --against-stripe` shows the sums)."""
+    """Decide whether Stripe counted a parked batch, after checking there.
+
+    `weir reconcile MONTH --against-stripe` shows the sums.
+    """
     run(home, lambda sessions: settle(sessions, batch, counted=counted))
-    note(f"{batch} is settled")
+    note(f"{batch} is resolved")
 
 
 @stripe.command("webhooks")
 def webhooks(home: HomeOption = None) -> None:
-    """Take Stripe's events on WEIR_STRIPE_WEBHOOK_LISTEN, until stopped. Behind a proxy that speaks TLS."""
+    """Receive Stripe's events on WEIR_STRIPE_WEBHOOK_LISTEN, until stopped. Needs a TLS proxy in
+    front.
+    """
     with clear_failures():
         settings = webhook_settings(os.environ)
     if settings is None:
-        wrong_use("WEIR_STRIPE_WEBHOOK_SECRET is not set: give the signing secret of the webhook endpoint (whsec_…)")
-    run(home, lambda sessions: serve_webhooks(sessions, settings, lambda at: note(f"taking Stripe's events at {at}")))
+        wrong_use("WEIR_STRIPE_WEBHOOK_SECRET is not set: set it to the signing secret of the webhook endpoint (whsec_…)")
+    run(home, lambda sessions: serve_webhooks(sessions, settings, lambda at: note(f"receiving Stripe's events at {at}")))
 
 
 def without_payment_method_text(organization: str) -> str:
@@ -172,7 +183,7 @@ def without_payment_method_text(organization: str) -> str:
 
 
 def charges_automatically() -> bool:
-    """Whether Stripe charges payment methods, by the settings; False where no key of Stripe is set."""
+    """Return whether Stripe charges payment methods by the settings; False without a key."""
     with contextlib.suppress(InvalidValue):
         return stripe_settings(os.environ).collection is Collection.CHARGE
     return False
@@ -198,18 +209,19 @@ CSV_COLUMNS = (
 
 
 def reconcile(
-    month: Annotated[str, typer.Argument(help="The month in UTC, as YYYY-MM.")],
-    organization: Annotated[str | None, typer.Option("--organization", "--org", help="Only this one, by name or id.")] = None,
-    against_stripe: Annotated[
-        bool, typer.Option("--against-stripe", help="Ask Stripe what it counts; takes a call per meter.")
-    ] = False,
+    month: Annotated[str, typer.Argument(help="Month in UTC, as YYYY-MM.")],
+    organization: Annotated[
+        str | None, typer.Option("--organization", "--org", help="Only this organization, by name or id.")
+    ] = None,
+    against_stripe: Annotated[bool, typer.Option("--against-stripe", help="Fetch Stripe's counts; one call per meter.")] = False,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the differences as CSV.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Compare usage, ledger, our invoices, exported batches, the biller's own count and its invoices. Changes nothing.
+    """Compare usage, ledger, our invoices, exported batches, the biller's counts and its invoices.
 
-    Where WEIR_EXPORT is file, the biller's count is the file's. Exit code 1 on any difference.
+    Read-only. With WEIR_EXPORT=file, the biller's counts are the file's. Exit code 1 on any
+    difference.
     """
     if as_json and as_csv:
         raise typer.BadParameter("give --json or --csv, not both", param_hint="--csv")
@@ -220,13 +232,13 @@ def reconcile(
     elif as_csv:
         typer.echo(sheet(found.differences), nl=False)
     else:
-        tell(found, now)
+        print_comparison(found, now)
     if not found.balanced:
         raise typer.Exit(ExitCode.FAILED)
 
 
 async def reconciled(sessions: Sessions, month: str, organization: str | None, *, against_stripe: bool) -> MonthReconciliation:
-    """Every stage of the month, from one snapshot of ours. Raises: MeteringError."""
+    """Return every stage of the month, from one snapshot of the database. Raises: MeteringError."""
     settings = export_settings(os.environ)
     destination = Destination.STRIPE if against_stripe else settings.destination
     async with sessions() as session:
@@ -243,7 +255,9 @@ async def reconciled(sessions: Sessions, month: str, organization: str | None, *
 async def biller_counts(
     sessions: Sessions, settings: ExportSettings, ours: OurMonth, *, against_stripe: bool
 ) -> Sequence[int] | None:
-    """What the biller counts of each sum; None where it is not asked. Raises: StripeFailed, InvalidValue."""
+    """Return the biller's count of each sum; None if not fetched. Raises: StripeFailed,
+    InvalidValue.
+    """
     if against_stripe:
         return await stripe_counts(sessions, StripeGateway(settings.stripe or stripe_settings(os.environ)), ours)
     if settings.destination is Destination.FILE:
@@ -252,26 +266,26 @@ async def biller_counts(
     return None
 
 
-def tell(found: MonthReconciliation, now: datetime) -> None:
-    """The sums of each stage, then what differs, how old it is and what to do."""
+def print_comparison(found: MonthReconciliation, now: datetime) -> None:
+    """Print the sums of each stage, then the differences with age and remedy."""
     counted = ("used", "posted", "invoiced", "due", "batched", "delivered")
     heads = ("organization", "model", "tier", "price version", "tokens", *counted, "biller")
     made = table(*heads, right=heads[5:], title=f"{found.month}, hours until {found.ours.until:%Y-%m-%d %H:%M} UTC are due")
     counts = found.counted or [None] * len(found.ours.sums)
     for each, count in zip(found.ours.sums, counts, strict=True):
         numbers = (getattr(each, name) for name in counted)
-        told = "not asked" if count is None else count
-        made.add_row(each.organization, each.model, each.tier, str(each.price_version), each.token_kind, *numbers, told)
+        biller = "not fetched" if count is None else count
+        made.add_row(each.organization, each.model, each.tier, str(each.price_version), each.token_kind, *numbers, biller)
     show(made)
     console = make_console()
     for difference in found.differences:
         console.print(f"[red]{difference.stage}[/red]  {escape(headline(difference, now))}", soft_wrap=True)
-        console.print(f"    [dim]what to do:[/dim] {escape(difference.remedy)}", soft_wrap=True)
+        console.print(f"    [dim]remedy:[/dim] {escape(difference.remedy)}", soft_wrap=True)
     if not found.biller:
-        note("nothing is exported (WEIR_EXPORT is off): the ledger is the last stage that was compared")
+        note("nothing is exported (WEIR_EXPORT is off): the ledger is the last stage compared")
     count = len(found.differences)
     differing = f"{count:,} {'difference' if count == 1 else 'differences'} between the stages"
-    note("every stage says the same" if found.balanced else differing)
+    note("all stages agree" if found.balanced else differing)
 
 
 def headline(difference: Difference, now: datetime) -> str:
@@ -287,15 +301,15 @@ def headline(difference: Difference, now: datetime) -> str:
 
 
 def document(found: MonthReconciliation) -> dict[str, object]:
-    """For `--json`."""
+    """Return the comparison for `--json`."""
     counts = found.counted or [None] * len(found.ours.sums)
     sums = [asdict(each) | {"biller": count} for each, count in zip(found.ours.sums, counts, strict=True)]
-    told = {"month": found.month, "until": found.ours.until, "balanced": found.balanced}
-    return told | {"sums": sums, "differences": found.differences}
+    head = {"month": found.month, "until": found.ours.until, "balanced": found.balanced}
+    return head | {"sums": sums, "differences": found.differences}
 
 
 def sheet(differences: Sequence[Difference]) -> str:
-    """For `--csv`, RFC 4180 with a header."""
+    """Return the differences as CSV (RFC 4180) with a header."""
     columns: dict[str, Callable[[Difference], object]] = {name: attrgetter(name) for name in CSV_COLUMNS}
     columns["amount"] = lambda each: exact_text(each.amount_picos, each.currency_code) if each.currency_code else ""
     columns["since"] = lambda each: each.since.astimezone(UTC).isoformat() if each.since else ""

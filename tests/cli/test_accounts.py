@@ -39,7 +39,7 @@ def test_the_secret_of_a_key_is_alone_on_stdout_and_warned_about(weir: Run, serv
     )
 
     assert result.stdout == "weir_ab12cd_topsecret\n"
-    assert "This is the only time that the secret is shown" in result.stderr
+    assert "The secret is shown only now" in result.stderr
     request = server.accounts.requests[0]
     assert (request.organization, request.project, list(request.scopes)) == ("acme", "web", ["admin"])
     assert list(request.models) == ["demo"]
@@ -55,7 +55,7 @@ def test_keys_are_listed_without_secrets_and_revoked(weir: Run) -> None:
 
     assert "laptop  acme/web  weir_ab12cd  inference  all     active  2026-11-20 12:00:00Z  never" in listed.stdout
     assert "secret" not in listed.output
-    assert revoked.stderr == "key laptop (weir_ab12cd) is revoked since 2026-11-20 12:00:00Z\n"
+    assert revoked.stderr == "key laptop (weir_ab12cd) was revoked at 2026-11-20 12:00:00Z\n"
     assert json.loads(weir("key", "create", "k", "--org", "a", "--project", "b", "--json").stdout)["secret"]
 
 
@@ -274,7 +274,7 @@ def test_the_month_is_a_table_with_totals_counts_and_check(weir: Run) -> None:
         " rounded                                                                      0.01",
         "",
         "requests  50: 47 completed, 3 cancelled, 0 limited, 0 failed",
-        "unrated   0 usage events are recorded but not yet in the lines above",
+        "unrated   0 usage events are recorded but not included above yet",
         "check     usage 58,371 = ledger 58,371 + unrated 0 tokens: balanced",
     ]
 
@@ -329,7 +329,7 @@ def test_a_ledger_that_does_not_agree_is_no_success(weir: Run, server: ScriptedW
     assert table.exit_code == sheet.exit_code == 1
     assert "usage 58,371 ≠ ledger 58,370 + unrated 0 tokens: OFF BY 1 TOKENS" in table.stdout
     assert "unrated   3 usage events" in table.stdout
-    assert "3 usage events are not in the lines yet" in sheet.stderr
+    assert "3 usage events are not included yet" in sheet.stderr
     assert weir("month", "show", "2026-13", "--org", "acme").exit_code == 2
 
 
@@ -340,11 +340,11 @@ def test_the_trace_of_a_request(weir: Run) -> None:
         "7f3c1d52-6f0e-4b1a-9a53-0d8c6f2b1e77 · demo · settled, STOP · admitted 2026-11-20 12:00:00Z",
         "agent=1",
         "",
-        "auth             0.4 ms ▏                                  resolve the key",
+        "auth             0.4 ms ▏                                  authenticate the key",
         "tokenize         2.1 ms ▏                                  tokenize the prompt",
         "admission        3.5 ms ▏                                  hold the tokens",
         "cold start       0.0 ms                                    start the engine",
-        "queue           24.0 ms ▋                                  wait for the turn",
+        "queue           24.0 ms ▋                                  wait in the queue",
         "prefill        182.0 ms ████▍                              825 new, 200 cached",
         "decode       1,450.0 ms     █████████████████████████████▉ 9.7 ms a token",
         "client stall     0.0 ms                                    wait for the client",
@@ -371,8 +371,8 @@ def test_a_request_of_another_project_is_traced_by_an_admins_key(weir: Run, serv
 
     assert asked == "Bearer weir_admin"
     assert "acme/search · wk_copilot1" in found.stdout
-    assert "went on in another engine 2 times" in found.stdout
-    assert "No timings: it ended before anything was to be billed." in found.stdout
+    assert "moved to another engine 2 times" in found.stdout
+    assert "No timings: it ended before any billable work." in found.stdout
     assert json.loads(direct.stdout)["organization_name"] == "acme"
     assert server.accounts.requests[-1] == live_pb.GetRequestRequest(request_id="x", project="acme/search")
 
@@ -407,5 +407,5 @@ def test_a_billing_profile_is_shown_and_an_unknown_organization_refused(weir: Ru
 
     assert "Acme GmbH" in shown.stdout
     assert refused.exit_code == 1
-    assert "there is no organization 'nobody'" in refused.stderr
+    assert "organization 'nobody' does not exist" in refused.stderr
     assert not any(isinstance(each, admin_pb.SetBillingProfileRequest) for each in server.accounts.requests)

@@ -69,12 +69,12 @@ PLAN = """\
     currency  USD
 ~ quota acme · cost-per-month
     limit     100.00 → 1,250.50
-    alert_at  as usual → 60, 100 %
+    alert_at  default → 60, 100 %
 - quota acme/search · tokens-per-minute for demo, for new keys
 + key acme/search/copilot (wk_copilot1)
     scopes   admin, inference
     expires  2027-06-30T00:00:00Z
-- key acme/search/old (wk_old12345)  is revoked, and what runs with it ends
+- key acme/search/old (wk_old12345)  is revoked, and its running requests end
 ~ price demo in USD
     output  0.60 → 0.70
 """
@@ -104,8 +104,8 @@ def test_what_was_done_is_shown_line_by_line(weir: Run, file: Path, server: Scri
     )
     assert result.stderr.splitlines() == [
         "created 2, changed 2, removed 2",
-        "1 more exists, not named in the file; --prune removes it: quota acme · tokens-per-minute for demo, for new keys",
-        "This is the only time that these secrets are shown. Store them now:",
+        "1 more exists, absent from the file; --prune removes it: quota acme · tokens-per-minute for demo, for new keys",
+        "These secrets are shown only now. Store them:",
     ]
     [request] = server.accounts.requests
     assert not request.dry_run
@@ -122,7 +122,7 @@ def test_a_dry_run_says_so_and_can_tell_a_script_that_there_is_something_to_do(w
 
     assert (plain.exit_code, checked.exit_code, settled.exit_code) == (0, 3, 0)
     assert "would create 2, change 2, remove 2; nothing was changed" in plain.stderr
-    assert settled.stderr == "nothing to change: everything is as the file says\n"
+    assert settled.stderr == "nothing to change: everything matches the file\n"
     assert settled.stdout == ""
     assert [request.dry_run for request in server.accounts.requests] == [True] * 3
     assert server.accounts.requests[0].configuration.organizations[0].projects[0].prune_keys
@@ -157,7 +157,7 @@ def test_secrets_go_into_a_file_of_ones_own_and_nowhere_else(weir: Run, file: Pa
     assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
     assert "topsecret" not in result.output + as_json.output
     assert again.exit_code == 2
-    assert "cannot be made" in again.stderr
+    assert "cannot be created" in again.stderr
     assert len(server.accounts.requests) == 2, "nothing is applied whose secrets could not be kept"
 
 

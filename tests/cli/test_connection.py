@@ -116,7 +116,7 @@ def test_an_address_that_is_none_is_told_as_such(bare_weir: Run, monkeypatch: py
     result = bare_weir("models", "--address", address)
 
     assert result.exit_code == 1
-    assert result.stderr == f"error: no server at {address}: there is no such host and port; write them as 127.0.0.1:8443\n"
+    assert result.stderr == f"error: no server at {address}: no such host or port; write them as 127.0.0.1:8443\n"
 
 
 def test_another_machine_is_nothing_to_start_with_weir_up() -> None:
@@ -124,7 +124,7 @@ def test_another_machine_is_nothing_to_start_with_weir_up() -> None:
 
     line = explain(error, "192.0.2.1:8443")
 
-    assert line == "no server at 192.0.2.1:8443: is one running there, and is the address right? (Connection refused)"
+    assert line == "no server at 192.0.2.1:8443: check that it is running and that the address is right (Connection refused)"
 
 
 def test_a_port_that_speaks_http_is_told_from_no_server() -> None:
@@ -133,7 +133,7 @@ def test_a_port_that_speaks_http_is_told_from_no_server() -> None:
 
     line = explain(error, "127.0.0.1:9443")
 
-    assert line.startswith("no gRPC server at 127.0.0.1:9443: what answers there speaks another protocol")
+    assert line.startswith("no gRPC server at 127.0.0.1:9443: the server there speaks another protocol")
 
 
 def test_the_version_is_told(bare_weir: Run) -> None:

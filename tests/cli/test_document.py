@@ -88,7 +88,7 @@ def test_only_lists_that_are_there_are_pruned() -> None:
     assert organization["prune_quotas"] is True
     [project] = organization["projects"]
     assert project["prune_keys"] is True
-    assert "prune_quotas" not in project, "the file says nothing of the project's own limits"
+    assert "prune_quotas" not in project, "the file is empty of the project's own limits"
     assert project["keys"][0]["prune_quotas"] is True, "an empty list is a list"
 
 
@@ -102,11 +102,11 @@ WRONG = [
     ("organizations:\n  name: a\n", 2, "organizations", "each entry in a line of its own"),
     ("organizations:\n- acme\n", 2, "organizations[0]", "write a mapping"),
     ("- acme\n", 1, "", "write a mapping"),
-    ("", 1, "", "the file says nothing"),
+    ("", 1, "", "the file is empty"),
     ("organizations: [\n", 2, "", "not valid YAML"),
     ("a: 1\n---\nb: 2\n", 2, "", "not valid YAML"),
     ("a: &x [*x]\n", 1, "a", "unknown key"),
-    ("version: 2\n", 1, "version", "reads version 1"),
+    ("version: 2\n", 1, "version", "the supported version is 1"),
     ("organizations: !!python/object:os.system []\n", 1, "", ""),
     ("prices:\n- {model: m, input: 1, output: 1}\n", 2, "prices[0]", "`cached_input` is missing"),
     ("prices:\n- {model: m, input: -1, cached_input: 0, output: 1}\n", 2, "prices[0].input", "0 or more"),

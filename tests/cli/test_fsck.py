@@ -76,7 +76,7 @@ def test_a_database_of_another_version_is_refused_with_what_to_do(bare_weir: Run
     result = bare_weir("fsck")
 
     assert result.exit_code == 1
-    assert "run weir migrate first" in result.stderr
+    assert "run `weir migrate` first" in result.stderr
 
 
 def test_the_checks_are_listed_with_what_they_prove(bare_weir: Run) -> None:

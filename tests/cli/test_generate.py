@@ -184,7 +184,7 @@ def test_ctrl_c_cancels_shows_the_partial_usage_and_exits_130(weir: Run, monkeyp
 
     assert result.exit_code == 130
     assert written == ["Two hotels "]
-    assert "interrupted: the request is cancelled, and this much is billed:" in result.stderr
+    assert "interrupted: the request is cancelled; billed so far:" in result.stderr
     assert "5 in · 1 out · 0.00022375 USD" in result.stderr
 
 
@@ -200,7 +200,7 @@ def test_ctrl_c_cancels_shows_the_partial_usage_and_exits_130(weir: Run, monkeyp
         (
             "huge",
             "error: quota exceeded: tokens-per-minute of the project: limit 1,000, left 40, needed 125; "
-            "waiting does not help: ask for less, or have the limit raised (`weir quota set`)",
+            "waiting does not help: reduce the request, or raise the limit (`weir quota set`)",
         ),
         ("busy", "; try again in 5 s"),
         ("unknown", "error: there is no model named x"),
@@ -220,7 +220,7 @@ def test_an_answer_cut_off_by_a_quota_is_shown_and_is_no_success(weir: Run) -> N
 
     assert result.exit_code == 1
     assert result.stdout == ANSWER + "\n"
-    assert "cut off: a quota ran out: tokens-per-minute of the project (limit 100,000, resets in 42 s)" in result.stderr
+    assert "cut off: quota exhausted: tokens-per-minute of the project (limit 100,000, resets in 42 s)" in result.stderr
 
 
 def test_a_timeout_is_told_with_its_flag(weir: Run) -> None:
@@ -228,7 +228,7 @@ def test_a_timeout_is_told_with_its_flag(weir: Run) -> None:
 
     assert result.exit_code == 1
     assert result.stdout == "Two hotels \n"
-    assert "give it more time with --timeout" in result.stderr
+    assert "allow more time with --timeout" in result.stderr
 
 
 def test_waiting_for_an_engine_does_not_disturb_the_output_of_a_pipe(weir: Run) -> None:

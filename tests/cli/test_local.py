@@ -27,7 +27,7 @@ def test_a_second_weir_up_in_one_directory_touches_nothing_of_the_first(bare_wei
         result = bare_weir("up", "--home", str(tmp_path))
 
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: `weir up` runs in {tmp_path} already: use it from other terminals")
+    assert result.stderr.startswith(f"error: `weir up` is already running in {tmp_path}: use it from other terminals")
     assert sorted(each.name for each in tmp_path.iterdir()) == [".up.lock", "logs", "serve.json"]
 
 
@@ -109,7 +109,7 @@ def test_migrating_grants_the_application_role_its_rights(
     missing = bare_weir("migrate", "--grant", "nobody")
 
     assert (granted.exit_code, missing.exit_code) == (0, 1)
-    assert f"role {APPLICATION_ROLE} has the rights that api processes and workers need, and no others" in " ".join(
+    assert f"role {APPLICATION_ROLE} has the privileges of api processes and workers, and no others" in " ".join(
         granted.stderr.split()
     )
     assert " ".join(missing.stderr.split()).startswith(
@@ -148,4 +148,4 @@ def test_the_embedded_database_has_no_second_role(bare_weir: Run, monkeypatch: p
     result = bare_weir("migrate", "--grant", "weir_app")
 
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: --grant is for a PostgreSQL of your own: set WEIR_DATABASE_URL")
+    assert result.stderr.startswith("error: --grant needs a separate PostgreSQL: set WEIR_DATABASE_URL")

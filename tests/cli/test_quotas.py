@@ -127,8 +127,8 @@ def test_a_removal_says_whether_there_was_anything_to_remove(weir: Run, server: 
     told = weir("quota", "delete", "abc", "--if-exists", "--json")
     older = weir("quota", "delete", "q1")  # a server that does not tell refuses what it has not
 
-    assert "limit q1 is removed" in removed.output
-    assert "there is no limit abc: nothing was removed" in missing.output
+    assert "removed limit q1" in removed.output
+    assert "limit abc does not exist: nothing was removed" in missing.output
     assert json.loads(told.stdout) == {"quota_id": "abc", "deleted": False}
-    assert "limit q1 is removed" in older.output
+    assert "removed limit q1" in older.output
     assert [each.exit_code for each in (removed, missing, told, older)] == [0, 0, 0, 0]

@@ -49,7 +49,7 @@ def test_differences_are_told_with_age_and_remedy_and_end_with_exit_code_1(bare_
     assert result.exit_code == 1
     assert "usage to ledger  acme demo version 1 output: 3 tokens, for " in result.stdout
     assert "ledger to batches  acme demo version 1 output: 10 tokens" in result.stdout
-    assert "what to do: the worker rates each second" in result.stdout
+    assert "remedy: the worker rates each second" in result.stdout
     assert "2 differences" in result.stderr
 
 
@@ -80,7 +80,7 @@ def test_a_month_without_usage_is_in_order(bare_weir: Run, database: str) -> Non
     result = bare_weir("reconcile", "2026-09")
 
     assert result.exit_code == 0
-    assert "every stage says the same" in result.stderr
+    assert "all stages agree" in result.stderr
 
 
 @pytest.mark.parametrize(("arguments", "told"), [(("2026-13",), "YYYY-MM"), ((MONTH, "--organization", "nobody"), "nobody")])

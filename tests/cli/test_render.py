@@ -138,9 +138,9 @@ def test_embedded_tokens_have_a_column_where_there_are_some() -> None:
 @pytest.mark.parametrize(
     ("state", "line"),
     [
-        (GenerationState.RUNNING, "It still runs"),
+        (GenerationState.RUNNING, "Still running"),
         (GenerationState.EXPIRED, "No timings: it was recovered"),
-        (GenerationState.SETTLED, "No timings: it broke, or was recovered"),
+        (GenerationState.SETTLED, "No timings: it failed, or was recovered"),
     ],
 )
 def test_a_trace_without_timings_says_why(state: GenerationState, line: str) -> None:

@@ -37,7 +37,7 @@ def test_the_engines_are_a_table_with_the_orders_below(weir: Run, server: Script
     assert "chat chat#0 eu draining 2 1,500 node-3:4711" in " ".join(told.stdout.split())
     assert "chat#0 in node-3:4711: 2 sequences running" in told.stderr
     assert "cold, drained" in told.stdout
-    assert "is drained since 2026-11-20 12:00:00Z (new disks), what runs there is moved after 90 s" in told.stderr
+    assert "is drained since 2026-11-20 12:00:00Z (new disks), running requests move after 90 s" in told.stderr
     assert server.accounts.requests[0] == pb.ListReplicasRequest(model="chat")
     assert document["replicas"][0]["request_count"] == 2
     assert document["drains"][0]["move_after_s"] == 90
@@ -52,7 +52,7 @@ def test_an_order_tells_who_has_taken_it_and_fails_where_somebody_has_not(weir: 
     undrained = weir("replicas", "undrain", "chat", "chat#0", "--json")
 
     assert drained.exit_code == 0
-    assert "taken by node-3:4711, node-4:12, 2 requests still run in it" in drained.stderr
+    assert "applied by node-3:4711, node-4:12, 2 requests still run in it" in drained.stderr
     assert undrained.exit_code == 3
     assert json.loads(undrained.stdout) == {"undrained": True, "replicas": [], "silent_owner_ids": silent}
     assert server.accounts.requests == [

@@ -84,8 +84,8 @@ def test_what_runs_is_a_table_with_sums(weir: Run, server: ScriptedWeir) -> None
         " all              1,204  1,104    1,258,000   4,820.5",
         "",
         "1,201 younger requests are not shown: --limit, --org",
-        f"no answer from process {GONE}: phase ? and old counts are those of the",
-        "holds",
+        f"no answer from process {GONE}: its requests have no phase, and the",
+        "counts of their holds",
     ]
     assert server.accounts.requests == [pb.ListLiveRequestsRequest(organization="acme", page_size=3)]
 
@@ -107,15 +107,15 @@ def test_the_wide_table_has_the_rest_and_a_script_gets_it_all(weir: Run, server:
     assert request["age_s"] == 75
     assert document["organizations"][0]["held_token_count"] == 1_253_000
     server.accounts.replies["ListLiveRequests"] = pb.ListLiveRequestsResponse()
-    assert weir("requests").stderr == "nothing runs\n"
+    assert weir("requests").stderr == "no running requests\n"
 
 
 @pytest.mark.parametrize(
     ("result", "exit_code", "told"),
     [
-        (pb.KillRequestResponse.RESULT_ENDED, 0, f"request {ID} is ended: 1,025 in (200 cached) · 150 out"),
-        (pb.KillRequestResponse.RESULT_HAD_ENDED, 0, f"request {ID} had ended before"),
-        (pb.KillRequestResponse.RESULT_PENDING, 3, "its hold ends at 2026-11-20 12:00:00Z at the latest"),
+        (pb.KillRequestResponse.RESULT_ENDED, 0, f"request {ID} ended: 1,025 in (200 cached) · 150 out"),
+        (pb.KillRequestResponse.RESULT_HAD_ENDED, 0, f"request {ID} ended before"),
+        (pb.KillRequestResponse.RESULT_PENDING, 3, "the hold expires at 2026-11-20 12:00:00Z at the latest"),
     ],
 )
 def test_ending_a_request_tells_what_came_of_it(
@@ -141,8 +141,8 @@ def test_stuck_holds_are_no_success_and_the_remedy_stands_beside_them(weir: Run,
     server.accounts.replies["ListLiveRequests"] = VIEW
     some = weir("requests", "stuck")
 
-    assert (none.exit_code, none.stderr) == (0, "no hold is stuck\n")
-    assert ended.stderr.splitlines() == ["ended 2 overdue holds", "no hold is stuck"]
+    assert (none.exit_code, none.stderr) == (0, "no stuck holds\n")
+    assert ended.stderr.splitlines() == ["ended 2 overdue holds", "no stuck holds"]
     assert some.exit_code == 3
     assert "weir requests stuck --end" in some.stderr
     assert " ago" in some.stdout
@@ -188,7 +188,7 @@ def test_a_key_that_is_there_is_no_failure_for_a_script_and_prints_no_secret(wei
     result = weir("key", "create", "laptop", "--org", "acme", "--project", "web", "--if-missing")
 
     assert (result.exit_code, result.stdout) == (0, "")
-    assert "is there already" in result.stderr
+    assert "exists; its secret" in result.stderr
     assert "weir key rotate" in result.stderr
     assert server.accounts.requests[0].allow_existing
 
@@ -207,4 +207,4 @@ def test_the_log_is_asked_by_subject_actor_action_and_time(weir: Run, server: Sc
     assert wrong.exit_code == 2
     assert "7d" in wrong.stderr
     server.accounts.replies["ListAuditEntries"] = admin_pb.ListAuditEntriesResponse()
-    assert weir("audit").stderr == "no such entry\n"
+    assert weir("audit").stderr == "no matching entries\n"

@@ -112,7 +112,7 @@ def test_credit_is_granted_in_units_and_listed(weir: Run, server: ScriptedWeir) 
     assert weir("credit", "grant", "acme", "much", "--until", "2026-12", "--reason", "paid").exit_code == 2
     assert "g1" in weir("credit", "list", "--org", "acme").stdout
     assert "7.00 USD" in weir("credit", "balance", "acme").stdout
-    assert "acme is kept to its credit" in weir("credit", "prepaid", "acme", "--only").stderr
+    assert "acme is limited to its credit" in weir("credit", "prepaid", "acme", "--only").stderr
     assert (
         "acme has the plan growth version 2 from 2026-12 on" in weir("plan", "assign", "acme", "growth", "--from", "2026-12").stderr
     )

@@ -193,9 +193,9 @@ async def test_a_month_is_verified_without_a_server(month: Month) -> None:
     document = await month.weir("receipt", "verify", "-", *files, "--json", stdin=month.receipts.read_text(), address="127.0.0.1:1")
 
     assert done.exit_code == 0, done.stdout
-    assert "✓ 5 receipts of 1 projects, 5 signed: nothing was changed" in done.stdout
+    assert "✓ 5 receipts of 1 projects, 5 signed: unaltered" in done.stdout
     assert f"✓ complete: the root is {shown['root']}" in done.stdout
-    assert f"✓ the sums are those of the report of {month.month}" in done.stdout
+    assert f"✓ the sums match the report of {month.month}" in done.stdout
     assert json.loads(document.stdout)["valid"] is True
 
 
@@ -230,7 +230,7 @@ async def test_what_is_wrong_is_told_precisely(month: Month) -> None:
 
 async def test_files_that_are_none_are_refused_by_line_and_remedy(month: Month, tmp_path: Path) -> None:
     for arguments, stdin, told in (
-        (("-", "--keys", str(month.keys)), "\n{}\n", "line 2 is no receipt: version"),
+        (("-", "--keys", str(month.keys)), "\n{}\n", "line 2 is not a receipt: version"),
         ((str(tmp_path / "none"),), "", "none cannot be read"),
         ((str(month.receipts), "--keys", str(month.receipts)), "", "write it with `weir receipt keys --json`"),
         ((str(month.receipts), "--report", str(month.keys)), "", "write it with `weir month show"),

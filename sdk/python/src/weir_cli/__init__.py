@@ -1,5 +1,6 @@
-"""The command line `weir`: the commands that call a running server, for laptops that have no more than the client.
+"""Command line `weir`: commands that call a running server and need only the client.
 
-`commands.py` lists them, `__main__.py` is the program, `connection.py` decides where to connect, and `render.py` draws. They speak
-gRPC through `weir_client` and nothing else, so that they work against any server.
+`commands.py` lists them, `__main__.py` is the program, `connection.py` selects the server, and
+`render.py` formats output. They use gRPC through `weir_client` only, so that they work with any
+server.
 """

@@ -1,4 +1,6 @@
-"""The program `weir`: help and completion come from the tables of commands; a command is imported when it is used."""
+"""Program `weir`: help and completion use the tables of commands; a command is imported when it is
+run.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +20,30 @@ except ModuleNotFoundError:
 
 from weir_cli.commands import PERSONAS, Command, ExitCode, all_commands
 
-OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what writing to a full or broken disk says
+# Errors of writing to a full or broken disk
+OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 COMMANDS = all_commands()
-HELP_WIDTH = 80  # columns of the terminal that help is laid out for
+HELP_WIDTH = 80  # columns of the help output
 HELP_END = "More: weir COMMAND --help. Exit codes: " + ", ".join(
     f"{each:d} {each.name.lower().replace('_', ' ')}" for each in ExitCode
 )
 
 
 def imported(command: Command) -> Any:
-    """What a line of a table stands for."""
+    """Return the object that a command's target names."""
     module, _, name = command.target.partition(":")
     return getattr(import_module(module), name)
 
 
 def single(command: Command, name: str) -> Any:
-    """A command of this name made of a function."""
+    """Return a command of this name made of a function."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(name)(imported(command))
     return typer.main.get_command(app)
 
 
 def load(name: str) -> Any:
-    """The command of a name; a group has what other distributions add to it."""
+    """Return the command of a name; groups include commands of other distributions."""
     target = imported(COMMANDS[name])
     if not isinstance(target, typer.Typer):
         return single(COMMANDS[name], name)
@@ -54,7 +57,7 @@ def load(name: str) -> Any:
 
 
 class LazyGroup(TyperGroup):
-    """A group that knows its commands' names and help by heart, and imports only the one that is run."""
+    """Group that knows the names and help of its commands, and imports only the one that is run."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -63,13 +66,13 @@ class LazyGroup(TyperGroup):
                 self.add_command(TyperCommand(name, help=entry.help))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Replaces the stand-in by the command itself."""
+        """Replace the placeholder by the imported command."""
         if args and args[0] in self.commands:
             self.add_command(load(args[0]))
         return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """One line for each command, by persona. Plain, because drawing boxes takes longer than all the rest."""
+        """Write one line per command, by persona; plain text, as drawing boxes would be slow."""
         options = ", ".join(parameter.opts[0] for parameter in self.get_params(ctx))
         lines = [f"Usage: {ctx.command_path} [OPTIONS] COMMAND [ARGS]..."]
         for persona in PERSONAS:
@@ -91,8 +94,8 @@ app = typer.Typer(
 )
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+def show_version(requested: bool) -> None:
+    if requested:
         from importlib import metadata
 
         typer.echo(f"weir {metadata.version('weir-client')}")
@@ -103,35 +106,35 @@ def show_version(wanted: bool) -> None:
 def weir(
     ca: Annotated[
         Path | None,
-        typer.Option("--ca", help="PEM file of the authorities to trust. Else $WEIR_ROOT_CERTIFICATES, else the system's."),
+        typer.Option("--ca", help="PEM file of trusted CAs. Default: $WEIR_ROOT_CERTIFICATES, then the system's."),
     ] = None,
     client_certificate: Annotated[
-        Path | None, typer.Option(help="PEM file, for servers that want to see one. Else $WEIR_CLIENT_CERTIFICATE.")
+        Path | None, typer.Option(help="PEM file, for mutual TLS. Default: $WEIR_CLIENT_CERTIFICATE.")
     ] = None,
-    client_key: Annotated[Path | None, typer.Option(help="PEM file of its key. Else $WEIR_CLIENT_KEY.")] = None,
-    version: Annotated[  # read by its callback alone
+    client_key: Annotated[Path | None, typer.Option(help="PEM file of its key. Default: $WEIR_CLIENT_KEY.")] = None,
+    version: Annotated[  # handled by its callback
         bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Weir: language models as a metered stream, from a key to an invoice."""
     given = {"WEIR_ROOT_CERTIFICATES": ca, "WEIR_CLIENT_CERTIFICATE": client_certificate, "WEIR_CLIENT_KEY": client_key}
     for variable, path in given.items():
-        if path is not None:  # the SDK reads them there, whichever client a command uses
+        if path is not None:  # the SDK reads these variables in every client
             os.environ |= {variable: str(path), "WEIR_TLS": "1"}
 
 
 def main() -> None:
     """Run `weir` with the arguments of the process."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log lines would stand between the words of an answer
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log lines would mix with the answer
     try:
         try:
             app(prog_name="weir")
         finally:
-            sys.stdout.flush()  # what is left of the output, while its failure can still be told
+            sys.stdout.flush()  # here a failed write can still be reported
     except OSError as error:
         if error.errno not in OUTPUT_LOST:
             raise
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what is left in it cannot go out either
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # its buffer cannot be written either
         typer.echo(f"error: the output cannot be written: {error.strerror}", err=True)
         sys.exit(ExitCode.FAILED)
 

@@ -1,4 +1,4 @@
-"""`weir alerts`: what alerted, and the webhooks that are told of it."""
+"""`weir alerts`: alerts and their webhooks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from weir_cli.render import (
 )
 from weir_cli.tenants import show_secret
 
-alerts = typer.Typer(help="Read alerts on limits, credit and payments; have them posted somewhere.", no_args_is_help=True)
-webhook = typer.Typer(help="Where an organization's alerts are posted to.", no_args_is_help=True)
+alerts = typer.Typer(help="Read alerts on limits, credit and payments; configure webhooks.", no_args_is_help=True)
+webhook = typer.Typer(help="Webhook for an organization's alerts.", no_args_is_help=True)
 alerts.add_typer(webhook, name="webhook")
 
 PAGE_SIZE = 1000
 POLL_S = 0.5
-OrganizationOption = Annotated[str, typer.Option("--org", help="Whose, by name or id.")]
+OrganizationOption = Annotated[str, typer.Option("--org", help="Organization, by name or id.")]
 
 
 @alerts.command("list")
@@ -39,15 +39,17 @@ OrganizationOption = Annotated[str, typer.Option("--org", help="Whose, by name o
 def list_alerts(
     client: BillingClient,
     organization: Annotated[
-        str, typer.Option("--org", help="Only of this organization, by name or id. Default: all that your key may see.")
+        str, typer.Option("--org", help="Only this organization, by name or id. Default: all visible to your key.")
     ] = "",
-    count: Annotated[int, typer.Option("--count", "-n", min=1, max=100_000, help="At most so many, the latest first.")] = 100,
+    count: Annotated[
+        int, typer.Option("--count", "-n", min=1, max=100_000, help="Largest number of alerts, the latest first.")
+    ] = 100,
 ) -> Output:
-    """List alerts, the latest first. A key for finance sees those of its own organization."""
-    found = list(islice(client.list_alerts(organization, page_size=min(count, PAGE_SIZE)), count + 1))
-    has_more, found = len(found) > count, found[:count]
+    """List alerts, the latest first. A finance key lists those of its own organization."""
+    listed = list(islice(client.list_alerts(organization, page_size=min(count, PAGE_SIZE)), count + 1))
+    has_more, listed = len(listed) > count, listed[:count]
     more = [f"there are earlier ones: give --count more than {count}"] if has_more else []
-    return {"alerts": found, "has_more": has_more}, alerts_table(found) if found else "nothing has alerted", *more
+    return {"alerts": listed, "has_more": has_more}, alerts_table(listed) if listed else "no alerts", *more
 
 
 @alerts.command("test")
@@ -59,7 +61,7 @@ def send_test(
     wait_s: Annotated[float, typer.Option("--wait", min=0, max=600, help="Seconds to wait for the first attempt.")] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Have a test posted to an organization's webhook, and tell how it went."""
+    """Post a test alert to an organization's webhook, and show the result."""
     sent = admin.test_alert_webhook(organization)
     deadline = time.monotonic() + wait_s
     while (delivery := sent.delivery) is not None and not (delivery.end_time or delivery.last_error):
@@ -77,11 +79,13 @@ def send_test(
 @calls(admin_client)
 def set_webhook(
     client: AdminClient,
-    url: Annotated[str, typer.Argument(help="What to post to, such as https://example.com/alerts.")],
+    url: Annotated[str, typer.Argument(help="URL to post to, such as https://example.com/alerts.")],
     organization: OrganizationOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Post an organization's alerts to a URL from now on. What signs them goes to stdout, once; again makes another secret."""
+    """Post an organization's alerts to a URL. The signing secret goes to stdout, once; a repetition
+    replaces it.
+    """
     made = client.set_alert_webhook(organization, url)
     if as_json:
         print_json(made)
@@ -96,9 +100,9 @@ def list_webhooks(
     client: AdminClient,
     organization: OnlyOrganizationOption = "",
 ) -> Output:
-    """List webhooks, and how what is posted to them fares."""
+    """List webhooks with their pending and failed deliveries."""
     found = client.list_alert_webhooks(organization)
-    made = table("organization", "URL", "since", "waiting", "failures", "rests until", "last error", right=("waiting", "failures"))
+    made = table("organization", "URL", "since", "waiting", "failures", "paused until", "last error", right=("waiting", "failures"))
     for each in found:
         counts = (str(each.pending_count), str(each.failure_count), time_text(each.rest_end_time))
         made.add_row(each.organization_name, each.url, time_text(each.create_time), *counts, each.last_error or "—")
@@ -110,25 +114,25 @@ def list_webhooks(
 def remove_webhook(
     client: AdminClient,
     organization: OrganizationOption,
-    if_exists: Annotated[
-        bool, typer.Option("--if-exists", help="Do nothing if there is none, so that a script may be repeated.")
-    ] = False,
+    if_exists: Annotated[bool, typer.Option("--if-exists", help="Do nothing if there is none, for repeatable scripts.")] = False,
 ) -> Output:
-    """Post an organization's alerts nowhere. What waits is given up."""
+    """Remove an organization's webhook. Pending deliveries are dropped."""
     deleted = client.delete_alert_webhook(organization, allow_missing=if_exists)
-    told = f"alerts of {organization} are posted nowhere" if deleted else f"{organization} has no webhook: nothing was removed"
-    return {"organization": organization, "deleted": deleted}, told
+    message = f"removed the webhook of {organization}" if deleted else f"{organization} has no webhook: nothing was removed"
+    return {"organization": organization, "deleted": deleted}, message
 
 
 def alerts_table(found: list[Alert]) -> RenderableType:
-    """Alerts with what had been used when they were found."""
+    """Return a table of alerts with the usage at the time of each."""
     columns = ("found", "of", "limit on", "model", "alert", "used", "limit", "window", "webhook", "id")
     rows = ((time_text(each.fire_time), *about(each), delivery_text(each), each.alert_id) for each in found)
     return table(*columns, right=("used", "limit"), rows=rows)
 
 
 def about(alert: Alert) -> tuple[str, ...]:
-    """What of a limit an alert tells, column by column."""
+    """Return the cells of an alert's limit: owner, dimension, model, threshold, usage, limit,
+    window.
+    """
     if alert.invoice is not None:
         paid, due = money_text(alert.invoice.amount_paid), money_text(alert.invoice.amount_due)
         what = "invoice", "—", alert.kind.replace("_", " ")
@@ -147,7 +151,7 @@ def about(alert: Alert) -> tuple[str, ...]:
 
 
 def window_text(alert: Alert) -> str:
-    """Which day or month, UTC."""
+    """Return the day or month of an alert's window, in UTC."""
     if alert.window_start_time is None:
         return "—"
     is_of_month = alert.dimension in (QuotaDimension.TOKENS_PER_MONTH, QuotaDimension.COST_PER_MONTH)
@@ -155,7 +159,7 @@ def window_text(alert: Alert) -> str:
 
 
 def delivery_text(alert: Alert) -> str:
-    """How far it has come to the webhook."""
+    """Return the delivery state of an alert as text."""
     if (delivery := alert.delivery) is None:
         return "none"
     after = f" after {delivery.attempt_count} attempts" if delivery.attempt_count > 1 else ""

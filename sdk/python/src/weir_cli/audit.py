@@ -1,4 +1,4 @@
-"""`weir audit`: who changed what."""
+"""`weir audit`: the audit log."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ PAGE_SIZE = 1000
 def audit(
     client: AdminClient,
     subject: Annotated[
-        str, typer.Option(help="Only what concerns this: an organization, ORG/PROJECT, a key's prefix, a request, or any id.")
+        str, typer.Option(help="Only entries about this: an organization, ORG/PROJECT, a key's prefix, a request or any id.")
     ] = "",
-    actor: Annotated[str, typer.Option(help="Only what this key did, by prefix; or system.")] = "",
-    action: Annotated[str, typer.Option(help="Only actions that begin so, such as api_key. or quota.set.")] = "",
-    since: Annotated[str | None, typer.Option(help="Only from this time on: 2h, 7d, or a time in UTC.")] = None,
+    actor: Annotated[str, typer.Option(help="Only changes by this key, by prefix; or system.")] = "",
+    action: Annotated[str, typer.Option(help="Only actions with this prefix, such as api_key. or quota.set.")] = "",
+    since: Annotated[str | None, typer.Option(help="Only since this time: 2h, 7d, or a time in UTC.")] = None,
     until: Annotated[str | None, typer.Option(help="Only before this time: 2h, 7d, or a time in UTC.")] = None,
-    limit: Annotated[int, typer.Option(help="At most so many entries.", min=1, max=100_000)] = 100,
+    limit: Annotated[int, typer.Option(help="Largest number of entries.", min=1, max=100_000)] = 100,
     before: Annotated[int, typer.Option(help="Only entries before this number; for the next page.")] = 0,
 ) -> Output:
-    """Read who changed what, newest first. Entries are never changed or removed."""
+    """Read the audit log, newest first. Entries are never changed or removed."""
     now = datetime.now(UTC)
     start, end = parse_time(since, now, "--since"), parse_time(until, now, "--until")
     found = client.list_audit_entries(
@@ -44,11 +44,11 @@ def audit(
     )
     entries = list(islice(found, limit))
     older = [f"older entries: weir audit --before {entries[-1].entry_id}"] if len(entries) == limit else []
-    return entries, audit_table(entries) if entries else "no such entry", *older
+    return entries, audit_table(entries) if entries else "no matching entries", *older
 
 
 def audit_table(entries: list[AuditEntry]) -> RenderableType:
-    """Changes, newest first, each with what became different."""
+    """Return a table of changes, newest first, with the changed fields."""
     made = table("entry", "time", "actor", "action", "subject", "change", right=("entry",))
     for each in entries:
         change = changed(each.before_json, each.after_json)
@@ -57,13 +57,18 @@ def audit_table(entries: list[AuditEntry]) -> RenderableType:
 
 
 def changed(before_json: str, after_json: str) -> str:
-    """What a change made of an object: `limit_value: 10 → 20`; what a new one says; `removed`. Ids and times are in `--json`."""
+    """Describe a change: `limit_value: 10 → 20`, the fields of a new object, or `removed`.
+
+    Ids and times are only in `--json`.
+    """
     before, after = _object(before_json), _object(after_json)
     if not after:
         return "removed" if before else ""
-    told = [name for name in after if name != "id" and not name.endswith(("_id", "_at", "_time")) and after[name] not in ("", None)]
+    shown = [
+        name for name in after if name != "id" and not name.endswith(("_id", "_at", "_time")) and after[name] not in ("", None)
+    ]
     if not before:
-        return ", ".join(f"{name}: {_word(after[name])}" for name in told)
+        return ", ".join(f"{name}: {_word(after[name])}" for name in shown)
     differing = [name for name in after if before.get(name) != after[name]]
     return ", ".join(f"{name}: {_word(before.get(name))} → {_word(after[name])}" for name in differing)
 

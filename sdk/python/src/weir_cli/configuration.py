@@ -1,8 +1,9 @@
-"""`weir apply` and `weir export`: the state as a file, and the file as the state.
+"""`weir apply` and `weir export`: conversion between YAML files and the server's configuration.
 
-A file is YAML; by the tables below it becomes the JSON mapping of `weir.v1.Configuration`, and back. Reading finds every mistake
-with its line and its place, and knows the line of every place, so that what the server finds wrong is told by line too. Values are
-read by what they are for, not by what YAML takes them for: a project may be called `no`.
+By the tables below, a file becomes the JSON mapping of `weir.v1.Configuration`, and back. The
+reader reports every mistake with line and place, and keeps the line of every place, so that the
+server's findings are reported by line too. Values are parsed by their field's type instead of
+YAML's: a project may be named `no`.
 """
 
 from __future__ import annotations
@@ -49,16 +50,17 @@ from weir_cli.render import (
 
 Json = Any  # a value of the JSON mapping of a message
 Texts = Mapping[str, str]  # the scalars of one mapping of the file, by key
-NODES_MAX = 200_000  # what a file may come to once its aliases are followed; more is no configuration but an accident
+NODES_MAX = 200_000  # nodes after aliases are followed; guards against alias bombs
 VERSION = "1"
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """One value. read: from its text, with its siblings' texts; raises ValueError saying what would do. show: for people and files.
+    """One value.
 
-    name: in the contract; `a.b` is the field `b` of the message in the field `a`. tag: YAML's type of it, so that it is written
-    without quotes where it needs none.
+    read: parses the text, given the texts of the sibling keys; raises ValueError with the remedy.
+    show: formats the value for tables and files. name: field in the contract; `a.b` is the field
+    `b` of the message in the field `a`. tag: YAML type, so that the value needs no quotes.
     """
 
     name: str
@@ -69,7 +71,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A list of words; or of percentages, which are a message of the contract."""
+    """A list of words, or of percentages (a message in the contract)."""
 
     name: str
     are_percentages: bool = False
@@ -77,7 +79,10 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """A list of mappings, or one. prune: the flag of the contract that removes what the list does not name; empty if none can."""
+    """A list of mappings, or one mapping.
+
+    prune: field of the contract that removes entries absent from the list; empty if not supported.
+    """
 
     name: str
     section: Section
@@ -87,7 +92,7 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One kind of mapping: its keys in the order in which they are written, and those that it must have."""
+    """One kind of mapping: its keys in writing order, and the required ones."""
 
     keys: Mapping[str, Scalar | Words | Sections]
     required: tuple[str, ...]
@@ -107,7 +112,7 @@ def truth(name: str) -> Scalar:
 
 
 def moment(name: str) -> Scalar:
-    """A time; without an offset it is UTC, without a time of day it is midnight."""
+    """Return a field for a time; default offset UTC, default time of day midnight."""
 
     def read(given: str, _: Texts) -> str:
         try:
@@ -138,12 +143,12 @@ def tier(name: str) -> Scalar:
 
 
 def limit(name: str) -> Scalar:
-    """A limit in the unit of its dimension: requests, tokens, or units of the currency."""
+    """Return a field for a limit, in requests, tokens or currency units by its dimension."""
 
     def read(given: str, siblings: Texts) -> int:
         kind = siblings.get("dimension", "")
         if kind not in set(QuotaDimension):
-            return 0  # the dimension is what is wrong, and it says so
+            return 0  # the wrong dimension is reported at its own key
         return parse_limit(QuotaDimension(kind), given.replace("_", ""))
 
     def show(value: Json, siblings: Mapping[str, Json]) -> str:
@@ -153,7 +158,7 @@ def limit(name: str) -> Scalar:
 
 
 def price(name: str) -> Scalar:
-    """A price per million tokens in units of the currency."""
+    """Return a field for a price per million tokens in units of the currency."""
     return Scalar(
         name,
         lambda given, _: parse_price(given.replace("_", "")),
@@ -194,7 +199,7 @@ def dimension(name: str) -> Scalar:
 
 
 def dimension_of(value: Json) -> QuotaDimension:
-    """A dimension from its name or number in the contract."""
+    """Return a dimension from its name or number in the contract."""
     from weir.v1 import types_pb2
 
     number = types_pb2.QuotaDimension.Value(value) if isinstance(value, str) else types_pb2.QuotaDimension.ValueType(value or 0)
@@ -302,7 +307,7 @@ PLAN = Section(
 
 PROPOSAL = Section({"prices": Sections("prices", PRICE), "plans": Sections("plans", PLAN)}, required=())
 
-# By what the answer calls the kinds of things.
+# By the kinds of objects in the server's response.
 SECTIONS = {
     "organization": ORGANIZATION,
     "billing_profile": BILLING_PROFILE,
@@ -314,30 +319,30 @@ SECTIONS = {
 
 
 def shown_field(kind: str, name: str, value: Json, quota: Mapping[str, Json]) -> tuple[str, str]:
-    """A field of the contract as the file calls it, and its value as people read it."""
+    """Return the file's key for a field of the contract, and the value as shown to people."""
     for key, entry in SECTIONS[kind].keys.items():
         if entry.name == name:
             if isinstance(entry, Words) and entry.are_percentages:
-                return key, "as usual" if value is None else percents_text(value)
+                return key, "default" if value is None else percents_text(value)
             if value is None:
                 return key, "—"
             if not isinstance(entry, Scalar):
                 return key, ", ".join(map(str, value))
-            told = entry.show(value, quota)
-            return key, told.replace("_", ",") if entry.tag in ("float", "int") else told
+            shown = entry.show(value, quota)
+            return key, shown.replace("_", ",") if entry.tag in ("float", "int") else shown
     return name, str(value)
 
 
 @dataclass(slots=True)
 class Document:
-    """A file that was read. lines: line and place in the file of each path of the contract."""
+    """A parsed file. lines: line and place in the file, by path in the contract."""
 
     configuration: dict[str, Json] = field(default_factory=dict)
     mistakes: list[FileMistake] = field(default_factory=list)
     lines: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def mistake_at(self, path: str, message: str) -> FileMistake:
-        """What the server finds wrong at a path of the contract, at the nearest place that the file has."""
+        """Return a mistake found by the server, at the nearest known place of the file."""
         found = path
         while found not in self.lines and found:
             found = found[: max(found.rfind("."), found.rfind("["), 0)]
@@ -346,22 +351,22 @@ class Document:
 
 
 def read_document(content: str, *, prune: bool, section: Section = DOCUMENT) -> Document:
-    """What a file says. section: which kind of file it is.
+    """Parse a file. section: the kind of file.
 
-    prune: ask for the removal of what its lists do not name; lists that it does not have are left alone.
+    prune: request the removal of objects absent from the file's lists; absent lists are left alone.
     """
     reader = Reader(prune)
     document = Document(mistakes=reader.mistakes, lines=reader.lines)
     try:
         root = compose(content)
         if root is None:
-            reader.wrong(None, "", f"the file says nothing: begin with `{next(iter(section.keys))}:` or see `weir export`")
+            reader.wrong(None, "", f"the file is empty: begin with `{next(iter(section.keys))}:` or see `weir export`")
         else:
             document.configuration = reader.section(root, section, "", "", is_root=True)
     except NotYaml as broken:
         reader.mistakes.append(FileMistake(broken.line, "", str(broken)))
     except TooLarge:
-        reader.wrong(None, "", f"it comes to more than {NODES_MAX:,} values: split it by organization")
+        reader.wrong(None, "", f"has more than {NODES_MAX:,} values: split it by organization")
     document.mistakes.sort(key=lambda mistake: mistake.line)
     return document
 
@@ -371,7 +376,7 @@ class TooLarge(Exception):
 
 
 class Reader(StrictReader):
-    """Walks the nodes of a file by the tables. lines: line and place in the file of each path of the contract."""
+    """Converts the nodes of a file by the tables. lines: as in `Document`."""
 
     def __init__(self, prune: bool) -> None:
         super().__init__()
@@ -380,13 +385,13 @@ class Reader(StrictReader):
         self._node_count = 0
 
     def section(self, node: yaml.Node, section: Section, path: str, place: str, *, is_root: bool = False) -> dict[str, Json]:
-        """One mapping, by the contract's names. path: in the contract; place: in the file."""
+        """Return one mapping by the contract's names. path: in the contract; place: in the file."""
         self._enter(node, path, place)
         nodes = self.mapping(node, place, [*section.keys, *(["version"] if is_root else [])])
         if not isinstance(node, yaml.MappingNode):
             return {}
         if is_root and (version := nodes.pop("version", None)) is not None and version.value != VERSION:
-            self.wrong(version, "version", f"this program reads version {VERSION}")
+            self.wrong(version, "version", f"the supported version is {VERSION}")
         self.require(node, place, nodes, *section.required)
         texts = {key: each.value for key, each in nodes.items() if isinstance(each, yaml.ScalarNode)}
         found: dict[str, Json] = {}
@@ -435,7 +440,7 @@ def _read(entry: Scalar, texts: Texts, given: str) -> Json:
 
 
 def write_document(configuration: Mapping[str, Json]) -> str:
-    """A configuration as the text of a file. What is as usual is left out."""
+    """Return a configuration as the text of a file. Default values are omitted."""
     node = mapping_node(configuration, DOCUMENT)
     node.value.insert(0, (scalar_node("version"), scalar_node(VERSION, "int")))
     written: str = yaml.serialize(node, Dumper=yaml.SafeDumper, allow_unicode=True, width=132)
@@ -447,7 +452,7 @@ def mapping_node(values: Mapping[str, Json], section: Section) -> yaml.MappingNo
     for key, entry in section.keys.items():
         if entry.name not in values and key not in section.required:
             continue
-        value = values.get(entry.name, 0)  # the JSON mapping leaves zeros out
+        value = values.get(entry.name, 0)  # the JSON mapping omits zeros
         match entry:
             case Scalar():
                 pairs.append((scalar_node(key), scalar_node(entry.show(value, values), entry.tag)))
@@ -467,7 +472,7 @@ def sequence_node(nodes: list[Any], *, flow: bool = False) -> yaml.SequenceNode:
 
 
 def scalar_node(value: str, tag: str = "str") -> yaml.ScalarNode:
-    """A value. Numbers are of whatever type YAML reads from their text, so that they need no quotes."""
+    """Return a scalar node. Numbers get the YAML type of their text and need no quotes."""
     if tag == "float":
         tag = "float" if "." in value else "int"
     return yaml.ScalarNode(f"tag:yaml.org,2002:{tag}", value)
@@ -481,7 +486,7 @@ SIGNS = {
 
 VERBS = ((ChangeAction.CREATE, "create"), (ChangeAction.UPDATE, "change"), (ChangeAction.DELETE, "remove"))
 DONE = {"create": "created", "change": "changed", "remove": "removed"}
-TIMEOUT_S = 120.0  # for thousands of changes in one transaction
+TIMEOUT_S = 120.0  # thousands of changes in one transaction
 
 
 def plan(changes: Iterable[ConfigurationChange]) -> RenderableType:
@@ -492,7 +497,7 @@ def block(change: ConfigurationChange) -> Text:
     sign, color = SIGNS[change.action]
     made = Text(f"{sign} {title(change)}", style=color)
     if change.kind == "key" and change.action is ChangeAction.DELETE:
-        made.append("  is revoked, and what runs with it ends")
+        made.append("  is revoked, and its running requests end")
     rows = [(each.field, value(each.before_json), value(each.after_json)) for each in change.fields]
     shown = [
         (*shown_field(change.kind, name, before, change.quota), shown_field(change.kind, name, after, change.quota)[1])
@@ -500,13 +505,13 @@ def block(change: ConfigurationChange) -> Text:
     ]
     width = max((len(key) for key, *_ in shown), default=0)
     for key, before, after in shown:
-        told = after if change.action is ChangeAction.CREATE else f"{before} → {after}"
-        made.append(f"\n    {key.ljust(width)}  {printable(told)}", style="default")
+        shown = after if change.action is ChangeAction.CREATE else f"{before} → {after}"
+        made.append(f"\n    {key.ljust(width)}  {printable(shown)}", style="default")
     return made
 
 
 def title(change: ConfigurationChange) -> str:
-    """What changes."""
+    """Return the headline of a change."""
     named = f"{change.kind.replace('_', ' ')} {printable(change.path)}"
     if change.kind == "key" and change.api_key_prefix:
         named += f" ({change.api_key_prefix})"
@@ -522,7 +527,7 @@ def title(change: ConfigurationChange) -> str:
 def summary(changes: Sequence[ConfigurationChange], *, dry_run: bool) -> str:
     count = Counter(change.action for change in changes)
     if not changes:
-        return "nothing to change: everything is as the file says"
+        return "nothing to change: everything matches the file"
     if dry_run:
         return f"would {', '.join(f'{verb} {count[action]}' for action, verb in VERBS if count[action])}; nothing was changed"
     return ", ".join(f"{DONE[verb]} {count[action]}" for action, verb in VERBS if count[action])
@@ -535,24 +540,25 @@ def value(text: str | None) -> object:
 @calls(admin_client, timeout=TIMEOUT_S)
 def apply(
     client: AdminClient,
-    file: Annotated[Path, typer.Argument(help="The configuration, as YAML; - for stdin. `weir export` writes one.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
+    file: Annotated[Path, typer.Argument(help="Configuration as YAML; - for stdin. `weir export` writes one.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes without applying them.")] = False,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove limits, and revoke keys, that the file's lists do not name.")
+        bool, typer.Option("--prune", help="Remove limits and revoke keys that are absent from the file's lists.")
     ] = False,
-    exit_code: Annotated[bool, typer.Option("--exit-code", help="With --dry-run: exit with 3 if anything would change.")] = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="With --dry-run: exit with 3 if there are changes.")] = False,
     secrets_file: Annotated[
-        Path | None, typer.Option(help="Write the secrets of new keys into this new file instead of showing them.")
+        Path | None, typer.Option(help="Write the secrets of new keys to this new file instead of stdout.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make organizations, projects, keys, limits and prices what a file says: all of it in one transaction, or nothing.
+    """Apply organizations, projects, keys, limits and prices from a file, all in one transaction.
 
-    Applying a file twice changes nothing the second time. What the file does not name stays as it is, unless --prune is given.
+    Applying a file twice changes nothing the second time. Objects absent from the file stay
+    unchanged, unless --prune is given.
     """
     document = read_document(content_of(file), prune=prune)
     secrets = None if dry_run or secrets_file is None else new_secrets_file(secrets_file)
-    # A file with mistakes is still shown to the server, which knows of others: they are all told at once.
+    # The server checks a file with mistakes too, so that all mistakes are reported at once.
     applied = client.apply_configuration(document.configuration, dry_run=dry_run or bool(document.mistakes))
     mistakes = mistakes_of(document, applied)
     if mistakes:
@@ -572,10 +578,10 @@ def apply(
 @calls(admin_client, timeout=TIMEOUT_S)
 def export(
     client: AdminClient,
-    organization: Annotated[str, typer.Option("--org", help="Only this organization, by name or id, with its own prices.")] = "",
+    organization: Annotated[str, typer.Option("--org", help="Only this organization, by name or id, and its own prices.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Write the present state as a file for `weir apply`. It has no secrets; applying it changes nothing."""
+    """Write the current configuration as a file for `weir apply`, without secrets."""
     present = client.export_configuration(organization)
     if as_json:
         print_json(present)
@@ -584,7 +590,7 @@ def export(
 
 
 def content_of(file: Path) -> str:
-    """The text of the file, or of stdin for `-`. Ends the command if it cannot be read."""
+    """Return the text of a file, or of stdin for `-`. Exits if it cannot be read."""
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -592,24 +598,30 @@ def content_of(file: Path) -> str:
 
 
 def new_secrets_file(path: Path) -> int:
-    """A new file that only its owner may read, made before anything is applied: a secret that cannot be written would be lost."""
+    """Create a file that only its owner may read, before anything is applied.
+
+    A secret that cannot be written would be lost.
+    """
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         wrong_use(
-            f"{path} cannot be made: {error.strerror}; name a new file for the secrets: one that is there is never overwritten"
+            f"{path} cannot be created: {error.strerror}; name a new file for the secrets: existing files are never overwritten"
         )
 
 
 def mistakes_of(document: Document, applied: AppliedConfiguration) -> list[FileMistake]:
-    """What the file and the server found wrong, by line. Of a line that is wrong in itself, the server's word is left out."""
+    """Return the mistakes found by reader and server, by line.
+
+    The server's findings are left out for lines that the reader reported.
+    """
     wrong = {mistake.line for mistake in document.mistakes}
     told = (document.mistake_at(mistake.field, mistake.description) for mistake in applied.mistakes)
     return sorted([*document.mistakes, *(each for each in told if each.line not in wrong)], key=lambda each: each.line)
 
 
 def tell_mistakes(file: Path, mistakes: list[FileMistake]) -> NoReturn:
-    """Say what is wrong as `file:line: place: remedy`, and end the command."""
+    """Print each mistake as `file:line: place: remedy`, and exit."""
     for each in mistakes:
         typer.secho(f"{file}:{each.line}: {each.place and each.place + ': '}{each.message}", fg="red", err=True)
     count = len(mistakes)
@@ -618,16 +630,16 @@ def tell_mistakes(file: Path, mistakes: list[FileMistake]) -> NoReturn:
 
 
 def tell(applied: AppliedConfiguration, *, dry_run: bool, prune: bool, with_secrets: bool) -> None:
-    """The differences, what they come to, and the secrets of new keys."""
+    """Print the differences, their summary, and the secrets of new keys."""
     if applied.changes:
         show(plan(applied.changes))
     note(summary(applied.changes, dry_run=dry_run))
     left = [change for change in applied.kept if change.kind != "project"]
     if left:
         remedy = (
-            "named nowhere in the file, and left alone"
+            "absent from the file, left alone"
             if prune
-            else f"not named in the file; --prune removes {'it' if len(left) == 1 else 'them'}"
+            else f"absent from the file; --prune removes {'it' if len(left) == 1 else 'them'}"
         )
         note(
             f"{len(left)} more {'exists' if len(left) == 1 else 'exist'}, {remedy}: {', '.join(map(title, left[:5]))}"
@@ -635,13 +647,13 @@ def tell(applied: AppliedConfiguration, *, dry_run: bool, prune: bool, with_secr
         )
     fresh = [change for change in applied.changes if change.secret]
     if fresh and with_secrets:
-        typer.secho("This is the only time that these secrets are shown. Store them now:", fg="yellow", err=True)
+        typer.secho("These secrets are shown only now. Store them:", fg="yellow", err=True)
         for change in fresh:
             typer.echo(f"{change.path} {change.secret}")
 
 
 def plan_document(applied: AppliedConfiguration, *, dry_run: bool, with_secrets: bool) -> dict[str, Any]:
-    """The plan for scripts: names and units are those of the contract."""
+    """Return the plan for scripts, with the names and units of the contract."""
     return {
         "applied": not dry_run,
         "changes": [change_document(change, with_secrets=with_secrets) for change in applied.changes],

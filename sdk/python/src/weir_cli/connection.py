@@ -1,7 +1,8 @@
-"""Where the client commands connect, and with which key: decided here and nowhere else. And how their failures are told.
+"""Connection settings of the client commands: server, key, and the text of errors.
 
-Flags win over the environment, the environment over `connection.json`, which `weir up` writes into `$WEIR_HOME` (`~/.weir`).
-A key from the file is used only for the address in the file: it is never sent to another server.
+Flags override the environment, the environment overrides `connection.json`, which `weir up` writes
+to `$WEIR_HOME` (`~/.weir`). A key from the file is used only for the address in the file, never for
+another server.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ if TYPE_CHECKING:
     from weir_client import AdminClient, BillingClient, ReceiptClient
 
 CONNECTION_FILE = "connection.json"
-CLOCK_ONLY_S = 6 * 3600.0  # a wait below this is told without the day on which it ends
+CLOCK_ONLY_S = 6 * 3600.0  # shorter waits are shown without their date
 
-# Fields of the API whose flag is not simply their own name with dashes.
+# Fields of the API whose flag differs from their name with dashes.
 _FLAGS = {
     "emails": "--email",
     "stop_sequences": "--stop",
@@ -61,12 +62,12 @@ _FIELDS_WITH_FLAGS = frozenset(
     | {"legal_name", "address_line1", "address_line2", "city", "postal_code", "state", "country", "tax_id", "language"}
 )
 
-# By what the transport says of it.
+# By the transport's error text.
 _TLS_ADVICE = {
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority that is trusted here: name it with `weir --ca FILE`",
-    "Hostname Verification": "its certificate is for another name: use an address that stands in the certificate",
-    "WRONG_VERSION_NUMBER": "it does not speak TLS: write http:// before the address if that is meant",
-    "Socket closed": "it hung up: it may speak TLS (write https:// before the address), or want to see a certificate "
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by a trusted CA: name the CA with `weir --ca FILE`",
+    "Hostname Verification": "its certificate is for another name: use an address in the certificate",
+    "WRONG_VERSION_NUMBER": "it does not use TLS: prefix the address with http:// for plaintext",
+    "Socket closed": "it closed the connection: it may require TLS (prefix the address with https://), or a client certificate "
     "(`weir --client-certificate FILE --client-key FILE`)",
 }
 
@@ -76,31 +77,31 @@ KEY_VARIABLES: Mapping[Role, tuple[str, ...]] = {
     "admin": ("WEIR_ADMIN_KEY", "WEIR_API_KEY"),
 }
 
-UNARY_TIMEOUT_S = 30.0  # of calls to admins' and finance's APIs
-RETRY_WAIT_MAX_S = 1.0  # a person at a terminal is told to wait rather than left waiting
+UNARY_TIMEOUT_S = 30.0  # calls to the admin and billing APIs
+RETRY_WAIT_MAX_S = 1.0  # report a longer wait instead of blocking the terminal
 AddressOption = Annotated[
     str | None,
     typer.Option(
         "--address",
-        help="Server to connect to: host:port, https://host:port or unix:/path. Else $WEIR_ADDRESS, else what `weir up` started.",
+        help="Server: host:port, https://host:port or unix:/path. Default: $WEIR_ADDRESS, then the server of `weir up`.",
     ),
 ]
 
 KeyOption = Annotated[
     str | None,
-    typer.Option("--api-key", help="API key. Else $WEIR_API_KEY (admin commands: $WEIR_ADMIN_KEY first).", show_default=False),
+    typer.Option("--api-key", help="API key. Default: $WEIR_API_KEY (admin commands: $WEIR_ADMIN_KEY first).", show_default=False),
 ]
 
-OrganizationOption = Annotated[str | None, typer.Option("--org", help="Organization, by name or id. Else that of `weir up`.")]
-OnlyOrganizationOption = Annotated[str, typer.Option("--org", help="Only of this organization, by name or id.")]
+OrganizationOption = Annotated[str | None, typer.Option("--org", help="Organization, by name or id. Default: that of `weir up`.")]
+OnlyOrganizationOption = Annotated[str, typer.Option("--org", help="Only this organization, by name or id.")]
 MonthArgument = Annotated[
     str,
-    typer.Argument(help="The month in UTC, as YYYY-MM.", metavar="MONTH", callback=lambda month: month and checked_month(month)),
+    typer.Argument(help="Month in UTC, as YYYY-MM.", metavar="MONTH", callback=lambda month: month and checked_month(month)),
 ]
 
 
 def explain(error: WeirError, address: str) -> str:
-    """The line for an error of a call to `address`."""
+    """Return the message for an error of a call to `address`."""
     match error:
         case Unavailable() if not error.details.reason and (advice := _tls_advice(error.message)):
             return f"no secure connection to {address}: {advice}"
@@ -113,39 +114,40 @@ def explain(error: WeirError, address: str) -> str:
         case Unauthenticated():
             return f"{error.message}; set WEIR_API_KEY or pass --api-key (server {address})"
         case PermissionDenied():
-            return f"{error.message}; use a key that may do this"
+            return f"{error.message}; use a key with that permission"
         case IncompleteGeneration() | AlreadyExists() if error.request_id:
-            return f"{error.message}; `weir trace {error.request_id}` tells what is recorded of it"
+            return f"{error.message}; `weir trace {error.request_id}` shows its record"
         case DeadlineExceeded():
-            return f"{error.message}; give it more time with --timeout"
+            return f"{error.message}; allow more time with --timeout"
     if error.retry_after_s is not None:
         return f"{error}; try again in {duration_text(error.retry_after_s)}"
     return str(error)
 
 
 def _tls_advice(message: str) -> str | None:
-    """What to do about a connection that did not come about; None if it did, or failed of something else."""
+    """Return advice on a failed TLS connection; None for other failures."""
     if not message.startswith("failed to connect"):
         return None
     return next((advice for sign, advice in _TLS_ADVICE.items() if sign in message), None)
 
 
 def _no_server(address: str, message: str) -> str:
-    """What to do about a server that does not answer: here one can be started, elsewhere it is for others to see to."""
+    """Return the message for a server that does not answer, with advice for local ones."""
     if "HTTP/2" in message:
         return (
-            f"no gRPC server at {address}: what answers there speaks another protocol; 8443 is the usual port, those of OpenAI's "
-            "clients and of metrics are others"
+            f"no gRPC server at {address}: the server there speaks another protocol; gRPC's default port is 8443, OpenAI's "
+            "API and metrics have their own ports"
         )
     cause = message.rpartition(": ")[2].rstrip("])")
-    if "omain name" in cause or cause == address:  # gRPC's "Domain name not found", "Misformatted domain name"; a port that is none
-        return f"no server at {address}: there is no such host and port; write them as 127.0.0.1:8443"
-    remedy = "start one with `weir up`" if is_local(address) else "is one running there, and is the address right?"
+    # GRPC: "Domain name not found", "Misformatted domain name"; or an invalid port
+    if "omain name" in cause or cause == address:
+        return f"no server at {address}: no such host or port; write them as 127.0.0.1:8443"
+    remedy = "start one with `weir up`" if is_local(address) else "check that it is running and that the address is right"
     return f"no server at {address}: {remedy} ({cause})"
 
 
 def flag_of(field: str) -> str:
-    """The flag or argument that a field of the API was given by; the field itself where there is none."""
+    """Return the flag or argument of an API field; the field's name if there is none."""
     name = field.partition("[")[0].rpartition(".")[2]
     if name in _FLAGS:
         return _FLAGS[name]
@@ -161,13 +163,13 @@ def _quota(error: QuotaExceeded) -> str:
     model = f" for {quota.model}" if quota.model else ""
     numbers = (("limit", quota.limit), ("left", quota.remaining), ("needed", quota.requested))
     facts = [f"{name} {dimension_amount(dimension, value)}" for name, value in numbers if value is not None]
-    told = ", ".join(facts) or error.message
-    return f"quota exceeded: {dimension.value if dimension else quota.dimension}{subject}{model}: {told}{_when(error)}"
+    summary = ", ".join(facts) or error.message
+    return f"quota exceeded: {dimension.value if dimension else quota.dimension}{subject}{model}: {summary}{_when(error)}"
 
 
 def _when(error: QuotaExceeded) -> str:
     if not error.retry_helps:
-        return "; waiting does not help: ask for less, or have the limit raised (`weir quota set`)"
+        return "; waiting does not help: reduce the request, or raise the limit (`weir quota set`)"
     if error.retry_after_s is not None:
         reset = f" (resets at {_moment(error.reset_time, error.retry_after_s)} UTC)" if error.reset_time else ""
         return f"; try again in {duration_text(error.retry_after_s)}{reset}"
@@ -178,19 +180,19 @@ def _when(error: QuotaExceeded) -> str:
 
 
 def _moment(time: datetime, wait_s: float) -> str:
-    """A time of day, with its date unless it is within hours."""
+    """Return a time of day, with its date unless it is within hours."""
     return f"{time.astimezone(UTC):%H:%M:%S}" if wait_s < CLOCK_ONLY_S else f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def dimension_of(quota: ExceededQuota) -> QuotaDimension | None:
-    """The dimension by any of the spellings that servers use; None for one that is not known here."""
+    """Return the dimension from any spelling used by servers; None if unknown."""
     word = quota.dimension.lower().removeprefix("quota_dimension_").replace("_", "-").replace("cost-picos-", "cost-")
     return QuotaDimension(word) if word in set(QuotaDimension) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How to reach a local server: what `weir up` leaves behind for the other commands. Empty where it did not run."""
+    """Connection to a local server, as written by `weir up`. Empty if it never ran."""
 
     address: str = ""
     api_key: str = ""
@@ -199,7 +201,7 @@ class Connection:
     project: str = ""
 
     def write(self, home: Path) -> None:
-        """Store it for the commands of this user, readable by nobody else."""
+        """Store it for the commands of this user, with permissions for the owner only."""
         path = home / CONNECTION_FILE
         unfinished = path.with_suffix(".new")
         unfinished.unlink(missing_ok=True)
@@ -211,23 +213,23 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, and the key to use there."""
+    """Server and key of a command."""
 
     address: str
     api_key: str
 
 
 class ConnectionProblem(Exception):
-    """No connection can be tried. The message says what to do."""
+    """The connection settings are incomplete. The message has the remedy."""
 
 
 def connection_path() -> Path:
-    """The file that `weir up` writes."""
+    """Return the path of the file that `weir up` writes."""
     return Path(os.environ.get("WEIR_HOME") or Path.home() / ".weir") / CONNECTION_FILE
 
 
 def read_connection_file(path: Path | None = None) -> Connection:
-    """What the file says; all empty if there is none. Raises: ConnectionProblem if it cannot be understood."""
+    """Read the file; empty if there is none. Raises: ConnectionProblem if it is malformed."""
     path = path or connection_path()
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -242,7 +244,7 @@ def read_connection_file(path: Path | None = None) -> Connection:
 
 
 def resolve(role: Role, address: str | None, api_key: str | None) -> Target:
-    """Where to connect and with which key. Raises: ConnectionProblem if there is no key to be found."""
+    """Return server and key. Raises: ConnectionProblem if there is no key."""
     file = read_connection_file()
     chosen = address or os.environ.get("WEIR_ADDRESS") or file.address or DEFAULT_ADDRESS
     if api_key is None:
@@ -256,12 +258,14 @@ def resolve(role: Role, address: str | None, api_key: str | None) -> Target:
 
 
 def organization_or_default(organization: str | None, address: str) -> str:
-    """The organization asked for, or the one that `weir up` made on that server. Raises: typer.BadParameter if there is neither."""
+    """Return the given organization, or that of `weir up`. Raises: typer.BadParameter if neither
+    exists.
+    """
     return _or_default(organization, "organization", "--org", address)
 
 
 def project_or_default(project: str | None, address: str) -> str:
-    """The project asked for, or the one that `weir up` made on that server. Raises: typer.BadParameter if there is neither."""
+    """Return the given project, or that of `weir up`. Raises: typer.BadParameter if none."""
     return _or_default(project, "project", "--project", address)
 
 
@@ -269,18 +273,18 @@ def _or_default(given: str | None, field: Literal["organization", "project"], fl
     file = read_connection_file()
     chosen = given or (getattr(file, field) if file.address == address else "")
     if not chosen:
-        raise typer.BadParameter(f"say which {field}", param_hint=flag)
+        raise typer.BadParameter(f"{field} is missing", param_hint=flag)
     return str(chosen)
 
 
 def _opener(role: Role, kind: str, **usual: Any) -> Callable[..., AbstractContextManager[Any]]:
-    """What opens a client of the role's key. It leaves the program with a clear line and exit code 1 if something fails."""
+    """Return a function that opens a client with the role's key; errors exit with code 1."""
 
     @contextmanager
     def opened(address: str | None, api_key: str | None, **settings: Any) -> Iterator[Any]:
         with reported(address):
             target = resolve(role, address, api_key)
-            make = getattr(weir_client, kind)  # loaded when it is needed
+            make = getattr(weir_client, kind)  # imported on first use
             with reported(target.address), make(target.address, target.api_key, **usual | settings) as client:
                 yield client
 
@@ -292,14 +296,16 @@ admin_client: Callable[..., AbstractContextManager[AdminClient]] = _opener("admi
 billing_client: Callable[..., AbstractContextManager[BillingClient]] = _opener("admin", "BillingClient", timeout=UNARY_TIMEOUT_S)
 receipt_client: Callable[..., AbstractContextManager[ReceiptClient]] = _opener("admin", "ReceiptClient")
 
-Output = tuple[Any, ...]  # the value for `--json`; then tables for people, and remarks as plain text
+Output = tuple[Any, ...]  # value for `--json`, tables for people, remarks as plain text
 Opener = Callable[..., AbstractContextManager[Any]]
 
 
 def calls(*openers: Opener, **settings: Any) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
-    """Make a function a command: it takes a client of each opener first, and returns what it found, if it has not shown it.
+    """Return a decorator that makes a function a command with a client of each opener.
 
-    The command takes `--json`, `--address` and `--api-key` besides; a function with a parameter `as_json` sees the first.
+    The clients are its first arguments; it returns its output unless it has shown it. The command
+    also takes `--json`, `--address` and `--api-key`; a function with a parameter `as_json` gets the
+    first.
     """
 
     def decorate(function: Callable[..., Output | None]) -> Callable[..., None]:
@@ -329,7 +335,7 @@ def calls(*openers: Opener, **settings: Any) -> Callable[[Callable[..., Output |
 
 @contextmanager
 def reported(address: str | None) -> Iterator[None]:
-    """Turns what the SDK raises into one line on stderr and exit code 1, an interrupt into exit code 130."""
+    """Report errors as one line on stderr and exit code 1, an interrupt as exit code 130."""
     try:
         yield
     except ConnectionProblem as problem:
@@ -338,15 +344,15 @@ def reported(address: str | None) -> Iterator[None]:
         fail(explain(error, address or ""))
     except KeyboardInterrupt:
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    except BrokenPipeError:  # the reader of our output has enough
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(ExitCode.FAILED) from None
 
 
 def env() -> None:
-    """Print where `weir up` listens and its keys, for the shell: eval "$(weir env)".
+    """Print address and keys of `weir up` for the shell: eval "$(weir env)".
 
-    The SDKs, and every command, then find that server from any directory and any language.
+    The SDKs and all commands then use that server, from any directory.
     """
     with reported(None):
         file = read_connection_file()

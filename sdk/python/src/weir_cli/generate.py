@@ -1,5 +1,7 @@
-"""`weir models`, `count`, `quote`, `embed` and `generate`: the models, what a request to one costs, and its answer, streamed to the
-terminal as its tokens arrive; prompts from arguments and files.
+"""`weir models`, `count`, `quote`, `embed` and `generate`: models, quotes, vectors and streamed
+answers.
+
+Prompts come from arguments and files.
 """
 
 from __future__ import annotations
@@ -57,29 +59,29 @@ from weir_cli.render import (
 )
 from weir_cli.tenants import quotas_table
 
-ModelOption = Annotated[str, typer.Option("--model", "-m", help="Model to ask, as `weir models` names it.")]
+ModelOption = Annotated[str, typer.Option("--model", "-m", help="Model, as listed by `weir models`.")]
 PromptArgument = Annotated[str | None, typer.Argument(help="The question, or - to read it from standard input.")]
-SystemOption = Annotated[str | None, typer.Option("--system", help="Instructions that stand before the question.")]
+SystemOption = Annotated[str | None, typer.Option("--system", help="Instructions before the question.")]
 ContextOption = Annotated[
-    Path | None, typer.Option("--context", help="File whose text stands before the question, for example search results.")
+    Path | None, typer.Option("--context", help="File with text before the question, for example search results.")
 ]
 
 FileOption = Annotated[
-    str | None, typer.Option("--file", "-f", help="Read what is asked, or is to be embedded, from this file; - for standard input.")
+    str | None, typer.Option("--file", "-f", help="Read the question, or the texts to embed, from this file; - for standard input.")
 ]
 
 TierOption = Annotated[
     Literal["interactive", "batch"] | None,
-    typer.Option(help="interactive (default), or batch: runs when nothing else waits."),
+    typer.Option(help="interactive (default), or batch: runs when no other request waits."),
 ]
 FLOATS_SHOWN = 4
 TEXT_SHOWN_CHARS = 40
-LIKENESS_COUNT_MAX = 12  # texts, beyond which a table of all pairs fits no terminal
+LIKENESS_COUNT_MAX = 12  # texts; a larger table of all pairs does not fit a terminal
 TextsArgument = Annotated[list[str] | None, typer.Argument(help="The texts; - reads one per line from standard input.")]
 
 
 def messages(prompt: str | None, system: str | None, context: Path | None, file: str | None) -> list[Message]:
-    """The conversation to send. With a context, the question follows it after a blank line as `Question: ...`.
+    """Return the conversation to send; after a context, the question follows as `Question: ...`.
 
     Raises: typer.BadParameter if there is not exactly one question, or a file cannot be read.
     """
@@ -98,7 +100,7 @@ def messages(prompt: str | None, system: str | None, context: Path | None, file:
 
 
 def read_file(path: str) -> str:
-    """A file's text, or standard input's for -. Raises: typer.BadParameter if it cannot be read."""
+    """Return the text of a file, or of standard input for -. Raises: typer.BadParameter."""
     if path == "-":
         return sys.stdin.read()
     try:
@@ -111,7 +113,7 @@ def read_file(path: str) -> str:
 def models(client: Client) -> Output:
     """List the models and their prices."""
     found = client.list_models()
-    return found, models_table(found) if found else "no model is served"
+    return found, models_table(found) if found else "no models"
 
 
 @calls(inference_client)
@@ -123,14 +125,14 @@ def count(
     context: ContextOption = None,
     file: FileOption = None,
 ) -> Output:
-    """Count the tokens of a prompt as admission would, without running or billing anything."""
+    """Count the tokens of a prompt as admission does, without running or billing anything."""
     conversation = messages(prompt, system, context, file)
     counted = client.count_tokens(model, conversation)
     return counted, Text(f"{counted.input_token_count:,} tokens of a context window of {counted.context_window_tokens:,}")
 
 
 def models_table(models: list[Model]) -> RenderableType:
-    """Models with prices per million tokens, and with what only some deployments have: other names, several or drained engines."""
+    """Return a table of models and prices per million tokens; optional columns only where used."""
     embeds = any(each.task is ModelTask.EMBED for each in models)
     prices = ("input", "cached input", "output", *(["embedding"] if embeds else []))
     names = ("also called",) if any(each.aliases or each.versions for each in models) else ()
@@ -152,7 +154,7 @@ def models_table(models: list[Model]) -> RenderableType:
 
 
 def ready_text(model: Model) -> str:
-    """How many engines take requests, of how many, and how many of these an admin keeps out of use."""
+    """Return the number of ready engines, of all engines, and of drained ones."""
     drained = f", {model.drained_replica_count} drained" if model.drained_replica_count else ""
     return f"{model.ready_replica_count} of {model.replica_count}{drained}"
 
@@ -165,31 +167,35 @@ def quote(
     system: SystemOption = None,
     context: ContextOption = None,
     file: FileOption = None,
-    max_output_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer. Else the rest of the window.")] = None,
-    choices: Annotated[int | None, typer.Option(help="So many answers, up to 16.")] = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option(help="Limit of the answer. Default: the rest of the context window.")
+    ] = None,
+    choices: Annotated[int | None, typer.Option(help="Number of answers, up to 16.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what a request would count and cost, and whether it would be let in now. Nothing is run or billed.
+    """Show tokens and cost of a request, and whether it would be admitted now. Nothing is run or
+    billed.
 
     Exits with 3 if a limit would refuse it.
     """
     conversation = messages(prompt, system, context, file)
-    temperature = None if choices is None else 1.0  # several answers need one; it changes no number here
+    # Several answers require one; it does not affect the quote
+    temperature = None if choices is None else 1.0
     found = client.quote(model, conversation, max_output_tokens=max_output_tokens, choice_count=choices, temperature=temperature)
     tell_quote(found, as_json=as_json)
 
 
 def tell_quote(found: Quote, *, as_json: bool) -> None:
-    """What it would be. Raises: typer.Exit if it would be refused."""
+    """Show a quote. Raises: typer.Exit if the request would be refused."""
     quotas = [quotas_table(list(found.quotas), ids=False)] if found.quotas else []
-    tell_found(found, Text(told(found)), *quotas, as_json=as_json)
+    tell_found(found, Text(quote_text(found)), *quotas, as_json=as_json)
     if not found.would_admit:
         note(why_refused(found))
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
-def told(found: Quote) -> str:
-    """Tokens and money in two lines; in one where there is no output."""
+def quote_text(found: Quote) -> str:
+    """Return tokens and cost in two lines; in one line for an embedding."""
     if not found.max_output_token_count:
         return f"{found.input_token_count:,} tokens; {found.worst_cost} (price version {found.price_version})"
     cached = f", {found.predicted_cached_token_count:,} of them probably cached" if found.predicted_cached_token_count else ""
@@ -201,34 +207,33 @@ def told(found: Quote) -> str:
 
 
 def why_refused(found: Quote) -> str:
-    """Which limits are in the way, and what to do."""
+    """Return the limits that would refuse the request, and the remedy."""
     limits = ", ".join(f"{each.dimension.value} of the {each.subject.value.replace('-', ' ')}" for each in found.failing_quotas)
     if found.retry_helps and found.retry_after_s is not None:
         return f"would be refused by {limits}; try again in {duration_text(found.retry_after_s)}"
-    return f"would be refused by {limits}; waiting does not help: ask for less, or have the limit raised (`weir quota raise`)"
+    return f"would be refused by {limits}; waiting does not help: reduce the request, or raise the limit (`weir quota raise`)"
 
 
 @calls(inference_client)
 def embed(
     client: Client,
     texts: TextsArgument = None,
-    model: Annotated[str, typer.Option("--model", "-m", help="Model that embeds, as `weir models` names it.")] = "",
+    model: Annotated[str, typer.Option("--model", "-m", help="Embedding model, as listed by `weir models`.")] = "",
     file: FileOption = None,
-    truncate: Annotated[bool, typer.Option(help="Leave out the end of texts that are too long, instead of refusing them.")] = False,
+    truncate: Annotated[bool, typer.Option(help="Cut texts that are too long, instead of refusing them.")] = False,
     tier: TierOption = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the request is cancelled.")] = None,
-    ask: Annotated[
-        bool, typer.Option("--quote", help="Tell only what it would cost, and whether it fits (else exit code 3).")
-    ] = False,
+    ask: Annotated[bool, typer.Option("--quote", help="Only show the cost, and whether it fits (else exit code 3).")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Turn texts into vectors.
 
-    Shows how like each other they are (the cosine of each pair); --json prints the vectors. Tokens and cost go to stderr.
+    Shows the cosine similarity of each pair; --json prints the vectors. Tokens and cost go to
+    stderr.
     """
     given = lines(texts, file)
     if not model:
-        raise typer.BadParameter("--model is missing; `weir models` lists those that embed")
+        raise typer.BadParameter("--model is missing; `weir models` lists embedding models")
     options: EmbedOptions = {"truncate": truncate, "tier": tier, "timeout": timeout}
     if ask:
         tell_quote(client.quote_embed(model, given, **options), as_json=as_json)
@@ -240,7 +245,9 @@ def embed(
 
 
 def lines(texts: Sequence[str] | None, file: str | None) -> list[str]:
-    """The texts, or the lines of a file that are not empty. Raises: typer.BadParameter if there are none."""
+    """Return the texts, or the non-empty lines of a file. Raises: typer.BadParameter if there are
+    none.
+    """
     if bool(texts) == (file is not None):
         raise typer.BadParameter("give texts, or --file with one per line; - reads standard input")
     if file is not None or list(texts or ()) == ["-"]:
@@ -251,7 +258,7 @@ def lines(texts: Sequence[str] | None, file: str | None) -> list[str]:
 
 
 def vectors_table(texts: Sequence[str], result: EmbedResult) -> RenderableType:
-    """Each text with the beginning of its vector."""
+    """Return a table of texts, each with the beginning of its vector."""
     made = table("", "text", "tokens", "floats", "vector", right=("", "tokens", "floats"))
     for index, (text, each) in enumerate(zip(texts, result.embeddings, strict=True)):
         shown = " ".join(f"{number:+.4f}" for number in each.vector[:FLOATS_SHOWN])
@@ -270,7 +277,7 @@ def likeness_table(vectors: Sequence[Sequence[float]]) -> RenderableType:
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    """Of the angle between two vectors; 0 if one of them has no direction."""
+    """Return the cosine of the angle between two vectors; 0 if one has length 0."""
     lengths = math.hypot(*one) * math.hypot(*other)
     return sum(map(mul, one, other)) / lengths if lengths else 0.0
 
@@ -287,58 +294,53 @@ def generate(
     system: SystemOption = None,
     context: ContextOption = None,
     file: FileOption = None,
-    max_output_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of the answer. Else the model stops by itself.")
-    ] = None,
+    max_output_tokens: Annotated[int | None, typer.Option(help="Limit of the answer. Default: the model stops by itself.")] = None,
     max_cost: Annotated[
-        str | None, typer.Option(metavar="AMOUNT", help="The most that it may cost, in your currency: the answer ends before.")
+        str | None, typer.Option(metavar="AMOUNT", help="Limit of the cost, in your currency: the answer ends before it.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token; up to 2.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 (always the likeliest token) to 2.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability, at most 1.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Keep tokens so many times as likely as the likeliest, 0 to 1.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this fraction of the likeliest one, 0 to 1.")] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: avoid tokens of prompt and answer; at most 2.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Avoid tokens that the answer has already; -2 to 2.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="The same once per occurrence; -2 to 2.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Avoid tokens already in the answer; -2 to 2.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Avoid tokens in the answer, per occurrence; -2 to 2.")] = None,
     logit_bias: Annotated[
-        list[str] | None, typer.Option(metavar="ID=BIAS", help="Make a token more or less likely, -100 to 100; several times.")
+        list[str] | None, typer.Option(metavar="ID=BIAS", help="Make a token more or less likely, -100 to 100; repeatable.")
     ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="Token id that ends the answer; several times.")] = None,
-    min_output_tokens: Annotated[int, typer.Option(help="So many tokens come before the answer may end by itself.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="Token id that ends the answer; repeatable.")] = None,
+    min_output_tokens: Annotated[int, typer.Option(help="Tokens before the answer may end by itself.")] = 0,
     json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema that the answer follows.")] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression that the whole answer matches.")] = None,
     lark: Annotated[Path | None, typer.Option(help="File with an EBNF grammar in Lark's syntax that the answer follows.")] = None,
     choices: Annotated[
-        int | None, typer.Option(help="So many answers, up to 16; needs a temperature above 0, or --beam-width.")
+        int | None, typer.Option(help="Number of answers, up to 16; needs a temperature above 0, or --beam-width.")
     ] = None,
-    beam_width: Annotated[int | None, typer.Option(help="Search for the likeliest answer with so many beams, 2 to 16.")] = None,
+    beam_width: Annotated[int | None, typer.Option(help="Search for the likeliest answer with 2 to 16 beams.")] = None,
     length_penalty: Annotated[
         float | None, typer.Option(help="With --beam-width: above 0 favours long answers; -10 to 10.")
     ] = None,
     early_stopping: Annotated[
         Literal["no", "yes", "never"] | None,
-        typer.Option(help="With --beam-width: when so many answers are complete, stop at once (yes) or not."),
+        typer.Option(help="With --beam-width: stop at once when all beams have answers (yes) or not."),
     ] = None,
     top_logprobs: Annotated[
-        int | None, typer.Option(help="Log-probabilities of each token and so many likeliest ones, 0 to 20; shown with --json.")
+        int | None, typer.Option(help="Log-probabilities of each token and of 0 to 20 likeliest ones; shown with --json.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the request is cancelled.")] = None,
     tier: TierOption = None,
-    start_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that it may wait for its turn; else refused at once.")
-    ] = None,
-    region: Annotated[str | None, typer.Option(help="Where to run, one of the deployment's regions.")] = None,
+    start_timeout: Annotated[float | None, typer.Option(help="Seconds in the queue at most; refused at once if longer.")] = None,
+    region: Annotated[str | None, typer.Option(help="Region of the deployment to run in.")] = None,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
     """Stream a model's answer to the terminal.
 
-    The answer goes to stdout, one line about tokens, cost and speed to stderr.
-
-    Ctrl-C cancels the request: what was delivered until then is billed and shown.
+    The answer goes to stdout, one line about tokens, cost and speed to stderr. Ctrl-C cancels the
+    request: the delivered part is billed and shown.
     """
     options = GenerateOptions(
         max_output_tokens=max_output_tokens,
@@ -371,7 +373,7 @@ def generate(
     with inference_client(address, api_key) as client:
         if max_cost is not None:
             options["max_cost"] = cost_limit(client, model, max_cost)
-        several = (choices or 1) > 1  # streamed, they would run into each other
+        several = (choices or 1) > 1  # several streamed answers would mix
         result, interrupted = run(client.generate(model, conversation, **options), quiet=as_json or several)
     if as_json:
         print_json(result)
@@ -386,7 +388,7 @@ def generate(
 
 
 def cost_limit(client: Client, model: str, text: str) -> Money:
-    """An amount in the currency that the model's price is in. Exits with what is wrong with one that is none."""
+    """Return an amount in the currency of the model's price. Exits if it is not a valid amount."""
     picos = parsed("--max-cost", parse_picos, text)
     name = model.partition("@")[0]
     prices = [each.price for each in client.list_models() if name in (each.name, *each.aliases)]
@@ -394,7 +396,7 @@ def cost_limit(client: Client, model: str, text: str) -> Money:
 
 
 def biases(texts: Sequence[str]) -> dict[int, float]:
-    """`ID=BIAS` pairs as numbers. Exits with what is wrong with one that is none."""
+    """Parse `ID=BIAS` pairs. Exits if one is malformed."""
     pairs = {}
     for text in texts:
         token_id, _, bias = text.partition("=")
@@ -408,7 +410,9 @@ def biases(texts: Sequence[str]) -> dict[int, float]:
 
 
 def run(stream: GenerationStream, *, quiet: bool) -> tuple[Result, bool]:
-    """Streams to stdout unless `quiet`; the result, and whether Ctrl-C cut it short. Raises: WeirError."""
+    """Stream to stdout unless `quiet`; return the result, and whether Ctrl-C ended it. Raises:
+    WeirError.
+    """
     interrupted = False
     try:
         with stream, WaitingLine() as waiting:
@@ -431,18 +435,18 @@ def run(stream: GenerationStream, *, quiet: bool) -> tuple[Result, bool]:
     if not quiet and stream.partial.text and not stream.partial.text.endswith("\n"):
         typer.echo()
     if interrupted:
-        note("interrupted: the request is cancelled, and this much is billed:")
+        note("interrupted: the request is cancelled; billed so far:")
     return stream.result, interrupted
 
 
 def write(text: str) -> None:
-    """A piece of the answer, at once; without control characters where stdout is a terminal."""
+    """Write a piece of the answer at once; without control characters on a terminal."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 class WaitingLine:
-    """One transient line on stderr while the first token is awaited; silent where stderr is no terminal. Gone at the end."""
+    """Transient line on stderr until the first token; only if stderr is a terminal."""
 
     def __init__(self) -> None:
         self._status = make_console(stderr=True).status("waiting for the first token", spinner="dots")
@@ -467,14 +471,14 @@ class WaitingLine:
 
 
 def progress_text(progress: Progress) -> str:
-    """What is waited for, and how long that may take."""
+    """Return the reason of the wait and its estimated length."""
     wait = f", about {duration_text(progress.estimated_wait_s)}" if progress.estimated_wait_s is not None else ""
     match progress.stage:
         case Stage.ENGINE_LOADING:
             if progress.loading_stage == "memory":
-                return f"waiting until another model has given its memory back{wait}"
+                return f"waiting for another model to free memory{wait}"
             done = f", {progress.loading_fraction:.0%} done" if progress.loading_fraction > 0 else ""
-            return f"the model is being loaded{done}{wait}"
+            return f"loading the model{done}{wait}"
         case Stage.QUEUED:
             return f"in the queue, {progress.queue_position} ahead{wait}"
         case _:
@@ -483,10 +487,10 @@ def progress_text(progress: Progress) -> str:
 
 def why_cut_off(result: Result) -> str:
     if result.finish_reason is not FinishReason.QUOTA_EXHAUSTED:
-        return f"the answer is cut off: {result.finish_reason.value}"
+        return f"the answer was cut off: {result.finish_reason.value}"
     quotas = ", ".join(
         f"{each.dimension.value} of the {each.subject.value} (limit {dimension_amount(each.dimension, each.limit_value)}"
         + (f", resets in {duration_text(each.reset_delay_s)})" if each.reset_delay_s is not None else ")")
         for each in result.exhausted_quotas
     )
-    return f"the answer is cut off: a quota ran out: {quotas or 'see `weir quota show`'}"
+    return f"the answer was cut off: quota exhausted: {quotas or 'see `weir quota show`'}"

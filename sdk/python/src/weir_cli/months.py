@@ -1,5 +1,6 @@
-"""`weir month`, `weir adjustment` and `weir credit-note`: usage and money by month, as tables, CSV, JSON or a plot; closing months,
-and corrections by hand, which another one approves.
+"""`weir month`, `weir adjustment` and `weir credit-note`: reports, closing of months, corrections.
+
+Reports are tables, CSV, JSON or a plot. A second person approves corrections.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ from weir_cli.render import (
     to_text,
 )
 
-HEIGHT_ROWS = 7  # with the head and two lines of axis it is a third of a small terminal
+HEIGHT_ROWS = 7  # with title and two axis lines, a third of a small terminal
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 COLUMN_CELLS_MAX = 3  # wider columns look like a table
 AXIS_CELLS = 7  # `999.9M ` before the columns
-# By the words of `--by`: what rows are for, and their column; requests have a table of their own.
+# By the words of `--by`: grouping and column; requests have a table of their own.
 KEYS: Mapping[str, tuple[UsageGrouping, str, Callable[[UsageRow], str]]] = {
     "org": (UsageGrouping.ORGANIZATION, "organization", lambda row: row.organization_name),
     "day": (UsageGrouping.DAY, "day", lambda row: row.day),
@@ -95,16 +96,16 @@ KIND_COLUMNS: Mapping[str, Callable[[UsageRow], Cell]] = {
     "embedded": lambda row: row.embedding_token_count,
 }
 
-month = typer.Typer(help="Show months and their forecast; close them, and verify what was closed.", no_args_is_help=True)
+month = typer.Typer(help="Show months and their forecast; close and verify them.", no_args_is_help=True)
 
-FILE_WIDTH = 120  # columns of a table that goes to a file
-TABLE_ROWS_MAX = 1_000  # beyond it nobody reads a table
-PAGE_ROWS = 5_000  # a page of a sheet: far below the size of a message
+FILE_WIDTH = 120  # columns of a table written to a file
+TABLE_ROWS_MAX = 1_000  # a longer table is unreadable
+PAGE_ROWS = 5_000  # rows of a CSV page: far below the size limit of a message
 
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """One day: its number in the month, and its tokens; None for a day that has not begun."""
+    """A day of a month and its tokens; None for a day that has not begun."""
 
     number: int
     token_count: int | None
@@ -112,13 +113,15 @@ class Day:
 
 @dataclass(frozen=True, slots=True)
 class DailyPlot:
-    """Tokens by day. The title stands above, with the peak."""
+    """Bar chart of tokens by day, with the title and the peak above."""
 
     title: str
     days: Sequence[Day]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draws at the width there is: columns get narrower, then the axis goes, then days share a column."""
+        """Draw in the available width: narrower columns first, then no axis, then several days a
+        column.
+        """
         marks = "  ..:::##" if options.ascii_only else EIGHTHS
         cells, axis, columns = layout(self.days, options.max_width)
         counts = [sum(day.token_count or 0 for day in column) for column in columns]
@@ -144,7 +147,7 @@ class DailyPlot:
 
 
 def layout(days: Sequence[Day], width: int) -> tuple[int, int, list[list[Day]]]:
-    """Cells of a column, cells of the axis, and the days of each column."""
+    """Return the cells of a column, the cells of the axis, and the days of each column."""
     axis = AXIS_CELLS if width >= AXIS_CELLS + len(days) else 0
     per_column = max(1, -(-len(days) // max(width - axis, 1)))
     columns = [list(days[start : start + per_column]) for start in range(0, len(days), per_column)]
@@ -153,7 +156,7 @@ def layout(days: Sequence[Day], width: int) -> tuple[int, int, list[list[Day]]]:
 
 
 def mark(count: int, top: int, row: int, marks: str) -> str:
-    """What a column shows in a row, counted from below; a day with any tokens shows something."""
+    """Return a column's character in a row from below; a day with tokens is never blank."""
     if not count:
         return " "
     eighths = max(1, round(count * HEIGHT_ROWS * 8 / top)) - (row - 1) * 8
@@ -161,18 +164,18 @@ def mark(count: int, top: int, row: int, marks: str) -> str:
 
 
 def day_labels(columns: Sequence[Sequence[Day]], cells: int) -> str:
-    """The first day and every fifth under their columns, where there is room."""
+    """Return the labels of the first and every fifth day, where they fit."""
     text = ""
     for index, column in enumerate(columns):
         at = index * cells
-        wanted = index == 0 or any(day.number % 5 == 0 for day in column)
-        if wanted and len(text) < at + (index == 0):
+        is_labelled = index == 0 or any(day.number % 5 == 0 for day in column)
+        if is_labelled and len(text) < at + (index == 0):
             text = f"{text:<{at}}{column[0].number if index == 0 else next(d.number for d in column if d.number % 5 == 0)}"
     return text
 
 
 def short_count(count: int) -> str:
-    """A count in at most six characters: `950`, `12.3k`, `4.5M`."""
+    """Return a count in at most six characters: `950`, `12.3k`, `4.5M`."""
     if count < 1_000:
         return str(count)
     for limit, unit, letter in ((10**6, 10**3, "k"), (10**9, 10**6, "M"), (10**12, 10**9, "G"), (10**15, 10**12, "T")):
@@ -223,7 +226,7 @@ def plain(money: Money) -> str:
 
 
 def usage_table(rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: UsageRow | None, title: str) -> RenderableType:
-    """Rows by group with what ended early apart, and the total of all that was asked for, shown or not."""
+    """Return a table of groups with early endings separate, and the total of all rows."""
     if UsageGrouping.REQUEST in by:
         return request_table(rows, total, title)
     shown = [*rows, *([total] if total else [])]
@@ -272,27 +275,27 @@ def request_table(rows: Sequence[UsageRow], total: UsageRow | None, title: str) 
 
 
 def total_of(row: UsageRow) -> Decimal:
-    """Posted and pending together."""
+    """Return the posted and the pending amount together."""
     return Money(row.amount.currency_code, row.amount.picos + row.pending_amount.picos).amount
 
 
 def kinds_of(rows: Iterable[UsageRow]) -> Mapping[str, Callable[[UsageRow], Cell]]:
-    """The columns of tokens: what most customers have none of is left out where nobody has any."""
+    """Return the token columns; embedded tokens only if a row has any."""
     return KIND_COLUMNS if any(row.embedding_token_count for row in rows) else dict(list(KIND_COLUMNS.items())[:-1])
 
 
 def money_places(rows: Iterable[UsageRow]) -> int:
-    """Digits after the point that the finest amount needs."""
+    """Return the decimals needed by the finest amount."""
     return max([2, *(decimal_places(money.amount) for row in rows for money in (row.amount, row.pending_amount))])
 
 
 def usage_csv(rows: Iterable[UsageRow], *, header: bool) -> str:
-    """Rows as CSV with exact plain numbers and no totals, so that a sheet can sum them up itself."""
+    """Return rows as CSV with exact plain numbers and no totals, for spreadsheets."""
     return csv_of(rows, CSV_FIELDS, header=header)
 
 
 def forecast_lines(forecast: UsageForecast) -> list[Text]:
-    """The forecast in words: the numbers first, then what they rest on."""
+    """Return the forecast as text: the numbers first, then their basis."""
     currency = forecast.so_far.currency_code
     if forecast.expected is None:
         expected = "no forecast yet"
@@ -306,8 +309,8 @@ def forecast_lines(forecast: UsageForecast) -> list[Text]:
     return [Text(so_far), Text(expected, style="bold"), Text(why, style="dim")]
 
 
-AllOption = Annotated[bool, typer.Option("--all", help="Every organization, one after the other.")]
-Format = Literal["table", "csv", "json", "focus"]  # how a report is written
+AllOption = Annotated[bool, typer.Option("--all", help="All organizations, one after the other.")]
+Format = Literal["table", "csv", "json", "focus"]  # output format of a report
 
 
 @month.command("show")
@@ -322,26 +325,25 @@ def show_month(
     ] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")] = None,
     pdf: Annotated[Path | None, typer.Option("--pdf", help="Write the invoice, or its draft, as PDF to this file.")] = None,
-    by: Annotated[
-        str, typer.Option("--by", help="Take it apart by day, project, key, model, or several with commas; or by request.")
-    ] = "",
-    day: Annotated[str, typer.Option("--day", help="With --by: only of this day, YYYY-MM-DD in UTC.")] = "",
-    project: Annotated[str, typer.Option("--project", help="With --by: only of this project.")] = "",
-    key: Annotated[str, typer.Option("--key", help="With --by: only of this API key, by prefix or id.")] = "",
-    everyone: Annotated[bool, typer.Option("--all-orgs", help="With --by: of all organizations. Needs an admin key.")] = False,
+    by: Annotated[str, typer.Option("--by", help="Group by day, project, key, model, or several with commas; or by request.")] = "",
+    day: Annotated[str, typer.Option("--day", help="With --by: only this day, YYYY-MM-DD in UTC.")] = "",
+    project: Annotated[str, typer.Option("--project", help="With --by: only this project.")] = "",
+    key: Annotated[str, typer.Option("--key", help="With --by: only this API key, by prefix or id.")] = "",
+    everyone: Annotated[bool, typer.Option("--all-orgs", help="With --by: all organizations. Needs an admin key.")] = False,
     plot: Annotated[
-        bool | None, typer.Option("--plot/--no-plot", help="Draw the tokens of each day. Else on a terminal only.")
+        bool | None, typer.Option("--plot/--no-plot", help="Draw the tokens of each day. Default: on a terminal.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
 ) -> None:
-    """Show a month from the ledger: tokens by kind, unit price, amount, the check against usage, and the invoice once it is closed.
+    """Show a month from the ledger: tokens by kind, prices, amounts, the check against usage, the
+    invoice.
 
-    The documents of a closed month are the same bytes for ever. Exit code 1 if ledger and usage do not agree.
+    Documents of a closed month never change. Exit code 1 if ledger and usage do not agree.
     """
     form = "json" if as_json else form
     groups = parse_groups(by)
     if groups and (pdf or form == "focus"):
-        raise typer.BadParameter("--pdf and --format focus are of the whole month: leave --by away", param_hint="--by")
+        raise typer.BadParameter("--pdf and --format focus cover the whole month: omit --by", param_hint="--by")
     if not groups and (day or project or key or everyone):
         raise typer.BadParameter("--day, --project, --key and --all-orgs need --by", param_hint="--by")
     if everyone and organization:
@@ -371,21 +373,21 @@ def forecast(
     client: BillingClient,
     organization: OrganizationOption = None,
 ) -> Output:
-    """Tell what the present month has cost so far, what it will have cost by its end, and how sure that is."""
+    """Show the cost of this month so far, and its forecast."""
     found = client.get_forecast(organization_or_default(organization, client.address))
     return found, *forecast_lines(found)
 
 
 def parse_groups(by: str) -> list[UsageGrouping]:
-    """The groupings of `--by`. Raises: typer.BadParameter."""
+    """Return the groupings of `--by`. Raises: typer.BadParameter."""
     names = [name.strip() for name in by.split(",") if name.strip()]
     if wrong := [name for name in names if name not in KEYS]:
-        raise typer.BadParameter(f"{wrong[0]!r} is none of {', '.join(KEYS)}", param_hint="--by")
+        raise typer.BadParameter(f"{wrong[0]!r} is not one of {', '.join(KEYS)}", param_hint="--by")
     return [KEYS[name][0] for name in names]
 
 
 def write_usage(form: Format, output: Path | None, found: Iterator[UsagePage], groups: list[UsageGrouping], month: str) -> None:
-    """Rows as a table, a sheet or a document. A sheet is written page by page, however long it is."""
+    """Write rows as a table, CSV or JSON. CSV is written page by page, at any length."""
     if form == "csv":
         put(output, (usage_csv(page.rows, header=not index) for index, page in enumerate(found)))
         return
@@ -408,7 +410,7 @@ def write_usage(form: Format, output: Path | None, found: Iterator[UsagePage], g
 
 
 def write_month(client: BillingClient, report: MonthReport, output: Path | None) -> None:
-    """The report as tables, with the invoice of a closed month."""
+    """Write the report as tables, with the invoice of a closed month."""
     invoice = [invoice_table(client.get_invoice(report.invoice_number))] if report.invoice_number else []
     if output is None:
         show(month_report(report), *invoice)
@@ -424,16 +426,16 @@ def write_content(target: Path | None, content: bytes) -> None:
 
 
 def tell_check(report: MonthReport, form: Format) -> None:
-    """What a document does not show: usage that is not in it yet. Ends the command if ledger and usage do not agree."""
+    """Report usage that is not in a document yet. Exits if ledger and usage do not agree."""
     balanced = report.reconciliation.balanced
     if form != "table" and (report.unrated_event_count or not balanced):
-        note(f"{report.unrated_event_count:,} usage events are not in the lines yet; --format table shows the check")
+        note(f"{report.unrated_event_count:,} usage events are not included yet; --format table shows the check")
     if not balanced:
         fail("the ledger and the usage events do not agree")
 
 
 def add_outlook(client: BillingClient, month: str, organization: str, plot: bool | None) -> None:
-    """Below the table: of the present month the forecast, and the tokens of each day where somebody looks."""
+    """Show the forecast of the current month, and a plot of daily tokens on terminals."""
     today = present_day()
     if month == f"{today:%Y-%m}":
         show(*forecast_lines(client.get_forecast(organization, month)))
@@ -444,12 +446,12 @@ def add_outlook(client: BillingClient, month: str, organization: str, plot: bool
 
 
 def present_day() -> date:
-    """Today in UTC."""
+    """Return today's date in UTC."""
     return datetime.now(UTC).date()
 
 
 def daily_plot(month: str, by_day: dict[str, int], today: date) -> DailyPlot:
-    """Every day of the month; those to come are empty. Usage of other months, found late, is left out."""
+    """Return a plot of all days of the month; future days are empty, late usage is left out."""
     begins = date.fromisoformat(f"{month}-01")
     ends = (begins + timedelta(days=31)).replace(day=1)
     days = [begins + timedelta(days=index) for index in range((ends - begins).days)]
@@ -459,7 +461,7 @@ def daily_plot(month: str, by_day: dict[str, int], today: date) -> DailyPlot:
 
 
 def save(client: BillingClient, month: str, form: MonthExportFormat, organization: str, path: Path | None) -> None:
-    """A file of the month as the server makes it; to stdout without a path."""
+    """Write a file of the month; to stdout without a path."""
     file = client.export_month(month, form, organization=organization)
     write_content(path / file.file_name if path is not None and path.is_dir() else path, file.content)
 
@@ -470,7 +472,7 @@ CLOSE_TIMEOUT_S = 300.0  # a close reads all usage events of its month
 @month.command("list")
 @calls(billing_client)
 def list_months(client: BillingClient, organization: OrganizationOption = None) -> Output:
-    """List the months of an organization: which are closed, by whom, with which invoice."""
+    """List the months of an organization, with state, author and invoice."""
     found = client.list_months(organization_or_default(organization, client.address))
     return found, months_table(found)
 
@@ -483,23 +485,24 @@ def close_months(
     month: MonthArgument,
     organization: OrganizationOption = None,
     every: AllOption = False,
-    earlier: Annotated[bool, typer.Option("--earlier", help="Close the open months before it first, in their order.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Only tell what stands in the way, and close nothing.")] = False,
+    earlier: Annotated[bool, typer.Option("--earlier", help="Close earlier open months first, in their order.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only list the obstacles, close nothing.")] = False,
     leave_running: Annotated[
-        bool, typer.Option("--leave-running", help="Although requests of the month still run: they are billed in the next one.")
+        bool, typer.Option("--leave-running", help="Even if requests of the month still run; they are billed in the next one.")
     ] = False,
     before_first: Annotated[
         bool,
-        typer.Option("--before-first", help="Although it is before the customer's first month: those between have to follow."),
+        typer.Option("--before-first", help="Even before the customer's first month; the months between must follow."),
     ] = False,
     corrected_by: Annotated[
-        str, typer.Option("--corrected-by", metavar="ADJUSTMENT", help="An approved adjustment of what misstated usage costs.")
+        str, typer.Option("--corrected-by", metavar="ADJUSTMENT", help="Approved adjustment that corrects misstated usage.")
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Close a month for good and issue its invoice. Closing it again changes nothing. Exit code 1 if anything stands in the way.
+    """Close a month permanently and issue its invoice. Idempotent. Exit code 1 if there are
+    obstacles.
 
-    With --all every organization has its turn, whatever goes wrong with one.
+    With --all, a failure of one organization does not stop the others.
     """
     if corrected_by and (every or earlier):
         raise typer.BadParameter("an adjustment is for one month of one organization", param_hint="--corrected-by")
@@ -521,7 +524,7 @@ def close_months(
                 )
                 refused += bool(closed[-1].obstacles)
                 if not as_json:
-                    tell(closed[-1], check=check)
+                    print_closed(closed[-1], check=check)
         except one_failure(every) as error:
             refused += 1
             tell_refusal(name, error)
@@ -543,7 +546,9 @@ def verify_months(
     every: AllOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a closed month's report again from the ledger, and compare it with its close. Exit code 1 on any difference."""
+    """Recompute a closed month's report from the ledger and compare it. Exit code 1 on any
+    difference.
+    """
     found: list[MonthVerification] = []
     failed = 0
     for name in organizations(organization, client, admin, every=every):
@@ -563,13 +568,16 @@ def verify_months(
 
 
 def one_failure(every: bool) -> tuple[type[WeirError], ...]:
-    """What may go wrong with one organization and hold up no other. A key that may not do it may do it for none."""
+    """Return the errors of one organization that do not stop the others.
+
+    PermissionDenied is not one: the key lacks the permission for every organization.
+    """
     others = (Aborted, DeadlineExceeded, Internal, InvalidRequest, NotFound, Unavailable)
     return (FailedPrecondition, *others) if every else (FailedPrecondition,)
 
 
 def organizations(given: str | None, client: BillingClient, admin: AdminClient, *, every: bool) -> list[str]:
-    """Whose months. Raises: typer.BadParameter for both or neither."""
+    """Return the selected organizations. Raises: typer.BadParameter for both or neither."""
     if not every:
         return [organization_or_default(given, client.address)]
     if given:
@@ -578,41 +586,41 @@ def organizations(given: str | None, client: BillingClient, admin: AdminClient, 
 
 
 def months_to_close(client: BillingClient, organization: str, month: str, *, earlier: bool) -> list[str]:
-    """The month itself, behind the open ones before it if those are to be closed too."""
+    """Return the month, after the open ones before it if these are to be closed too."""
     if not earlier:
         return [month]
     known = [each for each in reversed(client.list_months(organization)) if each.month < month]
     return [*(each.month for each in known if each.state != "closed"), month]
 
 
-def tell(result: ClosedMonth, *, check: bool) -> None:
-    told = result.month
+def print_closed(result: ClosedMonth, *, check: bool) -> None:
+    closed = result.month
     if check:
         for each in result.obstacles:
-            typer.echo(f"{told.organization_name} {told.month}: {each.kind}: {each.description}")
+            typer.echo(f"{closed.organization_name} {closed.month}: {each.kind}: {each.description}")
         if not result.obstacles:
-            typer.echo(f"{told.organization_name} {told.month}: {'is closed' if told.state == 'closed' else 'can be closed'}")
+            typer.echo(f"{closed.organization_name} {closed.month}: {'is closed' if closed.state == 'closed' else 'can be closed'}")
         return
-    invoice = f"invoice {told.invoice_number}, {told.total}" if told.invoice_number else "nothing to invoice"
-    how = "had been closed before" if result.already_closed else "closed"
-    typer.echo(f"{told.organization_name} {told.month}: {how}: {invoice}")
+    invoice = f"invoice {closed.invoice_number}, {closed.total}" if closed.invoice_number else "nothing to invoice"
+    how = "was closed before" if result.already_closed else "closed"
+    typer.echo(f"{closed.organization_name} {closed.month}: {how}: {invoice}")
 
 
 def tell_refusal(organization: str, error: WeirError) -> None:
-    """What stands in the way, a line each, on stderr."""
-    told = [f"{each.kind}: {each.description}" for each in error.details.preconditions] or [error.message]
-    for each in told:
+    """Print each obstacle on a line of stderr."""
+    reasons = [f"{each.kind}: {each.description}" for each in error.details.preconditions] or [error.message]
+    for each in reasons:
         typer.secho(f"{organization}: {each}", fg="red", err=True)
 
 
 def tell_verified(found: MonthVerification) -> None:
-    told = found.month
+    month = found.month
     if found.reproduced:
         typer.echo(
-            f"{told.organization_name} {told.month}: reproduced; JSON {found.json_sha256[:16]}…, CSV {found.csv_sha256[:16]}…"
+            f"{month.organization_name} {month.month}: reproduced; JSON {found.json_sha256[:16]}…, CSV {found.csv_sha256[:16]}…"
         )
     for each in found.differences:
-        typer.secho(f"{told.organization_name} {told.month}: DIFFERS: {each}", fg="red")
+        typer.secho(f"{month.organization_name} {month.month}: DIFFERS: {each}", fg="red")
 
 
 def months_table(months: list[Month]) -> RenderableType:
@@ -621,13 +629,13 @@ def months_table(months: list[Month]) -> RenderableType:
         at, by = (each.close_time, each.closed_by) if each.state == "closed" else (each.closing_time, each.closing_by)
         total = "—" if each.total is None else money_text(each.total)
         payment = ", ".join(sorted({payment.state.value for payment in each.payments})) or "—"
-        told = each.month, each.state.value, time_text(at), by or "—", each.invoice_number or "—", total, payment
-        made.add_row(*told, each.json_sha256[:16])
+        cells = each.month, each.state.value, time_text(at), by or "—", each.invoice_number or "—", total, payment
+        made.add_row(*cells, each.json_sha256[:16])
     return made
 
 
 def invoice_table(invoice: Invoice) -> RenderableType:
-    """The invoice in words: each line with what is paid for it."""
+    """Return a table of the invoice's lines, with exact and billed amounts."""
     currency = invoice.total.currency_code
     title = f"invoice {invoice.number} · {invoice.organization_name} · {invoice.month} · {currency}, {invoice.tax_note}"
     made = table("line", "exact", "amount", right=("exact", "amount"), title=title)
@@ -636,39 +644,37 @@ def invoice_table(invoice: Invoice) -> RenderableType:
     made.add_section()
     made.add_row("total", decimal_text(invoice.exact_total.amount), decimal_text(invoice.total.amount), style="bold")
     if invoice.carried_in.picos:
-        made.add_row("carried from the months before", decimal_text(invoice.carried_in.amount), "")
+        made.add_row("carried from previous months", decimal_text(invoice.carried_in.amount), "")
     made.add_row("carried to the next month", decimal_text(invoice.carried_out.amount), "")
     for each in invoice.credit_notes:
         made.add_row(f"credit note {each.credit_note_number}: {each.reason}", "", decimal_text(each.amount.amount))
     return made
 
 
-adjustment = typer.Typer(help="Put a line on the next invoice: one proposes it, another approves.", no_args_is_help=True)
-credit_note = typer.Typer(help="Give back a part of an invoice: one proposes it, another approves.", no_args_is_help=True)
+adjustment = typer.Typer(help="Add a line to the next invoice: one person proposes it, another approves.", no_args_is_help=True)
+credit_note = typer.Typer(help="Refund a part of an invoice: one person proposes it, another approves.", no_args_is_help=True)
 
-ReasonOption = Annotated[str, typer.Option(help="Why, 1 to 200 characters; the customer reads it.")]
-IdArgument = Annotated[str, typer.Argument(help="Its id, as `list` shows it.", metavar="ID")]
+ReasonOption = Annotated[str, typer.Option(help="Reason, 1 to 200 characters, shown to the customer.")]
+IdArgument = Annotated[str, typer.Argument(help="Id, as shown by `list`.", metavar="ID")]
 RequestIdOption = Annotated[
     str | None,
-    typer.Option("--request-id", help="A UUID that makes the command repeatable: however often, it proposes once."),
+    typer.Option("--request-id", help="A UUID: repeating the command with it proposes nothing new."),
 ]
-UndecidedOption = Annotated[bool, typer.Option("--undecided", help="Only what waits for a decision.")]
+UndecidedOption = Annotated[bool, typer.Option("--undecided", help="Only pending ones.")]
 
 
 @adjustment.command("create", context_settings={"ignore_unknown_options": True})
 @calls(billing_client)
 def create_adjustment(
     client: BillingClient,
-    amount: Annotated[
-        str, typer.Argument(help="What the customer owes more, in units of its currency; negative for less, such as -12.50.")
-    ],
+    amount: Annotated[str, typer.Argument(help="Amount in units of the customer's currency; negative to credit, such as -12.50.")],
     reason: ReasonOption,
     organization: OrganizationOption = None,
     request_id: RequestIdOption = None,
 ) -> Output:
-    """Propose a line for the next invoice. Somebody with another key approves it."""
+    """Propose a line for the next invoice. A person with another key must approve it."""
     chosen = organization_or_default(organization, client.address)
-    return told(client.create_adjustment(chosen, parse_money(amount), reason, request_id=request_id))
+    return outcome_of(client.create_adjustment(chosen, parse_money(amount), reason, request_id=request_id))
 
 
 @credit_note.command("create")
@@ -676,28 +682,28 @@ def create_adjustment(
 def create_credit_note(
     client: BillingClient,
     invoice: Annotated[str, typer.Argument(help="Number of the invoice, such as INV-000001.")],
-    amount: Annotated[str, typer.Argument(help="What is given back, above zero, in units of its currency.")],
+    amount: Annotated[str, typer.Argument(help="Refunded amount, above zero, in units of its currency.")],
     reason: ReasonOption,
     request_id: RequestIdOption = None,
 ) -> Output:
-    """Propose to give back a part of an invoice, or all of it. Somebody with another key approves it."""
-    return told(client.create_credit_note(invoice, parse_money(amount), reason, request_id=request_id))
+    """Propose to refund an invoice or a part of it. A person with another key must approve it."""
+    return outcome_of(client.create_credit_note(invoice, parse_money(amount), reason, request_id=request_id))
 
 
 @adjustment.command("approve")
 @credit_note.command("approve")
 @calls(billing_client)
 def approve(client: BillingClient, adjustment_id: IdArgument) -> Output:
-    """Approve what somebody else proposed, and post it to the month whose invoice comes next."""
-    return told(client.approve_adjustment(adjustment_id))
+    """Approve another person's proposal, and post it to the month of the next invoice."""
+    return outcome_of(client.approve_adjustment(adjustment_id))
 
 
 @adjustment.command("reject")
 @credit_note.command("reject")
 @calls(billing_client)
 def reject(client: BillingClient, adjustment_id: IdArgument) -> Output:
-    """Reject it for good; whoever proposed it may do so too."""
-    return told(client.reject_adjustment(adjustment_id))
+    """Reject a proposal permanently; its author may do so too."""
+    return outcome_of(client.reject_adjustment(adjustment_id))
 
 
 @adjustment.command("list")
@@ -715,22 +721,22 @@ def list_credit_notes(client: BillingClient, organization: OrganizationOption = 
 
 
 def listed(client: BillingClient, organization: str | None, undecided: bool, *, credit_notes: bool) -> Output:
-    """Those that are credit notes, or those that are not."""
+    """Return the credit notes, or the other adjustments."""
     found = client.list_adjustments(organization_or_default(organization, client.address), undecided_only=undecided)
     chosen = [each for each in found if bool(each.invoice_number) is credit_notes]
     return chosen, adjustments_table(chosen, credit_notes=credit_notes) if chosen else "none"
 
 
 def parse_money(amount: str) -> Money:
-    """Raises: typer.BadParameter."""
+    """Return an amount. Raises: typer.BadParameter."""
     return Money("", parsed("AMOUNT", parse_picos, amount))
 
 
-def told(changed: Adjustment) -> Output:
+def outcome_of(changed: Adjustment) -> Output:
     name = f"credit note {changed.credit_note_number}".rstrip() if changed.invoice_number else "adjustment"
     match changed.state.value:
         case "proposed":
-            what = f"proposed; somebody else approves it: weir {name.replace(' ', '-')} approve {changed.adjustment_id}"
+            what = f"proposed; another person approves it with: weir {name.replace(' ', '-')} approve {changed.adjustment_id}"
         case "approved":
             what = f"approved by {changed.decided_by}, posted to {changed.billing_month}"
         case _:

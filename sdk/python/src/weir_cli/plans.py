@@ -1,4 +1,4 @@
-"""`weir plan`, `weir credit` and `weir price`: plans and who has which, credit and what is left of it, prices."""
+"""`weir plan`, `weir credit` and `weir price`: plans and assignments, credit, prices."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from weir_cli.render import (
     time_text,
 )
 
-plan = typer.Typer(help="Make plans, and say who has which.", no_args_is_help=True)
+plan = typer.Typer(help="Create and assign plans.", no_args_is_help=True)
 
-credit = typer.Typer(help="Grant credit, and see what is left of it.", no_args_is_help=True)
+credit = typer.Typer(help="Grant credit, and show balances.", no_args_is_help=True)
 
 OrganizationArgument = Annotated[str, typer.Argument(help="Organization, by name or id.")]
 
@@ -40,13 +40,15 @@ def create_plans(
     client: AdminClient,
     file: Annotated[Path, typer.Argument(help="YAML with `plans:`; - for stdin. See docs/how-to/prices.md.")],
 ) -> Output:
-    """Make the plans of a file, or their next versions. What says the same already stays; customers keep their versions."""
+    """Create the plans of a file, or their next versions. Unchanged plans stay; customers keep
+    theirs.
+    """
     proposal = read_proposal(file)
     if proposal.get("prices"):
         raise typer.BadParameter("`prices:` are set by `weir apply`", param_hint="FILE")
     made = [client.create_plan(each) for each in proposal.get("plans", [])]
-    told = (f"plan {each.name} version {each.version}{' says so already' if each.existed else ' is made'}" for each in made)
-    return made, *told
+    remarks = (f"plan {each.name} version {each.version}{' is unchanged' if each.existed else ' created'}" for each in made)
+    return made, *remarks
 
 
 @plan.command("list")
@@ -56,10 +58,10 @@ def list_plans(
     name: Annotated[str, typer.Argument(help="Only this plan.")] = "",
     organization: Annotated[str, typer.Option("--org", help="Only assignments of this organization.")] = "",
 ) -> Output:
-    """List plans, and who has which."""
+    """List plans and their assignments."""
     found = client.list_plans(name, organization=organization)
     if not found.plans:
-        return found, "there is no plan: `weir plan create FILE`"
+        return found, "no plans: create one with `weir plan create FILE`"
     rows = ((each.organization_name, each.first_month, each.plan or "none", str(each.version or "—")) for each in found.assignments)
     assignments = table("organization", "from", "plan", "version", right=("version",), rows=rows)
     return found, plans_table(found.plans), assignments
@@ -70,11 +72,11 @@ def list_plans(
 def assign_plan(
     client: AdminClient,
     organization: Annotated[str, typer.Argument(help="Organization, by name or id.")],
-    name: Annotated[str, typer.Argument(help="The plan; leave it out to end the present one.")] = "",
-    first_month: Annotated[str, typer.Option("--from", help="The first month, as YYYY-MM. Default: this one.")] = "",
+    name: Annotated[str, typer.Argument(help="The plan; omit it to end the current one.")] = "",
+    first_month: Annotated[str, typer.Option("--from", help="First month, as YYYY-MM. Default: this one.")] = "",
     version: Annotated[int, typer.Option(min=0, help="Version of the plan. Default: the latest.")] = 0,
 ) -> Output:
-    """Give an organization a plan from a month on. Months before stay as they are."""
+    """Assign a plan to an organization from a month on. Earlier months stay unchanged."""
     assigned = client.assign_plan(organization, name, version=version, first_month=first_month)
     which = f"the plan {assigned.plan} version {assigned.version}" if assigned.plan else "no plan"
     already = " already" if assigned.existed else ""
@@ -88,8 +90,8 @@ def plans_table(plans: tuple[Plan, ...]) -> RenderableType:
         commitment = int(rules.get("commitment_picos", 0)) / 10**12
         allowances = (f"{int(rule['token_count']):,} {about(rule)}" for rule in rules.get("allowances", []))
         prices = (f"{rule['kind']} {about(rule)}, {len(rule['steps'])} steps" for rule in rules.get("tiered_prices", []))
-        told = str(rules.get("currency_code", "")), "; ".join(allowances) or "—", "; ".join(prices) or "—"
-        made.add_row(each.name, str(each.version), *told, f"{commitment:,.2f}" if commitment else "—")
+        cells = str(rules.get("currency_code", "")), "; ".join(allowances) or "—", "; ".join(prices) or "—"
+        made.add_row(each.name, str(each.version), *cells, f"{commitment:,.2f}" if commitment else "—")
     return made
 
 
@@ -100,7 +102,7 @@ def about(rule: Mapping[str, Any]) -> str:
 
 
 def read_proposal(file: Path) -> dict[str, Any]:
-    """Plans and prices of a file, as the contract has them. Ends the command with every mistake, by line."""
+    """Return the plans and prices of a file. Exits with all mistakes, by line."""
     document = read_document(content_of(file), prune=False, section=PROPOSAL)
     if document.mistakes:
         tell_mistakes(file, document.mistakes)
@@ -113,17 +115,17 @@ def grant_credit(
     client: AdminClient,
     organization: OrganizationArgument,
     amount: Annotated[str, typer.Argument(help="In units of the organization's currency, such as 500.00.")],
-    last_month: Annotated[str, typer.Option("--until", help="The last month that it pays for, as YYYY-MM; then the rest expires.")],
-    reason: Annotated[str, typer.Option("--reason", help="Why; it stands in the ledger and in the audit log.")],
-    first_month: Annotated[str, typer.Option("--from", help="The first month that it pays for. Default: this one.")] = "",
+    last_month: Annotated[str, typer.Option("--until", help="Last month that it covers, as YYYY-MM; then the rest expires.")],
+    reason: Annotated[str, typer.Option("--reason", help="Reason, recorded in the ledger and the audit log.")],
+    first_month: Annotated[str, typer.Option("--from", help="First month that it covers. Default: this one.")] = "",
     request_id: Annotated[
-        str, typer.Option("--request-id", help="A UUID of your own: the same call with it again grants nothing more.")
+        str, typer.Option("--request-id", help="A UUID: repeating the command with it grants nothing more.")
     ] = "",
 ) -> Output:
-    """Grant an organization credit for what is billed in some months.
+    """Grant an organization credit for the charges of some months.
 
-    At most 1,000,000 units at once. For a prepaid organization, all that it ever uses and its credit are limited to
-    9,223,372 units together: an error says how much more can be granted.
+    At most 1,000,000 units at once. For a prepaid organization, total usage and credit are limited
+    to 9,223,372 units together; the error has the amount that can still be granted.
     """
     picos = parsed("AMOUNT", parse_picos, amount)
     granted = client.grant_credit(
@@ -138,15 +140,15 @@ def list_grants(
     client: AdminClient,
     organization: OnlyOrganizationOption = "",
 ) -> Output:
-    """List credit, spent and left by the months that are closed."""
+    """List credit grants; spent and left amounts count closed months only."""
     found = client.list_credit_grants(organization)
-    return found, grants_table(found) if found else "no credit was granted"
+    return found, grants_table(found) if found else "no credit grants"
 
 
 @credit.command("balance")
 @calls(admin_client)
 def show_balance(client: AdminClient, organization: OrganizationArgument) -> Output:
-    """Tell what there is of an organization's credit at this moment."""
+    """Show an organization's current credit."""
     found = client.get_credit_balance(organization)
     numbers = ("left", "unbilled", "held", "available")
     row = found.organization_name, "yes" if found.prepaid else "no", found.left, found.unbilled, found.held, found.available
@@ -158,18 +160,18 @@ def show_balance(client: AdminClient, organization: OrganizationArgument) -> Out
 def set_prepaid(
     client: AdminClient,
     organization: OrganizationArgument,
-    only: Annotated[bool, typer.Option("--only/--off", help="Let requests in only as far as credit reaches, or end that.")],
+    only: Annotated[bool, typer.Option("--only/--off", help="Admit requests only within the credit, or switch that off.")],
     alert_left: Annotated[
         str | None,
-        typer.Option(help="Alert when so much is left, such as 100.00,20.00; or none. Default: as it is; none at first."),
+        typer.Option(help="Alert at these remainders, such as 100.00,20.00; or none. Default: unchanged, at first none."),
     ] = None,
 ) -> Output:
-    """Keep an organization to its credit, exactly, from now on; or no longer."""
+    """Switch an organization to prepaid, limited to its credit, or back."""
     parts = [] if alert_left in (None, "none") else (alert_left or "").split(",")
     lefts = [parsed("--alert-left", parse_picos, part.strip()) for part in parts]
     existed = client.set_prepaid(organization, only, alert_at=None if alert_left is None else lefts)
-    told = f"{organization} is{' already' if existed else ''} {'kept to its credit' if only else 'not kept to its credit'}"
-    return {"organization": organization, "prepaid": only, "existed": existed}, told
+    message = f"{organization} is{' already' if existed else ''} {'limited to its credit' if only else 'not limited to its credit'}"
+    return {"organization": organization, "prepaid": only, "existed": existed}, message
 
 
 def grants_table(grants: Iterable[CreditGrant]) -> RenderableType:
@@ -181,14 +183,14 @@ def grants_table(grants: Iterable[CreditGrant]) -> RenderableType:
     return made
 
 
-price = typer.Typer(help="Set, list and try out prices: of the list, and of single customers.", no_args_is_help=True)
+price = typer.Typer(help="Set, list and simulate prices: list prices and customers' own.", no_args_is_help=True)
 
 TIME_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
-ModelArgument = Annotated[str, typer.Argument(help="The model; it need not exist yet.")]
-SinceOption = Annotated[datetime | None, typer.Option(help="Since when it holds, in UTC. Default: now.", formats=TIME_FORMATS)]
+ModelArgument = Annotated[str, typer.Argument(help="Model; it need not exist yet.")]
+SinceOption = Annotated[datetime | None, typer.Option(help="Start, in UTC. Default: now.", formats=TIME_FORMATS)]
 KINDS = ("input", "cached input", "output", "embedding")
 TITLE = "prices per million tokens"
-TIMEOUT_S = 300.0  # a month of millions of events is one statement, and a long one
+TIMEOUT_S = 300.0  # a month of millions of events is rated in one statement
 CSV_COLUMNS: Mapping[str, Callable[[SimulatedCustomer], object]] = {
     "organization_name": lambda each: each.organization_name,
     "organization_id": lambda each: each.organization_id,
@@ -210,22 +212,22 @@ def set_price(
     input_price: Annotated[str, typer.Option("--input", help="Per million input tokens, in units of the currency.")],
     output_price: Annotated[str, typer.Option("--output", help="Per million output tokens.")],
     cached_price: Annotated[
-        str | None, typer.Option("--cached-input", help="Per million input tokens from the prefix cache. Default: as --input.")
+        str | None, typer.Option("--cached-input", help="Per million input tokens from the prefix cache. Default: same as --input.")
     ] = None,
     embedding_price: Annotated[
-        str | None, typer.Option("--embedding", help="Per million embedded tokens. Default: as it is; 0 at first.")
+        str | None, typer.Option("--embedding", help="Per million embedded tokens. Default: unchanged, at first 0.")
     ] = None,
     batch_multiplier: Annotated[
         str | None,
-        typer.Option(help="What the batch tier pays of these prices, such as 0.5. Default: as it is; the same price at first."),
+        typer.Option(help="Batch tier's fraction of these prices, such as 0.5. Default: unchanged, at first 1."),
     ] = None,
     organization: Annotated[
-        str, typer.Option("--org", "--organization", help="Only for this organization, by name or id: its own price.")
+        str, typer.Option("--org", "--organization", help="Set this organization's own price, by name or id.")
     ] = "",
-    currency: Annotated[str, typer.Option(help="ISO 4217 code. Default: the organization's; USD for the list.")] = "",
+    currency: Annotated[str, typer.Option(help="ISO 4217 code. Default: the organization's; USD for list prices.")] = "",
     effective_time: SinceOption = None,
 ) -> Output:
-    """Set a new price version, one per service tier. Earlier ones stay: a request costs what was in force when it was admitted."""
+    """Set a new price version per service tier. Requests pay the price at their admission."""
     per_token = parsed("--input", parse_price, input_price)
     versions = client.set_price(
         model,
@@ -243,10 +245,10 @@ def set_price(
     remarks = []
     for each in versions:
         whose = f" for {each.organization_name}" if each.organization_name else ""
-        told = ", ".join(f"{kind} {rate}" for kind, rate in zip(KINDS, rates(each), strict=True))
+        amounts = ", ".join(f"{kind} {rate}" for kind, rate in zip(KINDS, rates(each), strict=True))
         since = time_text(each.effective_time, "now")
         what = f"price version {each.version} of {each.model}{whose}, {each.tier}, from {since} on"
-        remarks.append(f"{what}, in {each.currency_code} per million tokens: {told}")
+        remarks.append(f"{what}, in {each.currency_code} per million tokens: {amounts}")
     return versions, *remarks
 
 
@@ -255,10 +257,10 @@ def set_price(
 def withdraw_price(
     client: AdminClient,
     model: ModelArgument,
-    organization: Annotated[str, typer.Option("--org", "--organization", help="Whose own price ends, by name or id.")],
+    organization: Annotated[str, typer.Option("--org", "--organization", help="Organization, by name or id.")],
     effective_time: SinceOption = None,
 ) -> Output:
-    """End a customer's own price: from then on it pays as the list says."""
+    """End a customer's own price; the list price applies from then on."""
     versions = client.withdraw_price(organization, model, effective_time=_utc(effective_time))
     since = time_text(versions[0].effective_time, "now")
     return versions, f"{organization} pays the list price of {model} from {since} on"
@@ -269,14 +271,14 @@ def withdraw_price(
 def list_prices(
     client: AdminClient,
     organization: Annotated[
-        str, typer.Option("--org", "--organization", help="What this organization pays, by name or id. Default: the list.")
+        str, typer.Option("--org", "--organization", help="Prices of this organization, by name or id. Default: list prices.")
     ] = "",
-    model: Annotated[str, typer.Option("--model", help="Only of this model.")] = "",
+    model: Annotated[str, typer.Option("--model", help="Only this model.")] = "",
     currency: Annotated[str, typer.Option(help="Only in this currency.")] = "",
     at: Annotated[datetime | None, typer.Option("--at", help="At this time, in UTC. Default: now.", formats=TIME_FORMATS)] = None,
-    history: Annotated[bool, typer.Option("--history", help="Every version there ever was and will be.")] = False,
+    history: Annotated[bool, typer.Option("--history", help="All past and future versions.")] = False,
 ) -> Output:
-    """Tell who pays what for which model and tier, where that comes from and since when."""
+    """List prices by model and tier, with source and start."""
     found = client.list_prices(organization, model=model, currency_code=currency, time=_utc(at), history=history)
     if history and found.versions:
         return found, versions_table(found.versions)
@@ -289,8 +291,8 @@ def applied_table(prices: Iterable[AppliedPrice]) -> RenderableType:
         version = each.version
         source = version.organization_name if each.source == "organization" else "list"
         source += "" if version.tier == each.tier else f" ({version.tier})"
-        told = version.currency_code, source, version.effective_time, str(version.version)
-        made.add_row(each.model, each.tier, *rates(version), *told)
+        cells = version.currency_code, source, version.effective_time, str(version.version)
+        made.add_row(each.model, each.tier, *rates(version), *cells)
     return made
 
 
@@ -304,7 +306,7 @@ def versions_table(versions: Iterable[PriceVersion]) -> RenderableType:
 
 
 def rates(version: PriceVersion) -> list[str]:
-    """Prices by kind, in the order of KINDS."""
+    """Return the prices by kind, in the order of KINDS."""
     picos = (getattr(version, f"{kind.replace(' ', '_')}_picos_per_token") for kind in KINDS)
     return [decimal_text(per_million(each)) for each in picos]
 
@@ -323,7 +325,7 @@ def simulate(
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV with exact amounts on stdout.")] = False,
     as_json: JsonOption = False,
 ) -> Output | None:
-    """Rate a past month's real usage anew, with proposed prices and plans. Changes nothing.
+    """Rate a past month's usage with proposed prices and plans. Changes nothing.
 
     Amounts are usage and plan; adjustments, credit and rounding are left out on both sides.
     """
@@ -333,11 +335,11 @@ def simulate(
     if as_csv:
         put(None, [csv_of(found, CSV_COLUMNS, line_end="\r\n")])
         return None
-    return found, simulated_table(found) if found else f"nothing was used in {month}"
+    return found, simulated_table(found) if found else f"no usage in {month}"
 
 
 def simulated_table(customers: list[SimulatedCustomer]) -> RenderableType:
-    """What each paid, would have paid, and the difference."""
+    """Return a table of actual and simulated amounts by customer."""
     numbers = ("tokens", "paid", "would pay", "difference", "%")
     made = table("organization", *numbers, "plan", right=numbers)
     for each in customers:

@@ -1,4 +1,4 @@
-"""`weir receipt`: the receipts of a month, the public keys that verify them, and the check itself, which needs no server."""
+"""`weir receipt`: receipts of a month, public keys, and their offline verification."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from weir_cli.render import JsonOption, checked_month, jsonable, note, parse_pic
 
 receipt = typer.Typer(help="Export receipts and verify them.", no_args_is_help=True)
 
-PROBLEMS_TOLD_MAX = 50
+PROBLEMS_SHOWN_MAX = 50
 
 
 class FileInvalid(ValueError):
-    """A file that is not what it should be; the message says where and why."""
+    """A malformed file; the message has the place and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedMonth:
-    """What a month's report says that receipts can be compared with. totals None: nothing. root None: it has none yet."""
+    """Values of a month's report that receipts are compared with. None: not compared."""
 
     month: str = ""
     organization_id: str = ""
@@ -50,17 +50,17 @@ class ReportedMonth:
 
 
 def read_receipts(lines: Iterable[str]) -> Iterator[Receipt]:
-    """One for each line that is not empty. Raises: FileInvalid naming the line."""
+    """Parse one receipt per non-empty line. Raises: FileInvalid naming the line."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 yield Receipt.from_json(line)
             except ValueError as error:
-                raise FileInvalid(f"line {number} is no receipt: {error}") from error
+                raise FileInvalid(f"line {number} is not a receipt: {error}") from error
 
 
 def read_keys(path: Path) -> list[ReceiptKey]:
-    """Raises: FileInvalid, OSError."""
+    """Parse a file of public keys. Raises: FileInvalid, OSError."""
     try:
         return [ReceiptKey(key["key_id"], bytes.fromhex(key["public_key"])) for key in json.loads(path.read_text())["keys"]]
     except (ValueError, KeyError, TypeError) as error:
@@ -68,9 +68,10 @@ def read_keys(path: Path) -> list[ReceiptKey]:
 
 
 def read_report(path: Path) -> ReportedMonth:
-    """The report of a month as `weir month show --format json` writes it.
+    """Parse a month's report as written by `weir month show --format json`.
 
-    Lines of late usage are left out: their receipts belong to the month of use. Raises: FileInvalid, OSError.
+    Lines of late usage are left out: their receipts belong to the month of use. Raises:
+    FileInvalid, OSError.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -80,17 +81,17 @@ def read_report(path: Path) -> ReportedMonth:
             if not line.get("late_month"):
                 priced = (line["model"], str(line["price_version"]))
                 totals[(*priced, line["token_kind"].replace("-", "_"))] += line["token_count"]
-                amount = line["amount"]  # exact in units as text, or an object
+                amount = line["amount"]  # exact units as text, or an object
                 totals[priced] += int(amount["picos"]) if isinstance(amount, dict) else parse_picos(amount)
         return ReportedMonth(document["month"], document["organization_id"], bytes.fromhex(root) if root else None, totals)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FileInvalid(f"{path} is no report of a month: write it with `weir month show … --format json`") from error
+        raise FileInvalid(f"{path} is not a month's report: write it with `weir month show … --format json`") from error
 
 
 @receipt.command("keys")
 @calls(receipt_client)
 def keys(client: ReceiptClient, as_json: JsonOption = False) -> None:
-    """List the public keys that receipts were signed with. Keep `--json` in a file, and verify with it offline."""
+    """List the public keys of receipt signatures. Save `--json` to a file to verify offline."""
     found = client.list_receipt_keys()
     if as_json:
         typer.echo(json.dumps({"keys": [{"key_id": key.key_id, "public_key": key.public_key.hex()} for key in found]}, indent=2))
@@ -106,7 +107,7 @@ def export(
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Write all receipts of a month as JSON lines, one receipt each, in the order of time."""
+    """Write all receipts of a month as JSON lines, by time."""
     with receipt_client(address, api_key) as client:
         found = client.list_receipts(organization_or_default(organization, client.address), month)
         number = itertools.count()
@@ -121,7 +122,9 @@ def month_(
     month: MonthArgument,
     organization: OrganizationOption = None,
 ) -> Output:
-    """Show the root over a month's receipts, and where the chain of each project begins and ends in it."""
+    """Show the root over a month's receipts, and the first and last receipt of each project's
+    chain.
+    """
     found = client.get_receipt_month(organization_or_default(organization, client.address), month)
     numbers = ("first", "last", "receipts")
     chains = table("project", *numbers, "hash of the last", right=numbers)
@@ -129,28 +132,28 @@ def month_(
         counts = each.first_sequence, each.last_sequence, each.receipt_count
         chains.add_row(each.project_id, *counts, each.last_hash.hex())
     count = found.unreceipted_count
-    remarks = [f"{count:,} usage events are from before there were receipts"] if count else []
+    remarks = [f"{count:,} usage events are older than receipts"] if count else []
     return found, chains, Text(f"{found.receipt_count:,} receipts, root {found.root.hex()}"), *remarks
 
 
 @receipt.command("verify")
 def verify(
-    file: Annotated[str, typer.Argument(help="Receipts as JSON lines: from `export`, or of single requests. `-` for stdin.")],
+    file: Annotated[str, typer.Argument(help="Receipts as JSON lines, from `export` or single requests; - for stdin.")],
     keys: Annotated[
-        Path | None, typer.Option("--keys", help="Public keys: what `weir receipt keys --json` wrote. Else the server is asked.")
+        Path | None, typer.Option("--keys", help="Public keys written by `weir receipt keys --json`. Default: the server's.")
     ] = None,
-    month: Annotated[str, typer.Option("--month", help="The file is the whole month YYYY-MM: no receipt may be missing.")] = "",
+    month: Annotated[str, typer.Option("--month", help="Check completeness: the file has the whole month YYYY-MM.")] = "",
     report: Annotated[
-        Path | None, typer.Option("--report", help="The month's report as JSON: sums must be equal, and the root if it has one.")
+        Path | None, typer.Option("--report", help="The month's report as JSON: sums must match, and the root if present.")
     ] = None,
-    root: Annotated[str, typer.Option("--root", help="The root that the month must have, in hexadecimal.")] = "",
+    root: Annotated[str, typer.Option("--root", help="Expected root of the month, in hexadecimal.")] = "",
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Verify receipts offline: nothing was changed, a known key signed them, and none of the chain is missing.
+    """Verify receipts offline: content, signatures, and completeness of the chains.
 
-    Exit code 1 if anything is wrong; everything that is wrong is told.
+    Reports every problem; exit code 1 if there are any.
     """
     try:
         with opened(file) as lines:
@@ -174,39 +177,39 @@ def verify(
         wrong_use(str(error))
     except OSError as error:
         wrong_use(f"{error.filename} cannot be read: {error.strerror}")
-    tell(verdict, reported, expected, as_json=as_json)
+    print_verdict(verdict, reported, expected, as_json=as_json)
     if not verdict.valid:
         raise typer.Exit(ExitCode.FAILED)
 
 
 def fetched_keys(receipts: list[Receipt], address: str | None, api_key: str | None) -> list[ReceiptKey]:
-    """The server's own public keys, if any receipt is signed at all."""
+    """Return the server's public keys, or none if no receipt is signed."""
     if not any(each.key_id for each in receipts):
         return []
     with receipt_client(address, api_key) as client:
-        note(f"public keys from {client.address}; give --keys to verify without trusting the server")
+        note(f"public keys from {client.address}; use --keys to verify without trusting the server")
         return client.list_receipt_keys()
 
 
-def tell(verdict: ReceiptVerdict, reported: ReportedMonth, expected_root: bytes | None, *, as_json: bool) -> None:
+def print_verdict(verdict: ReceiptVerdict, reported: ReportedMonth, expected_root: bytes | None, *, as_json: bool) -> None:
     counts = f"{verdict.receipt_count:,} receipts of {verdict.project_count} projects, {verdict.signed_count:,} signed"
     if as_json:
         print_json({"valid": verdict.valid, **jsonable(verdict)})
         return
-    for problem in verdict.problems[:PROBLEMS_TOLD_MAX]:
+    for problem in verdict.problems[:PROBLEMS_SHOWN_MAX]:
         typer.secho(f"✗ {problem}", fg="red")
-    if len(verdict.problems) > PROBLEMS_TOLD_MAX:
-        typer.secho(f"✗ and {len(verdict.problems) - PROBLEMS_TOLD_MAX:,} more", fg="red")
+    if len(verdict.problems) > PROBLEMS_SHOWN_MAX:
+        typer.secho(f"✗ and {len(verdict.problems) - PROBLEMS_SHOWN_MAX:,} more", fg="red")
     if verdict.problems:
         typer.echo(f"{counts}: {len(verdict.problems):,} problems")
         return
-    typer.secho(f"✓ {counts}: nothing was changed", fg="green")
+    typer.secho(f"✓ {counts}: unaltered", fg="green")
     if reported.month and expected_root is None:
-        note("not checked: whether the first and last receipts of the month are here; --root tells, or --report of a closed month")
+        note("not checked: first and last receipts of the month; needs --root, or --report of a closed month")
     if expected_root is not None:
         typer.secho(f"✓ complete: the root is {verdict.root.hex()}", fg="green")
     if reported.totals is not None:
-        typer.secho(f"✓ the sums are those of the report of {reported.month}", fg="green")
+        typer.secho(f"✓ the sums match the report of {reported.month}", fg="green")
 
 
 def opened(file: str) -> AbstractContextManager[IO[str]]:

@@ -1,4 +1,6 @@
-"""Pure drawing: values of the client in, text and tables out. Nothing here calls, prints or reads a clock."""
+"""Formatting of the client's values as text and tables. Mostly pure; printing is at the end of a
+command.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,23 @@ from weir_cli.commands import ExitCode
 
 T = TypeVar("T")
 
-TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens, as customers compare them
+TOKENS_PER_PRICE = 1_000_000  # prices are shown per million tokens
 INT64_MAX = 2**63 - 1  # the wire's limit for one value
 MONEY = (QuotaDimension.COST_PER_DAY, QuotaDimension.COST_PER_MONTH, QuotaDimension.PREPAID_CREDIT)
 SPAN_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-PIPE_WIDTH = 160  # columns where there is no terminal to ask: wide enough that no id is cut
-TABLE_WIDTH_MAX = 100_000  # columns of a table in a pipe: more than any row has
+PIPE_WIDTH = 160  # columns without a terminal: wide enough for all ids
+TABLE_WIDTH_MAX = 100_000  # columns of a table in a pipe: no row is longer
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for scripts.")]
-FOLDED = ("id", "subject", "organization id", "change", "seen")  # columns that may take several lines on a narrow terminal
+# Columns that may wrap on a narrow terminal
+FOLDED = ("id", "subject", "organization id", "change", "seen")
 ID_WIDTH_MIN = 18  # half a UUID: two lines at most
-BAR_CELLS = 34  # width of the waterfall's time axis: the whole fits 80 columns
+BAR_CELLS = 34  # of the waterfall's time axis: the whole fits 80 columns
 STAGES = (
-    ("auth", "auth_ms", "resolve the key"),
+    ("auth", "auth_ms", "authenticate the key"),
     ("tokenize", "tokenize_ms", "tokenize the prompt"),
     ("admission", "admission_ms", "hold the tokens"),
     ("cold start", "cold_start_ms", "start the engine"),
-    ("queue", "queue_ms", "wait for the turn"),
+    ("queue", "queue_ms", "wait in the queue"),
     ("prefill", "prefill_ms", "compute the prompt"),
     ("decode", "decode_ms", "compute the answer"),
     ("client stall", "client_stall_ms", "wait for the client"),
@@ -53,7 +56,7 @@ STAGES = (
 
 
 def parse_span(text: str, examples: str = "90m, 12h, 30d or 4w") -> timedelta:
-    """A length of time such as `30d`, in a unit of the examples. Raises: ValueError."""
+    """Parse a length of time such as `30d`, in a unit of the examples. Raises: ValueError."""
     match = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip())
     if match is None or match[2] not in examples or int(match[1]) == 0:
         raise ValueError(f"{text!r} is not a length of time: write it as {examples}")
@@ -61,7 +64,7 @@ def parse_span(text: str, examples: str = "90m, 12h, 30d or 4w") -> timedelta:
 
 
 def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
-    """A time, or so long before `now`. Raises: typer.BadParameter."""
+    """Parse a time, or a length of time before `now`. Raises: typer.BadParameter."""
     if text is None:
         return None
     with contextlib.suppress(ValueError):
@@ -74,7 +77,7 @@ def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
 
 
 def duration_text(seconds: float) -> str:
-    """A wait for people: `0.3 s`, `12 s`, `4 min`, `3 h`, `9 d`, rounded up so that waiting so long is enough."""
+    """Return a wait as text, rounded up: `0.3 s`, `12 s`, `4 min`, `3 h`, `9 d`."""
     if seconds < 1:
         return f"{seconds:.1f} s"
     for limit, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
@@ -84,19 +87,19 @@ def duration_text(seconds: float) -> str:
 
 
 def decimal_text(value: Decimal, places: int = 2) -> str:
-    """An exact number with thousands separators, at least so many decimals, and no needless zeros beyond them."""
+    """Return an exact number with thousands separators and at least `places` decimals."""
     whole, _, fraction = f"{value:,f}".partition(".")
     fraction = fraction.rstrip("0").ljust(places, "0")
     return f"{whole}.{fraction}" if fraction else whole
 
 
 def time_text(time: datetime | None, absent: str = "—") -> str:
-    """A moment in UTC to the second."""
+    """Return a time in UTC to the second."""
     return f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z" if time else absent
 
 
 def per_million(picos_per_token: int) -> Decimal:
-    """A price per million tokens in units of the currency, exact."""
+    """Return the exact price per million tokens in units of the currency."""
     return Money("", picos_per_token * TOKENS_PER_PRICE).amount
 
 
@@ -105,20 +108,20 @@ def money_text(money: Money) -> str:
 
 
 def price_text(price: Price | None, kind: str) -> str:
-    """A price per million tokens of a kind, with its currency; a dash where there is none."""
+    """Return a price per million tokens of a kind, with its currency; a dash if there is none."""
     picos_per_token = getattr(price, f"{kind.replace(' ', '_')}_picos_per_token", 0)
     return f"{decimal_text(per_million(picos_per_token))} {price.currency_code}" if price else "—"
 
 
 def dimension_amount(dimension: QuotaDimension | None, value: int) -> str:
-    """A limit or what is left of it, in the unit of its dimension; money in units of the currency."""
+    """Return a quota value in the unit of its dimension; money in units of the currency."""
     if dimension in MONEY:
         return decimal_text(Money("", value).amount)
     return f"{value:,}"
 
 
 def parsed(flag: str, parse: Callable[..., T], *values: Any) -> T:
-    """What `parse` makes of a parameter. Raises: typer.BadParameter naming the flag or argument where it raises ValueError."""
+    """Parse a parameter. Raises: typer.BadParameter with the flag if `parse` raises ValueError."""
     try:
         return parse(*values)
     except ValueError as error:
@@ -126,7 +129,7 @@ def parsed(flag: str, parse: Callable[..., T], *values: Any) -> T:
 
 
 def parse_amount(text: str) -> Decimal:
-    """A decimal number as people write it, `1,000.50` included. Raises: ValueError."""
+    """Parse a decimal number, with separators as in `1,000.50`. Raises: ValueError."""
     try:
         amount = Decimal(text.replace(",", "").replace("_", ""))
     except InvalidOperation:
@@ -137,18 +140,18 @@ def parse_amount(text: str) -> Decimal:
 
 
 def parse_picos(text: str) -> int:
-    """An amount in units of a currency as whole picos. Raises: ValueError if it is no number, or finer than a pico."""
+    """Parse an amount into whole picos. Raises: ValueError if invalid or finer than a pico."""
     return Money.of(parse_amount(text), "").picos
 
 
 def parse_limit(dimension: QuotaDimension, text: str) -> int:
-    """A limit as the API takes it: whole requests or tokens, or money in units of the currency, turned into picos.
+    """Parse a limit: whole requests or tokens, or units of the currency, which become picos.
 
-    Raises: ValueError with what is wrong and what would do.
+    Raises: ValueError with the remedy.
     """
     amount = parse_amount(text)
     if amount < 0:
-        raise ValueError("a limit is 0 or more; 0 lets nothing in")
+        raise ValueError("a limit must be 0 or more; 0 admits nothing")
     if dimension in MONEY:
         limit = Money.of(amount, "").picos
     elif amount == amount.to_integral_value():
@@ -156,16 +159,18 @@ def parse_limit(dimension: QuotaDimension, text: str) -> int:
     else:
         raise ValueError(f"{dimension.value} counts whole numbers")
     if limit > INT64_MAX:
-        most = Money("", INT64_MAX).amount if dimension in MONEY else Decimal(INT64_MAX)
-        raise ValueError(f"the largest limit is {decimal_text(most, 0)}")
+        maximum = Money("", INT64_MAX).amount if dimension in MONEY else Decimal(INT64_MAX)
+        raise ValueError(f"the largest limit is {decimal_text(maximum, 0)}")
     return limit
 
 
 def parse_price(text: str) -> int:
-    """A price per million tokens as whole picos per token. Raises: ValueError if it is negative, or too fine to be exact."""
+    """Parse a price per million tokens into picos per token. Raises: ValueError if negative or too
+    fine.
+    """
     amount = parse_amount(text)
     if amount < 0:
-        raise ValueError("a price is 0 or more")
+        raise ValueError("a price must be 0 or more")
     picos, rest = divmod(Money.of(amount, "").picos, TOKENS_PER_PRICE)
     if rest:
         raise ValueError(f"{text} per million tokens is finer than a pico per token (six decimals)")
@@ -173,7 +178,7 @@ def parse_price(text: str) -> int:
 
 
 def parse_thousandths(text: str) -> int:
-    """A number as thousandths. Raises: ValueError."""
+    """Parse a number into thousandths. Raises: ValueError."""
     milli = parse_amount(text) * 1000
     if milli != milli.to_integral_value() or not 0 <= milli <= 10**9:
         raise ValueError("write a number of 0 or more with at most three decimals, such as 0.25")
@@ -181,12 +186,12 @@ def parse_thousandths(text: str) -> int:
 
 
 def parse_thresholds(text: str) -> list[int]:
-    """Percentages, separated by commas; `none` for none. Raises: ValueError."""
+    """Parse percentages, separated by commas; `none` for none. Raises: ValueError."""
     if text == "none":
         return []
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"{text!r} is no list of whole percentages: give some such as 50,80,100, or none")
+        raise ValueError(f"{text!r} is not a list of whole percentages: write one such as 50,80,100, or none")
     return [int(part) for part in parts]
 
 
@@ -196,7 +201,7 @@ def percents_text(values: Iterable[int]) -> str:
 
 
 def thresholds_text(dimension: QuotaDimension, values: Iterable[int]) -> str:
-    """At what a limit alerts: percent of it, or money that is left."""
+    """Return alert thresholds as text: percent of a limit, or remaining money."""
     if dimension is not QuotaDimension.PREPAID_CREDIT:
         return percents_text(values)
     text = ", ".join(dimension_amount(dimension, value) for value in values)
@@ -204,10 +209,10 @@ def thresholds_text(dimension: QuotaDimension, values: Iterable[int]) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """A value of the client as plain JSON types.
+    """Return a value of the client as plain JSON types.
 
-    Money becomes `{"currency_code", "amount", "picos"}` with the exact amount as text; times are ISO 8601 in UTC with `Z`; bytes
-    are hexadecimal; a receipt is what `weir receipt verify` reads.
+    Money becomes `{"currency_code", "amount", "picos"}` with the exact amount as text; times are
+    ISO 8601 in UTC with `Z`; bytes are hexadecimal; a receipt is as `weir receipt verify` reads it.
     """
     if isinstance(value, Money):
         return {"currency_code": value.currency_code, "amount": f"{value.amount:f}", "picos": value.picos}
@@ -240,11 +245,11 @@ def show(*parts: RenderableType) -> None:
     for part in parts:
         if piped:
             console.width = max(PIPE_WIDTH, whole_width(console, part))
-        console.print(part, crop=False)  # a line too long for the terminal is wrapped by it, never cut
+        console.print(part, crop=False)  # the terminal wraps long lines; nothing is cut
 
 
 def csv_of(found: Iterable[T], columns: Mapping[str, Callable[[T], object]], *, header: bool = True, line_end: str = "\n") -> str:
-    """CSV by what stands in its columns."""
+    """Return CSV with a function for each column."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator=line_end)
     writer.writerows([columns] if header else [])
@@ -253,7 +258,7 @@ def csv_of(found: Iterable[T], columns: Mapping[str, Callable[[T], object]], *, 
 
 
 def put(output: Path | None, pieces: Iterable[str] | Iterable[bytes]) -> None:
-    """Pieces one after the other, to a file or to stdout. A file that was not finished does not stay."""
+    """Write pieces to a file or to stdout. An incomplete file is removed."""
     if output is None:
         for piece in pieces:
             typer.echo(piece, nl=False)
@@ -271,25 +276,25 @@ def put(output: Path | None, pieces: Iterable[str] | Iterable[bytes]) -> None:
 
 
 def checked_month(month: str) -> str:
-    """Raises: typer.BadParameter for what is no month; for nothing it is the server that refuses."""
+    """Return a month. Raises: typer.BadParameter if malformed."""
     if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", month):
         raise typer.BadParameter(f"{month!r} is not a month: write it as YYYY-MM", param_hint="MONTH")
     return month
 
 
 def fail(message: str, status: ExitCode = ExitCode.FAILED) -> NoReturn:
-    """One line on stderr, then the exit code."""
+    """Print one error line on stderr and exit."""
     typer.secho(f"error: {message}", fg="red", err=True)
     raise typer.Exit(status) from None
 
 
 def wrong_use(message: str) -> NoReturn:
-    """The same where the command line, a setting or a file of the user is what is wrong."""
+    """Exit as `fail` does, for an error in the command line, a setting or a file of the user."""
     fail(message, ExitCode.WRONG_USE)
 
 
 def tell_found(value: Any, *parts: RenderableType, as_json: bool) -> None:
-    """What a command found: one JSON document, or tables on stdout and remarks, which are plain text, on stderr."""
+    """Print a command's output: one JSON document, or tables on stdout and remarks on stderr."""
     if as_json:
         print_json(value)
         return
@@ -301,26 +306,26 @@ def tell_found(value: Any, *parts: RenderableType, as_json: bool) -> None:
 
 
 def whole_width(console: Console, part: RenderableType) -> int:
-    """How wide tables and text are whose rows have a line each, as programs that read lines want them; 0 for anything else."""
+    """Return the width of a table or text without wrapping, for pipes; 0 for anything else."""
     if not isinstance(part, Table | Text):
         return 0
     return Measurement.get(console, console.options.update(max_width=TABLE_WIDTH_MAX), part).maximum
 
 
 def note(text: str) -> None:
-    """A remark on stderr, dim where that is a terminal."""
+    """Print a remark on stderr, dim on a terminal."""
     typer.secho(text, dim=True, err=True)
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal, or wide enough for ids where there is none."""
+    """Return a console as wide as the terminal, or wide enough for ids in a pipe."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
 
 
 def to_text(renderable: RenderableType, width: int = 100) -> str:
-    """What a renderable looks like without colours, each line without trailing blanks."""
+    """Return a renderable as plain text, without trailing spaces."""
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, legacy_windows=False)
     console.print(renderable, crop=False)
     stream = console.file
@@ -332,25 +337,27 @@ Cell = RenderableType | int | Money | datetime | None
 
 
 class Sheet(Table):
-    """A table that takes text as it is, and never cuts a name or a number: only ids and changes are folded where it is too wide."""
+    """A table of literal text that never cuts names or numbers; only ids and changes wrap."""
 
     def add_row(self, *cells: Cell, **look: Any) -> None:
-        """Adds a row; text is neither read as markup nor able to steer the terminal."""
-        texts = [Text(printable(told)) if isinstance(told := cell_text(cell), str) else told for cell in cells]
+        """Add a row; text is neither parsed as markup nor able to control the terminal."""
+        texts = [Text(printable(content)) if isinstance(content := cell_text(cell), str) else content for cell in cells]
         super().add_row(*texts, **look)
         for column, cell in zip(self.columns, texts, strict=False):
             if column.no_wrap and isinstance(cell, Text):
                 column.min_width = max(column.min_width or 0, cell.cell_len)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draws at the width that nothing needs cutting at, even where the terminal has less."""
-        gap = 2 if self.box else 1  # a blank of padding, and the blank that the look draws between columns
-        least = sum((column.min_width or 0) + gap for column in self.columns) + gap
-        yield from super().__rich_console__(console, options.update(max_width=max(options.max_width, least)))
+        """Draw without cutting, even beyond the terminal's width."""
+        gap = 2 if self.box else 1  # padding, and the space drawn between columns
+        minimum = sum((column.min_width or 0) + gap for column in self.columns) + gap
+        yield from super().__rich_console__(console, options.update(max_width=max(options.max_width, minimum)))
 
 
 def cell_text(cell: Cell) -> RenderableType:
-    """Whole numbers with thousands separators, times in UTC, amounts with their currency; a dash for what is not known."""
+    """Return a cell's text: separators in numbers, times in UTC, amounts with currency, else a
+    dash.
+    """
     match cell:
         case int():
             return f"{cell:,}"
@@ -363,7 +370,7 @@ def cell_text(cell: Cell) -> RenderableType:
 
 
 def table(*columns: str, right: Iterable[str] = (), title: str | None = None, rows: Iterable[Sequence[Cell]] = ()) -> Sheet:
-    """A table in the house look; the columns named in `right` hold numbers."""
+    """Return a table in the common style; columns in `right` hold numbers."""
     numbers = set(right)
     made = Sheet(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
@@ -383,12 +390,15 @@ def table(*columns: str, right: Iterable[str] = (), title: str | None = None, ro
 def table_of(
     found: Iterable[T], columns: Mapping[str, Callable[[T], Cell]], *, right: Iterable[str] = (), title: str | None = None
 ) -> Sheet:
-    """A table by what stands in its columns."""
+    """Return a table with a function for each column."""
     return table(*columns, right=right, title=title, rows=([cell(each) for cell in columns.values()] for each in found))
 
 
 def printable(text: str) -> str:
-    """Text without control characters but line breaks and tabs: what a model or a name says must not steer the terminal."""
+    """Return text without control characters except line breaks and tabs.
+
+    Text of models and names must not control the terminal.
+    """
     return "".join(each for each in text if each in "\n\t" or (each >= " " and not "\x7f" <= each <= "\x9f"))
 
 
@@ -409,21 +419,22 @@ def usage_line(usage: Usage, cost: Money | None, timings: Timings | None, reques
 
 
 def tokens_per_second(usage: Usage, timings: Timings | None) -> float | None:
-    """Decode speed: tokens after the first one by the time they took. None where that cannot be told."""
+    """Return the decode speed: tokens after the first by their time. None if unknown."""
     if timings is None or timings.decode_ms <= 0 or usage.generated_token_count < 2:
         return None
     return (usage.generated_token_count - 1) / timings.decode_ms * 1000
 
 
 def result_line(result: Result) -> str:
-    """What one finished request used, in one line."""
+    """Return the usage of a finished request in one line."""
     return usage_line(result.usage, result.cost, result.timings, result.request_id)
 
 
 def waterfall(timings: Timings, *, cells: int = BAR_CELLS, usage: Usage | None = None) -> RenderableType:
-    """The stages of one request as bars on one time axis: each begins where the one before it ended.
+    """Return the stages of a request as bars on one time axis, each from the end of the previous
+    one.
 
-    usage: tells what prefill and decode were about.
+    usage: adds details to prefill and decode.
     """
     about = {} if usage is None else work_of(usage, timings)
     rows = Sheet(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
@@ -444,22 +455,22 @@ def waterfall(timings: Timings, *, cells: int = BAR_CELLS, usage: Usage | None =
 
 
 def work_of(usage: Usage, timings: Timings) -> dict[str, str]:
-    """What a recorded request did in its stages: tokens to compute and not, and how far apart tokens came.
+    """Return details of a recorded request's stages: computed and cached tokens, time per token.
 
-    The time of its own settlement cannot be in the record that this wrote.
+    The duration of the settlement is unknown: the settlement itself writes the record.
     """
-    told, cached = {}, usage.cached_input_token_count
+    details, cached = {}, usage.cached_input_token_count
     if not timings.settle_ms:
-        told["settle"] = "not kept: it was over"
+        details["settle"] = "not recorded"
     if cached:
-        told["prefill"] = f"{usage.input_token_count - cached:,} new, {cached:,} cached"
+        details["prefill"] = f"{usage.input_token_count - cached:,} new, {cached:,} cached"
     if (rate := tokens_per_second(usage, timings)) is not None:
-        told["decode"] = f"{1000 / rate:,.1f} ms a token"
-    return told
+        details["decode"] = f"{1000 / rate:,.1f} ms a token"
+    return details
 
 
 def _bar(start: float, length: float, cells: int) -> str:
-    """A bar by eighths of a cell at its end; something short is still a sliver, nothing is nothing."""
+    """Return a bar, to an eighth of a cell; a short length is at least one eighth."""
     if length <= 0:
         return ""
     first = min(int(start * cells), cells - 1)
@@ -473,14 +484,16 @@ def _marker(at: float, cells: int) -> str:
 
 
 def month_report(report: MonthReport) -> RenderableType:
-    """The month of one organization: a line per model, price version and kind of token, the total, and what backs it."""
+    """Return a month's tables: a line per model, price version and token kind, the total, the
+    check.
+    """
     currency = report.total.currency_code
     title = f"{report.organization_name} · {report.month} (UTC) · amounts in {currency}, before tax"
     numbers = ("requests", "tokens", "cancelled", "per million", "amount")
     lines = table("model", "price", "kind", *numbers, right=numbers, title=title)
     places = max([2, *(decimal_places(line.amount.amount) for line in report.lines), decimal_places(report.total.amount)])
     for line in report.lines:
-        late = f", late of {line.late_month}" if line.late_month else ""
+        late = f", late usage of {line.late_month}" if line.late_month else ""
         what = line.model, f"v{line.price_version}", line.token_kind.value.replace("-", " ") + late
         counts = line.request_count, line.token_count, line.cancelled_token_count
         price, amount = decimal_text(per_million(line.unit_price_picos)), decimal_text(line.amount.amount, places)
@@ -502,22 +515,22 @@ def _month_footer(report: MonthReport) -> list[Text]:
         f"requests  {counts.total_count:,}: {counts.completed_count:,} completed, {counts.cancelled_count:,} cancelled, "
         f"{counts.limited_count:,} limited, {counts.failed_count:,} failed"
     )
-    unrated = f"unrated   {report.unrated_event_count:,} usage events are recorded but not yet in the lines above"
+    unrated = f"unrated   {report.unrated_event_count:,} usage events are recorded but not included above yet"
     sums = f"usage {check.usage_token_count:,} = ledger {check.ledger_token_count:,} + unrated {check.unrated_token_count:,} tokens"
-    stands = []
+    status = []
     if report.close_time is not None:
         invoice = report.invoice_number or "nothing to invoice"
-        stands = [Text(f"closed    {time_text(report.close_time)} by {report.closed_by}, {invoice}")]
+        status = [Text(f"closed    {time_text(report.close_time)} by {report.closed_by}, {invoice}")]
     for note in report.credit_notes:
-        stands.append(Text(f"{note.number} gives back {note.amount} of {note.invoice_number}: {note.reason}"))
+        status.append(Text(f"{note.number} refunds {note.amount} of {note.invoice_number}: {note.reason}"))
     if check.balanced:
         verdict = Text(f"check     {sums}: balanced", style="green")
     else:
         off = check.usage_token_count - check.ledger_token_count - check.unrated_token_count
         verdict = Text(f"check     {sums.replace(' = ', ' ≠ ')}: OFF BY {off:,} TOKENS", style="bold red")
-    return [*stands, Text(ended), Text(unrated, style="yellow" if report.unrated_event_count else ""), verdict]
+    return [*status, Text(ended), Text(unrated, style="yellow" if report.unrated_event_count else ""), verdict]
 
 
 def decimal_places(value: Decimal) -> int:
-    """Digits after the point that matter."""
+    """Return the number of significant decimals."""
     return len(f"{value:f}".partition(".")[2].rstrip("0"))

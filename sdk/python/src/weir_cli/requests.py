@@ -1,4 +1,6 @@
-"""`weir requests` and `weir replicas`: what runs in all processes, never what it says; the engines, and how one is drained."""
+"""`weir requests`, `weir trace` and `weir replicas`: live requests without their content, and
+engines.
+"""
 
 from __future__ import annotations
 
@@ -42,44 +44,44 @@ from weir_cli.render import Cell, JsonOption, duration_text, make_console, table
 
 PHASE_WORDS = {RequestPhase.UNSPECIFIED: "?"}
 
-requests = typer.Typer(help="Show and end what runs.", invoke_without_command=True)
+requests = typer.Typer(help="Show and end running requests.", invoke_without_command=True)
 
 WITHOUT_TIMINGS = {
-    GenerationState.RUNNING: "It still runs: ask again when it has ended.",
-    GenerationState.VOIDED: "No timings: it ended before anything was to be billed.",
-    GenerationState.EXPIRED: "No timings: it was recovered after its server had gone away.",
+    GenerationState.RUNNING: "Still running: try again after it has ended.",
+    GenerationState.VOIDED: "No timings: it ended before any billable work.",
+    GenerationState.EXPIRED: "No timings: it was recovered after the loss of its server.",
 }
 
-BROKEN = "No timings: it broke, or was recovered after its server had gone away."
+BROKEN = "No timings: it failed, or was recovered after the loss of its server."
 
 
 @requests.callback()
 def list_requests(
     context: typer.Context,
     organization: OnlyOrganizationOption = "",
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.2, max=3600)] = 1.0,
-    wide: Annotated[bool, typer.Option("--wide", help="With cached tokens, the end of the hold, and the process.")] = False,
-    limit: Annotated[int, typer.Option(help="At most so many requests, 1 to 1000; the sums are over all.", min=1, max=1000)] = 200,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two refreshes of --watch.", min=0.2, max=3600)] = 1.0,
+    wide: Annotated[bool, typer.Option("--wide", help="Also show cached tokens, the end of the hold, and the process.")] = False,
+    limit: Annotated[int, typer.Option(help="Largest number of requests, 1 to 1000; sums cover all.", min=1, max=1000)] = 200,
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Show what runs in all processes: whose it is, where it stands, its tokens, and the sums of each organization."""
+    """Show the running requests of all processes, and totals by organization."""
     if context.invoked_subcommand is not None:
         return
     with admin_client(address, api_key) as client:
         view = client.list_live_requests(organization, page_size=limit)
         if not watch:
-            tell(view, wide=wide, as_json=as_json)
+            print_view(view, wide=wide, as_json=as_json)
             return
         console = make_console()
-        # Without a terminal a document or a table for each look, for programs that read on.
+        # Without a terminal, print each refresh for the reading program.
         is_screen = console.is_terminal and not as_json
         with Live(console=console, auto_refresh=False, screen=True) if is_screen else nullcontext() as screen:
             while True:
                 if screen is None:
-                    tell(view, wide=wide, as_json=as_json)
+                    print_view(view, wide=wide, as_json=as_json)
                 else:
                     screen.update(live_tables(view, wide=wide), refresh=True)
                 time.sleep(interval)
@@ -90,12 +92,12 @@ def list_requests(
 @calls(admin_client)
 def kill_request(
     client: AdminClient,
-    request_id: Annotated[str, typer.Argument(help="Id of the request, as `weir requests` shows it.")],
-    project: Annotated[str, typer.Option(help="Its project as ORG/NAME, where several run a request of this id.")] = "",
-    reason: Annotated[str, typer.Option(help="Why; told to its client and in the audit log.")] = "",
+    request_id: Annotated[str, typer.Argument(help="Id of the request, as shown by `weir requests`.")],
+    project: Annotated[str, typer.Option(help="Its project as ORG/NAME, if several run a request of this id.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for its client and the audit log.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """End a request in whichever process it runs. What was delivered is settled. Doing it twice changes nothing."""
+    """End a request in any process. Delivered output is settled. Idempotent."""
     killed = client.kill_request(request_id, project=project, reason=reason)
     tell_found(killed, killed_text(request_id, killed), as_json=as_json)
     if killed.result is KillResult.PENDING:
@@ -106,10 +108,10 @@ def kill_request(
 @calls(admin_client)
 def stuck_requests(
     client: AdminClient,
-    end: Annotated[bool, typer.Option("--end", help="End every hold whose time is over, as the worker does.")] = False,
+    end: Annotated[bool, typer.Option("--end", help="Expire all overdue holds, as the worker does.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show holds that should have ended by themselves 30 s ago and have not. There are none while a worker runs."""
+    """Show holds that are overdue by more than 30 s. There are none while a worker runs."""
     ended_count = client.end_overdue_holds() if end else 0
     view = client.list_live_requests(page_size=1000, stuck_only=True)
     found = {"ended_count": ended_count, "stuck_count": view.request_count, "requests": view.requests}
@@ -119,46 +121,48 @@ def stuck_requests(
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
-def tell(view: LiveView, *, wide: bool, as_json: bool) -> None:
-    runs = view.request_count or view.silent_owner_ids
-    tell_found(view, live_tables(view, wide=wide) if runs else "nothing runs", as_json=as_json)
+def print_view(view: LiveView, *, wide: bool, as_json: bool) -> None:
+    has_content = view.request_count or view.silent_owner_ids
+    tell_found(view, live_tables(view, wide=wide) if has_content else "no running requests", as_json=as_json)
 
 
 def stuck_parts(view: LiveView) -> list[RenderableType]:
-    """Holds that nobody has ended, and what to do."""
+    """Return a table of overdue holds, and the remedy."""
     if not view.request_count:
-        return ["no hold is stuck"]
+        return ["no stuck holds"]
     remedy = (
-        f"{view.request_count} holds keep their quotas though their time is over: no worker sweeps. "
-        "Start one (`weir up` runs it; see metering/README.md), or end them now with `weir requests stuck --end`"
+        f"{view.request_count} holds are overdue and still occupy quotas: no worker is running. "
+        "Start one (`weir up` includes it; see metering/README.md), or end them with `weir requests stuck --end`"
     )
     return [requests_table(view.requests, wide=True), remedy]
 
 
 def killed_text(request_id: str, killed: KilledRequest) -> str:
     generation = killed.generation
-    used = usage_line(generation.usage, generation.cost, None) if generation else "it had not begun"
+    used = usage_line(generation.usage, generation.cost, None) if generation else "it had no hold"
     match killed.result:
         case KillResult.ENDED:
-            return f"request {request_id} is ended: {used}"
+            return f"request {request_id} ended: {used}"
         case KillResult.HAD_ENDED:
-            return f"request {request_id} had ended before: {used}"
+            return f"request {request_id} ended before: {used}"
     return (
-        f"request {request_id} is ordered to end, but its process does not answer; "
-        f"if that is gone, its hold ends at {time_text(killed.expire_time)} at the latest"
+        f"request {request_id} was sent a cancel, but its process does not answer; "
+        f"if the process is lost, the hold expires at {time_text(killed.expire_time)} at the latest"
     )
 
 
 def live_tables(view: LiveView, *, wide: bool) -> RenderableType:
-    """What runs, the sums of each organization, and what is not known."""
+    """Return tables of requests and of organizations' totals, with notes on missing data."""
     parts: list[RenderableType] = [requests_table(view.requests, wide=wide), organizations_table(view)]
     if view.request_count > len(view.requests):
         parts.append(
             Text(f"{view.request_count - len(view.requests):,} younger requests are not shown: --limit, --org", style="dim")
         )
     if view.silent_owner_ids:
-        told = ", ".join(view.silent_owner_ids)
-        parts.append(Text(f"no answer from process {told}: phase ? and old counts are those of the holds", style="yellow"))
+        silent = ", ".join(view.silent_owner_ids)
+        parts.append(
+            Text(f"no answer from process {silent}: its requests have no phase, and the counts of their holds", style="yellow")
+        )
     return Group(*parts)
 
 
@@ -197,22 +201,22 @@ def organizations_table(view: LiveView) -> RenderableType:
 
 
 def trace(
-    request_id: Annotated[str, typer.Argument(help="Id of the request, as `weir generate` and `weir requests` show it.")],
-    project: Annotated[str, typer.Option(help="For admins: its project as ORG/NAME, where several have one of this id.")] = "",
+    request_id: Annotated[str, typer.Argument(help="Id of the request, as shown by `weir generate` and `weir requests`.")],
+    project: Annotated[str, typer.Option(help="For admins: its project as ORG/NAME, if several have a request of this id.")] = "",
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Show where the time of one request went, what it used and what it costs.
+    """Show the time spent in each stage of a request, its usage and its cost.
 
-    A key sees the requests of its own project, an admin's key those of all.
+    A key can show the requests of its own project, an admin key those of all projects.
     """
     generation, whose = look_up(request_id, project, address, api_key)
     tell_found(generation if whose is None else whose, traced(generation, whose), as_json=as_json)
 
 
 def look_up(request_id: str, project: str, address: str | None, api_key: str | None) -> tuple[Generation, RecordedRequest | None]:
-    """The request, and whose it is if an admin's key was needed to find it."""
+    """Return the request, with its owner if an admin key was needed to find it."""
     if not project:
         with inference_client(address, api_key) as client:
             try:
@@ -226,7 +230,7 @@ def look_up(request_id: str, project: str, address: str | None, api_key: str | N
 
 
 def has_admin_key(address: str | None, api_key: str | None) -> bool:
-    """Whether there is another key to ask with, for admins."""
+    """Return whether a separate admin key is available."""
     try:
         return resolve("admin", address, api_key) != resolve("inference", address, api_key)
     except ConnectionProblem:
@@ -234,7 +238,7 @@ def has_admin_key(address: str | None, api_key: str | None) -> bool:
 
 
 def traced(generation: Generation, whose: RecordedRequest | None = None) -> RenderableType:
-    """One recorded request: state, waterfall, usage and cost."""
+    """Return a recorded request with state, waterfall, usage and cost."""
     outcome = f", {generation.outcome}" if generation.outcome else ""
     state = f"{generation.state.value.lower()}{outcome} · admitted {time_text(generation.admit_time)}"
     head = Text(f"{generation.request_id} · {generation.model} · {state}")
@@ -243,7 +247,7 @@ def traced(generation: Generation, whose: RecordedRequest | None = None) -> Rend
     if generation.labels:
         head.append("\n" + ", ".join(f"{key}={value}" for key, value in sorted(generation.labels.items())))
     if (count := generation.migration_count) > 0:
-        head.append(f"\nwent on in another engine {count} {'time' if count == 1 else 'times'}: what follows is all of it")
+        head.append(f"\nmoved to another engine {count} {'time' if count == 1 else 'times'}: the figures below cover all of it")
     parts: list[RenderableType] = [head, Text()]
     if generation.timings is not None:
         parts += [waterfall(generation.timings, usage=generation.usage), Text()]
@@ -253,22 +257,22 @@ def traced(generation: Generation, whose: RecordedRequest | None = None) -> Rend
     return Group(*parts)
 
 
-replicas = typer.Typer(help="Show the engines behind each model; take one out of use, and put it back.", no_args_is_help=True)
+replicas = typer.Typer(help="Show the engines of each model; drain one, and return it to service.", no_args_is_help=True)
 
-ModelArgument = Annotated[str, typer.Argument(help="The model, or MODEL@VERSION.")]
-NameArgument = Annotated[str, typer.Argument(help="Name of the replica, as `weir replicas list` shows it.")]
+ModelArgument = Annotated[str, typer.Argument(help="Model, or MODEL@VERSION.")]
+NameArgument = Annotated[str, typer.Argument(help="Name of the replica, as shown by `weir replicas list`.")]
 
 
 @replicas.command("list")
 @calls(admin_client)
 def list_replicas(
     client: AdminClient,
-    model: Annotated[str, typer.Option(help="Only of this model, or MODEL@VERSION.")] = "",
+    model: Annotated[str, typer.Option(help="Only this model, or MODEL@VERSION.")] = "",
 ) -> Output:
-    """Show the engines of all models: where they run, what they do, what runs in them."""
+    """Show the engines of all models, with process, state and load."""
     found = client.list_replicas(model)
     if not found.replicas and not found.drains and not found.silent_owner_ids:
-        return found, "no process has told of an engine" + (f" of {model}" if model else "")
+        return found, "no process has reported an engine" + (f" of {model}" if model else "")
     reasons = (f"{each.replica} in {each.owner_name}: {each.reason}" for each in found.replicas if each.reason)
     tables = [replicas_table(found.replicas)] if found.replicas else []
     return found, *tables, *reasons, *map(drain_text, found.drains), *silence(found.silent_owner_ids)
@@ -281,16 +285,16 @@ def drain_replica(
     model: ModelArgument,
     replica: NameArgument,
     move_after: Annotated[
-        float | None, typer.Option(help="Seconds after which what still runs there is moved elsewhere, where it can be.", min=0)
+        float | None, typer.Option(help="Seconds after which running requests move to other replicas if possible.", min=0)
     ] = None,
-    reason: Annotated[str, typer.Option(help="Why; for the audit log and for whoever lists replicas.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for the audit log and `weir replicas list`.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Take a replica out of use in all processes: what runs there ends by itself, and nothing new begins. Safe to repeat."""
+    """Drain a replica in all processes; running requests finish there. Idempotent."""
     drained = client.drain_replica(model, replica, reason=reason, move_after_s=move_after)
     running_count = sum(each.request_count for each in drained.replicas)
-    told = f"{drain_text(drained.drain)}; {taken_text(drained.replicas)}, {running_count} requests still run in it"
-    tell_found(drained, told, *silence(drained.silent_owner_ids), as_json=as_json)
+    summary = f"{drain_text(drained.drain)}; {taken_text(drained.replicas)}, {running_count} requests still run in it"
+    tell_found(drained, summary, *silence(drained.silent_owner_ids), as_json=as_json)
     if drained.silent_owner_ids:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
@@ -301,36 +305,36 @@ def undrain_replica(
     client: AdminClient,
     model: ModelArgument,
     replica: NameArgument,
-    reason: Annotated[str, typer.Option(help="Why; for the audit log.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for the audit log.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Put a replica into use again in all processes. Safe to repeat."""
+    """Return a replica to service in all processes. Idempotent."""
     undrained = client.undrain_replica(model, replica, reason=reason)
-    was = "is in use again" if undrained.undrained else "was not drained"
-    told = f"replica {replica} {was}; {taken_text(undrained.replicas)}"
-    tell_found(undrained, told, *silence(undrained.silent_owner_ids), as_json=as_json)
+    was = "is back in service" if undrained.undrained else "was not drained"
+    summary = f"replica {replica} {was}; {taken_text(undrained.replicas)}"
+    tell_found(undrained, summary, *silence(undrained.silent_owner_ids), as_json=as_json)
     if undrained.silent_owner_ids:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
 def taken_text(found: tuple[Replica, ...]) -> str:
     names = ", ".join(each.owner_name or each.owner_id for each in found)
-    return f"taken by {names}" if names else "no process has it now"
+    return f"applied by {names}" if names else "no process has it now"
 
 
 def drain_text(drain: ReplicaDrain) -> str:
-    moves = "" if drain.move_after_s is None else f", what runs there is moved after {duration_text(drain.move_after_s)}"
+    moves = "" if drain.move_after_s is None else f", running requests move after {duration_text(drain.move_after_s)}"
     why = f" ({drain.reason})" if drain.reason else ""
     return f"replica {drain.replica} of {drain.model} is drained since {time_text(drain.drain_time)}{why}{moves}"
 
 
 def silence(owner_ids: tuple[str, ...]) -> list[str]:
-    told = f"no answer from process {', '.join(owner_ids)}: it learns of orders within seconds, or when it is back"
-    return [told] if owner_ids else []
+    message = f"no answer from process {', '.join(owner_ids)}: it applies orders within seconds, or when it is back"
+    return [message] if owner_ids else []
 
 
 def replicas_table(found: tuple[Replica, ...]) -> RenderableType:
-    numbers = ("requests", "tokens to go")
+    numbers = ("requests", "tokens left")
     regions = ("region",) if any(each.region for each in found) else ()
     made = table("model", "replica", *regions, "state", *numbers, "process", right=numbers)
     for each in found:

@@ -1,6 +1,6 @@
-"""`weir org`, `weir project`, `weir key` and `weir quota`: customers, their parts, API keys and limits.
+"""`weir org`, `weir project`, `weir key` and `weir quota`: tenants, API keys and limits.
 
-A secret is shown once, alone on stdout.
+A secret is printed once, alone on stdout.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from weir_cli.render import (
     time_text,
 )
 
-org = typer.Typer(help="Create and list organizations; set the addressee of their invoices.", no_args_is_help=True)
+org = typer.Typer(help="Create and list organizations; set their billing profiles.", no_args_is_help=True)
 project = typer.Typer(help="Create and list projects.", no_args_is_help=True)
 
-IfMissingOption = Annotated[bool, typer.Option("--if-missing", help="Do nothing if it exists, so that a script may be repeated.")]
+IfMissingOption = Annotated[bool, typer.Option("--if-missing", help="Do nothing if it exists, for repeatable scripts.")]
 
 
 @org.command("create")
@@ -73,7 +73,7 @@ def create_organization(
 def list_organizations(client: AdminClient) -> Output:
     """List all organizations."""
     found = client.list_organizations()
-    return found, organizations_table(found) if found else "there is no organization yet: `weir org create NAME`"
+    return found, organizations_table(found) if found else "no organizations: create one with `weir org create NAME`"
 
 
 @org.command("billing")
@@ -85,17 +85,17 @@ def billing_profile(
         list[str] | None,
         typer.Option("--email", help="E-mail address; repeat for more. Stripe sends invoices to the first."),
     ] = None,
-    legal_name: Annotated[str | None, typer.Option(help="Registered name, as documents are addressed to it.")] = None,
+    legal_name: Annotated[str | None, typer.Option(help="Registered name, for the address on documents.")] = None,
     address_line1: Annotated[str | None, typer.Option(help="Street and number.")] = None,
     address_line2: Annotated[str | None, typer.Option(help="Building, floor or department.")] = None,
     city: Annotated[str | None, typer.Option(help="City.")] = None,
     postal_code: Annotated[str | None, typer.Option(help="Postal code.")] = None,
     state: Annotated[str | None, typer.Option(help="State, province or region.")] = None,
     country: Annotated[str | None, typer.Option(help="ISO 3166-1 alpha-2 code, such as DE.")] = None,
-    tax_id: Annotated[str | None, typer.Option(help="Tax id, as it is printed on documents.")] = None,
+    tax_id: Annotated[str | None, typer.Option(help="Tax id, as printed on documents.")] = None,
     language: Annotated[str | None, typer.Option(help="Language of Stripe's messages, such as de or pt-BR.")] = None,
 ) -> Output:
-    """Show the addressee of an organization's invoices; with options, change those fields. Clear one with ''."""
+    """Show an organization's billing profile; options change its fields. Clear one with ''."""
     options = {
         "emails": None if emails is None else tuple(filter(None, emails)),
         "legal_name": legal_name,
@@ -111,7 +111,7 @@ def billing_profile(
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     found = next((each for each in client.list_organizations() if organization in (each.name, each.organization_id)), None)
     if found is None:
-        fail(f"there is no organization {organization!r}: see `weir org list`")
+        fail(f"organization {organization!r} does not exist: see `weir org list`")
     if given:
         changed = replace(found.billing_profile or BillingProfile(), **given)
         found = client.set_billing_profile(found.organization_id, changed)
@@ -130,7 +130,7 @@ def create_project(
     organization: OrganizationOption = None,
     if_missing: IfMissingOption = False,
 ) -> Output:
-    """Create a project: a part of an organization with its own keys and limits."""
+    """Create a project: a subdivision of an organization with its own keys and limits."""
     created = client.create_project(organization_or_default(organization, client.address), name, allow_existing=if_missing)
     return created, projects_table([created])
 
@@ -140,7 +140,7 @@ def create_project(
 def list_projects(client: AdminClient, organization: OrganizationOption = None) -> Output:
     """List the projects of an organization."""
     found = client.list_projects(organization_or_default(organization, client.address))
-    return found, projects_table(found) if found else "it has no project yet: `weir project create NAME --org ORG`"
+    return found, projects_table(found) if found else "no projects: create one with `weir project create NAME --org ORG`"
 
 
 def organizations_table(organizations: list[Organization]) -> RenderableType:
@@ -155,39 +155,36 @@ def projects_table(projects: list[Project]) -> RenderableType:
 
 key = typer.Typer(help="Create, rotate, change, revoke and list API keys.", no_args_is_help=True)
 
-ModelsOption = Annotated[
-    list[str] | None, typer.Option(help="A model that it may use; may be given several times. None: every model.")
-]
+ModelsOption = Annotated[list[str] | None, typer.Option(help="Allowed model; repeatable. Default: all.")]
 NetworksOption = Annotated[
     list[str] | None,
-    typer.Option("--network", help="Network that it may be used from, as 203.0.113.0/24; may be given several times. None: all."),
+    typer.Option("--network", help="Allowed client network, such as 203.0.113.0/24; repeatable. Default: all."),
 ]
 InputTokensOption = Annotated[
-    int | None, typer.Option("--max-input-tokens", min=0, help="Most tokens of one request's prompt or texts. 0: no limit.")
+    int | None, typer.Option("--max-input-tokens", min=0, help="Limit of input tokens per request. 0: no limit.")
 ]
 OutputTokensOption = Annotated[
-    int | None, typer.Option("--max-output-tokens", min=0, help="Most output tokens of one request, all its choices. 0: no limit.")
+    int | None,
+    typer.Option("--max-output-tokens", min=0, help="Limit of output tokens per request, all choices together. 0: no limit."),
 ]
-KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, or its prefix as shown.")]
+KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id or prefix of the key.")]
 
 
 @key.command("create")
 @calls(admin_client)
 def create_key(
     client: AdminClient,
-    name: Annotated[str, typer.Argument(help="Name for people, for example the program that uses it.")],
+    name: Annotated[str, typer.Argument(help="Display name, for example of the program that uses it.")],
     organization: OrganizationOption = None,
-    project: Annotated[str | None, typer.Option("--project", help="Project, by name or id. Else that of `weir up`.")] = None,
-    scope: Annotated[
-        list[str] | None, typer.Option(help="inference, admin or billing; may be given several times. Default: inference.")
-    ] = None,
+    project: Annotated[str | None, typer.Option("--project", help="Project, by name or id. Default: that of `weir up`.")] = None,
+    scope: Annotated[list[str] | None, typer.Option(help="inference, admin or billing; repeatable. Default: inference.")] = None,
     model: ModelsOption = None,
     network: NetworksOption = None,
     max_input_tokens: InputTokensOption = None,
     max_output_tokens: OutputTokensOption = None,
-    expires_in: Annotated[str | None, typer.Option(help="How long it works, as 90m, 12h, 30d or 4w. Default: for ever.")] = None,
+    expires_in: Annotated[str | None, typer.Option(help="Lifetime, as 90m, 12h, 30d or 4w. Default: unlimited.")] = None,
     if_missing: Annotated[
-        bool, typer.Option("--if-missing", help="Do nothing if the project has a working key of this name and these scopes.")
+        bool, typer.Option("--if-missing", help="Do nothing if the project has an active key of this name and scopes.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -210,7 +207,7 @@ def create_key(
         return
     made = created.api_key
     if created.existed:
-        note(f"key {made.name} ({made.prefix}) is there already; its secret was shown once: `weir key rotate` makes another")
+        note(f"key {made.name} ({made.prefix}) exists; its secret was shown at its creation: `weir key rotate` makes a new one")
         return
     until = f" until {time_text(made.expire_time)}" if made.expire_time else ""
     limits = "".join(f", {name} {value}" for name, value in restrictions(made))
@@ -223,10 +220,13 @@ def create_key(
 def rotate_key(
     client: AdminClient,
     api_key_ref: KeyArgument,
-    overlap: Annotated[str, typer.Option(help="How long the present secret works on: 90m, 12h, 7d, or 0 to end it now.")] = "24h",
+    overlap: Annotated[str, typer.Option(help="Remaining time of the old secret: 90m, 12h, 7d, or 0 to end it now.")] = "24h",
     as_json: JsonOption = False,
 ) -> None:
-    """Give a key a new secret, shown once. The present one works on for the overlap; id, prefix, limits and counters stay."""
+    """Replace the secret of a key; the new one is shown once. The old one works for the overlap.
+
+    Id, prefix, limits and counters stay.
+    """
     span = timedelta(0) if overlap == "0" else parsed("--overlap", parse_span, overlap)
     rotated = client.rotate_api_key(api_key_ref, overlap=span)
     if as_json:
@@ -243,24 +243,22 @@ def rotate_key(
 def update_key(
     client: AdminClient,
     api_key_ref: KeyArgument,
-    name: Annotated[str | None, typer.Option(help="New name for people.")] = None,
-    scope: Annotated[
-        list[str] | None, typer.Option(help="inference, admin or billing; may be given several times. Replaces all scopes.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="New display name.")] = None,
+    scope: Annotated[list[str] | None, typer.Option(help="inference, admin or billing; repeatable. Replaces all scopes.")] = None,
     model: ModelsOption = None,
-    all_models: Annotated[bool, typer.Option("--all-models", help="Let it use every model.")] = False,
+    all_models: Annotated[bool, typer.Option("--all-models", help="Allow all models.")] = False,
     network: NetworksOption = None,
-    all_networks: Annotated[bool, typer.Option("--all-networks", help="Let it be used from everywhere.")] = False,
+    all_networks: Annotated[bool, typer.Option("--all-networks", help="Allow all networks.")] = False,
     max_input_tokens: InputTokensOption = None,
     max_output_tokens: OutputTokensOption = None,
-    expires_in: Annotated[str | None, typer.Option(help="Let it end in so long, as 90m, 12h, 30d or 4w; 0 ends it now.")] = None,
-    never_expires: Annotated[bool, typer.Option("--never-expires", help="Let it work for ever.")] = False,
+    expires_in: Annotated[str | None, typer.Option(help="Expire after 90m, 12h, 30d or 4w; 0 expires it now.")] = None,
+    never_expires: Annotated[bool, typer.Option("--never-expires", help="Remove the expiry.")] = False,
 ) -> Output:
-    """Change name, end, or what a key is good for. What is not given stays."""
+    """Change the name, expiry or permissions of a key. Omitted options stay unchanged."""
     given = (name, max_input_tokens, max_output_tokens, expires_in)
     if all(each is None for each in given) and not (scope or model or all_models or network or all_networks or never_expires):
         raise typer.BadParameter(
-            "say what to change: --name, --scope, --model, --all-models, --network, --all-networks, --max-input-tokens, "
+            "give at least one of --name, --scope, --model, --all-models, --network, --all-networks, --max-input-tokens, "
             "--max-output-tokens, --expires-in or --never-expires"
         )
     span = None if expires_in is None else timedelta(0) if expires_in == "0" else parsed("--expires-in", parse_span, expires_in)
@@ -284,9 +282,9 @@ def update_key(
 @key.command("revoke")
 @calls(admin_client)
 def revoke_key(client: AdminClient, api_key_ref: KeyArgument) -> Output:
-    """Revoke an API key for good, and end what runs with it, on every server. Doing it twice changes nothing."""
+    """Revoke an API key permanently, and end its running requests on all servers. Idempotent."""
     revoked = client.revoke_api_key(api_key_ref)
-    return revoked, f"key {revoked.name} ({revoked.prefix}) is revoked since {time_text(revoked.revoke_time)}"
+    return revoked, f"key {revoked.name} ({revoked.prefix}) was revoked at {time_text(revoked.revoke_time)}"
 
 
 @key.command("list")
@@ -294,28 +292,26 @@ def revoke_key(client: AdminClient, api_key_ref: KeyArgument) -> Output:
 def list_keys(
     client: AdminClient,
     organization: Annotated[str, typer.Option("--org", help="Only keys of this organization, by name or id.")] = "",
-    unused_for: Annotated[
-        str | None, typer.Option(help="Only working keys that nobody has used for so long, as 90m, 12h, 90d or 13w: to clean up.")
-    ] = None,
+    unused_for: Annotated[str | None, typer.Option(help="Only active keys that were not used for 90m, 12h, 90d or 13w.")] = None,
 ) -> Output:
     """List API keys, newest first, without their secrets."""
     span = None if unused_for is None else parsed("--unused-for", parse_span, unused_for)
     found = client.list_api_keys(organization, unused_for=span)
-    none = "there is no key" if span is None else f"no working key is known to be unused for {unused_for}"
+    none = "no keys" if span is None else f"no active key is known to be unused for {unused_for}"
     return found, keys_table(found, datetime.now(UTC)) if found else none
 
 
 @key.command("show")
 @calls(admin_client)
 def show_key(client: AdminClient, api_key_ref: KeyArgument) -> Output:
-    """Show all that is known of an API key but its secret."""
+    """Show all properties of an API key except its secret."""
     found = client.list_api_keys(api_key=api_key_ref)
     return found[0], key_sheet(found[0], datetime.now(UTC))
 
 
 def show_secret(secret: str) -> None:
-    """A secret alone on stdout, with a warning beside it."""
-    typer.secho("This is the only time that the secret is shown. Store it now:", fg="yellow", err=True)
+    """Print a secret alone on stdout, with a warning on stderr."""
+    typer.secho("The secret is shown only now. Store it:", fg="yellow", err=True)
     typer.echo(secret)
 
 
@@ -329,7 +325,7 @@ def key_state(key: ApiKey, now: datetime) -> str:
 
 
 def use_text(key: ApiKey) -> str:
-    """When a key was used last, as far as it is known."""
+    """Return the time of a key's last use, as far as known."""
     if key.last_use_time is not None:
         return time_text(key.last_use_time)
     if key.use_known_since_time is None or key.use_known_since_time == key.create_time:
@@ -349,7 +345,7 @@ def restrictions(key: ApiKey | KeyRestrictions) -> list[tuple[str, str]]:
 
 
 def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:
-    """Keys with their scopes and state at `now`."""
+    """Return a table of keys with their scopes and state at `now`."""
     made = table("key", "of", "prefix", "scopes", "models", "state", "created", "last used", "id")
     for each in keys:
         scopes, models = " ".join(each.scopes), " ".join(each.models) or "all"
@@ -378,7 +374,7 @@ def key_sheet(key: ApiKey, now: datetime) -> RenderableType:
 quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 
 WeightOption = Annotated[
-    int | None, typer.Option(min=0, max=1_000_000, help="Thousandths that such a token counts. Default: as it is; 1000 at first.")
+    int | None, typer.Option(min=0, max=1_000_000, help="Weight of such a token in thousandths. Default: unchanged, at first 1000.")
 ]
 DIMENSIONS = tuple(each for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED)
 
@@ -387,11 +383,11 @@ DIMENSIONS = tuple(each for each in QuotaDimension if each is not QuotaDimension
 @calls(admin_client)
 def set_quota(
     client: AdminClient,
-    dimension: Annotated[str, typer.Argument(help=f"What to limit: {', '.join(DIMENSIONS)}.")],
-    value: Annotated[str, typer.Argument(help="The limit; for money in units of the currency, such as 250.00. 0 lets nothing in.")],
+    dimension: Annotated[str, typer.Argument(help=f"Dimension of the limit: {', '.join(DIMENSIONS)}.")],
+    value: Annotated[str, typer.Argument(help="The limit; money in units of the currency, such as 250.00. 0 admits nothing.")],
     organization: Annotated[str | None, typer.Option("--org", help="Limit this organization, by name or id.")] = None,
     project: Annotated[
-        str | None, typer.Option("--project", help="Limit this project: ORG/NAME, its id, or NAME beside --org.")
+        str | None, typer.Option("--project", help="Limit this project: ORG/NAME, its id, or NAME with --org.")
     ] = None,
     key: Annotated[str | None, typer.Option("--key", help="Limit this key, by id or prefix.")] = None,
     model: Annotated[str, typer.Option("--model", help="Only for this model. Default: all models together.")] = "",
@@ -400,19 +396,19 @@ def set_quota(
     output_weight: WeightOption = None,
     enforce: Annotated[
         bool | None,
-        typer.Option("--enforce/--watch", help="Refuse what does not fit, or only count and report. Default: as it is."),
+        typer.Option("--enforce/--watch", help="Refuse requests beyond it, or only count them (shadow mode). Default: unchanged."),
     ] = None,
     new_keys: Annotated[
-        bool, typer.Option("--new-keys", help="Limit nothing now: each key created under the subject from then on gets a copy.")
+        bool, typer.Option("--new-keys", help="Set a default instead, copied to each key created under the subject from now on.")
     ] = False,
     alert_at: Annotated[
         str | None,
-        typer.Option(
-            help="Percent of the limit at which it alerts, such as 50,80,100; or none. Default: as it is; these at first."
-        ),
+        typer.Option(help="Percentages that alert, such as 50,80,100; or none. Default: unchanged, at first these."),
     ] = None,
 ) -> Output:
-    """Set one limit. A limit for the same subject, model and dimension is replaced, and what was used is counted."""
+    """Set one limit. It replaces a limit of the same subject, model and dimension; past usage
+    counts.
+    """
     kind = parse_dimension(dimension)
     limit = parsed("VALUE", parse_limit, kind, value)
     thresholds = None if alert_at is None else parsed("--alert-at", parse_thresholds, alert_at)
@@ -437,13 +433,13 @@ def set_quota(
 @calls(admin_client)
 def raise_quota(
     client: AdminClient,
-    quota_id: Annotated[str, typer.Argument(help="Id of the limit, as `weir quota list` shows it.")],
+    quota_id: Annotated[str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")],
     value: Annotated[str | None, typer.Argument(help="The higher limit, as for `weir quota set`.")] = None,
-    lasting: Annotated[str | None, typer.Option("--for", help="How long: 90m, 12h, 7d.")] = None,
-    reason: Annotated[str, typer.Option("--reason", help="Why; it is shown with the limit and stands in the audit log.")] = "",
-    end: Annotated[bool, typer.Option("--end", help="End a raise before its time.")] = False,
+    lasting: Annotated[str | None, typer.Option("--for", help="Duration: 90m, 12h, 7d.")] = None,
+    reason: Annotated[str, typer.Option("--reason", help="Reason, shown with the limit and recorded in the audit log.")] = "",
+    end: Annotated[bool, typer.Option("--end", help="End the override early.")] = False,
 ) -> Output:
-    """Let a higher limit hold for a time, or end that."""
+    """Override a limit with a higher one for a time, or end the override."""
     if end == (value is not None) or end == (lasting is not None):
         raise typer.BadParameter("give a VALUE with --for and --reason, or --end alone")
     if value is None or lasting is None:
@@ -461,11 +457,11 @@ def show_quotas(
     client: Client,
     model: Annotated[str, typer.Option("--model", help="Only limits that apply to this model.")] = "",
 ) -> Output:
-    """Show every limit that applies to your own key, and what is left of it."""
+    """Show every limit that applies to your own key, with its remainder."""
     found, own = client.get_quota(model), client.get_restrictions()
     narrowed = "; ".join(f"{name} {value}" for name, value in restrictions(own))
-    remarks = [f"key {own.prefix} is good for: {narrowed}"] if narrowed else []
-    return found, quotas_table(found, ids=False) if found else "no limit applies to this key", *remarks
+    remarks = [f"key {own.prefix} is restricted to: {narrowed}"] if narrowed else []
+    return found, quotas_table(found, ids=False) if found else "no limits apply to this key", *remarks
 
 
 @quota.command("list")
@@ -474,54 +470,54 @@ def list_quotas(
     client: AdminClient,
     organization: Annotated[str, typer.Option("--org", help="Only limits of this organization, its projects and keys.")] = "",
     key: Annotated[
-        str, typer.Option("--key", help="All limits that this key meets, by id or prefix, and which of them bind.")
+        str, typer.Option("--key", help="All limits that apply to this key, by id or prefix, with the binding ones marked.")
     ] = "",
     model: Annotated[str, typer.Option("--model", help="With --key: only limits that apply to this model.")] = "",
 ) -> Output:
-    """List limits as an admin, with what is left of them and their ids."""
+    """List limits as an admin, with their remainders and ids."""
     if key and organization:
         raise typer.BadParameter("give --org or --key, not both")
     found = client.list_key_quotas(key, model) if key else client.list_quotas(organization)
-    return found, quotas_table(found) if found else "no limit is set"
+    return found, quotas_table(found) if found else "no limits are set"
 
 
 @quota.command("delete")
 @calls(admin_client)
 def delete_quota(
     client: AdminClient,
-    quota_id: Annotated[str, typer.Argument(help="Id of the limit, as `weir quota list` shows it.")],
+    quota_id: Annotated[str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")],
     if_exists: Annotated[
-        bool, typer.Option("--if-exists", help="Do nothing if it is gone, so that a script may be repeated.")
+        bool, typer.Option("--if-exists", help="Do nothing if it does not exist, for repeatable scripts.")
     ] = False,
 ) -> Output:
     """Remove one limit."""
     deleted = client.delete_quota(quota_id, allow_missing=if_exists)
-    told = f"limit {quota_id} is removed" if deleted else f"there is no limit {quota_id}: nothing was removed"
-    return {"quota_id": quota_id, "deleted": deleted}, told
+    message = f"removed limit {quota_id}" if deleted else f"limit {quota_id} does not exist: nothing was removed"
+    return {"quota_id": quota_id, "deleted": deleted}, message
 
 
 def changed(status: QuotaStatus) -> Output:
     narrowing = status.narrowed_by_quota_id
-    remarks = [f"this limit has no effect: {narrowing} further up always runs out first"] if narrowing else []
+    remarks = [f"this limit has no effect: the inherited limit {narrowing} always runs out first"] if narrowing else []
     return status, quotas_table([status]), *remarks
 
 
 def parse_dimension(text: str) -> QuotaDimension:
-    """A dimension by name. Raises: typer.BadParameter naming those that exist."""
+    """Return a dimension by name. Raises: typer.BadParameter naming the valid ones."""
     if text not in DIMENSIONS:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(DIMENSIONS)}", param_hint="DIMENSION")
     return QuotaDimension(text)
 
 
 def parse_subject(organization: str | None, project: str | None, key: str | None) -> tuple[QuotaSubject, str]:
-    """What a limit hangs on. Raises: typer.BadParameter unless it is exactly one thing."""
+    """Return the owner of a limit. Raises: typer.BadParameter unless exactly one is given."""
     if key is not None and organization is None and project is None:
         return QuotaSubject.API_KEY, key
     if project is not None and key is None:
         return QuotaSubject.PROJECT, project if organization is None else f"{organization}/{project}"
     if organization is not None and key is None:
         return QuotaSubject.ORGANIZATION, organization
-    raise typer.BadParameter("say what to limit: one of --org, --project, --key")
+    raise typer.BadParameter("give one of --org, --project, --key")
 
 
 def quotas_table(quotas: list[QuotaStatus], *, ids: bool = True) -> RenderableType:
@@ -541,18 +537,18 @@ def quotas_table(quotas: list[QuotaStatus], *, ids: bool = True) -> RenderableTy
 
 
 def remarks(each: QuotaStatus) -> str:
-    """What is special about a limit, in parentheses; empty if nothing is."""
-    said = []
+    """Return the special properties of a limit in parentheses; empty if none."""
+    notes = []
     weights = (each.input_weight_milli, each.cached_input_weight_milli, each.output_weight_milli)
     if len({*weights, 1000}) > 1 and any(weights):
-        said.append("weights " + "/".join(f"{weight / 1000:g}" for weight in weights))
+        notes.append("weights " + "/".join(f"{weight / 1000:g}" for weight in weights))
     if each.raised_until_time is not None:
-        usual = dimension_amount(each.dimension, each.standing_limit_value)
-        said.append(f"raised from {usual} until {time_text(each.raised_until_time)}: {each.raise_reason}")
+        regular = dimension_amount(each.dimension, each.standing_limit_value)
+        notes.append(f"raised from {regular} until {time_text(each.raised_until_time)}: {each.raise_reason}")
     if not each.enforced:
-        said.append(f"only watching, would have refused {each.would_refuse_count:,}")
+        notes.append(f"shadow mode, would have refused {each.would_refuse_count:,}")
     if each.binding:
-        said.append("binds")
+        notes.append("binds")
     if each.narrowed_by_quota_id:
-        said.append("without effect")
-    return f" ({'; '.join(said)})" if said else ""
+        notes.append("without effect")
+    return f" ({'; '.join(notes)})" if notes else ""
