@@ -212,7 +212,7 @@ async def test_what_is_wrong_is_told_precisely(month: Month) -> None:
 
     altered = lines[1].replace('"billed_token_count":2', '"billed_token_count":1')
     [problem] = await told(lines[0], altered, *lines[2:])
-    assert problem == f"{second} was altered: billed_token_count is 1, and was 2 when it was made"
+    assert problem == f"{second} was altered: billed_token_count is 1, originally 2"
     [gap] = await told(lines[0], *lines[3:], month=month.month)
     assert gap == f"gap: receipts 2 to 3 are missing of project {second.project_id}"
     assert all("belongs to" in each for each in await told(*lines, month="2020-01"))

@@ -30,8 +30,8 @@ if _version_not_supported:
 
 
 class BillingServiceStub:
-    """Reads the bill, and changes it. Reading needs a key with the scope `billing` or `admin`, everything else `admin`; PERMISSION_DENIED
-    otherwise. A `billing` key sees only its own organization.
+    """Reads and changes bills. Reading needs a key with the scope `billing` or `admin`, everything else
+    `admin`; PERMISSION_DENIED otherwise. A `billing` key has access to its own organization only.
     """
 
     def __init__(self, channel):
@@ -123,105 +123,109 @@ class BillingServiceStub:
 
 
 class BillingServiceServicer:
-    """Reads the bill, and changes it. Reading needs a key with the scope `billing` or `admin`, everything else `admin`; PERMISSION_DENIED
-    otherwise. A `billing` key sees only its own organization.
+    """Reads and changes bills. Reading needs a key with the scope `billing` or `admin`, everything else
+    `admin`; PERMISSION_DENIED otherwise. A `billing` key has access to its own organization only.
     """
 
     def GetMonthReport(self, request, context):
-        """Reports one calendar month (UTC) of one organization from the ledger.
+        """Returns the report of one calendar month (UTC) of one organization from the ledger.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetUsage(self, request, context):
-        """Breaks the usage of a month down: by day, project, API key, model, or to single requests.
+        """Returns the usage of a month by day, project, API key, model, or request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetForecast(self, request, context):
-        """Tells what the present month has cost so far and what it will have cost by its end.
+        """Returns the cost of the current month so far, and its forecast.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExportMonth(self, request, context):
-        """Makes a file of a month: the invoice as PDF, or its charges for FinOps tools.
+        """Returns a file of a month: the invoice as PDF, or its charges for FinOps tools.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMonthDocument(self, request, context):
-        """The report of a month as the bytes of a document. Of a closed month these are the same bytes for ever.
+        """Returns the report of a month as a document. For a closed month the bytes never change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListMonths(self, request, context):
-        """Lists the months of an organization, the latest first: which are closed, by whom, with which invoice.
+        """Lists the months of an organization, the latest first, with state, author and invoice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseMonth(self, request, context):
-        """Closes a month for good and issues its invoice. What stands in the way: FAILED_PRECONDITION with a PreconditionFailure, one
-        violation each. Closing a closed month again changes nothing and answers the same. Scope `admin`.
+        """Closes a month permanently and issues its invoice. Obstacles: FAILED_PRECONDITION with a
+        PreconditionFailure, one violation each. Idempotent. Scope `admin`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyMonth(self, request, context):
-        """Makes the report of a closed month again from the ledger, and compares it with the digests of its close.
+        """Recomputes the report of a closed month from the ledger, and compares it with the digests of
+        its close.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetReconciliation(self, request, context):
-        """Compares the stages of a month, from its usage to the ledger, to our invoices and to what was exported, and tells every difference.
+        """Compares the stages of a month: usage, ledger, our invoices and exports; returns every
+        difference.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInvoice(self, request, context):
-        """Reads one invoice. Unknown, or of another organization for a `billing` key: NOT_FOUND.
+        """Returns one invoice. Unknown, or of another organization for a `billing` key: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateAdjustment(self, request, context):
-        """Proposes an amount for the next invoice, for somebody else to approve. Scope `admin`.
+        """Proposes an amount for the next invoice; a person with another key must approve it. Scope
+        `admin`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateCreditNote(self, request, context):
-        """Proposes to give back a part of an invoice, for somebody else to approve. Scope `admin`.
+        """Proposes a partial refund of an invoice; a person with another key must approve it. Scope
+        `admin`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ApproveAdjustment(self, request, context):
-        """Approves an adjustment or a credit note, and posts it to the first month that is not closed. By its author:
-        FAILED_PRECONDITION. Scope `admin`.
+        """Approves an adjustment or a credit note, and posts it to the first month that is not closed. By
+        its author: FAILED_PRECONDITION. Scope `admin`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RejectAdjustment(self, request, context):
-        """Rejects an adjustment or a credit note; its author may do so as well. Scope `admin`.
+        """Rejects an adjustment or a credit note; its author may do so too. Scope `admin`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -333,8 +337,8 @@ def add_BillingServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BillingService:
-    """Reads the bill, and changes it. Reading needs a key with the scope `billing` or `admin`, everything else `admin`; PERMISSION_DENIED
-    otherwise. A `billing` key sees only its own organization.
+    """Reads and changes bills. Reading needs a key with the scope `billing` or `admin`, everything else
+    `admin`; PERMISSION_DENIED otherwise. A `billing` key has access to its own organization only.
     """
 
     @staticmethod

@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Streams what a model generates. Every call carries the metadata `authorization: Bearer <API key>`;
-    without a valid key it ends as UNAUTHENTICATED, without the scope `inference` as PERMISSION_DENIED.
+    """Streams the output of models. Every call carries the metadata `authorization: Bearer <API key>`;
+    without a valid key it ends as UNAUTHENTICATED, without the scope `inference` as
+    PERMISSION_DENIED.
     """
 
     def __init__(self, channel):
@@ -74,24 +75,27 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Streams what a model generates. Every call carries the metadata `authorization: Bearer <API key>`;
-    without a valid key it ends as UNAUTHENTICATED, without the scope `inference` as PERMISSION_DENIED.
+    """Streams the output of models. Every call carries the metadata `authorization: Bearer <API key>`;
+    without a valid key it ends as UNAUTHENTICATED, without the scope `inference` as
+    PERMISSION_DENIED.
     """
 
     def Generate(self, request_iterator, context):
-        """Runs any number of requests at once over one stream.
+        """Runs any number of concurrent requests over one stream.
 
-        The server ends the stream itself only for what concerns all of it: UNAUTHENTICATED, RESOURCE_EXHAUSTED for a
-        message that is too large, INVALID_ARGUMENT for a frame without kind, UNAVAILABLE while draining. Whatever
-        concerns one request comes as its `failed` frame. When the client half-closes, running requests finish first; when it
-        goes away, they are cancelled and settled, but for those with `keep_on_disconnect`. docs/how-to/resume-a-stream.md tells clients how to resume.
+        The server ends the stream only for errors of the whole stream: UNAUTHENTICATED,
+        RESOURCE_EXHAUSTED for a message that is too large, INVALID_ARGUMENT for a frame without kind,
+        UNAVAILABLE while draining. Errors of one request come as its `failed` frame. When the client
+        half-closes, running requests finish first; when it disconnects, they are cancelled and
+        settled, except those with `keep_on_disconnect`. docs/how-to/resume-a-stream.md describes how
+        clients resume.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CountTokens(self, request, context):
-        """Counts the tokens of a prompt as admission would, without running or billing anything.
+        """Counts the tokens of a prompt as admission does, without running or billing anything.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,34 +109,38 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetQuota(self, request, context):
-        """Tells every quota that applies to the key, and what is left of it.
+        """Returns every quota that applies to the key, with its remainder.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Quote(self, request, context):
-        """Tells what a request would count and cost, and whether it would be let in now, without running it and without a trace.
+        """Returns tokens and cost of a request, and whether it would be admitted now. Nothing is run or
+        recorded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetGeneration(self, request, context):
-        """Looks up one request of the key's project by its id: state, usage, cost and timings.
-        NOT_FOUND if the project has no such request.
+        """Returns one request of the key's project by its id: state, usage, cost and timings. NOT_FOUND
+        if the project has no such request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Turns texts into vectors, with a model that embeds. Billed by the tokens that were embedded, at the model's embedding price.
+        """Turns texts into vectors with an embedding model. Billed by embedded tokens, at the model's
+        embedding price.
 
-        NOT_FOUND for an unknown model, INVALID_ARGUMENT for one that generates. RESOURCE_EXHAUSTED if a quota has no room, UNAVAILABLE
-        with the time to wait while the model's queue is full or its engine is down: nothing is billed then, and the same request may
-        come again. So it is if the call is cancelled or its deadline passes before all texts are embedded. The same `request_id` after
-        an answer was billed: ALREADY_EXISTS, with the settled usage in the metadata; vectors are not kept.
+        NOT_FOUND for an unknown model, INVALID_ARGUMENT for one that generates. RESOURCE_EXHAUSTED if
+        a quota has no room; UNAVAILABLE with a retry delay if the model's queue is full or its engine
+        is down. In these cases, and if the call is cancelled or its deadline passes before all texts
+        are embedded, nothing is billed and the same request may be retried. The same `request_id`
+        after a billed response: ALREADY_EXISTS, with the settled usage in the metadata; vectors are
+        not kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,8 +193,9 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Streams what a model generates. Every call carries the metadata `authorization: Bearer <API key>`;
-    without a valid key it ends as UNAUTHENTICATED, without the scope `inference` as PERMISSION_DENIED.
+    """Streams the output of models. Every call carries the metadata `authorization: Bearer <API key>`;
+    without a valid key it ends as UNAUTHENTICATED, without the scope `inference` as
+    PERMISSION_DENIED.
     """
 
     @staticmethod

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class ReceiptServiceStub:
-    """Hands out receipts. Keys with the scope `billing` see their own organization only, keys with the scope `admin` all; other keys get
-    PERMISSION_DENIED, but for the public keys.
+    """Returns receipts. Keys with the scope `billing` have access to their own organization only, keys
+    with the scope `admin` to all; other keys get PERMISSION_DENIED, except for the public keys.
     """
 
     def __init__(self, channel):
@@ -54,26 +54,27 @@ class ReceiptServiceStub:
 
 
 class ReceiptServiceServicer:
-    """Hands out receipts. Keys with the scope `billing` see their own organization only, keys with the scope `admin` all; other keys get
-    PERMISSION_DENIED, but for the public keys.
+    """Returns receipts. Keys with the scope `billing` have access to their own organization only, keys
+    with the scope `admin` to all; other keys get PERMISSION_DENIED, except for the public keys.
     """
 
     def ListReceiptKeys(self, request, context):
-        """Lists all public keys that receipts were ever signed with, the oldest first. Any valid API key may ask.
+        """Lists all public keys that ever signed receipts, the oldest first. Needs any valid API key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListReceipts(self, request, context):
-        """Lists the receipts of one organization that were settled in one calendar month (UTC), in the order of time.
+        """Lists the receipts of one organization that were settled in one calendar month (UTC), by time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetReceiptMonth(self, request, context):
-        """Tells the root over all receipts of a month, and where the chain of each project begins and ends in it.
+        """Returns the root over all receipts of a month, with the first and last receipt of each
+        project's chain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,8 +107,8 @@ def add_ReceiptServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ReceiptService:
-    """Hands out receipts. Keys with the scope `billing` see their own organization only, keys with the scope `admin` all; other keys get
-    PERMISSION_DENIED, but for the public keys.
+    """Returns receipts. Keys with the scope `billing` have access to their own organization only, keys
+    with the scope `admin` to all; other keys get PERMISSION_DENIED, except for the public keys.
     """
 
     @staticmethod

@@ -505,8 +505,8 @@ def block(change: ConfigurationChange) -> Text:
     ]
     width = max((len(key) for key, *_ in shown), default=0)
     for key, before, after in shown:
-        shown = after if change.action is ChangeAction.CREATE else f"{before} → {after}"
-        made.append(f"\n    {key.ljust(width)}  {printable(shown)}", style="default")
+        values = after if change.action is ChangeAction.CREATE else f"{before} → {after}"
+        made.append(f"\n    {key.ljust(width)}  {printable(values)}", style="default")
     return made
 
 
