@@ -31,6 +31,7 @@ from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action,
 from api.metrics import operator_http
 from infra.generate_proto import GOOGLE_ROOT, PROTO_ROOT
 from metering.ledger.ledger import AccountKind, TransactionKind
+from metering.quotas.quota_rules import DIMENSIONS, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = re.compile(r"^<!-- reference: ([\w-]+) -->$", re.MULTILINE)
@@ -477,6 +478,17 @@ def endings_ways() -> str:
     )
 
 
+def dimensions() -> str:
+    """Return what each dimension of a quota counts, and when it resets."""
+    rows = []
+    for dimension, (kind, window, counts_input, counts_output) in DIMENSIONS.items():
+        name = dimension.replace("_picos", "").replace("_", "-")
+        counted = [word for word, counts in (("input", counts_input), ("output", counts_output)) if counts]
+        unit = {Kind.MONEY: "cost", Kind.CONCURRENCY: "requests at once"}.get(kind, kind.value)
+        rows.append((f"`{name}`", unit, window.value if window else "none", " and ".join(counted) or "—"))
+    return table(("dimension", "counts", "window (UTC)", "tokens"), rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "settings": settings_page,
     "errors": errors_page,
@@ -484,6 +496,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "cli": cli_page,
     "grpc": grpc_page,
     "ledger": ledger_page,
+    "dimensions": dimensions,
     "endings-phases": lambda: table(("phase", "meaning"), PHASES.items()),
     "endings-causes": lambda: table(("cause", "meaning"), CAUSES.items()),
     "endings-charges": endings_charges,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTAL
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 COLUMNS_MAX, CELL_MAX = 100, 90
 SHELLS = ("sh", "bash", "console", "text")
-STARTED_S = 120.0
+STARTED_S = 240.0
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
@@ -247,26 +248,39 @@ def test_json_loads(block: str) -> None:
     assert json.loads(text if text.startswith("{") else f"{{{text}}}")
 
 
-def test_the_quickstart_runs(postgres_home: Path, tmp_path: Path) -> None:
-    page = DOCS / "quickstart.md"
+def shell_of(found: re.Match[str]) -> str:
+    """Return a block as shell commands."""
+    return f"{sys.executable} - <<'END'\n{found[3]}END\n" if found[2] == "python" else found[3]
+
+
+def test_the_quickstart_and_calls_over_http_run(postgres_home: Path, tmp_path: Path) -> None:
     (program := tmp_path / "weir").write_text(f'#!/bin/sh\nexec {sys.executable} -m weir_cli "$@"\n')
     program.chmod(0o755)
     outer = {name: value for name, value in os.environ.items() if not name.startswith("WEIR_")}
-    own = {"WEIR_HOME": str(postgres_home), "WEIR_LISTEN": "127.0.0.1:0", "WEIR_ENGINE_THREADS": "1", "NO_COLOR": "1"}
-    environment = outer | own | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    script = "set -e\n"
-    for found in BLOCK.finditer(page.read_text()):
-        if found[2] == "sh":
-            script += found[3]
-        elif found[2] == "python":
-            script += f"{sys.executable} - <<'END'\n{found[3]}END\n"
+    own = {
+        "WEIR_HOME": str(postgres_home),
+        "WEIR_LISTEN": "127.0.0.1:0",
+        "WEIR_ENGINE_THREADS": "1",
+        "NO_COLOR": "1",
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+    }
+    quickstart = BLOCK.finditer((DOCS / "quickstart.md").read_text())
+    script = "".join(["set -e\n", *(shell_of(found) for found in quickstart if found[2] in ("sh", "python"))])
+    for page in ("reference/openai.md", "how-to/console.md"):
+        found = BLOCK.finditer((DOCS / page).read_text())
+        calls = [shell_of(each) for each in found if each[2] == "python" or "curl " in each[3]]
+        script += "".join(calls).replace("curl ", "curl --fail --silent --show-error ")
 
     with (postgres_home / "up.log").open("wb") as log:
-        up = subprocess.Popen(["weir", "up"], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        up = subprocess.Popen(["weir", "up"], env=outer | own, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         wait_for(lambda: up.poll() is not None or (postgres_home / "connection.json").exists(), "weir up")
+        served = json.loads((postgres_home / "serve.json").read_text())
+        script = script.replace("http://127.0.0.1:9443/v1", served["openai_url"])
+        script = script.replace("http://127.0.0.1:9443/console/", served["console_url"])
+        script = script.replace('"2026-11"', f'"{datetime.now(UTC):%Y-%m}"')
         done = subprocess.run(
-            ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=STARTED_S
+            ["bash", "-c", script], env=outer | own, cwd=tmp_path, capture_output=True, text=True, timeout=STARTED_S
         )
     finally:
         up.terminate()
@@ -275,3 +289,4 @@ def test_the_quickstart_runs(postgres_home: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "acme" in done.stdout
     assert "✓ " in done.stdout
+    assert "chat.completion" in done.stdout
