@@ -1,1 +1,1 @@
-"""Benchmarks: each prints a ratio against a baseline that it measures in the same run."""
+"""Benchmarks; each prints a ratio to a baseline measured in the same run."""

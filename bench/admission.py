@@ -1,18 +1,19 @@
-"""Admissions and settlements per second, exact against every quota, beside a transaction per request on the same server.
+"""Admissions and settlements per second with exact quotas, against a transaction per request.
 
     .venv/bin/python -m bench.admission [--seconds 1.2] [--directory /dev/shm | --database-url URL] [--profile]
 
-One process drives one `HoldStore`, as an api process does. A pair is one admission and its settlement. Each tenant has five quotas:
-concurrent requests, requests and tokens per minute, tokens and money per month, on its key, its project and itself. Receipts are
-signed.
+One process drives one `HoldStore`, as an api process does. A pair is one admission and its
+settlement. Each tenant has five quotas: concurrent requests, requests and tokens per minute, tokens
+and money per month, on its key, its project and itself. Receipts are signed.
 
-"Plain" locks the same counters, checks them and writes the same rows in a transaction of its own for each admission and each
-settlement; "pgbench" is PostgreSQL's own load generator doing the same, and tells the time of both together. Either has as many
-connections as there are requests at once, at most 64: more at once only wait for one of these.
+"Plain" locks the same counters, checks them and writes the same rows in a separate transaction for
+each admission and each settlement. "pgbench" is PostgreSQL's load generator with the same
+statements, which reports the time of both together. Either has one connection per concurrent
+request, at most 64, as more would only wait.
 
-All commit durably, so what the disk takes for a flush counts: `--directory` names another disk for the server, one in memory to
-see what remains without it. CPU is by the pair: of this process without what the load generator itself takes (measured first,
-on a store that answers at once), and of the server.
+All commit durably, so the disk's flush time counts: `--directory` selects another disk for the
+server, for example one in memory. CPU times are per pair: of this process without the load
+generator's own (measured first, with a store that answers at once), and of the server.
 """
 
 from __future__ import annotations
@@ -63,42 +64,42 @@ FROM (VALUES ('organization', %(organization)s::uuid, 'cost_picos_per_month'),
 
 
 class Store(Protocol):
-    """What a pair is done with."""
+    """Store under test."""
 
     async def admit(self, op: Admit) -> Admitted:
         """Take a hold."""
         ...
 
     async def settle(self, op: Settle) -> Settled:
-        """End it."""
+        """End a hold."""
         ...
 
 
 class AnsweringStore:
-    """Answers at once: what a pair takes with it is the load generator's own."""
+    """Answers at once, to measure the load generator's own cost."""
 
     async def admit(self, op: Admit) -> Admitted:
-        """See `Store.admit`."""
+        """Implement `Store.admit`."""
         await asyncio.sleep(0)
         return Admitted(op.hold_id, OUTPUT_TOKENS, TokenPrices(1, "USD", 3, 1, 7), QuotaStates((), (), datetime.min), datetime.min)
 
     async def settle(self, op: Settle) -> Settled:
-        """See `Store.settle`."""
+        """Implement `Store.settle`."""
         await asyncio.sleep(0)
         return Settled(op.hold_id, INPUT_TOKENS, 0, OUTPUT_TOKENS, OUTPUT_TOKENS, OUTPUT_TOKENS, 0, "USD", Outcome.STOP)
 
 
 class AwaitedStore(HoldStore):
-    """A store that its caller waits for."""
+    """`HoldStore` with awaited calls."""
 
     async def admit(self, op: Admit) -> Admitted:
-        """See `Store.admit`."""
+        """Implement `Store.admit`."""
         admitted = await awaited(partial(self.begin_admit, op), lambda _: None)
         assert isinstance(admitted, Admitted)
         return admitted
 
     async def settle(self, op: Settle) -> Settled:
-        """See `Store.settle`."""
+        """Implement `Store.settle`."""
         settled = await self._commits.submit(op)
         assert isinstance(settled, Settled)
         return settled
@@ -106,9 +107,10 @@ class AwaitedStore(HoldStore):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case. Times in seconds. cpu_s: this process's; database_cpu_s: the server's, in steps of a clock tick.
+    """One case. Times in seconds. cpu_s: of this process; database_cpu_s: of the server, in clock
+    ticks.
 
-    admit_s: of whole pairs where settle_s is empty.
+    admit_s: times of whole pairs if settle_s is empty.
     """
 
     pair_count: int
@@ -120,11 +122,11 @@ class Result:
 
     @property
     def pairs_per_s(self) -> float:
-        """Admissions that were also settled."""
+        """Settled admissions per second."""
         return self.pair_count / self.wall_s
 
     def row(self, generator_us: float) -> str:
-        """The numbers of one line of the table. generator_us: what of the CPU time of a pair is not the store's."""
+        """Return a line of the table. generator_us: CPU of the generator per pair, subtracted."""
         times = (f"{quantile_ms(values, share):>9.2f}" for values in (self.admit_s, self.settle_s) for share in (0.5, 0.99))
         cpu_us = self.cpu_s / max(self.pair_count, 1) * 1e6
         own = f"{max(cpu_us - generator_us, 0):>9.0f}" if self.cpu_s else f"{'':>9}"
@@ -132,12 +134,12 @@ class Result:
 
 
 def quantile_ms(values_s: list[float], share: float) -> float:
-    """The value below which a share of the values lies, in ms."""
+    """Return the quantile of the values, in ms."""
     return sorted(values_s)[int(share * (len(values_s) - 1))] * 1000 if values_s else float("nan")
 
 
 def create_tenants(database_url: str, count: int) -> list[Payer]:
-    """Tenants with a key and five quotas each, and a price for the model."""
+    """Create tenants with a key and five quotas each, and a price for the model."""
     tenants = []
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
         connection.execute(
@@ -167,12 +169,12 @@ def create_tenants(database_url: str, count: int) -> list[Payer]:
 
 
 def new_admit(payer: Payer) -> Admit:
-    """A request like all others."""
+    """Return a typical request."""
     return Admit(new_hold_id(), payer, uuid.uuid4(), bytes(32), MODEL, INPUT_TOKENS, OUTPUT_TOKENS, 1)
 
 
 def store_pair(store: Store) -> Pair:
-    """Through a store."""
+    """Return a pair that uses a store."""
 
     async def pair(payer: Payer) -> tuple[float, float]:
         op = new_admit(payer)
@@ -188,9 +190,9 @@ def store_pair(store: Store) -> Pair:
 async def measure(
     pair: Pair, tenants: list[Payer], concurrency: int, seconds: float, database: list[int], pair_count_min: int = 0
 ) -> Result:
-    """So many clients at once, each doing pairs for tenants in turn until the time is over. database: its processes.
+    """Run concurrent clients with pairs for tenants in turn, for a time. database: its processes.
 
-    pair_count_min: goes on until so many pairs are done.
+    pair_count_min: number of pairs to complete at least.
     """
     payers = itertools.cycle(tenants)
     admit_s: list[float] = []
@@ -211,7 +213,7 @@ async def measure(
 
 
 class Cases:
-    """The ways to do a pair, on one server."""
+    """Implementations of a pair on one server."""
 
     def __init__(self, database_url: str, seconds: float) -> None:
         self._url = database_url
@@ -226,11 +228,11 @@ class Cases:
         return [self._postgres, *children_of(self._postgres)]
 
     async def generator(self, tenants: list[Payer]) -> Result:
-        """With a store that answers at once."""
+        """Return the result with a store that answers at once."""
         return await measure(store_pair(AnsweringStore()), tenants, CONNECTION_COUNT_MAX, self._seconds / 3, [])
 
     async def group_commit(self, tenants: list[Payer], concurrency: int) -> Result:
-        """With a store of this process."""
+        """Return the result with a store of this process."""
         store = AwaitedStore(self._url, uuid.uuid4(), signer=self._signer)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(store.run())
@@ -240,11 +242,11 @@ class Cases:
         return result
 
     async def _warm_up(self, pair: Pair, tenants: list[Payer], concurrency: int) -> None:
-        """So that plans and pages are warm, and each tenant is one that was here before."""
+        """Warm up plans and pages, and make each tenant known to the store."""
         await measure(pair, tenants, concurrency, self._seconds / 5, [], pair_count_min=len(tenants))
 
     async def plain(self, tenants: list[Payer], concurrency: int) -> Result:
-        """With a transaction for each request."""
+        """Return the result with a transaction for each request."""
         idle: asyncio.Queue[Connection] = asyncio.Queue()
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(concurrency):
@@ -254,15 +256,15 @@ class Cases:
             return await measure(plain_pair(idle), tenants, concurrency, self._seconds, self._database())
 
     def pgbench(self, binary: Path, tenants: list[Payer], concurrency: int) -> Result:
-        """With PostgreSQL's own load generator."""
+        """Return the result of PostgreSQL's load generator."""
         before = cpu_s([self._postgres])
         ran = run_pgbench(binary, self._url, tenants, concurrency, self._seconds)
-        # Its connections are gone, and the server has taken over their time.
+        # Its connections are closed, so their time is included in the server's.
         return Result(ran.pair_count, ran.wall_s, 0.0, cpu_s([self._postgres]) - before, ran.pair_s)
 
 
 def print_table(runner: asyncio.Runner, cases: Cases, many: list[Payer]) -> None:
-    """Every case with one hot tenant and with many."""
+    """Print every case, with one hot tenant and with many."""
     generator = runner.run(cases.generator(many))
     generator_us = generator.cpu_s / generator.pair_count * 1e6
     binary = pgbench_binary()
@@ -284,7 +286,7 @@ def print_table(runner: asyncio.Runner, cases: Cases, many: list[Payer]) -> None
 
 @contextlib.contextmanager
 def server(database_url: str | None, directory: str | None) -> Iterator[str]:
-    """The named database, or a server of our own in a new directory under the named one."""
+    """Yield the named database, or a temporary server under the named directory."""
     if database_url:
         yield database_url
         return
@@ -300,17 +302,17 @@ def server(database_url: str | None, directory: str | None) -> Iterator[str]:
 def main() -> None:
     """Measure every case and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.2, help="per case; there are fourteen (default: %(default)s)")
-    parser.add_argument("--database-url", help="a migrated database may be named; it is filled with tenants")
-    parser.add_argument("--directory", help="where a server of our own keeps its data (default: that of temporary files)")
-    parser.add_argument("--tenants", type=int, default=1000, help="of the cases with many (default: %(default)s)")
-    parser.add_argument("--profile", action="store_true", help="profile 64 at once with many tenants instead")
+    parser.add_argument("--seconds", type=float, default=1.2, help="seconds per case, of fourteen (default: %(default)s)")
+    parser.add_argument("--database-url", help="a migrated database to fill with tenants instead")
+    parser.add_argument("--directory", help="data directory of the temporary server (default: the system's)")
+    parser.add_argument("--tenants", type=int, default=1000, help="number of tenants in the larger cases (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="profile 64 concurrent clients with many tenants instead")
     options = parser.parse_args()
     with server(options.database_url, options.directory) as url, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         migrate(url)
         many = create_tenants(url, options.tenants)
         cases = Cases(url, options.seconds)
-        gc.freeze()  # as an api process does
+        gc.freeze()  # as in an api process
         if options.profile:
             with cProfile.Profile() as profile:
                 runner.run(cases.group_commit(many, 64))

@@ -1,7 +1,9 @@
-"""What `bench.admission` compares with: the same two transactions for each request alone, by this process and by pgbench.
+"""Baselines of `bench.admission`: the same two transactions per request, by this process and
+pgbench.
 
-Both lock the counters of a tenant, check and move them, and write hold and usage event. Here each lock is read, checked in
-Python and written back; pgbench does it in one statement, and shows what the server itself can do for one request after another.
+Both lock the counters of a tenant, check and change them, and write hold and usage event. Here each
+lock is read, checked in Python and written back; pgbench uses one statement, and shows the server's
+capacity for requests without batching.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ MODEL = "bench"
 INPUT_TOKENS, OUTPUT_TOKENS = 100, 20
 TOKENS = INPUT_TOKENS + OUTPUT_TOKENS
 COST_PICOS = INPUT_TOKENS * 3 + OUTPUT_TOKENS * 7
-PGBENCH_S_MIN = 3  # seconds: in less, 64 new connections have hardly begun
-MINUTES_OPENED = 10  # windows made before pgbench begins, which makes none
+PGBENCH_S_MIN = 3  # seconds; 64 new connections need this long to start
+MINUTES_OPENED = 10  # windows created beforehand, as pgbench creates none
 
 Pair = Callable[[Payer], Awaitable[tuple[float, float]]]
 
@@ -64,7 +66,7 @@ INSERT INTO usage_events (hold_id, organization_id, project_id, api_key_id, requ
 SELECT id, organization_id, project_id, api_key_id, request_id, model, 'stop', input_token_count, 0, %s, %s, %s, price_version_id,
        %s, labels, admitted_at FROM holds WHERE id = %s
 """
-AMOUNTS = {  # per dimension: held by a request, and used by it once it has ended
+AMOUNTS = {  # per dimension: held by a request, and used by it after its end
     "concurrent_requests": (1, 0),
     "requests_per_minute": (0, 0),
     "tokens_per_minute": (TOKENS, TOKENS),
@@ -74,7 +76,7 @@ AMOUNTS = {  # per dimension: held by a request, and used by it once it has ende
 
 
 def plain_pair(idle: asyncio.Queue[Connection]) -> Pair:
-    """A transaction for the admission and one for the settlement, each on a connection of its own."""
+    """Return a pair with a transaction for the admission and one for the settlement."""
     owner_id = uuid.uuid4()
 
     async def charge(connection: Connection, payer: Payer, now: object, *, ends: bool) -> list[uuid.UUID]:
@@ -160,7 +162,7 @@ COMMIT;
 
 @dataclass(frozen=True, slots=True)
 class PgbenchResult:
-    """Pairs, and how long each took, in seconds."""
+    """Pairs, and the duration of each in seconds."""
 
     pair_count: int
     wall_s: float
@@ -168,14 +170,14 @@ class PgbenchResult:
 
 
 def pgbench_binary() -> Path | None:
-    """That of the embedded server, or the system's; None if there is none."""
+    """Return the embedded server's pgbench, or the system's; None if there is none."""
     embedded = embedded_postgres.binaries() / "pgbench"
     system = shutil.which("pgbench")
     return embedded if embedded.exists() else Path(system) if system else None
 
 
 def pgbench_script() -> str:
-    """Both transactions of a request."""
+    """Return the script of both transactions of a request."""
     admitted = ", ".join(f"('{name}', {int(name == 'requests_per_minute')}, {held})" for name, (held, _) in AMOUNTS.items())
     ended = ", ".join(f"('{name}', {used}, {-held})" for name, (held, used) in AMOUNTS.items())
     return PGBENCH_SCRIPT.format(
@@ -189,7 +191,7 @@ def pgbench_script() -> str:
 
 
 def run_pgbench(binary: Path, database_url: str, tenants: Sequence[Payer], concurrency: int, seconds: float) -> PgbenchResult:
-    """So many clients at once, for whole seconds: pgbench knows no others."""
+    """Run concurrent clients for whole seconds, as pgbench requires."""
     conninfo = psycopg_conninfo(database_url)
     with psycopg.connect(conninfo) as connection:
         connection.execute(PGBENCH_TENANTS)

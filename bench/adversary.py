@@ -1,17 +1,19 @@
-"""Harm that one hostile key does to everybody else: a bystander's latency, an administrator's latency, the process's memory.
+"""Effect of one hostile key on others: latency of a bystander and an administrator, process memory.
 
     python -m bench.adversary [--seconds 60] [--only KIND]... [--each] [--directory /dev/shm]
 
-One api process, one database, three phases of `--seconds`: quiet, one hostile key with a monthly quota of zero, one hostile key
-with ordinary quotas. The attacker uses every frame kind, every RPC and every HTTP path with hostile sizes, counts, characters and
-values (`bench.adversary_attacks`), as fast as it is answered. Meanwhile another organization streams and sends short requests, and
-an administrator lists live requests and keys and scrapes the metrics every second. `--only` restricts the attack to one kind;
-`--each` runs the kinds one after the other and prints a line for each.
+One api process, one database, three phases of `--seconds`: quiet, one hostile key with a monthly
+quota of zero, one hostile key with ordinary quotas. The attacker uses every frame kind, every RPC
+and every HTTP path with hostile sizes, counts, characters and values (`bench.adversary_attacks`),
+as fast as it is answered. Meanwhile another organization streams and sends short requests, and an
+administrator lists live requests and keys and scrapes the metrics every second. `--only` restricts
+the attack to one kind; `--each` runs the kinds one after the other and prints a line for each.
 
-The api process has a core of its own. The other core runs PostgreSQL, the host of the simulated engine, the bystander and the
-attacker, each in its own process; the attacker has a low priority, so that its CPU is not taken from the bystander. All of it is on
-loopback. The exit status is 1 if the bystander or the administrator saw an error, the process ended, or anything was answered
-with INTERNAL; the latencies are only printed.
+The api process has a core of its own. The other core runs PostgreSQL, the worker of the simulated
+engine, the bystander and the attacker, each in its own process; the attacker has a low priority, so
+that it does not take the bystander's CPU. All traffic is on loopback. The exit status is 1 if the
+bystander or the administrator saw an error, the process ended, or anything was answered with
+INTERNAL; the latencies are only printed.
 """
 
 from __future__ import annotations
@@ -70,12 +72,12 @@ LINE_COLUMNS = (
     "restarts",
     "INTERNAL",
 )
-CALM_MAX_S = 60.0  # between phases: for what the attacker left to end
-CALM_ANSWER_S = 0.2  # of a health check
+CALM_MAX_S = 60.0  # limit between phases, for the attacker's requests to end
+CALM_ANSWER_S = 0.2  # limit of a health check
 
 
 class Service:
-    """The api process, restarted when it ends by itself."""
+    """The api process, restarted if it exits."""
 
     def __init__(self, settings: Settings, core: int, other_core: int) -> None:
         self._settings = settings
@@ -88,13 +90,13 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """The process id of the one that runs."""
+        """Id of the current process."""
         assert self._process is not None
         return self._process.pid
 
     @contextlib.asynccontextmanager
     async def running(self) -> Any:
-        """Serve for the block."""
+        """Run the service for the block."""
         try:
             await asyncio.to_thread(self._start)
             async with asyncio.TaskGroup() as tasks:
@@ -130,22 +132,22 @@ class Service:
                 os.sched_setaffinity(int(thread.name), {self._other_core})
 
     def reset_peak(self) -> None:
-        """Let the peak of the process's memory begin anew."""
+        """Reset the peak of the process's memory."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def status_mib(self, name: str) -> float:
-        """A size from /proc/PID/status."""
+        """Return a size from /proc/PID/status."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) / 1024
         return 0.0
 
     def open_files(self) -> int:
-        """The number of open file descriptors."""
+        """Return the number of open file descriptors."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     def incidents(self) -> int:
-        """The number of internal errors in the log."""
+        """Return the number of internal errors in the log."""
         return sum(b'"event": "incident"' in line or b'"event":"incident"' in line for line in self._log.open("rb"))
 
 
@@ -158,16 +160,16 @@ class Client:
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
 
     async def ready(self) -> None:
-        """Wait until it has prepared everything. Raises: RuntimeError if it failed."""
+        """Wait until it is prepared. Raises: RuntimeError if it failed."""
         if await self._stdout.readline() != b"ready\n":
             raise RuntimeError("a client failed")
 
     def begin(self) -> None:
-        """Let it begin."""
+        """Start its measurement."""
         self._stdin.write(b"begin\n")
 
     async def result(self) -> dict[str, Any]:
-        """Wait for its end. Raises: RuntimeError if it failed."""
+        """Wait for its end and return its result. Raises: RuntimeError if it failed."""
         out = await self._stdout.read()
         if await self._process.wait() or not out:
             raise RuntimeError("a client failed")
@@ -187,12 +189,12 @@ class Phase:
     answers: dict[str, Counter[str]] = field(default_factory=dict)
 
     def internal(self) -> int:
-        """Answers that blame the server."""
+        """Number of answers with a status that blames the server."""
         statuses = sum((Counter(each) for each in self.answers.values()), Counter[str]())
         return sum(count for name, count in statuses.items() if not BROKEN.isdisjoint(name.split()) or name == "http 500")
 
     def figures(self) -> dict[str, float]:
-        """Figures by name: milliseconds but for the last two."""
+        """Return figures by name: milliseconds except for the last two."""
         seen = self.seen
         return {
             "bystander ITL p50": quantile(seen["gap_ms"], 0.5),
@@ -209,12 +211,12 @@ class Phase:
         }
 
     def is_clean(self) -> bool:
-        """Whether nothing broke."""
+        """True if nothing failed."""
         return not (self.seen["errors"] or self.restarts or self.incidents or self.internal())
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The value below which a share of the values lies."""
+    """Return the quantile of the values."""
     return sorted(values)[int(share * (len(values) - 1))] if values else float("nan")
 
 
@@ -229,7 +231,7 @@ class Bench:
         self._seconds = seconds
 
     async def phase(self, name: str, kinds: list[str]) -> Phase:
-        """Measure the bystander for a while, beside attacks with the key of this phase."""
+        """Measure the bystander for a while, during attacks with the key of this phase."""
         await self.calm()
         restarts, incidents = self._service.restart_count, self._service.incidents()
         bystander = await self._client(
@@ -267,7 +269,7 @@ class Bench:
         )
 
     async def calm(self) -> float:
-        """Wait until no request is held and the server answers at once. Returns how long that took."""
+        """Wait until there are no holds and the server answers at once; return the waiting time."""
         since = time.monotonic()
         while time.monotonic() - since < CALM_MAX_S:
             asked_at = time.monotonic()
@@ -278,7 +280,7 @@ class Bench:
         return time.monotonic() - since
 
     def held_count(self) -> int:
-        """Holds that have not ended."""
+        """Return the number of open holds."""
         with psycopg.connect(psycopg_conninfo(self._database_url)) as connection:
             [count] = connection.execute("SELECT count(*) FROM holds WHERE state = 'held'").fetchone() or [0]
             return int(count)
@@ -293,7 +295,7 @@ class Bench:
 
 
 def print_table(phases: dict[str, Phase]) -> None:
-    """The figures of each phase beside those of the quiet one."""
+    """Print the figures of each phase next to those of the quiet one."""
     quiet = phases[QUIET].figures()
     hostile = {name: phase for name, phase in phases.items() if name != QUIET}
     print(f"{'':<26}{QUIET:>10}" + "".join(f"{name:>14} {'ratio':>7}" for name in hostile) + "  goal")
@@ -334,7 +336,7 @@ def print_table(phases: dict[str, Phase]) -> None:
 
 
 def print_line(name: str, phase: Phase, quiet: Phase) -> None:
-    """One kind of attack alone."""
+    """Print the line of a single kind of attack."""
     figures, base = phase.figures(), quiet.figures()
     ratios = [
         f"{figures[each] / base[each]:.2f}x"
@@ -351,7 +353,7 @@ def print_line(name: str, phase: Phase, quiet: Phase) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on."""
+    """Return free ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -360,7 +362,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def prepare_keys(database_url: str) -> dict[str, str]:
-    """A key for each phase, the bystander's and an administrator's, with their quotas and scopes."""
+    """Create keys for each phase, the bystander and an administrator, with quotas and scopes."""
     names = ("bystander", "admin", NO_QUOTA, QUOTA)
     keys = dict(zip(names, create_keys(database_url, len(names)), strict=True))
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
@@ -386,7 +388,7 @@ def prepare_keys(database_url: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def prepared(options: argparse.Namespace) -> Iterator[tuple[Service, Target, dict[str, str], str]]:
-    """A database with keys, and a service that has not been started."""
+    """Yield a database with keys, and a service that is not started."""
     core, other_core = claim_cores()
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(server(None, options.directory))
@@ -408,7 +410,7 @@ def prepared(options: argparse.Namespace) -> Iterator[tuple[Service, Target, dic
 
 
 async def measure(options: argparse.Namespace) -> bool:
-    """All phases and the table. Returns whether nothing broke."""
+    """Measure all phases and print the table. Return whether nothing failed."""
     kinds = options.only or list(ATTACKS)
     with prepared(options) as (service, target, keys, url):
         async with service.running():
@@ -436,12 +438,12 @@ async def measure(options: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Measure, print, and fail if anything broke."""
+    """Measure, print, and exit with 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="per phase (default: %(default)s)")
-    parser.add_argument("--only", action="append", choices=tuple(ATTACKS), help="this kind of attack; may be repeated")
-    parser.add_argument("--each", action="store_true", help="one kind after the other, with a line for each")
-    parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
+    parser.add_argument("--only", action="append", choices=tuple(ATTACKS), help="kind of attack; repeatable")
+    parser.add_argument("--each", action="store_true", help="run the kinds one after the other, with a line for each")
+    parser.add_argument("--directory", help="directory of the temporary database (default: the system's)")
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sys.exit(0 if runner.run(measure(options)) else 1)

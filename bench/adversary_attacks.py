@@ -1,7 +1,8 @@
 """Hostile requests for `bench.adversary`: every frame kind, RPC and HTTP path, by kind of attack.
 
-An attack is a coroutine that runs until it is cancelled, sends as fast as it is answered, and counts each answer by its status.
-Payloads are built once; what the attacker computes per request is little beside what the server computes.
+An attack is a coroutine that runs until it is cancelled, sends as fast as it is answered, and
+counts answers by status. Payloads are built once; the attacker's CPU per request is small compared
+with the server's.
 """
 
 from __future__ import annotations
@@ -42,17 +43,18 @@ SERVED: tuple[Any, ...] = (
 )
 METHODS = [method for service in SERVED for method in service.methods]
 NEAR_LIMIT_BYTES = 3_900_000  # the server refuses messages above 4 MiB
-BURST_FRAMES = 1000  # of one message
+BURST_FRAMES = 1000  # frames of one message
 CALL_MAX_S = 30.0
-AWAY_PAUSE_S = 0.2  # before the next attempt when nothing listens
+AWAY_PAUSE_S = 0.2  # before the next attempt if no server is listening
 HTTP_READ_BYTES = 65_536
-OTHER_LOOPBACK = "127.0.0.2"  # wrong keys come from here: the server slows down the address that they come from
+OTHER_LOOPBACK = "127.0.0.2"  # origin of wrong keys: the server throttles their address
 LABEL_COUNT, TOOL_COUNT, STREAM_COUNT = 50_000, 128, 2000
 NESTING = 100_000
 MESSAGE_COUNT = 9_001
 LONG_TEXT = "hotel " * (NEAR_LIMIT_BYTES // 6)
 
-WRITE_FAILED = "Internal error from Core"  # of grpc.aio itself: a message was not written because the call had ended
+# From grpc.aio: a message was not written because the call had ended
+WRITE_FAILED = "Internal error from Core"
 BROKEN = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS"})  # statuses that blame the server
 STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 TEXTS = [
@@ -95,7 +97,7 @@ GRAMMARS = [
 
 @dataclass(slots=True)
 class Target:
-    """The server under attack, the attacker's key, and the count of its answers by (attack, status)."""
+    """Server under attack, the attacker's key, and its answers by (attack, status)."""
 
     address: str
     http_port: int
@@ -109,14 +111,14 @@ class Target:
         self.answers.setdefault(attack, Counter())[status] += number
 
 
-Payload = Any  # whatever the builder of an attack makes
+Payload = Any  # type depends on the attack
 Build = Callable[[Target], Payload]
 Work = Callable[[Target, Payload], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """A kind of attack. build: its payload, made once before it begins. workers: how many run at once."""
+    """A kind of attack. build: makes its payload once. workers: number of concurrent tasks."""
 
     work: Work
     build: Build
@@ -138,7 +140,9 @@ def attack(workers: int, build: Build = lambda _: None) -> Callable[[Work], Work
 
 
 async def run_attack(target: Target, name: str, payload: Payload) -> None:
-    """Run the workers of an attack until cancelled, each again when the server ends its connection."""
+    """Run the workers of an attack until cancelled; restart each when the server ends its
+    connection.
+    """
 
     async def work() -> None:
         while True:
@@ -155,14 +159,14 @@ async def run_attack(target: Target, name: str, payload: Payload) -> None:
 
 
 def ending(error: Exception) -> str:
-    """Status of a call that failed, or the type of another error."""
+    """Return the status of a failed call, or the type of another error."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return type(error).__name__
     return named(error.code(), error.details())
 
 
 def named(code: grpc.StatusCode, details: str | None) -> str:
-    """Name of a status, with its text if it blames the server."""
+    """Return the name of a status, with its text if it blames the server."""
     if details == WRITE_FAILED:
         return "write failed"
     return f"{code.name} ({details})"[:100] if code.name in BROKEN else code.name
@@ -172,7 +176,7 @@ def named(code: grpc.StatusCode, details: str | None) -> str:
 
 
 def tag(number: int, content: bytes) -> bytes:
-    """A length-delimited field on the wire."""
+    """Encode a length-delimited field."""
     size, prefix = len(content), bytearray([number << 3 | 2])
     while size > 0x7F:
         prefix.append(size & 0x7F | 0x80)
@@ -182,12 +186,12 @@ def tag(number: int, content: bytes) -> bytes:
 
 
 def frames(rest: bytes, count: int = 1) -> bytes:
-    """A message with the same frame under different request ids. rest: the frame's fields but for the id."""
+    """Return a message with copies of a frame under new request ids. rest: its other fields."""
     return b"".join(tag(1, tag(1, str(uuid.uuid4()).encode()) + rest) for _ in range(count))
 
 
 def start_rest(target: Target, **fields: Any) -> bytes:
-    """The fields of a start frame: a short prompt unless another one is given."""
+    """Return the fields of a start frame, by default with a short prompt."""
     values: dict[str, Any] = {"model": target.model, "max_output_tokens": 3} | fields
     if not {"text", "conversation", "token_ids"} & values.keys():
         values["text"] = "Is there a hotel?"
@@ -197,18 +201,20 @@ def start_rest(target: Target, **fields: Any) -> bytes:
 async def talk(
     target: Target, name: str, messages: Iterable[bytes], *, window: int = 0, path: str = GENERATE, key: str | None = None
 ) -> None:
-    """Send messages on one stream and count the frames that answer, until the stream ends or no message is left.
+    """Send messages on one stream and count the frames of the answers, until the stream ends or no
+    message is left.
 
-    window: the number of messages that may be without an answer; 0: as many as the transport takes.
+    window: limit of unanswered messages; 0: as many as the transport takes.
     """
     room = asyncio.Semaphore(window) if window else None
     secret = target.key if key is None else key
     async with grpc.aio.insecure_channel(target.address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
-        open_stream: Any = channel.stream_stream(path)  # no serializers: bytes both ways
+        open_stream: Any = channel.stream_stream(path)  # no serializers: bytes in both directions
         call = open_stream(metadata=(("authorization", f"Bearer {secret}"),) if secret else ())
 
         async def write() -> None:
-            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # told by the reader
+            # Reported by the reader
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 for message in messages:
                     if room:
                         await room.acquire()
@@ -229,7 +235,7 @@ async def talk(
 
 
 def count_frames(target: Target, name: str, data: bytes) -> int:
-    """Count the frames of an answer by status; return how many end a request or answer an update."""
+    """Count frames by status; return how many end a request or answer an update."""
     ends = 0
     for frame in pb.GenerateResponse.FromString(data).frames:
         match frame.WhichOneof("kind"):
@@ -246,24 +252,24 @@ def count_frames(target: Target, name: str, data: bytes) -> int:
 
 @attack(workers=4, build=start_rest)
 async def starts(target: Target, rest: bytes) -> None:
-    """1,000 small requests in each message."""
+    """Send 1,000 small requests in each message."""
     await talk(target, "starts", (frames(rest, BURST_FRAMES) for _ in itertools.count()), window=2)
 
 
 @attack(workers=4, build=lambda target: start_rest(target, text=LONG_TEXT))
 async def long_prompts(target: Target, rest: bytes) -> None:
-    """Prompts just below the largest message, forty at once."""
+    """Send prompts just below the message limit, forty concurrently."""
     await talk(target, "long-prompts", (frames(rest) for _ in itertools.count()), window=10)
 
 
 @attack(workers=4, build=lambda target: start_rest(target, conversation=many_turns()))
 async def many_messages(target: Target, rest: bytes) -> None:
-    """Conversations of thousands of messages of one letter."""
+    """Send conversations of thousands of messages of one letter."""
     await talk(target, "many-messages", (frames(rest) for _ in itertools.count()), window=8)
 
 
 def many_turns() -> pb.Conversation:
-    """Nearly as many messages as a conversation may have, each of one letter."""
+    """Return a conversation of one-letter messages, slightly below their limit."""
     roles = (pb.ROLE_USER, pb.ROLE_ASSISTANT)
     return pb.Conversation(messages=[pb.Message(role=roles[index % 2], content="a") for index in range(MESSAGE_COUNT)])
 
@@ -273,12 +279,12 @@ def many_turns() -> pb.Conversation:
     build=lambda target: [start_rest(target, token_ids=pb.TokenIds(ids=[number] * 900_000)) for number in (9, 2000, 2**31 - 1, -1)],
 )
 async def token_ids(target: Target, rests: list[bytes]) -> None:
-    """Hundreds of thousands of token ids, inside and outside the vocabulary."""
+    """Send hundreds of thousands of token ids, inside and outside the vocabulary."""
     await talk(target, "token-ids", (frames(rest) for rest in itertools.cycle(rests)), window=8)
 
 
 def wide_starts(target: Target) -> Iterator[bytes]:
-    """Starts with one field that is as large as a message can be."""
+    """Yield starts with one field that fills a message."""
     schema = '{"type":"object","properties":{"a":' * 63 + "{}" + "}}" * 63
     for fields in (
         {"labels": {f"label-{number}": "x" * 50 for number in range(LABEL_COUNT)}},
@@ -307,18 +313,20 @@ def wide_starts(target: Target) -> Iterator[bytes]:
 
 @attack(workers=2, build=lambda target: list(wide_starts(target)))
 async def wide_fields(target: Target, rests: list[bytes]) -> None:
-    """Label maps, names, stop sequences, biases and tools as large as a message."""
+    """Send label maps, names, stop sequences, biases and tools that fill a message."""
     await talk(target, "wide-fields", (frames(rest) for rest in itertools.cycle(rests)), window=4)
 
 
 @attack(workers=8, build=lambda target: start_rest(target, model=f"{target.model}\0"))
 async def odd_names(target: Target, rest: bytes) -> None:
-    """Model names with a NUL, 200 in a message: requests that are live for a moment while an administrator lists them."""
+    """Send model names with a NUL, 200 in a message: requests live briefly while an administrator
+    lists them.
+    """
     await talk(target, "odd-names", (frames(rest, 200) for _ in itertools.count()))
 
 
 def odd_starts(target: Target) -> Iterator[bytes]:
-    """Starts with hostile characters in each field that takes text."""
+    """Yield starts with hostile characters in each text field."""
     for text in TEXTS:
         user = pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content=text)])
         for fields in (
@@ -335,7 +343,9 @@ def odd_starts(target: Target) -> Iterator[bytes]:
 
 @attack(workers=2, build=lambda target: list(odd_starts(target)))
 async def characters(target: Target, rests: list[bytes]) -> None:
-    """NUL, control, invisible, full-width and very long text in every field, 50 frames in a message."""
+    """Send NUL, control, invisible, full-width and very long text in every field, 50 frames in a
+    message.
+    """
 
     def messages() -> Iterator[bytes]:
         bad_ids = pb.GenerateRequest(frames=[pb.ClientFrame(request_id=text, cancel=pb.CancelFrame()) for text in TEXTS])
@@ -348,7 +358,7 @@ async def characters(target: Target, rests: list[bytes]) -> None:
 
 
 def odd_values(target: Target) -> Iterator[bytes]:
-    """Starts with hostile numbers in each field that takes one."""
+    """Yield starts with hostile numbers in each numeric field."""
     for fraction in FRACTIONS:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             sampling = pb.Sampling()
@@ -372,7 +382,7 @@ def odd_values(target: Target) -> Iterator[bytes]:
 
 @attack(workers=2, build=lambda target: list(odd_values(target)))
 async def values(target: Target, rests: list[bytes]) -> None:
-    """Negative, huge, infinite and undefined numbers; negative credit for a request that waits for it."""
+    """Send negative, huge, infinite and undefined numbers; negative credit."""
 
     def messages() -> Iterator[bytes]:
         for number in itertools.count():
@@ -394,12 +404,12 @@ async def values(target: Target, rests: list[bytes]) -> None:
     build=lambda target: [start_rest(target, response_format=pb.ResponseFormat(**fields)) for fields in GRAMMARS],
 )
 async def grammars(target: Target, rests: list[bytes]) -> None:
-    """Grammars, patterns and schemas that explode, never end or match nothing."""
+    """Send grammars, patterns and schemas that explode, never end or match nothing."""
     await talk(target, "grammars", (frames(rest) for rest in itertools.cycle(rests)), window=8)
 
 
 def empty_frames(_: Target) -> list[bytes]:
-    """A frame of each kind that names a request, with nothing in it."""
+    """Return an empty frame of each kind that names a request."""
     rests = []
     for kind in ("cancel", "attach", "credit", "update"):
         frame = pb.ClientFrame()
@@ -410,13 +420,15 @@ def empty_frames(_: Target) -> list[bytes]:
 
 @attack(workers=2, build=empty_frames)
 async def unknown_requests(target: Target, rests: list[bytes]) -> None:
-    """Cancels, attaches, credits and updates of requests that do not exist, 1,000 in a message."""
+    """Send cancels, attaches, credits and updates of unknown requests, 1,000 in a message."""
     await talk(target, "unknown-requests", (frames(rest, BURST_FRAMES) for rest in itertools.cycle(rests)))
 
 
 @attack(workers=4)
 async def handovers(target: Target, _: None) -> None:
-    """Long requests that are kept without a stream, attached to by several streams in turn, updated and dropped."""
+    """Keep long requests without a stream; attach to them from several streams, update and drop
+    them.
+    """
     ids = [str(uuid.uuid4()) for _ in range(8)]
     rest = start_rest(target, max_output_tokens=2000, ignore_eos=True, keep_on_disconnect={"seconds": 5}, top_logprobs=20)
 
@@ -434,7 +446,7 @@ async def handovers(target: Target, _: None) -> None:
 
 @attack(workers=4)
 async def garbage(target: Target, _: None) -> None:
-    """Messages that are no messages, are empty, or hold frames without a kind."""
+    """Send messages that are malformed, empty, or have frames without a kind."""
     for message in (
         b"",
         random.randbytes(500),
@@ -450,7 +462,7 @@ async def garbage(target: Target, _: None) -> None:
 
 
 async def call(target: Target, name: str, path: str, message: bytes, *, key: str | None = None, channel: Any = None) -> None:
-    """Make one call of any kind, read what comes, and count its status."""
+    """Make one call of any kind, read its responses, and count its status."""
     secret = target.key if key is None else key
     opened = channel.stream_stream(path)(metadata=(("authorization", f"Bearer {secret}"),) if secret else (), timeout=CALL_MAX_S)
     try:
@@ -470,7 +482,7 @@ async def call(target: Target, name: str, path: str, message: bytes, *, key: str
 
 
 def connect(target: Target) -> grpc.aio.Channel:
-    """A connection of its own."""
+    """Open a separate connection."""
     return grpc.aio.insecure_channel(target.address, (("grpc.use_local_subchannel_pool", 1),))
 
 
@@ -486,7 +498,7 @@ def fill(message: Message, chance: random.Random, depth: int = 3) -> Message:
                 child = getattr(message, spec.name).add() if repeated else getattr(message, spec.name)
                 fill(child, chance, depth - 1)
             continue
-        with contextlib.suppress(ValueError, TypeError, OverflowError):  # beyond the type: our own library does not send that
+        with contextlib.suppress(ValueError, TypeError, OverflowError):  # out of range: the library refuses it
             value = hostile_value(spec, chance)
             if repeated:
                 getattr(message, spec.name).extend([value] * chance.choice((1, 3, 1000)))
@@ -496,7 +508,7 @@ def fill(message: Message, chance: random.Random, depth: int = 3) -> Message:
 
 
 def hostile_value(spec: Any, chance: random.Random) -> Any:
-    """A value for a field by its type."""
+    """Return a hostile value for a field by its type."""
     if spec.type == FieldDescriptor.TYPE_STRING:
         return str(uuid.uuid4()) if chance.random() < 0.2 else chance.choice(TEXTS)
     if spec.type == FieldDescriptor.TYPE_BYTES:
@@ -508,7 +520,7 @@ def hostile_value(spec: Any, chance: random.Random) -> Any:
 
 @attack(workers=16)
 async def calls(target: Target, _: None) -> None:
-    """Every RPC of every service, empty, as noise and with hostile values in its fields."""
+    """Call every RPC of every service with an empty message, noise, and hostile field values."""
     chance = random.Random()
     async with connect(target) as channel:
         while True:
@@ -519,7 +531,7 @@ async def calls(target: Target, _: None) -> None:
 
 
 def counting_requests(target: Target) -> list[tuple[str, bytes]]:
-    """Paths and messages of calls that count tokens."""
+    """Return paths and messages of calls that count tokens."""
     turns = many_turns()
     requests = [
         ("CountTokens", pb.CountTokensRequest(model=target.model, text=LONG_TEXT)),
@@ -533,7 +545,9 @@ def counting_requests(target: Target) -> list[tuple[str, bytes]]:
 
 @attack(workers=16, build=counting_requests)
 async def counting(target: Target, requests: list[tuple[str, bytes]]) -> None:
-    """`CountTokens`, `Quote` and `Embed` of prompts near the largest message and of thousands of messages."""
+    """Call `CountTokens`, `Quote` and `Embed` with prompts near the message limit and thousands of
+    messages.
+    """
     async with connect(target) as channel:
         while True:
             for path, message in random.sample(requests, len(requests)):
@@ -542,7 +556,7 @@ async def counting(target: Target, requests: list[tuple[str, bytes]]) -> None:
 
 @attack(workers=100)
 async def reports(target: Target, _: None) -> None:
-    """Reports of a billing key, a hundred at once."""
+    """Request reports with a billing key, a hundred concurrently."""
     names = ("GetMonthReport", "GetUsage", "GetForecast", "ListMonths", "GetMonthDocument", "GetReconciliation", "ListAdjustments")
     async with connect(target) as channel:
         while True:
@@ -552,7 +566,9 @@ async def reports(target: Target, _: None) -> None:
 
 @attack(workers=1)
 async def held_streams(target: Target, _: None) -> None:
-    """Thousands of streams on one connection that say nothing: generation, health watches and reflection, also without a key."""
+    """Hold thousands of silent streams on one connection: generation, health watches and
+    reflection, also without a key.
+    """
     bearer = (("authorization", f"Bearer {target.key}"),)
     async with connect(target) as channel:
         held = []
@@ -581,7 +597,9 @@ async def held_streams(target: Target, _: None) -> None:
 async def http(
     target: Target, name: str, method: str, path: str, body: bytes = b"", *, key: str = "", port: int = 0, local: str = ""
 ) -> None:
-    """Send one HTTP request on a connection of its own, read the answer to its end, and count its status."""
+    """Send one HTTP request on a separate connection, read the answer to its end, and count its
+    status.
+    """
     head = f"{method} {path} HTTP/1.1\r\nhost: weir\r\nconnection: close\r\ncontent-type: application/json\r\n"
     head += f"authorization: Bearer {key or target.key}\r\ncontent-length: {len(body)}\r\n\r\n"
     async with asyncio.timeout(CALL_MAX_S):
@@ -589,7 +607,8 @@ async def http(
         reader, writer = await asyncio.open_connection("127.0.0.1", port or target.http_port, local_addr=bound)
         try:
             writer.write(head.encode("latin-1") + body)
-            with contextlib.suppress(ConnectionError):  # refused before all of the body was read; the answer is there
+            # Refused before the whole body was read; the answer follows
+            with contextlib.suppress(ConnectionError):
                 await writer.drain()
             status = await reader.readline()
             target.count(name, f"http {status.split()[1].decode()}" if status.startswith(b"HTTP/1.1 ") else "http closed")
@@ -600,7 +619,7 @@ async def http(
 
 
 def http_bodies(target: Target) -> list[tuple[str, bytes]]:
-    """Bodies for the paths of OpenAI's API."""
+    """Return bodies for the paths of OpenAI's API."""
     turns = [{"role": ("user", "assistant")[index % 2], "content": "a"} for index in range(MESSAGE_COUNT)]
     user = [{"role": "user", "content": "Hi"}]
     model = {"model": target.model, "max_tokens": 3}
@@ -639,7 +658,9 @@ def http_bodies(target: Target) -> list[tuple[str, bytes]]:
 
 @attack(workers=16, build=http_bodies)
 async def http_requests(target: Target, bodies: list[tuple[str, bytes]]) -> None:
-    """OpenAI's paths with bodies near the limit, thousands of messages, deep nesting and hostile text."""
+    """Send bodies near the limit, thousands of messages, deep nesting and hostile text to OpenAI's
+    paths.
+    """
     while True:
         for path, body in random.sample(bodies, len(bodies)):
             await http(target, "http-requests", "POST", path, body)
@@ -647,7 +668,7 @@ async def http_requests(target: Target, bodies: list[tuple[str, bytes]]) -> None
 
 @attack(workers=16, build=lambda target: http_bodies(target)[0])
 async def http_many_messages(target: Target, chat: tuple[str, bytes]) -> None:
-    """One path of OpenAI's API with conversations of thousands of messages of one letter."""
+    """Send conversations of thousands of one-letter messages to one path of OpenAI's API."""
     path, body = chat
     while True:
         await http(target, "http-many-messages", "POST", path, body)
@@ -655,7 +676,9 @@ async def http_many_messages(target: Target, chat: tuple[str, bytes]) -> None:
 
 @attack(workers=8)
 async def http_paths(target: Target, _: None) -> None:
-    """Every other path: the console and its calls, health, metrics, unknown ones, odd methods and long targets."""
+    """Request every other path: the console and its calls, health, metrics, unknown ones, odd
+    methods and long targets.
+    """
     paths = ["/", "/console", "/console/", "/health", "/healthz", "/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/%00"]
     paths += [f"/console/api/{method.containing_service.name}/{method.name}" for method in METHODS]
     paths += ["/v1/models/" + "x" * 7000, "/../../etc/passwd", "/console/%2e%2e/x", "/v1/chat/completions/" * 100, "/%ff%fe"]
@@ -670,7 +693,7 @@ async def http_paths(target: Target, _: None) -> None:
 
 @attack(workers=4)
 async def wrong_keys(target: Target, _: None) -> None:
-    """Keys that do not exist, from another address than everybody else."""
+    """Send unknown keys from a separate address."""
     while True:
         await http(
             target, "wrong-keys", "GET", "/v1/models", key=f"weir_{uuid.uuid4().hex}{uuid.uuid4().hex}", local=OTHER_LOOPBACK
@@ -679,7 +702,7 @@ async def wrong_keys(target: Target, _: None) -> None:
 
 @attack(workers=64)
 async def sockets(target: Target, _: None) -> None:
-    """Connections that say nothing, half of something, or what is neither HTTP/1 nor HTTP/2."""
+    """Open connections that are silent, send incomplete data, or neither HTTP/1 nor HTTP/2."""
     port = random.choice((int(target.address.rpartition(":")[2]), target.http_port))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     beginnings: Sequence[bytes] = (

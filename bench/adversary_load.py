@@ -1,8 +1,10 @@
-"""The clients of `bench.adversary`, each in a process of its own: the attacker, and a bystander together with an administrator.
+"""Clients of `bench.adversary`, in separate processes: the attacker, and a bystander with an
+administrator.
 
     python -m bench.adversary_load attacker '{"target": …}' | bystander '{"target": …}'
 
-Both print a line when they are ready, begin when they read one, and print one JSON object when their time is over.
+Both print a line when they are ready, start when they read one, and print one JSON object at the
+end.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ LONG_TOKENS, PROBE_TOKENS = 1500, 2
 PROBE_PAUSE_S = 0.05
 POLL_INTERVAL_S = 1.0
 BEGIN_MAX_S = 30.0
-ATTACKER_NICE = 10  # the attacker takes what the bystander, the database and the engine leave of their core
+ATTACKER_NICE = 10  # below the bystander, the database and the engine on their core
 LIST_LIVE_REQUESTS = "/weir.v1.AdminService/ListLiveRequests"
 LIST_API_KEYS = "/weir.v1.AdminService/ListApiKeys"
 
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of the bystander and the administrator. A wait that has not ended counts with its length so far."""
+    """Measurements of bystander and administrator. An unfinished wait counts with its length so
+    far.
+    """
 
     gap_ms: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
@@ -59,7 +63,7 @@ class Bystander:
         self._begun: set[int] = set()
 
     async def run(self, seconds: float) -> Seen:
-        """Begin all streams, say so, and measure."""
+        """Begin all streams, report readiness, and measure."""
         work: list[Callable[[], Awaitable[None]]] = [
             *[self._stream] * self._stream_count,
             *[self._probe] * self._probe_count,
@@ -84,7 +88,7 @@ class Bystander:
         return self._seen
 
     async def _again(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Repeat after each error, and count it."""
+        """Repeat the work after each error, and count it."""
         while True:
             try:
                 await work()
@@ -95,7 +99,7 @@ class Bystander:
 
     @contextlib.contextmanager
     def _wait(self, times_ms: list[float]) -> Iterator[None]:
-        """Measure the time that the block takes."""
+        """Measure the duration of the block."""
         wait, since = object(), time.perf_counter()
         self._waits[wait] = times_ms, since
         try:
@@ -106,7 +110,7 @@ class Bystander:
             del self._waits[wait]
 
     async def _stream(self) -> None:
-        """Long answers, one after the other."""
+        """Request long answers, one after the other."""
         worker, discarded = id(asyncio.current_task()), list[float]()
         async with connect(self._target) as channel:
             opened = self._open(channel)
@@ -121,7 +125,7 @@ class Bystander:
                         ended = await self._next_token(opened)
 
     async def _probe(self) -> None:
-        """Short answers, for the time to the first token."""
+        """Request short answers, for the time to first token."""
         async with connect(self._target) as channel:
             opened = self._open(channel)
             rest = start_rest(self._target, max_output_tokens=PROBE_TOKENS, ignore_eos=True)
@@ -134,11 +138,15 @@ class Bystander:
                     ended = await self._next_token(opened)
 
     def _open(self, channel: grpc.aio.Channel) -> Any:
-        open_stream: Any = channel.stream_stream(GENERATE)  # no serializers: bytes both ways
+        # No serializers: bytes in both directions
+        open_stream: Any = channel.stream_stream(GENERATE)
         return open_stream(metadata=(("authorization", f"Bearer {self._target.key}"),))
 
     async def _next_token(self, opened: Any) -> bool:
-        """Read until tokens came. Returns whether the request has ended. Raises: AioRpcError, OSError if it failed."""
+        """Read until tokens arrive; return whether the request has ended.
+
+        Raises: AioRpcError, OSError if it failed.
+        """
         while True:
             data = await opened.read()
             if data is grpc.aio.EOF:
@@ -171,7 +179,7 @@ class Bystander:
 
 
 async def attack(target: Target, kinds: list[str], seconds: float) -> None:
-    """Build the payloads, say so, wait for a line, and run attacks of these kinds at once for so long."""
+    """Build the payloads, report readiness, wait for a line, and run the attacks for `seconds`."""
     payloads = {kind: ATTACKS[kind].build(target) for kind in kinds}
     print("ready", flush=True)
     sys.stdin.readline()
@@ -180,11 +188,11 @@ async def attack(target: Target, kinds: list[str], seconds: float) -> None:
             tasks.create_task(run_attack(target, kind, payload))
         await asyncio.sleep(seconds)
         print(json.dumps(target.answers), flush=True)
-        os._exit(0)  # at once, as a client that is killed: the ends of thousands of calls would take their time
+        os._exit(0)  # at once, like a killed client: ending thousands of calls would take long
 
 
 def main() -> None:
-    """Play one of the roles."""
+    """Run one of the roles."""
     role, options = sys.argv[1], json.loads(sys.argv[2])
     target = Target(**options.pop("target"))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,15 +1,17 @@
-"""From settlement to ledger: usage events per second and core, beside plain multi-row inserts of the same rows on the same server.
+"""Rating of usage events per second and core, against plain multi-row inserts of the same rows.
 
     .venv/bin/python -m bench.billing [--events 200000] [--organizations 1 10 1000] [--directory /dev/shm | --database-url URL]
 
-A case writes usage events as settlements would, then rates and posts all of them, as one task of a worker after the other. "Plain"
-copies the same rows into a table with the same indexes, a thousand rows to each INSERT and a commit for each: what PostgreSQL takes
-to write them down once, without a ledger. Rates are by the clock and by CPU time, of the server and of this process together: the
-latter is what one core does in a second, and says something on a busy machine, too.
+A case writes usage events as settlements would, then rates and posts all of them, like consecutive
+tasks of a worker. "Plain" copies the same rows into a table with the same indexes, a thousand rows
+per INSERT and commit: PostgreSQL's cost of storing them once, without a ledger. Rates are by wall
+time and by CPU time of server and this process together; the latter is the capacity of one core,
+and meaningful on a busy machine too.
 
-Then one worker without a broker: seconds from the end of a request to its ledger row, while the worker is idle, with the
-notice that an api process sends. Last the export: seconds from a closed hour of usage to its meter events in a file. An hour is
-closed two minutes after it is over, so this comes on top of that wait.
+Then one worker without a broker: seconds from the end of a request to its ledger row, while the
+worker is idle, with the notice that an api process sends. Finally the export: seconds from a closed
+hour of usage to its meter events in a file, in addition to the two minutes after which an hour is
+closed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.store.migrations_runner import migrate
 from metering.worker import APPLICATION, worker_command
 
-PLAIN_ROWS = 1_000  # of one INSERT
+PLAIN_ROWS = 1_000  # rows of one INSERT
 POLL_S = 0.002
 PATIENCE_S = 60.0
 
@@ -50,7 +52,7 @@ COLUMNS = """hold_id, organization_id, project_id, api_key_id, request_id, model
     cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
     timings, labels, admitted_at, settled_at"""
 TIMINGS = '{"auth_ms": 0.1, "admission_ms": 0.9, "queue_ms": 0.2, "prefill_ms": 33.1, "decode_ms": 812.5, "ttft_ms": 41.5}'
-# Requests of all tenants in turn, in holds that have ended, and their usage events, as a settlement writes both.
+# Requests of all tenants in turn, as settled holds with their usage events.
 HOLDS = """
 INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels, state,
                    owner_id, input_token_count, cached_input_token_count, leased_token_count, delivered_token_count, quota_ids,
@@ -78,7 +80,7 @@ ORDER BY h.request_id
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a number of rows took. cpu_s: of the server and of this process."""
+    """Cost of a number of rows. cpu_s: of the server and this process together."""
 
     row_count: int
     wall_s: float
@@ -86,7 +88,7 @@ class Cost:
 
     @property
     def per_core_s(self) -> float:
-        """Rows in a second of one core."""
+        """Rows per second of CPU."""
         return self.row_count / max(self.cpu_s, 1e-9)
 
     def __str__(self) -> str:
@@ -104,7 +106,7 @@ class Meter:
 
     @contextlib.contextmanager
     def costs(self, row_count: int) -> Iterator[list[Cost]]:
-        """A list that holds the cost when the block has ended."""
+        """Yield a list that holds the cost after the block."""
         found: list[Cost] = []
         wall_s, cpu = self._now()
         yield found
@@ -113,7 +115,7 @@ class Meter:
 
 
 def use(database_url: str, owners: list[Payer], count: int, at: str) -> None:
-    """Write usage events of these customers, settled at a time in SQL."""
+    """Write usage events of these customers, settled at a time given in SQL."""
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
         row = connection.execute(f"SELECT {at}".encode()).fetchone()
         assert row is not None
@@ -125,7 +127,7 @@ def use(database_url: str, owners: list[Payer], count: int, at: str) -> None:
 
 
 def insert_plainly(database_url: str, meter: Meter) -> Cost:
-    """What is in `usage_events` and not rated, written once more into a table of its own."""
+    """Copy the unrated `usage_events` into a separate table."""
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         connection.execute("DROP TABLE IF EXISTS bench_plain")
         connection.execute("CREATE TABLE bench_plain (LIKE usage_events INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
@@ -136,7 +138,8 @@ def insert_plainly(database_url: str, meter: Meter) -> Cost:
         rows = [tuple(Json(v) if isinstance(v, dict) else v for v in row) for row in cursor]
         with psycopg.ClientCursor(connection) as literal:
             width = "(" + ", ".join(["%s"] * len(rows[0])) + ")"
-            written = [literal.mogrify(width, row) for row in rows]  # what a client pays to write values down is left out
+            # Without the client's cost of formatting values
+            written = [literal.mogrify(width, row) for row in rows]
         batches = [",".join(written[start : start + PLAIN_ROWS]) for start in range(0, len(written), PLAIN_ROWS)]
         with meter.costs(len(rows)) as found:
             for batch in batches:
@@ -146,7 +149,7 @@ def insert_plainly(database_url: str, meter: Meter) -> Cost:
 
 
 async def drain(database_url: str, meter: Meter, count: int) -> Cost:
-    """Rate and post all that waits."""
+    """Rate and post all pending events."""
     engine = create_engine(database_url, pool_size=1)
     sessions, rated = create_sessions(engine), 0
     with meter.costs(count) as found:
@@ -158,24 +161,24 @@ async def drain(database_url: str, meter: Meter, count: int) -> Cost:
 
 
 def count_of(connection: psycopg.Connection[tuple[int]], query: str) -> int:
-    """The one number of a query."""
+    """Return the single number of a query."""
     row = connection.execute(query.encode()).fetchone()
     assert row is not None
     return row[0]
 
 
-def wait_until(connection: psycopg.Connection[tuple[int]], query: str, wanted: int) -> None:
-    """Wait for a number. Raises: TimeoutError."""
+def wait_until(connection: psycopg.Connection[tuple[int]], query: str, expected: int) -> None:
+    """Wait until a query returns a number. Raises: TimeoutError."""
     deadline = time.monotonic() + PATIENCE_S
-    while count_of(connection, query) != wanted:
+    while count_of(connection, query) != expected:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited in vain for {query} to be {wanted}")
+            raise TimeoutError(f"timed out: {query} did not become {expected}")
         time.sleep(POLL_S)
 
 
 @contextlib.contextmanager
 def idle_worker(database_url: str) -> Iterator[None]:
-    """A worker without a broker, which listens when the block begins."""
+    """Run a worker without a broker, listening when the block begins."""
     listening = f"SELECT count(*) FROM pg_stat_activity WHERE application_name = '{APPLICATION}'"
     with tempfile.TemporaryDirectory() as home, psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as looking:
         environment = {**os.environ, "WEIR_HOME": home, "WEIR_DATABASE_URL": database_url, "WEIR_BROKER_URL": ""}
@@ -189,7 +192,7 @@ def idle_worker(database_url: str) -> Iterator[None]:
 
 
 async def seconds_to_ledger(database_url: str, payer: Payer, request_count: int) -> list[float]:
-    """From the answer to a settlement until the event is rated, one request at a time."""
+    """Return the times from settlement to rating, one request at a time."""
     engine = create_engine(database_url, pool_size=2)
     notices, waits = UsageNotices(create_sessions(engine)), []
     store = AwaitedStore(database_url, uuid.uuid4(), used=notices.used)
@@ -203,7 +206,8 @@ async def seconds_to_ledger(database_url: str, payer: Payer, request_count: int)
                 begin = time.perf_counter()
                 await asyncio.to_thread(wait_until, looking, "SELECT count(*) FROM unrated_usage", 0)
                 waits.append(time.perf_counter() - begin)
-                await asyncio.sleep(2 * NOTICE_INTERVAL_S)  # the next one finds the worker idle and a notice due at once
+                # The next request finds the worker idle and a notice due at once
+                await asyncio.sleep(2 * NOTICE_INTERVAL_S)
             for task in running:
                 task.cancel()
     await engine.dispose()
@@ -211,7 +215,9 @@ async def seconds_to_ledger(database_url: str, payer: Payer, request_count: int)
 
 
 async def seconds_to_meter_events(database_url: str) -> tuple[float, int]:
-    """From rated usage of hours that are over to its meter events in a file; how many there are."""
+    """Return the time from rated usage of past hours to its meter events in a file, and their
+    number.
+    """
     engine = create_engine(database_url, pool_size=3)
     with tempfile.TemporaryDirectory() as home:
         target = Path(home) / "usage.jsonl"
@@ -224,7 +230,7 @@ async def seconds_to_meter_events(database_url: str) -> tuple[float, int]:
 
 
 async def settle(database_url: str, payers: list[Payer], seconds: float) -> tuple[Cost, int]:
-    """Admit and settle, 64 at once; what a pair takes, and how many usage events were written in all."""
+    """Admit and settle, 64 concurrently; return the cost of a pair and the usage events."""
     result = await Cases(database_url, seconds).group_commit(payers, 64)
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
         written = count_of(connection, "SELECT count(*) FROM unrated_usage")
@@ -264,10 +270,10 @@ def main() -> None:
     """Read the options and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=200_000, help="per case (default: %(default)s)")
-    parser.add_argument("--organizations", type=int, nargs="+", default=[1, 10, 1000], help="per case, in rising order")
-    parser.add_argument("--requests", type=int, default=20, help="whose way to the ledger is timed (default: %(default)s)")
-    parser.add_argument("--database-url", help="an empty database may be named; it is filled")
-    parser.add_argument("--directory", help="where a server of our own keeps its data (default: that of temporary files)")
+    parser.add_argument("--organizations", type=int, nargs="+", default=[1, 10, 1000], help="numbers of organizations, ascending")
+    parser.add_argument("--requests", type=int, default=20, help="requests timed until their ledger row (default: %(default)s)")
+    parser.add_argument("--database-url", help="an empty database to fill instead of a temporary server")
+    parser.add_argument("--directory", help="data directory of the temporary server (default: the system's)")
     options = parser.parse_args()
     with server(options.database_url, options.directory) as url:
         migrate(url)

@@ -1,21 +1,24 @@
-"""The service before a cluster of simulated GPUs: what its CPU costs per token and per request with 1, 8 and 64 replicas, where one
-api core is full, and what the next one adds.
+"""Service before a cluster of simulated GPUs: CPU per token and request with 1, 8 and 64 replicas.
+
+Also shows at which load one api core is full, and the gain of a second one.
 
     python -m bench.cluster [--seconds 5] [--replicas 1,8,64] [--dilation 0.2,1.6,13] [--directory /dev/shm]
 
-gRPC, authentication, tokenizing, admission, queue, placing, metering and settlement are the product's, and so are the engines'
-host processes, one for each replica, with their schedulers and prefix caches. The GPUs are simulated: each replica has the costs of
-Llama 3.3 70B in FP8 on two H200, from what NVIDIA publishes of TensorRT-LLM (`inference/core/options.py`). Requests have the
-lengths of the reference workload, 1,025 tokens in, of which 200 are shared, and 150 out on average; 32 are under way for each
-replica, on 16 streams in all.
+gRPC, authentication, tokenizing, admission, queue, placement, metering and settlement are the
+product's, and so are the engines' worker processes, one for each replica, with their schedulers and
+prefix caches. The GPUs are simulated: each replica has the costs of Llama 3.3 70B in FP8 on two
+H200, from NVIDIA's published figures of TensorRT-LLM (`inference/core/options.py`). Requests have
+the lengths of the reference workload, 1,025 tokens in, of which 200 are shared, and 150 out on
+average; 32 run concurrently for each replica, on 16 streams in total.
 
-Time is dilated where so many replicas would need more than this machine: dilation 13 means that they are 13 times slower than the
-hardware, and 0.2 that one is five times faster, to compare at like rates. "undilated" is the rate at the hardware's own speed. The
-tokens of a replica's step for one stream are one message, as long as "tok/msg" tells, and longer ones cost less per token.
+Time is dilated if so many replicas would exceed this machine: dilation 13 means that they are 13
+times slower than the hardware, and 0.2 that one is five times faster, to compare at similar rates.
+"undilated" is the rate at the hardware's own speed. The tokens of a replica's step for one stream
+are one message of "tok/msg" tokens; larger messages cost less per token.
 
-One core has the api processes (two share it in the last case), the other one all the rest: PostgreSQL, hosts, client. Costs are
-CPU time of processes. What follows for a full core is computed from them, and says so; the case "full" is there to see whether a
-core comes to that.
+One core runs the api processes (two share it in the last case), the other one everything else:
+PostgreSQL, workers, client. Costs are CPU time of processes. Figures for a full core are computed
+from them and marked so; the case "full" checks them.
 """
 
 from __future__ import annotations
@@ -42,12 +45,12 @@ from metering.store.migrations_runner import migrate
 STREAM_COUNT = 16
 OUTSTANDING_PER_REPLICA = 32
 WARM_UP_S = 3.0
-SETTLE_S = 2.0  # of the hardware's time: to compute as many prompts as are under way
+SETTLE_S = 2.0  # of hardware time: to compute the prompts of all concurrent requests
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """So many replicas, dealt to so many api processes, at a dilation of time."""
+    """Replicas distributed over api processes, at a dilation of time."""
 
     name: str
     replica_count: int
@@ -57,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one case came to. cpu_s: by process, while counting; "api" is all api processes."""
+    """Result of one case. cpu_s: by process, while counting; "api" is all api processes."""
 
     case: Case
     token_count: int
@@ -70,27 +73,29 @@ class Result:
 
     @property
     def tokens_per_s(self) -> float:
-        """As delivered, in this machine's time."""
+        """Delivered tokens per second of this machine's time."""
         return self.token_count / self.wall_s
 
     @property
     def replica_tokens_per_s(self) -> float:
-        """Of one replica at the hardware's speed."""
+        """Tokens per second of one replica at the hardware's speed."""
         return self.tokens_per_s * self.case.dilation / self.case.replica_count
 
     @property
     def api_token_us(self) -> float:
-        """CPU of the api per token delivered, with all that requests cost beside their tokens."""
+        """CPU of the api per delivered token, including the costs of requests."""
         return self.cpu_s["api"] / self.token_count * 1e6
 
     def request_us(self, process: str) -> float:
-        """CPU of a process per request."""
+        """Return the CPU of a process per request."""
         return self.cpu_s[process] / self.finished_count * 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What follows from costs: tokens, requests and replicas of one api core, and how many such cores fill one of PostgreSQL."""
+    """Computed capacity of one api core in tokens, requests and replicas, and api cores per
+    PostgreSQL core.
+    """
 
     tokens_per_s: float
     requests_per_s: float
@@ -99,7 +104,11 @@ class Capacity:
 
 
 def capacity(token_us: float, request_us: float, postgres_request_us: float, replica_tokens_per_s: float) -> Capacity:
-    """For costs in µs of CPU, of the api per token and per request (the same cost, shared out differently) and of PostgreSQL."""
+    """Compute the capacity from costs in µs of CPU.
+
+    token_us, request_us: of the api, the same cost per token and per request; postgres_request_us:
+    of PostgreSQL.
+    """
     tokens_per_s = 1e6 / token_us
     return Capacity(tokens_per_s, 1e6 / request_us, tokens_per_s / replica_tokens_per_s, request_us / postgres_request_us)
 
@@ -108,7 +117,7 @@ def capacity(token_us: float, request_us: float, postgres_request_us: float, rep
 def cluster(
     case: Case, url: str, key: str, directory: str | None, core: int, other_core: int
 ) -> Iterator[tuple[list[str], Processes]]:
-    """The api processes of a case, with all their replicas ready."""
+    """Run the api processes of a case, with all their replicas ready."""
     with contextlib.ExitStack() as stack:
         addresses, parts = [], []
         for _ in range(case.api_count):
@@ -116,7 +125,7 @@ def cluster(
             count = case.replica_count // case.api_count
             version = {"engine": "simulated", "directory": str(next(iter(bundled_models().values())).absolute())}
             fleet = {"models": {MODEL: version | {"replicas": {"min": count, "max": count}}}}
-            (home / "fleet.yaml").write_text(json.dumps(fleet))  # JSON is YAML
+            (home / "fleet.yaml").write_text(json.dumps(fleet))  # JSON is a subset of YAML
             settings = Settings(
                 database_url=url,
                 home=home,
@@ -143,7 +152,7 @@ def cluster(
 
 
 def pin_all(pids: Sequence[int], core: int) -> None:
-    """Every thread of processes to one core."""
+    """Pin every thread of processes to one core."""
     for pid in pids:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(ProcessLookupError):
@@ -151,7 +160,9 @@ def pin_all(pids: Sequence[int], core: int) -> None:
 
 
 def run(case: Case, addresses: Sequence[str], processes: Processes, keys: Sequence[str], seconds: float) -> Result:
-    """Load the cluster; the client runs where this process does. Raises: RuntimeError if a request or the client fails."""
+    """Load the cluster from this process's core. Raises: RuntimeError if a request or the client
+    fails.
+    """
     load = {
         "addresses": addresses,
         "model": MODEL,
@@ -187,7 +198,7 @@ HEADER = (
 
 
 def row(result: Result) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     case, admitted_count = result.case, max(result.admitted_count, 1)
     busy = {name: used / result.wall_s for name, used in result.cpu_s.items()}
     return (
@@ -200,7 +211,7 @@ def row(result: Result) -> str:
 
 
 def conclusion(result: Result) -> str:
-    """What follows from the costs of one case. Computed, and says so."""
+    """Return the computed figures of one case, marked as computed."""
     found = capacity(result.api_token_us, result.request_us("api"), result.request_us("postgres"), result.replica_tokens_per_s)
     return (
         f"{result.case.name}: computed: a full api core delivers {found.tokens_per_s:,.0f} tokens/s and admits "
@@ -211,7 +222,7 @@ def conclusion(result: Result) -> str:
 
 
 def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
-    """Every case, the table, and what follows."""
+    """Run every case, and print the table and the computed figures."""
     migrate(url)
     keys = create_keys(url, STREAM_COUNT)
     counts = [int(each) for each in options.replicas.split(",")]
@@ -219,7 +230,7 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
     cases = [Case(f"{n} replica{'s'[: n - 1]}, 1 api", n, dilation) for n, dilation in zip(counts, dilations, strict=True)]
     cases.append(Case(f"full: {options.full} replicas, 1 api", options.full, options.full_dilation))
     cases.append(Case(f"{options.two} replicas, 2 api", options.two, options.two_dilation, 2))
-    print("GPUs are simulated, and their time is dilated where it says so; all that stands before them is real")
+    print("GPUs are simulated, with dilated time where shown; everything before them is real")
     print(HEADER)
     results = []
     for case in cases:
@@ -234,13 +245,13 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="per case (default: %(default)s)")
-    parser.add_argument("--replicas", default="1,8,64", help="how many, by case (default: %(default)s)")
-    parser.add_argument("--dilation", default="0.2,1.6,13", help="of their time, one for each (default: %(default)s)")
-    parser.add_argument("--full", type=int, default=16, help="replicas that shall fill the api core (default: %(default)s)")
-    parser.add_argument("--full-dilation", type=float, default=0.5, help="that fills the api core (default: %(default)s)")
+    parser.add_argument("--replicas", default="1,8,64", help="number of replicas, by case (default: %(default)s)")
+    parser.add_argument("--dilation", default="0.2,1.6,13", help="time dilation, one for each case (default: %(default)s)")
+    parser.add_argument("--full", type=int, default=16, help="replicas of the case with a full api core (default: %(default)s)")
+    parser.add_argument("--full-dilation", type=float, default=0.5, help="time dilation of that case (default: %(default)s)")
     parser.add_argument("--two", type=int, default=8, help="replicas of the case with two api processes (default: %(default)s)")
-    parser.add_argument("--two-dilation", type=float, default=1.6, help="of that case (default: %(default)s)")
-    parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
+    parser.add_argument("--two-dilation", type=float, default=1.6, help="time dilation of that case (default: %(default)s)")
+    parser.add_argument("--directory", help="directory of the temporary database (default: the system's)")
     options = parser.parse_args()
     core, other_core = claim_cores()
     with server(None, options.directory) as url:

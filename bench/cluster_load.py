@@ -1,10 +1,11 @@
-"""The client of `bench.cluster`: many requests at once on a few streams, written as bytes, read frame by frame.
+"""Client of `bench.cluster`: many concurrent requests on a few streams, written as bytes, read
+frame by frame.
 
     python -m bench.cluster_load '{"addresses": …}'
 
-Prompts have the lengths of the reference workload. Answers end when the simulated engine says so, so that lengths scatter. The
-first requests of a run bring short prompts: otherwise all would be computing prompts at the same time, and a steady state would
-be long in coming.
+Prompts have the lengths of the reference workload. The simulated engine ends answers, so that their
+lengths vary. The first requests of a run have short prompts: otherwise all would be in prefill at
+the same time, and a steady state would take long.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from weir.v1 import inference_service_pb2 as pb
 
 METHOD = "/weir.v1.InferenceService/Generate"
 WORDS = ("hotel", "night", "family", "guest", "kitchen", "garden", "airport", "terrace", "price", "coffee", "lobby", "staff")
-SHARED_WORDS, OWN_WORDS = 200, 816  # each a token of the demo model; with the mark, the reference workload's prompts
-OUTPUT_TOKENS_MAX = 800  # so few answers reach it that the mean stays
+# Each one token of the demo model; with the mark, the length of the reference workload's prompts
+SHARED_WORDS, OWN_WORDS = 200, 816
+OUTPUT_TOKENS_MAX = 800  # few answers reach it, so that the mean is kept
 UUID_CHARS, MARK_CHARS = 36, 8
 BODY_COUNT = 64
 START_ALL_MAX_S = 180.0
@@ -35,7 +37,9 @@ START_ALL_MAX_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a client does. api_keys: one stream for each, dealt to the addresses in turn. outstanding_count: requests in all."""
+    """Load of a client. api_keys: one stream for each, in turn over addresses. outstanding_count:
+    total.
+    """
 
     addresses: list[str]
     model: str
@@ -47,7 +51,7 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen while counting. input_token_count: of admitted requests."""
+    """Measurements of a run. input_token_count: of admitted requests."""
 
     token_count: int = 0
     message_count: int = 0
@@ -60,7 +64,9 @@ class Seen:
 
 
 class RequestMaker:
-    """Start frames as bytes. All prompts begin with the same words; then comes a mark of each one, which ends what is cached."""
+    """Builds start frames as bytes. Prompts share their first words; a unique mark ends the
+    cacheable part.
+    """
 
     def __init__(self, model: str, own_words: int) -> None:
         rng, self._parts = random.Random(0), []
@@ -73,13 +79,13 @@ class RequestMaker:
             self._parts.append((head, *rest.split(b"m" * MARK_CHARS)))
 
     def make(self, count: int) -> bytes:
-        """A message of so many starts."""
+        """Return a message with that many starts."""
         found = []
         for _ in range(count):
             request_id = str(uuid.uuid4()).encode()
             head, middle, tail = random.choice(self._parts)
             found += [head, request_id, middle, request_id[:MARK_CHARS], tail]
-        return b"".join(found)  # repeated fields of concatenated messages add up
+        return b"".join(found)  # repeated fields of concatenated messages are merged
 
 
 class Client:
@@ -93,7 +99,7 @@ class Client:
         self._counting = False
 
     async def run(self) -> Seen:
-        """Load for the time given; tells its parent by a line when it begins and when it ends to count."""
+        """Load for the given time; print a line when counting begins and when it ends."""
         load, seen = self._load, self._seen
         async with asyncio.TaskGroup() as tasks:
             streams = [
@@ -113,7 +119,8 @@ class Client:
 
     async def _stream(self, address: str, key: str) -> None:
         async with grpc.aio.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
-            open_stream: Any = channel.stream_stream(METHOD)  # no serializers: bytes both ways
+            # No serializers: bytes in both directions
+            open_stream: Any = channel.stream_stream(METHOD)
             call = open_stream(metadata=(("authorization", f"Bearer {key}"),))
             for _ in range(self._load.outstanding_count // len(self._load.api_keys)):
                 await call.write(self._first_maker.make(1))
@@ -124,7 +131,7 @@ class Client:
             raise ConnectionError(f"the stream ended: {await call.details()}")
 
     def _take(self, answer: pb.GenerateResponse) -> int:
-        """Count what frames say; how many requests have ended."""
+        """Count the frames of a message; return the number of ended requests."""
         seen, counting, ended_count = self._seen, self._counting, 0
         seen.message_count += counting
         for frame in answer.frames:
@@ -146,7 +153,7 @@ class Client:
 
 
 def await_replicas(address: str, key: str) -> None:
-    """Until all are ready, as `ListModels` tells. Raises: RuntimeError if they do not get there."""
+    """Wait until `ListModels` reports all replicas ready. Raises: RuntimeError after a timeout."""
     deadline = time.monotonic() + START_ALL_MAX_S
     with grpc.insecure_channel(address) as channel:
         list_models: Any = channel.unary_unary(
@@ -155,7 +162,8 @@ def await_replicas(address: str, key: str) -> None:
             response_deserializer=pb.ListModelsResponse.FromString,
         )
         while time.monotonic() < deadline:
-            with contextlib.suppress(grpc.RpcError):  # while so many start, the database may be late
+            # The database may be slow while so many processes start
+            with contextlib.suppress(grpc.RpcError):
                 [model] = list_models(pb.ListModelsRequest(), metadata=(("authorization", f"Bearer {key}"),)).models
                 if model.ready_replica_count == model.replica_count:
                     return
@@ -164,7 +172,7 @@ def await_replicas(address: str, key: str) -> None:
 
 
 def main() -> None:
-    """Load, and print what was seen."""
+    """Run the load and print the measurements."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         print(json.dumps(dataclasses.asdict(runner.run(Client(Load(**json.loads(sys.argv[1]))).run()))))
 

@@ -1,11 +1,12 @@
-"""From no engine at all to the first token, beside what importing torch takes alone, in one run.
+"""Cold start from no engine to the first token, against the import of torch alone, in one run.
 
     python -m bench.cold_start [--rounds 5] [--shape demo|S|M|L] [--precision float32|bfloat16|int8] [--spare]
 
-Each round measures, one after the other: `python -c "import torch"`; the engine's host alone, from its process to its first token
-(`TorchEngine` in this process); and a request through the whole service that finds no engine: gRPC, key, admission, queue, start,
-first token. Stages are what the client was told while it waited: `process` until Python runs in the host, `import` of torch,
-`weights` until the first token. With `--spare` the service keeps one host that has imported torch.
+Each round measures in turn: `python -c "import torch"`; the engine worker alone, from its process
+to its first token (`TorchEngine` in this process); and a request through the whole service without
+an engine: gRPC, key, admission, queue, start, first token. Stages are those reported to the client:
+`process` until Python runs in the worker, `import` of torch, `weights` until the first token. With
+`--spare` the service keeps one worker that has imported torch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from bench.shapes import SHAPES, Precision, write_checkpoint
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
 
-IDLE_TIMEOUT_S = 0.3  # seconds: after each round there is to be nothing
+IDLE_TIMEOUT_S = 0.3  # seconds; each round starts without an engine
 PROGRESS_INTERVAL_S = 0.02
 PROMPT = tuple(range(20, 84))
 HOST = b"inference.adapters.torch_worker"
@@ -40,22 +41,22 @@ HOST = b"inference.adapters.torch_worker"
 
 @dataclass(slots=True)
 class ColdStart:
-    """One request through the service that found nothing. Times in ms from when it was sent."""
+    """One cold request through the service. Times in ms from its sending."""
 
     ttft_ms: float = 0.0
     stage_at_ms: dict[str, float] = field(default_factory=dict)
-    told: dict[str, float] = field(default_factory=dict)  # as `finished` has it
+    told: dict[str, float] = field(default_factory=dict)  # as in the `finished` frame
 
 
 def import_torch_ms() -> float:
-    """A Python that imports torch and ends."""
+    """Return the time of a Python that imports torch and exits."""
     began_at = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return (time.perf_counter() - began_at) * 1000
 
 
 async def bare_host_ms(settings: Settings) -> float:
-    """A host alone, from its process to its first token."""
+    """Return the time of a worker alone, from its process to its first token."""
     engine = TorchEngine(
         TorchEngineSettings(
             directory=settings.models[DEMO_MODEL_NAME],
@@ -80,7 +81,7 @@ async def bare_host_ms(settings: Settings) -> float:
 
 
 async def through_service(client: AsyncClient) -> ColdStart:
-    """One request, and what its client was told meanwhile."""
+    """Send one request and record the stages reported to its client."""
     found, sent_at = ColdStart(), time.perf_counter()
     stream = client.generate(DEMO_MODEL_NAME, token_ids=PROMPT, max_output_tokens=4, ignore_eos=True, temperature=0.0)
     async with stream:
@@ -99,13 +100,13 @@ async def through_service(client: AsyncClient) -> ColdStart:
 
 
 async def no_engine(pid: int, spare_count: int) -> None:
-    """Wait until the API process has nothing but its spares."""
+    """Wait until the API process has only its spare workers."""
     while len(hosts_below(pid)) != spare_count:  # noqa: ASYNC110  # of other processes
         await asyncio.sleep(0.05)
 
 
 def hosts_below(pid: int) -> list[int]:
-    """Engine hosts among a process's descendants."""
+    """Return the engine workers among a process's descendants."""
     found = []
     for child in children_of(pid):
         try:
@@ -118,7 +119,7 @@ def hosts_below(pid: int) -> list[int]:
 
 
 async def measure(arguments: argparse.Namespace) -> None:
-    """All rounds, and medians with ratios to the import of torch."""
+    """Measure all rounds; print medians with ratios to the import of torch."""
     settings = Settings.from_environment()
     if arguments.shape != "demo":
         precision: Precision = "float32" if arguments.precision == "float32" else "bfloat16"
@@ -155,7 +156,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 def tell(alone_ms: list[float], bare_ms: list[float], service: list[ColdStart]) -> None:
-    """Medians, ratios and stages."""
+    """Print medians, ratios and stages."""
     alone, bare = statistics.median(alone_ms), statistics.median(bare_ms)
     through = statistics.median(each.ttft_ms for each in service)
     print(f"import torch alone            {alone:8.0f} ms   1.00")
@@ -174,7 +175,7 @@ def tell(alone_ms: list[float], bare_ms: list[float], service: list[ColdStart]) 
 
 
 def main() -> None:
-    """Command line."""
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shape", choices=("demo", *SHAPES), default="demo")

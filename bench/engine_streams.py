@@ -1,4 +1,7 @@
-"""A sequence of an engine as an async iterator, for benchmarks and tests. The server takes events as they are told, unbuffered."""
+"""Sequence of an engine as an async iterator, for benchmarks and tests.
+
+The server consumes events by callback, without a buffer.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,15 @@ from inference.errors import EngineError
 
 
 class SequenceStream:
-    """Events of one sequence, for one reader. Ends after `SequenceFinished`; raises the `EngineError` that came instead."""
+    """Events of one sequence, for one reader. Ends after `SequenceFinished`, or raises the
+    `EngineError`.
+    """
 
     def __init__(self) -> None:
-        self.sequence: Sequence  # from when it was submitted
+        self.sequence: Sequence  # set when submitted
         self._events: deque[SequenceEvent | EngineError] = deque()
         self._ended = False
-        self._reader: asyncio.Future[None] | None = None  # while it waits
+        self._reader: asyncio.Future[None] | None = None  # set while it waits
 
     def __aiter__(self) -> AsyncIterator[SequenceEvent]:
         return self
@@ -38,11 +43,11 @@ class SequenceStream:
         return event
 
     def cancel(self) -> None:
-        """See `Sequence.cancel`."""
+        """Implement `Sequence.cancel`."""
         self.sequence.cancel()
 
     def put(self, event: SequenceEvent | EngineError) -> None:
-        """Called by the engine."""
+        """Add an event; called by the engine."""
         self._ended = isinstance(event, SequenceFinished | EngineError)
         self._events.append(event)
         if self._reader is not None and not self._reader.done():
@@ -51,7 +56,9 @@ class SequenceStream:
 
 @contextlib.asynccontextmanager
 async def stream(engine: Engine, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
-    """Run one sequence. Leaving the block cancels what still runs and forgets it. Raises on entering as `Engine.submit`."""
+    """Run one sequence; leaving the block cancels and forgets it. Raises on entering as
+    `Engine.submit`.
+    """
     events = SequenceStream()
     events.sequence = engine.submit(request, events.put)
     try:

@@ -1,11 +1,12 @@
-"""What one tenant's flood does to another: a real api process, a real engine, two organizations.
+"""Effect of one tenant's flood on another: a real api process and engine, two organizations.
 
     python -m bench.fairness [--agents 4] [--flood 20] [--seconds 40] [--output-tokens 50]
 
-The quiet tenant's agents each send their next request when the one before has ended; the flooding tenant has so many times as
-many. Prompts have the shape of the reference workload: 1,025 tokens, the first 200 of them the same for all; they are random ids.
-Three runs on one database: the quiet tenant alone, both with the fair queue, and both in order of arrival (WEIR_QUEUE_ORDER), which
-is what the engine would do by itself. Throughput counts the output tokens of both tenants in the same part of each run.
+The quiet tenant's agents each send their next request after the end of the previous one; the
+flooding tenant has `--flood` times as many. Prompts have the shape of the reference workload: 1,025
+random tokens, the first 200 of them shared. Three runs on one database: the quiet tenant alone,
+both with the fair queue, and both in order of arrival (WEIR_QUEUE_ORDER), the engine's own order.
+Throughput counts the output tokens of both tenants in the same part of each run.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from api.core.settings import DEMO_MODEL_NAME, Settings
 from metering.store import embedded_postgres
 from metering.store.migrations_runner import migrate
 
-WARM_UP_SHARE = 0.2  # of a run: until the queue stands as it will stand
+WARM_UP_SHARE = 0.2  # of a run: until the queue is in a steady state
 SHARED_TOKENS, OWN_TOKENS = 200, 825
-TOKEN_IDS = range(300, 2000)  # plain ones of the demo model
+TOKEN_IDS = range(300, 2000)  # plain tokens of the demo model
 
 
 @dataclass(slots=True)
 class Seen:
-    """What one tenant's agents saw after the warm-up. Times in ms."""
+    """Measurements of one tenant's agents after the warm-up. Times in ms."""
 
     ttfts_ms: list[float] = field(default_factory=list)
     queues_ms: list[float] = field(default_factory=list)
@@ -44,7 +45,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: both tenants, and the output tokens per second of both together."""
+    """One run: both tenants, and their total output tokens per second."""
 
     quiet: Seen
     flooding: Seen
@@ -53,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is asked for."""
+    """Size of the load."""
 
     agent_count: int
     flood_factor: int
@@ -62,7 +63,7 @@ class Load:
 
 
 def prompts(seed: int) -> Iterator[list[int]]:
-    """Token ids without end. The same seed gives the same prompts."""
+    """Yield prompts of token ids, without end. The same seed gives the same prompts."""
     rng = random.Random(seed)
     shared = random.Random(0).choices(TOKEN_IDS, k=SHARED_TOKENS)
     while True:
@@ -70,7 +71,7 @@ def prompts(seed: int) -> Iterator[list[int]]:
 
 
 async def keep_asking(client: AsyncClient, prompts: Iterator[list[int]], load: Load, began_at: float, seen: Seen) -> None:
-    """One agent: ask, read to the end, ask again, until the time is over."""
+    """Run one agent: request, read to the end, repeat until the time is over."""
     warm_at, ends_at = began_at + WARM_UP_SHARE * load.seconds, began_at + load.seconds
     while (sent_at := time.perf_counter()) < ends_at:
         first_at = None
@@ -93,7 +94,7 @@ async def keep_asking(client: AsyncClient, prompts: Iterator[list[int]], load: L
 
 
 async def run_tenants(settings: Settings, keys: tuple[str, str], load: Load, *, flooded: bool, seed: int) -> Run:
-    """Start the service anew and let the tenants ask."""
+    """Restart the service and run both tenants."""
     asked = prompts(seed)
     quiet, flooding = Seen(), Seen()
     async with run_stack(settings, lambda _: None) as stack:
@@ -110,7 +111,7 @@ async def run_tenants(settings: Settings, keys: tuple[str, str], load: Load, *, 
 
 
 async def measure(load: Load) -> None:
-    """All three runs, and what they say."""
+    """Measure all three runs and print the comparison."""
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as directory:
         home = Path(directory)
         server = await asyncio.to_thread(embedded_postgres.start, home / "postgres")
@@ -146,7 +147,7 @@ async def measure(load: Load) -> None:
 
 
 def tell(name: str, run: Run) -> None:
-    """One run's figures."""
+    """Print the figures of one run."""
     for tenant, seen in (("quiet", run.quiet), ("flooding", run.flooding)):
         if not seen.ttfts_ms:
             continue
@@ -159,11 +160,11 @@ def tell(name: str, run: Run) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", type=int, default=4, help="of the quiet tenant")
-    parser.add_argument("--flood", type=int, default=20, help="so many times as many of the other one")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each run")
+    parser.add_argument("--agents", type=int, default=4, help="number of the quiet tenant's agents")
+    parser.add_argument("--flood", type=int, default=20, help="the other tenant's agents, as a multiple")
+    parser.add_argument("--seconds", type=float, default=40.0, help="duration of each run")
     parser.add_argument("--output-tokens", type=int, default=50)
     arguments = parser.parse_args()
     asyncio.run(measure(Load(arguments.agents, arguments.flood, arguments.seconds, arguments.output_tokens)))

@@ -1,11 +1,12 @@
-"""What clients that send frames at full rate do to a quiet one beside them: its time to first token and the gaps between its
-tokens, alone and beside floods of each kind, from one stream and from many.
+"""Effect of clients that send frames at full rate on a quiet one: TTFT and gaps between tokens.
+
+Measured alone and during floods of each kind, from one stream and from many.
 
     python -m bench.flood [--seconds 4] [--streams 1,50] [--share 0.25] [--directory /dev/shm]
 
-Cores and engine are those of `bench.streams`. The flood has a key of its own, and its frames are cancels of requests that nobody
-knows, attaches to such, and limits that nobody can have: 1,000 in a message, the next one as soon as gRPC takes it. Without what
-paces them (`--share 1`) it takes what it can.
+Cores and engine are those of `bench.streams`. The flood uses its own key, and sends cancels and
+attaches of unknown requests, and impossible limits: 1,000 in a message, the next one as soon as
+gRPC accepts it. Without pacing (`--share 1`) it takes all available CPU.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from bench.streams import Case, Result, run, scale
 from metering.store.migrations_runner import migrate
 
 KINDS = ("cancel", "attach", "update")
-BURST_OVER_S = 6.0  # by then what may be worked off at once is spent
+BURST_OVER_S = 6.0  # by then the flood's burst allowance is spent
 
 
 @contextlib.contextmanager
 def flooding(address: str, key: str, kind: str, stream_count: int) -> Iterator[None]:
-    """A flood in a process of its own, which has begun a while ago."""
+    """Run a flood in a separate process, started some time before the block."""
     command = [sys.executable, "-m", "bench.flood_load", json.dumps([address, key, kind, stream_count])]
     with subprocess.Popen(command) as process:
         try:
@@ -45,12 +46,12 @@ def flooding(address: str, key: str, kind: str, stream_count: int) -> Iterator[N
 
 
 def row(name: str, result: Result) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     return f"{name:<28}{result.ttft_p50_ms:>9.2f} {result.ttft_p99_ms:>9.2f} {result.late_p99_ms:>9.2f} {result.busy:>6.0%}"
 
 
 def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
-    """Every flood, and the table."""
+    """Measure every flood and print the table."""
     migrate(url)
     quiet, hostile = create_keys(url, 2)
     with contextlib.ExitStack() as stack:
@@ -78,9 +79,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=4.0, help="per case (default: %(default)s)")
-    parser.add_argument("--streams", default="1,50", help="of the flood (default: %(default)s)")
+    parser.add_argument("--streams", default="1,50", help="numbers of flooding streams (default: %(default)s)")
     parser.add_argument("--share", type=float, default=0.25, help="WEIR_FRAMES_SHARE_MAX (default: %(default)s)")
-    parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
+    parser.add_argument("--directory", help="directory of the temporary database (default: the system's)")
     options = parser.parse_args()
     core, other_core = claim_cores()
     with server(None, options.directory) as url:

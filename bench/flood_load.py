@@ -1,4 +1,4 @@
-"""The hostile client of `bench.flood`, in a process of its own.
+"""Hostile client of `bench.flood`, in a separate process.
 
 python -m bench.flood_load '["127.0.0.1:8443", "weir_…", "cancel", 50]'
 """
@@ -17,11 +17,11 @@ from weir.v1 import inference_service_pb2 as pb
 
 from bench.streams_load import METHOD
 
-FRAMES = 1000  # of a message
+FRAMES = 1000  # frames of a message
 
 
 def message(kind: str) -> bytes:
-    """One of a flood."""
+    """Return one message of a flood."""
     frames = [pb.ClientFrame(request_id=str(uuid.uuid4())) for _ in range(FRAMES)]
     for frame in frames:
         getattr(frame, kind).SetInParent()
@@ -29,7 +29,7 @@ def message(kind: str) -> bytes:
 
 
 async def flood(address: str, api_key: str, kind: str, stream_count: int) -> None:
-    """Be the hostile client, until killed."""
+    """Send the flood until killed."""
     data = message(kind)
 
     async def send(call: Any) -> None:
@@ -38,7 +38,8 @@ async def flood(address: str, api_key: str, kind: str, stream_count: int) -> Non
 
     async def one() -> None:
         async with grpc.aio.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
-            open_stream: Any = channel.stream_stream(METHOD)  # no serializers: bytes both ways
+            # No serializers: bytes in both directions
+            open_stream: Any = channel.stream_stream(METHOD)
             call = open_stream(metadata=(("authorization", f"Bearer {api_key}"),))
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(send(call))

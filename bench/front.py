@@ -1,14 +1,15 @@
-"""Whole requests per second through all that stands before a model: gRPC, authentication, quotas, queue, settlement.
+"""Requests per second through everything before a model: gRPC, authentication, quotas, queue,
+settlement.
 
     python -m bench.front [--seconds 4] [--prompt-words 25] [--rate N] [--directory /dev/shm] [--profile FILE]
 
-One api process on a core of its own; on another core all the rest: PostgreSQL, the simulated engine's host, which lets no time
-pass, and the client. Each request asks for one token, on streams that are open, each with a key of its own and five quotas.
-
-The baseline is a bare gRPC server in the place of the api process, that reads the same frames and answers as many. The columns
-in µs are what each of the processes took per request. "batch" is the server's own clock, from a start frame to its place in the
-engine's batch; "admit" and "fin." are the client's. The last lines are at half of the rate that Weir came to before, with
-requests that arrive at random moments, and tell the stages until the batch apart.
+One api process on a core of its own; on another core everything else: PostgreSQL, the worker of a
+simulated engine without delays, and the client. Each request asks for one token, on open streams,
+each with its own key and five quotas. The baseline is a bare gRPC server instead of the api
+process, with the same number of frames. The columns in µs are CPU per request by process. "batch"
+is the server's time from a start frame to the engine's batch; "admit" and "fin." are the client's.
+The last lines are at half of the rate reached before, with random arrivals, and show the stages
+until the batch.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from metering.store.migrations_runner import migrate
 from metering.tenants.tenants import hash_of, new_secret, prefix_of
 
 STREAM_COUNT = 64
-SERVING = b"\x08\x01"  # a HealthCheckResponse
+SERVING = b"\x08\x01"  # a serialized HealthCheckResponse
 WARM_UP_S = 1.0
-START_MAX_S = 180.0  # far above what a start takes on a busy machine
+START_MAX_S = 180.0  # far above a start on a busy machine
 
-Processes = dict[str, Callable[[], list[int]]]  # whose CPU time is told apart, by name
+Processes = dict[str, Callable[[], list[int]]]  # process ids for separate CPU times, by name
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A load: so many requests under way on each of so many streams, or a share of the rate that an earlier case reached."""
+    """Load: concurrent requests per stream, or a share of the rate of an earlier case."""
 
     name: str
     stream_count: int
@@ -58,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one case came to."""
+    """Result of one case."""
 
     seen: dict[str, Any]
     cpu_us: dict[str, float]  # per request, by process
@@ -70,7 +71,7 @@ class Result:
 
 
 def create_keys(database_url: str, count: int) -> list[str]:
-    """Tenants with five quotas each; the secrets of their keys."""
+    """Create tenants with five quotas each; return the secrets of their keys."""
     tenants = create_tenants(database_url, count)
     secrets = [new_secret() for _ in tenants]
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
@@ -83,13 +84,13 @@ def create_keys(database_url: str, count: int) -> list[str]:
 
 
 def on_core(core: int, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process that runs on this core only."""
+    """Start a process pinned to this core."""
     return subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, {core}), **options)
 
 
 @contextlib.contextmanager
 def api_process(settings: Settings, core: int, other_core: int, profile: str | None) -> Iterator[tuple[str, Processes]]:
-    """An api process that serves, and its engine host on the other core."""
+    """Run an api process, with its engine worker on the other core."""
     command = [sys.executable, "-m", "api"]
     if profile:
         command = [sys.executable, "-m", "cProfile", "-o", profile, "-m", "api"]
@@ -117,15 +118,16 @@ def api_process(settings: Settings, core: int, other_core: int, profile: str | N
 
 
 def is_serving(address: str) -> bool:
-    """What the health service says."""
+    """Return the result of the health service."""
     with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
-        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")  # no serializers: bytes both ways
+        # No serializers: bytes in both directions
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         return bool(check(b"", timeout=5) == SERVING)
     return False
 
 
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> Any:
-    """The value of the condition as soon as it has one."""
+    """Return the first true value of a condition."""
     deadline = time.monotonic() + START_MAX_S
     while (value := condition()) is None:
         if process.poll() is not None or time.monotonic() > deadline:
@@ -136,7 +138,7 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], log
 
 @contextlib.contextmanager
 def echo_process(core: int) -> Iterator[tuple[str, Processes]]:
-    """The baseline."""
+    """Run the baseline."""
     process = on_core(core, [sys.executable, "-m", "bench.front_load", "echo"], stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
@@ -147,7 +149,7 @@ def echo_process(core: int) -> Iterator[tuple[str, Processes]]:
 
 
 def run(case: Case, address: str, processes: Processes, keys: Sequence[str], prompt: str, seconds: float) -> Result:
-    """Load a server; the client runs where this process does."""
+    """Load a server from this process's core."""
     load = {
         "address": address,
         "model": MODEL,
@@ -173,7 +175,7 @@ def run(case: Case, address: str, processes: Processes, keys: Sequence[str], pro
 
 
 def row(name: str, result: Result) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     seen, us = result.seen, result.cpu_us
     busy = us["api"] * result.rate_per_s / 1e6
     until_batch_ms = [sum(stages) for stages in zip(*seen["stages_ms"].values(), strict=True)]
@@ -186,7 +188,7 @@ def row(name: str, result: Result) -> str:
 
 
 def stages_row(result: Result) -> str:
-    """Where the time until the engine's batch goes: p50 and p99 of each stage."""
+    """Return the stages until the engine's batch: p50 and p99 of each."""
     parts = [
         f"{name} {quantile_ms(times, 0.5) / 1000:.2f}, {quantile_ms(times, 0.99) / 1000:.2f}"
         for name, times in result.seen["stages_ms"].items()
@@ -195,7 +197,7 @@ def stages_row(result: Result) -> str:
 
 
 def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
-    """Every case, and the table."""
+    """Run every case and print the table."""
     migrate(url)
     keys = create_keys(url, STREAM_COUNT)
     prompt = " ".join(["hotel"] * options.prompt_words)
@@ -234,11 +236,11 @@ def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4.0, help="per case; there are six (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds per case, of six (default: %(default)s)")
     parser.add_argument("--prompt-words", type=int, default=25, help="each about one token (default: %(default)s)")
-    parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
-    parser.add_argument("--rate", type=float, help="only this: so many per second, at random moments")
-    parser.add_argument("--profile", help="profile the api process into this file; everything takes longer then")
+    parser.add_argument("--directory", help="directory of the temporary database (default: the system's)")
+    parser.add_argument("--rate", type=float, help="run only this case: requests per second, at random times")
+    parser.add_argument("--profile", help="write a profile of the api process to this file; slows it down")
     options = parser.parse_args()
     core, other_core = claim_cores()
     with server(None, options.directory) as url:

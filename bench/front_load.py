@@ -1,9 +1,11 @@
-"""Both ends of the wire for `bench.front`, each in a process of its own: a client that writes whole requests as bytes, and a server
-that answers the same frames with nothing behind them.
+"""Both ends of the wire for `bench.front`, in separate processes.
+
+A client writes whole requests as bytes; a server answers the same frames without a backend.
 
     python -m bench.front_load client '{"address": …}' | echo
 
-The SDK would be what is measured: its client does for each request what a user of one request wants. This one counts.
+The SDK would dominate the measurement, since it does a caller's work for each request; this client
+only counts.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ from weir.v1 import types_pb2
 
 METHOD = "/weir.v1.InferenceService/Generate"
 UUID_CHARS = 36
-STAGES = ("auth", "tokenize", "admission", "queue", "cold_start")  # 1 to 5 of a request's life: until it is in the engine's batch
+# Stages of a request before the engine's batch
+STAGES = ("auth", "tokenize", "admission", "queue", "cold_start")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a client does. api_keys: one stream for each. outstanding_count: requests that each stream keeps under way.
+    """Load of a client. api_keys: one stream for each. outstanding_count: concurrent requests per
+    stream.
 
-    rate_per_s: instead of keeping so many under way, so many arrive at random moments, on all streams together; 0: no such rate.
+    rate_per_s: random arrivals on all streams together instead of concurrent requests; 0: none.
     """
 
     address: str
@@ -48,9 +52,10 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """What one run saw, after it was warm. Times in ms by request; stages: those of the server up to the engine's batch, by name.
+    """Measurements of a run after its warm-up. Times in ms by request; stages: the server's, by
+    name.
 
-    request_count_total: with those while it was not warm yet.
+    request_count_total: including the warm-up.
     """
 
     request_count: int = 0
@@ -64,7 +69,7 @@ class Seen:
 
 
 class RequestMaker:
-    """Start frames as bytes: all but the id is the same."""
+    """Builds start frames as bytes that differ only in their id."""
 
     def __init__(self, model: str, prompt: str) -> None:
         start = pb.StartFrame(model=model, text=prompt, max_output_tokens=1, ignore_eos=True)
@@ -72,13 +77,13 @@ class RequestMaker:
         self._head, _, self._tail = message.SerializeToString().partition(b"x" * UUID_CHARS)
 
     def make(self, count: int, sent_at: dict[str, float]) -> bytes:
-        """A message of so many starts, whose ids are noted."""
+        """Return a message with that many starts, and record their ids."""
         now, parts = time.perf_counter(), []
         for _ in range(count):
             request_id = str(uuid.uuid4())
             sent_at[request_id] = now
             parts.append(self._head + request_id.encode() + self._tail)
-        return b"".join(parts)  # repeated fields of concatenated messages add up
+        return b"".join(parts)  # repeated fields of concatenated messages are merged
 
 
 class Client:
@@ -92,7 +97,7 @@ class Client:
         self._random = random.Random(0)
 
     async def run(self) -> Seen:
-        """Load for the time given; what was seen."""
+        """Load for the given time and return the measurements."""
         async with asyncio.TaskGroup() as tasks:
             streams = [tasks.create_task(self._stream(key)) for key in self._load.api_keys]
             await asyncio.sleep(self._load.warm_up_s)
@@ -106,7 +111,8 @@ class Client:
 
     async def _stream(self, key: str) -> None:
         async with grpc.aio.insecure_channel(self._load.address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
-            open_stream: Any = channel.stream_stream(METHOD)  # no serializers: bytes both ways
+            # No serializers: bytes in both directions
+            open_stream: Any = channel.stream_stream(METHOD)
             call = open_stream(metadata=(("authorization", f"Bearer {key}"),))
             sent_at: dict[str, float] = {}
             async with asyncio.TaskGroup() as tasks:
@@ -121,7 +127,7 @@ class Client:
                 raise ConnectionError(f"the stream ended: {await call.details()}")
 
     async def _arrive(self, call: Any, sent_at: dict[str, float]) -> None:
-        """Requests of one stream, as chance brings them; what comes late is made up for."""
+        """Send requests of one stream at random times, catching up on delays."""
         due = time.perf_counter()
         while True:
             due += self._random.expovariate(self._load.rate_per_s / len(self._load.api_keys))
@@ -130,7 +136,7 @@ class Client:
             await call.write(self._maker.make(1, sent_at))
 
     def _take(self, answer: pb.GenerateResponse, sent_at: dict[str, float]) -> int:
-        """Note what frames say; how many requests have ended."""
+        """Record the frames of a message; return the number of ended requests."""
         now, ended_count = time.perf_counter(), 0
         for frame in answer.frames:
             kind = frame.WhichOneof("kind")
@@ -153,12 +159,12 @@ class Client:
 
 
 def until_batch_ms(timings: types_pb2.Timings) -> dict[str, float]:
-    """From the start frame's arrival to a place in the engine's batch, by stage."""
+    """Return the time from the start frame's arrival to the engine's batch, by stage."""
     return {name: getattr(timings, f"{name}_ms") for name in STAGES}
 
 
 async def answer_all(requests: AsyncIterator[pb.GenerateRequest], context: Any) -> None:
-    """Two messages for each one, with the frames of a request that runs."""
+    """Answer each start with two messages, with the frames of a successful request."""
     admitted = pb.AdmittedFrame(input_token_count=25, price_version=1, quotas=[types_pb2.QuotaStatus()] * 5)
     delta = pb.DeltaFrame(seq=1, text="This", token_ids=[1])
     finished = pb.FinishedFrame(usage=types_pb2.Usage(input_token_count=25), timings=types_pb2.Timings(total_ms=1.0))
@@ -170,7 +176,7 @@ async def answer_all(requests: AsyncIterator[pb.GenerateRequest], context: Any) 
 
 
 def end_frame(request_id: str, finished: pb.FinishedFrame) -> pb.ServerFrame:
-    """The last frame of a request."""
+    """Return the last frame of a request."""
     return pb.ServerFrame(request_id=request_id, finished=finished)
 
 
@@ -188,7 +194,7 @@ async def serve_echo() -> None:
 
 
 def main() -> None:
-    """Be one of the two."""
+    """Run one of the two roles."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if sys.argv[1] == "echo":
             runner.run(serve_echo())

@@ -1,10 +1,11 @@
-"""What two engine hosts of one model have for themselves, and what they share: the native decoder with its weights mapped, with its
-own, and torch.
+"""Private and shared memory of two engine workers of one model.
+
+Compares the native decoder with mapped weights, with weights of its own, and torch.
 
     python -m bench.host_memory [--shape S|M|L] [--precision float32|bfloat16|int8]
 
-From `/proc/<pid>/smaps_rollup`: `Private_Dirty` is what ending one gives back; `Pss` divides shared pages by their sharers.
-Each host has generated some tokens, so that its weights are where they stay.
+From `/proc/<pid>/smaps_rollup`: `Private_Dirty` is freed by ending one worker; `Pss` divides shared
+pages by their sharers. Each worker has generated some tokens, so that its weights are resident.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ FIELDS = ("Rss", "Pss", "Private_Dirty", "Private_Clean")
 
 
 def memory_mib(pid: int) -> dict[str, float]:
-    """What a process has, by the kernel's names."""
+    """Return the memory of a process, by the kernel's names."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {name: int(rest.split()[0]) / 1024 for name, _, rest in (line.partition(":") for line in lines) if name in FIELDS}
 
 
 async def two_hosts(settings: TorchEngineSettings) -> list[dict[str, float]]:
-    """Start them one after the other, let each generate, and look at both."""
+    """Start two workers, let each generate, and return the memory of both."""
     engines = [TorchEngine(settings) for _ in range(HOSTS)]
     async with asyncio.TaskGroup() as tasks:
         for engine in engines:
@@ -53,7 +54,7 @@ async def two_hosts(settings: TorchEngineSettings) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="M")
     parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), default="bfloat16")

@@ -1,10 +1,10 @@
-"""What it costs to tell operators of a request: its counts, beside as many of the client library's own; its spans; a scrape.
+"""CPU cost of observing a request: counts, against the client library's metrics; spans; a scrape.
 
     python -m bench.observations
 
-Each figure is the best of several runs in one thread, in µs of CPU. The baseline is what one would write without thinking: a
-labelled histogram of `prometheus_client` for each stage, and a counter for each count. Spans are made and encoded in a thread of
-their own.
+Each figure is the best of several runs in one thread, in µs of CPU. The baseline is the
+straightforward way: a labelled histogram of `prometheus_client` for each stage, and a counter for
+each count. Spans are made and encoded in a thread of their own.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ SAMPLED, UNSAMPLED = (f"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-{fl
 
 
 class Encoder(SpanExporter):
-    """Does what an exporter does before it sends."""
+    """Encodes spans as an exporter does before sending."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """See `SpanExporter`."""
+        """Implement `SpanExporter.export`."""
         encode_spans(spans).SerializeToString()
         return SpanExportResult.SUCCESS
 
 
 def an_ending(traceparent: str = "") -> Ending:
-    """A request of the reference workload."""
+    """Return the end of a request of the reference workload."""
     payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model=MODEL, text="a prompt"))
     settled = Settled(uuid.uuid4(), 1025, 200, 150, 150, 150, 10**8, "USD", "stop")
@@ -55,7 +55,7 @@ def an_ending(traceparent: str = "") -> Ending:
 
 
 def by_the_library() -> Callable[[], None]:
-    """The baseline."""
+    """Return the baseline."""
     registry = CollectorRegistry()
     names = [*STAGES, "ttft", "inter_token", "total"]
     histograms = [Histogram(f"{name}_seconds", name, ("model", "tier"), registry=registry) for name in names]
@@ -71,7 +71,7 @@ def by_the_library() -> Callable[[], None]:
 
 
 def us(call: Callable[[], object], calls: int = CALLS) -> float:
-    """µs of CPU of one call."""
+    """Return the µs of CPU of one call."""
     return min(timeit.repeat(call, number=calls, repeat=RUNS, timer=time.process_time)) / calls * 1e6
 
 
@@ -80,7 +80,7 @@ def main() -> None:
     observer, ending = Observer([MODEL]), an_ending()
     ours, theirs = us(lambda: observer.ended(ending)), us(by_the_library())
     print(f"{'a request counted, with all its stages':<56}{ours:>8.1f} µs")
-    print(f"{'the same by labelled metrics of the client library':<56}{theirs:>8.1f} µs  {theirs / ours:.0f} times")
+    print(f"{'with labelled metrics of the client library':<56}{theirs:>8.1f} µs  {theirs / ours:.0f} times")
     sender = OtlpSender(uuid.uuid4(), Encoder())
     print(f"{'noted for its spans, on the event loop':<56}{us(lambda: record_of(ending)):>8.1f} µs")
     for name, traceparent in (

@@ -1,8 +1,9 @@
-"""Other CPU engines on the engine benchmark's workload: vLLM's CPU build and llama.cpp's server, each from where it is installed.
+"""Other CPU engines on the engine benchmark's workload: vLLM's CPU build and llama.cpp's server.
 
-Neither is a dependency of this project. vLLM is driven by this file run as a script under the interpreter of its own environment,
-so nothing of ours is imported at its top; llama.cpp by its server's binary and a checkpoint written in its format, for which the
-`gguf` package must be importable by the interpreter that `--llama-python` names.
+Neither is a dependency of this project. vLLM runs this file as a script with the interpreter of its
+own environment, so nothing of ours is imported at the top; llama.cpp runs its server's binary on a
+checkpoint in its format, for which the `gguf` package must be importable by the interpreter of
+`--llama-python`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OUTPUT_MARK = "PEER-RESULT "
 
 
 def measure_vllm(python: Path, checkpoint: Path, precision: str, work: dict[str, Any], thread_count: int) -> dict[str, float]:
-    """Run `_drive_vllm` under the other interpreter. work: see `bench.engine.peer_work`."""
+    """Run `_drive_vllm` with the other interpreter. work: see `bench.engine.peer_work`."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"checkpoint": str(checkpoint), "precision": precision} | work, file)
         file.flush()
@@ -34,7 +35,7 @@ def measure_vllm(python: Path, checkpoint: Path, precision: str, work: dict[str,
         environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores, "HF_HUB_OFFLINE": "1"}
         environment.pop("PYTHONPATH", None)
         command = [str(python), str(Path(__file__).resolve()), file.name]
-        # Elsewhere than in the repository: its packages must not shadow theirs.
+        # Outside the repository, whose packages must not shadow theirs.
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tempfile.gettempdir())
     for line in ended.stdout.splitlines():
         if line.startswith(OUTPUT_MARK):
@@ -46,7 +47,10 @@ def measure_vllm(python: Path, checkpoint: Path, precision: str, work: dict[str,
 def measure_llama_cpp(
     server: Path, python: Path, checkpoint: Path, precision: str, work: dict[str, Any], thread_count: int
 ) -> dict[str, float]:
-    """Start the server with a place for every request, and send it the workload. Its file format is written on the first run."""
+    """Start the server with a slot for every request, and send it the workload.
+
+    Its file format is written on the first run.
+    """
     model = checkpoint / f"{precision}.gguf"
     if not model.exists():
         subprocess.run([str(python), str(Path(__file__).resolve()), "--gguf", str(checkpoint), str(model)], check=True)
@@ -84,7 +88,9 @@ def measure_llama_cpp(
 
 
 def _alone(ask: Any, work: dict[str, Any]) -> dict[str, float]:
-    """Batch-1 decoding as the difference of two lengths, and the time to a single token with a cold and a warm prefix."""
+    """Measure batch-1 decoding by the difference of two lengths, and the time to one token, cold
+    and warm.
+    """
     measured = {}
     for name in ("short", "long"):
         ask(work[name], 1)
@@ -116,7 +122,7 @@ def _wait_until_healthy(url: str, begin_s: float) -> None:
 
 
 def _drive_vllm(work: dict[str, Any]) -> None:
-    """Under vLLM's interpreter: its offline engine on the workload."""
+    """Run vLLM's offline engine on the workload, with vLLM's interpreter."""
     begin_s = time.perf_counter()
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
@@ -141,7 +147,10 @@ def _drive_vllm(work: dict[str, Any]) -> None:
 
 
 def _write_gguf(checkpoint: Path, to: Path) -> None:
-    """Under an interpreter with `gguf`: the same sizes in llama.cpp's format. Heads are not permuted: noise stays noise."""
+    """Write the checkpoint in llama.cpp's format, with an interpreter with `gguf`.
+
+    Heads are not permuted, since the weights are random.
+    """
     import gguf  # type: ignore[import-not-found, unused-ignore]
     import numpy as np
 
@@ -184,7 +193,7 @@ def _write_gguf(checkpoint: Path, to: Path) -> None:
             target = f"blk.{layer}.{parts[part]}"
         if entry["dtype"] == "F32":
             writer.add_tensor(f"{target}.weight", np.frombuffer(raw[start:end], np.float32).reshape(entry["shape"]))
-        elif len(entry["shape"]) == 1:  # llama.cpp wants norms in fp32
+        elif len(entry["shape"]) == 1:  # llama.cpp requires norms in fp32
             bits = np.frombuffer(raw[start:end], np.uint16).astype(np.uint32) << 16
             writer.add_tensor(f"{target}.weight", bits.view(np.float32))
         else:

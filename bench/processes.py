@@ -1,4 +1,4 @@
-"""What other processes are and what they took: for benchmarks that tell the cost of each part apart."""
+"""Inspection of other processes and their CPU time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def claim_cores() -> tuple[int, int]:
-    """A core for the api process alone, and the other one, on which this process goes on with whatever else it starts."""
+    """Reserve a core for the api process; pin this process to the other one. Return both."""
     core, *_, other_core = sorted(os.sched_getaffinity(0)) * 2
     if core == other_core:
-        print("there is one core only: client and database share it with the api process")
+        print("there is only one core: client and database share it with the api process")
     os.sched_setaffinity(0, {other_core})
     return core, other_core
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that this one has started and that run."""
+    """Return the running child processes of a process."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
@@ -33,7 +33,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def cpu_s(pids: Sequence[int]) -> float:
-    """User and system time of processes so far, theirs and that of their children that have ended. In steps of `TICK_S`."""
+    """Return user and system time of processes with their ended children, in steps of `TICK_S`."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ def cpu_s(pids: Sequence[int]) -> float:
 
 
 def postgres_pid(database_url: str) -> int:
-    """The first process of a PostgreSQL server on this machine; its children are connections and workers."""
+    """Return the main process of a PostgreSQL server on this machine, parent of its connections."""
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
         row = connection.execute("SELECT pg_backend_pid()").fetchone()
         assert row is not None
@@ -50,5 +50,5 @@ def postgres_pid(database_url: str) -> int:
 
 
 def status_fields(pid: int) -> list[str]:
-    """`/proc/<pid>/stat` from the state on, which is field 3 of proc(5)."""
+    """Return the fields of `/proc/<pid>/stat` from the state on, which is field 3 of proc(5)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

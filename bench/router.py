@@ -1,13 +1,14 @@
-"""What the choice of a replica is worth: the three policies on one trace, in one run.
+"""Effect of replica placement: the three policies on one trace, in one run.
 
     python -m bench.router [--replicas 8] [--conversations 400] [--rate 10] [--turns 3 6] [--seed 1]
 
-Conversations arrive at random, so many per second. Each belongs to one of twenty applications, whose system prompt it begins with;
-its first turn brings text of its own (500 to 3,000 tokens: a document, a file, search results), the later ones a question each.
-Every turn is answered, and the next one comes after a pause; its prompt is everything so far. Engines are simulated, with the costs
-of Llama 3.3 70B in FP8 on two H200 (`inference/core/options.py`) and their real schedulers and prefix caches, on a time of their
-own: figures do not depend on how busy this machine is, and the same seed gives the same ones. TTFT is from the request to its first
-token, waiting included.
+Conversations arrive at random times. Each belongs to one of twenty applications, whose system
+prompt it begins with; its first turn adds text (500 to 3,000 tokens: a document, a file, search
+results), the later ones a question each. Every turn is answered, and the next one follows after a
+pause; its prompt is the whole conversation. Engines are simulated, with the costs of Llama 3.3 70B
+in FP8 on two H200 (`inference/core/options.py`) and their real schedulers and prefix caches, in
+virtual time: figures do not depend on this machine's load, and are reproducible by seed. TTFT is
+from the request to its first token, including queueing.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ OWN_TOKENS = (500, 3000)
 QUESTION_TOKENS = (20, 150)
 ANSWER_TOKENS = (30, 120)
 TURNS = (3, 6)
-PAUSE_S = (2.0, 8.0)  # of a person who reads
-TOKEN_IDS = range(300, 2000)  # plain ones of the demo model
+PAUSE_S = (2.0, 8.0)  # a user's reading time
+TOKEN_IDS = range(300, 2000)  # plain tokens of the demo model
 POLICY_ORDER = ("round_robin", "least_loaded", "prefix_aware")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a conversation says next, and how long the answer becomes. pause_s: since the answer before."""
+    """A conversation's next input and the length of its answer. pause_s: before it."""
 
     token_ids: tuple[int, ...]
     answer_token_count: int
@@ -57,7 +58,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """One conversation: when it comes, and its turns. The first one's tokens begin with the application's system prompt."""
+    """One conversation: its arrival and turns; the first begins with the application's system
+    prompt.
+    """
 
     arrives_at_s: float
     turns: tuple[Turn, ...]
@@ -65,7 +68,7 @@ class Dialogue:
 
 @dataclass(slots=True)
 class Seen:
-    """What one policy made of the trace. loads: seconds of computing by replica."""
+    """Results of one policy on the trace. loads: seconds of computing by replica."""
 
     ttfts_ms: list[float] = field(default_factory=list)
     prompt_token_count: int = 0
@@ -74,7 +77,7 @@ class Seen:
 
 
 def make_trace(conversation_count: int, per_second: float, seed: int, turns: tuple[int, int] = TURNS) -> list[Dialogue]:
-    """The same for every policy. turns: the fewest and the most of a conversation."""
+    """Return a trace, the same for every policy. turns: minimum and maximum of a conversation."""
     rng = random.Random(seed)
 
     def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:
@@ -91,7 +94,7 @@ def make_trace(conversation_count: int, per_second: float, seed: int, turns: tup
 
 
 async def converse(replicas: ReplicaSet, dialogue: Dialogue, number: int, seen: Seen) -> None:
-    """One conversation from its arrival to its last answer."""
+    """Run one conversation from its arrival to its last answer."""
     clock = asyncio.get_running_loop().time
     await asyncio.sleep(dialogue.arrives_at_s)
     so_far: tuple[int, ...] = ()
@@ -111,7 +114,7 @@ async def converse(replicas: ReplicaSet, dialogue: Dialogue, number: int, seen: 
 
 
 async def run_policy(policy: str, trace: Iterable[Dialogue], replica_count: int) -> Seen:
-    """The trace on replicas of its own."""
+    """Run the trace on new replicas."""
     directory: Path = bundled_models()[DEMO_MODEL_NAME]
     limits = EngineLimits(
         context_window_tokens=131_072, step_token_count_max=8192, running_sequence_count_max=512, waiting_sequence_count_max=100_000
@@ -134,30 +137,30 @@ async def run_policy(policy: str, trace: Iterable[Dialogue], replica_count: int)
 
 
 def measure(trace: list[Dialogue], replica_count: int) -> dict[str, Seen]:
-    """All policies, each in a loop of its own."""
+    """Run all policies, each in its own loop."""
     return {policy: measure_one(policy, trace, replica_count) for policy in POLICY_ORDER}
 
 
 def measure_one(policy: str, trace: list[Dialogue], replica_count: int) -> Seen:
-    """One policy."""
+    """Run one policy."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(run_policy(policy, trace, replica_count))
 
 
 def measure_side_by_side(trace: list[Dialogue], replica_count: int) -> dict[str, Seen]:
-    """The same, each in a process of its own: their time is simulated, so that they do not disturb each other."""
+    """Run all policies in parallel processes; with simulated time they do not affect each other."""
     with ProcessPoolExecutor(min(len(POLICY_ORDER), os.cpu_count() or 1), mp_context=get_context("spawn")) as processes:
         found = [processes.submit(measure_one, policy, trace, replica_count) for policy in POLICY_ORDER]
         return {policy: each.result() for policy, each in zip(POLICY_ORDER, found, strict=True)}
 
 
 def mean(values: list[float]) -> float:
-    """0 for no values."""
+    """Return the mean; 0 for no values."""
     return sum(values) / max(len(values), 1)
 
 
 def report(found: dict[str, Seen]) -> str:
-    """A table, and the ratio that matters."""
+    """Return the table and the main ratio."""
     lines = [f"{'policy':<14}{'prefix hits':>12}{'TTFT mean':>12}{'p50':>10}{'p99':>11}{'busiest / mean':>17}"]
     for policy, seen in found.items():
         ttfts, load = seen.ttfts_ms, mean(seen.loads_s)
@@ -171,13 +174,13 @@ def report(found: dict[str, Seen]) -> str:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description="Compare the policies that place requests on replicas.")
     parser.add_argument("--replicas", type=int, default=8, help="simulated engines")
-    parser.add_argument("--conversations", type=int, default=400, help="how many there are")
-    parser.add_argument("--rate", type=float, default=10.0, help="conversations that begin per second")
+    parser.add_argument("--conversations", type=int, default=400, help="number of conversations")
+    parser.add_argument("--rate", type=float, default=10.0, help="new conversations per second")
     parser.add_argument("--turns", type=int, nargs=2, default=TURNS, metavar=("LEAST", "MOST"), help="of a conversation")
-    parser.add_argument("--seed", type=int, default=1, help="of the trace")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the trace")
     arguments = parser.parse_args()
     began_s = time.monotonic()
     trace = make_trace(arguments.conversations, arguments.rate, arguments.seed, tuple(arguments.turns))

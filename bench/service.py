@@ -1,12 +1,13 @@
-"""The reference workload through the whole service, beside the bare engine in the same run.
+"""Reference workload through the whole service, against the bare engine in the same run.
 
     python -m bench.service [--shape demo|S|M|L] [--precision bfloat16] [--agents 50] [--rounds 3]
 
-Both get the same token ids on the same model with the same settings: the engine through `TorchEngine` in this process (its host is
-a child process either way), the service through gRPC, authentication, admission, queue, journal and settlement, with the billing
-worker beside it and the client in this process. Rounds alternate, with fresh prompts each, so that neither finds the other's
-prefixes cached. `demo` is the bundled model, whose steps are so short that a machine of two cores feels every message; the shapes
-are those of `bench.engine`, random weights of the sizes that are served in earnest.
+Both get the same token ids on the same model with the same settings: the engine through
+`TorchEngine` in this process (with a worker process in both cases), the service through gRPC,
+authentication, admission, queue, journal and settlement, with the billing worker and the client in
+this process. Rounds alternate, with fresh prompts each, so that neither uses the other's cached
+prefixes. `demo` is the bundled model, with steps so short that a machine of two cores is sensitive
+to every message; the shapes are those of `bench.engine`, random weights of realistic sizes.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The workload once. ttfts_ms: of each request."""
+    """One run of the workload. ttfts_ms: of each request."""
 
     tokens_per_s: float
     ttfts_ms: list[float]
 
 
 async def run_bare(engine: TorchEngine, prompts: Sequence[Prompt]) -> Run:
-    """All prompts at once through the engine alone."""
+    """Send all prompts concurrently to the engine alone."""
 
     async def one(index: int, prompt: Prompt) -> tuple[int, float]:
         request = GenerationRequest(
@@ -65,7 +66,7 @@ async def run_bare(engine: TorchEngine, prompts: Sequence[Prompt]) -> Run:
 
 
 async def run_service(client: AsyncClient, prompts: Sequence[Prompt]) -> Run:
-    """The same through the service."""
+    """Send all prompts concurrently through the service."""
 
     async def one(prompt: Prompt) -> tuple[int, float]:
         sent_at, ttft_ms, token_count = time.perf_counter(), 0.0, 0
@@ -83,14 +84,14 @@ async def run_service(client: AsyncClient, prompts: Sequence[Prompt]) -> Run:
 
 
 async def timed(requests: Iterable[Coroutine[None, None, tuple[int, float]]]) -> Run:
-    """All requests at once; each tells its output tokens and its time to the first one."""
+    """Run all requests concurrently; each returns its output tokens and its time to first token."""
     began_at = time.perf_counter()
     ends = await asyncio.gather(*requests)
     return Run(sum(count for count, _ in ends) / (time.perf_counter() - began_at), [ttft_ms for _, ttft_ms in ends])
 
 
 def demo_prompts(directory: Path, count: int) -> list[Prompt]:
-    """The copilot's conversations as the bundled model's tokens."""
+    """Return the copilot's conversations as tokens of the bundled model."""
     tokenizer = Tokenizer(directory)
     return [
         tokenizer.encode_chat([ChatMessage(message["role"], message["content"]) for message in prompt])
@@ -99,7 +100,7 @@ def demo_prompts(directory: Path, count: int) -> list[Prompt]:
 
 
 def model_and_prompts(arguments: argparse.Namespace, settings: Settings) -> tuple[Settings, list[Prompt]]:
-    """What is measured: settings with the model in the place of the bundled one, and prompts for all rounds."""
+    """Return settings with the measured model, and prompts for all rounds."""
     count = arguments.agents * arguments.rounds * 2
     if arguments.shape == "demo":
         return settings, demo_prompts(settings.models[DEMO_MODEL_NAME], count)
@@ -112,7 +113,7 @@ def model_and_prompts(arguments: argparse.Namespace, settings: Settings) -> tupl
 
 
 async def measure(arguments: argparse.Namespace) -> None:
-    """Run both in turns and print medians and their ratio."""
+    """Run both in turn and print medians and their ratio."""
     settings, prompts = model_and_prompts(arguments, Settings.from_environment())
     bare: list[Run] = []
     service: list[Run] = []
@@ -149,7 +150,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=("demo", *SHAPES), default="demo")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")

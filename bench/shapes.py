@@ -1,7 +1,8 @@
-"""Random-weight Llama checkpoints of the sizes that the engine is measured at, in Hugging Face layout.
+"""Random-weight Llama checkpoints of the measured sizes, in Hugging Face layout.
 
-What an engine computes does not depend on what its weights mean, so random ones of the right shape and spread measure as well as
-trained ones, and nothing needs to be downloaded. Weights are written in the precision that is measured: no engine converts.
+An engine's work does not depend on the values of its weights, so random ones of the right shape and
+scale measure as well as trained ones, without a download. Weights are written in the measured
+precision: no engine converts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RMS_NORM_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama decoder's sizes, in floats, layers and heads."""
+    """Sizes of a Llama decoder, in floats, layers and heads."""
 
     hidden_size: int
     intermediate_size: int
@@ -44,7 +45,7 @@ class Shape:
 
     @property
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
-        """Names and (rows, columns) of one layer's weights."""
+        """Return names and (rows, columns) of one layer's weights."""
         kv_size = self.kv_head_count * self.head_dim
         return {
             "self_attn.q_proj": (self.hidden_size, self.hidden_size),
@@ -58,13 +59,15 @@ class Shape:
 
     @property
     def decode_weight_count(self) -> int:
-        """Weights that every decoding step reads: all but an embedding of which it reads a row."""
+        """Number of weights read by every decoding step: all but the input embedding, of which a
+        row is read.
+        """
         per_layer = sum(rows * columns for rows, columns in self.layer_matrices.values())
         return self.layer_count * per_layer + VOCABULARY_SIZE * self.hidden_size
 
     @property
     def kv_count_per_token(self) -> int:
-        """Floats of keys and values that a position adds."""
+        """Floats of keys and values per position."""
         return 2 * self.layer_count * self.kv_head_count * self.head_dim
 
 
@@ -76,7 +79,7 @@ SHAPES = {
 
 
 def write_checkpoint(directory: Path, shape: Shape, precision: Precision) -> None:
-    """Write it unless it is there. Equal arguments give equal weights."""
+    """Write a checkpoint unless it exists. Equal arguments give equal weights."""
     done = directory / "config.json"
     if done.exists():
         return
@@ -100,7 +103,9 @@ def _tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _write_tensors(path: Path, shape: Shape, precision: Precision) -> None:
-    """The safetensors format by hand, since numpy knows no bfloat16: length of the header, header, tensors in its order."""
+    """Write the safetensors format directly, since numpy lacks bfloat16: header length, header,
+    tensors.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     float_bytes, end = {"float32": 4, "bfloat16": 2}[precision], 0
     for name, sizes in _tensor_shapes(shape):
@@ -116,7 +121,9 @@ def _write_tensors(path: Path, shape: Shape, precision: Precision) -> None:
 
 
 def _values(rng: np.random.Generator, name: str, sizes: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Norms of one, embeddings of spread 1, and matrices that keep the spread of what they multiply."""
+    """Return norms of one, embeddings of spread 1, and matrices that preserve the spread of their
+    input.
+    """
     if len(sizes) == 1:
         return np.ones(sizes, dtype=np.float32)
     spread = 1.0 if name == "model.embed_tokens.weight" else sizes[1] ** -0.5
@@ -156,7 +163,7 @@ def _config(shape: Shape, precision: Precision) -> dict[str, object]:
 
 
 def _tokenizer() -> Tokenizer:
-    """Byte-level tokens of one, two and three letters: enough different ones, each with some text."""
+    """Return a tokenizer with byte-level tokens of one, two and three letters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [letter for letter in alphabet if letter.isascii() and letter.isalpha()]
     names = [*SPECIAL_TOKENS, *alphabet]

@@ -1,9 +1,9 @@
-"""Where the time of a decoding step goes: the native decoder, and the Python around it.
+"""Duration of the parts of a decoding step: the native decoder, and the Python around it.
 
     python -m bench.steps [--shape M] [--precision bfloat16] [--sequences 50] [--context 100] [--steps 200]
 
-Engine core and report encoding in this process, as the engine host runs them, without the API. Prints medians over the steps; the
-overhead is all of a step but the call of the decoder.
+Engine core and report encoding in this process, as the engine worker runs them, without the API.
+Prints medians over the steps; the overhead is the step without the decoder call.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ WARM_UP_STEPS = 20
 
 
 class Clock:
-    """Adds up what the wrapped calls of one step take, by name, in ms."""
+    """Sums the durations of wrapped calls in one step, by name, in ms."""
 
     def __init__(self) -> None:
         self.spent_ms: dict[str, float] = {}
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with its time noted."""
+        """Return the function with its time recorded."""
 
         def run(*arguments: Any) -> Any:
             began_s = time.perf_counter()
@@ -53,7 +53,7 @@ class Clock:
 
 
 def open_core(arguments: argparse.Namespace, checkpoint: Path) -> EngineCore:
-    """A core in which every sequence decodes."""
+    """Return a core in which every sequence decodes."""
     limits = EngineLimits(2048, running_sequence_count_max=max(arguments.sequences, 64))
     core = EngineCore(EngineOptions(str(checkpoint), limits, arguments.precision, 2 << 30))
     for number in range(arguments.sequences):
@@ -66,7 +66,7 @@ def open_core(arguments: argparse.Namespace, checkpoint: Path) -> EngineCore:
 
 
 def measure(core: Any, step_count: int) -> list[dict[str, float]]:
-    """What each step took, in ms by part."""
+    """Return the duration of each step, in ms by part."""
     clock, runner, scheduler = Clock(), core._runner, core.scheduler  # private parts, so untyped
     runner._decode = clock.timed("decoder and its input", runner._decode)
     native = runner._native

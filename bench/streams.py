@@ -1,13 +1,15 @@
-"""What a token costs on its way through the service, and what it does to the first one: server CPU per delivered token and added
-time to first token at 1, 50 and 500 streams, beside a bare `grpc.aio` server that sends the same messages.
+"""Cost per token through the service, against a bare `grpc.aio` server with the same messages.
+
+Server CPU per delivered token and added time to first token at 1, 50 and 500 streams.
 
     python -m bench.streams [--seconds 6] [--streams 1,50,500] [--directory /dev/shm] [--prefetch 64,256]
 
-One api process on a core of its own; on another core PostgreSQL, the simulated engine's host and the client. So many answers are
-being decoded, each on a connection of its own, one token per engine step; the last case has 500 on one stream, where a step is one
-message. Then probes beside them ask for short answers all the time: their time to first token, less that of the bare server, is
-what Weir adds. The step of both is that of the simulated engine at this batch. "late" is how much later than usual a message came
-after the one before it, p99. `--prefetch` measures clients that send credit as well.
+One api process on a core of its own; on another core PostgreSQL, the worker of the simulated engine
+and the client. Each answer has its own connection, with one token per engine step; the last case
+has 500 on one stream, where a step is one message. Then concurrent probes request short answers:
+their time to first token, less that of the bare server, is added by Weir. Both use the step time of
+the simulated engine at this batch. "late" is the p99 delay of a message after the previous one,
+beyond the usual gap. `--prefetch` also measures clients that send credit.
 """
 
 from __future__ import annotations
@@ -32,27 +34,27 @@ from bench.processes import claim_cores, cpu_s
 from inference.core.options import CostModel
 from metering.store.migrations_runner import migrate
 
-STEP_MS = 20.0  # of a small batch: 50 tokens per second and stream
-PROMPT_TOKENS, DECODED_TOKENS_MEAN = 25, 200  # positions that are attended to on average, about
+STEP_MS = 20.0  # step time of a small batch: 50 tokens per second and stream
+PROMPT_TOKENS, DECODED_TOKENS_MEAN = 25, 200  # average number of attended positions, approximate
 WARM_UP_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """So many answers at once, each on a connection of its own, or all on one stream."""
+    """Concurrent answers, each on its own connection, or all on one stream."""
 
     stream_count: int
     shared: bool = False
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """Label in the table."""
         return f"{self.stream_count} on one stream" if self.shared else f"{self.stream_count} streams"
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one case came to. CPU of the server in µs."""
+    """Result of one case. CPU of the server in µs."""
 
     token_us: float
     message_us: float
@@ -65,18 +67,18 @@ class Result:
 
 
 def scale() -> float:
-    """Time scale of the simulated engine at which a small batch takes `STEP_MS`."""
+    """Return the time scale of the simulated engine at which a small batch takes `STEP_MS`."""
     return STEP_MS / CostModel().weights_ms
 
 
 def step_s(case: Case) -> float:
-    """How long the simulated engine takes for a step of this case."""
+    """Return the step time of the simulated engine in this case."""
     return CostModel(time_scale=scale()).step_s(case.stream_count, case.stream_count * (PROMPT_TOKENS + DECODED_TOKENS_MEAN))
 
 
 @contextlib.contextmanager
 def echo_process(core: int, case: Case) -> Iterator[tuple[str, Processes]]:
-    """The baseline."""
+    """Run the baseline."""
     command = [sys.executable, "-m", "bench.streams_load", "echo", json.dumps({"step_s": step_s(case)})]
     process = on_core(core, command, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -88,7 +90,7 @@ def echo_process(core: int, case: Case) -> Iterator[tuple[str, Processes]]:
 
 
 def run(case: Case, address: str, processes: Processes, key: str, seconds: float, prefetch_tokens: int = 0) -> Result:
-    """Load a server; the client runs where this process does. Raises: RuntimeError if the client fails."""
+    """Load a server from this process's core. Raises: RuntimeError if the client fails."""
     load = {
         "address": address,
         "model": MODEL,
@@ -119,7 +121,7 @@ def run(case: Case, address: str, processes: Processes, key: str, seconds: float
 
 
 def summary(case: Case, seen: dict[str, Any], cpu_us: float, seconds: float) -> Result:
-    """The numbers of one run. Raises: RuntimeError if it was too short for any."""
+    """Return the figures of one run. Raises: RuntimeError if it was too short."""
     if len(seen["ttft_ms"]) < 2 or len(seen["gap_ms"]) < 2:
         raise RuntimeError(f"fewer than two answers began within {seconds:.0f} s: give it more with --seconds")
     ttft = statistics.quantiles(seen["ttft_ms"], n=100)
@@ -137,7 +139,7 @@ def summary(case: Case, seen: dict[str, Any], cpu_us: float, seconds: float) -> 
 
 
 def row(name: str, result: Result, beside: Result | None) -> str:
-    """One line of the table; `beside`: the bare server's."""
+    """Return one line of the table; `beside`: the bare server's."""
     more = ""
     if beside is not None:
         more = f" {result.token_us / beside.token_us:>6.1f}x {result.ttft_p50_ms - beside.ttft_p50_ms:>+8.2f}"
@@ -149,7 +151,7 @@ def row(name: str, result: Result, beside: Result | None) -> str:
 
 
 def measure(options: argparse.Namespace, url: str, core: int, other_core: int) -> None:
-    """Every case on both servers, and the table."""
+    """Run every case on both servers, and print the table."""
     migrate(url)
     [key] = create_keys(url, 1)
     counts = [int(each) for each in options.streams.split(",")]
@@ -181,9 +183,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=6.0, help="per case (default: %(default)s)")
-    parser.add_argument("--streams", default="1,50,500", help="how many at once (default: %(default)s)")
-    parser.add_argument("--prefetch", default="", help="also with credit for so many tokens (default: none)")
-    parser.add_argument("--directory", help="where the database of this run is (default: that of temporary files)")
+    parser.add_argument("--streams", default="1,50,500", help="numbers of concurrent streams (default: %(default)s)")
+    parser.add_argument("--prefetch", default="", help="also with credit for these numbers of tokens (default: none)")
+    parser.add_argument("--directory", help="directory of the temporary database (default: the system's)")
     options = parser.parse_args()
     core, other_core = claim_cores()
     with server(None, options.directory) as url:

@@ -1,5 +1,6 @@
-"""Both ends of the wire for `bench.streams`, each in a process of its own: a client that reads paced streams, and a server that
-sends the same messages at the same pace with nothing behind them.
+"""Both ends of the wire for `bench.streams`, in separate processes.
+
+A client reads paced streams; a server sends the same messages at the same pace without a backend.
 
     python -m bench.streams_load client '{"address": …}' | echo '{"step_s": …}'
 """
@@ -29,11 +30,12 @@ LONG_TOKENS, PROBE_TOKENS, PROBES = 1500, 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a client does. stream_count: long answers, each on a connection of its own, or all on one if `shared`.
+    """Load of a client.
 
-    step_s: how long the engine takes for a step. seconds: for reading alone, and once more with probes beside it.
-    prefetch_tokens: the long answers get credit for so many, and more whenever half of it is used up, as the clients do it; 0: they
-    need none.
+    stream_count: number of long answers, each on its own connection, or all on one if `shared`.
+    step_s: duration of an engine step. seconds: of reading alone, and again with probes.
+    prefetch_tokens: initial credit of the long answers, renewed when half of it is used, as the SDK
+        does; 0: no credit needed.
     """
 
     address: str
@@ -50,7 +52,10 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """What one run saw after it was warm. ttft_ms: of the probe; gap_ms: between messages of one stream, of a sample."""
+    """Measurements of a run after its warm-up.
+
+    ttft_ms: of the probe; gap_ms: between messages of one stream, for a sample.
+    """
 
     token_count: int = 0
     message_count: int = 0
@@ -61,7 +66,7 @@ class Seen:
 
 
 def start_message(load: Load, token_count: int, request_count: int = 1, prefetch_tokens: int = 0) -> pb.GenerateRequest:
-    """So many starts in one message."""
+    """Return one message with that many starts."""
     start = pb.StartFrame(model=load.model, text=load.prompt, max_output_tokens=token_count, ignore_eos=True)
     if prefetch_tokens:
         start.initial_credit_tokens = prefetch_tokens
@@ -69,7 +74,7 @@ def start_message(load: Load, token_count: int, request_count: int = 1, prefetch
 
 
 def grants(used: Counter[str], prefetch_tokens: int) -> list[pb.ClientFrame]:
-    """Credit for those that have used up half of theirs."""
+    """Return credit for the requests that have used half of theirs."""
     due = [request_id for request_id, token_count in used.items() if 2 * token_count >= prefetch_tokens]
     return [pb.ClientFrame(request_id=each, credit=pb.CreditFrame(token_count=used.pop(each))) for each in due]
 
@@ -85,7 +90,9 @@ class Client:
         self._all_begun = asyncio.Event()
 
     async def run(self) -> Seen:
-        """Bring all streams to their decoding, then count; tells its parent by a line when it begins and ends."""
+        """Bring all streams to decoding, then count; print a line at the begin and the end of
+        counting.
+        """
         load = self._load
         async with asyncio.TaskGroup() as tasks:
             calls = 1 if load.shared else load.stream_count
@@ -105,8 +112,8 @@ class Client:
         return self._seen
 
     async def _decode(self, request_count: int) -> None:
-        """Long answers, one after the other; several at once on a shared stream."""
-        await asyncio.sleep(random.random())  # all at one moment would be one huge prefill
+        """Request long answers, one after the other; several concurrently on a shared stream."""
+        await asyncio.sleep(random.random())  # avoids one huge prefill
         async with self._channel() as channel:
             call = self._open(channel)
             prefetch_tokens, used = self._load.prefetch_tokens, Counter[str]()
@@ -138,11 +145,14 @@ class Client:
             raise ConnectionError(f"the stream ended: {await call.details()}")
 
     async def _probe(self) -> None:
-        """Short answers on a stream of their own, one after the other, for the time to the first token."""
+        """Request short answers on a separate stream, one after the other, for the time to first
+        token.
+        """
         async with self._channel() as channel:
             call = self._open(channel)
             while True:
-                await asyncio.sleep(random.random() * self._load.step_s)  # the last answer ended with a step
+                # The last answer ended with a step
+                await asyncio.sleep(random.random() * self._load.step_s)
                 sent_at, first = time.perf_counter(), True
                 await call.write(start_message(self._load, PROBE_TOKENS).SerializeToString())
                 ended = False
@@ -165,19 +175,19 @@ class Client:
         return grpc.aio.insecure_channel(self._load.address, (("grpc.use_local_subchannel_pool", 1),))
 
     def _open(self, channel: grpc.aio.Channel) -> Any:
-        open_stream: Any = channel.stream_stream(METHOD)  # no serializers: bytes both ways
+        open_stream: Any = channel.stream_stream(METHOD)  # no serializers: bytes in both directions
         return open_stream(metadata=(("authorization", f"Bearer {self._load.api_key}"),))
 
 
 class Echo:
-    """A server that answers each start with one token per step; whoever comes waits for the next step, as before an engine."""
+    """Answers each start with one token per step, from the next step on, like an engine."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._step = asyncio.Event()
 
     async def tick(self) -> None:
-        """Be the engine: one step after the other, without drifting."""
+        """Run the steps of the simulated engine, without drift."""
         due = time.perf_counter()
         while True:
             due = max(due + self._step_s, time.perf_counter())
@@ -186,7 +196,7 @@ class Echo:
             ended.set()
 
     async def answer(self, requests: AsyncIterator[pb.GenerateRequest], context: Any) -> None:
-        """All requests of one stream, each step of all in one message."""
+        """Answer all requests of one stream, each step in one message."""
         left: dict[str, int] = {}
         seqs: dict[str, int] = {}
         joined = asyncio.Event()
@@ -197,7 +207,7 @@ class Echo:
             async for message in requests:
                 frames = [pb.ServerFrame(request_id=frame.request_id, admitted=admitted) for frame in message.frames]
                 await context.write(pb.GenerateResponse(frames=frames))
-                await self._step.wait()  # the step that runs now is not theirs
+                await self._step.wait()  # the current step began before these requests
                 left.update({frame.request_id: frame.start.max_output_tokens for frame in message.frames})
                 joined.set()
 
@@ -234,7 +244,7 @@ async def serve_echo(step_s: float) -> None:
 
 
 def main() -> None:
-    """Be one of the two."""
+    """Run one of the two roles."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if sys.argv[1] == "echo":
             runner.run(serve_echo(**json.loads(sys.argv[2])))

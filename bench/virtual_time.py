@@ -1,7 +1,8 @@
-"""Engines that run on a clock of their own: a load of minutes on many GPUs is computed as fast as this machine counts, and exactly.
+"""Engines in virtual time: minutes of load on many GPUs are computed quickly and reproducibly.
 
-An event loop whose time jumps to the next thing that is due, and simulated engines in it. Scheduler, KV blocks, prefix cache and
-cost model are the product's; only the processes around them are missing. Nothing depends on how busy the machine is.
+An event loop whose time jumps to the next timer, with simulated engines. Scheduler, KV blocks,
+prefix cache and cost model are the product's; only the processes around them are missing. Results
+do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from inference.workers.engine import EngineSequence
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Its `time` stands still while anything can run, and jumps to the next timer when nothing can."""
+    """Event loop whose `time` stops while a callback is ready, and else jumps to the next timer."""
 
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
 
     def time(self) -> float:
-        """Seconds since the loop began."""
+        """Return the seconds since the loop began."""
         return self._now_s
 
     def _run_once(self) -> None:
@@ -47,7 +48,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualEngine:
-    """Implements `Engine` by a simulated core in this process, on the loop's time."""
+    """Simulated core in this process on the loop's time; implements `Engine`."""
 
     def __init__(self, directory: Path, name: str, cost: CostModel, limits: EngineLimits) -> None:
         """directory: a checkpoint's, for its tokenizer. Needs the running loop."""
@@ -57,7 +58,7 @@ class VirtualEngine:
         options = EngineOptions(str(directory), limits, simulation=cost)
         self._core = EngineCore(options, clock=self._clock, sleep=self._note_step)
         self._step_s = 0.0
-        self._sequences: dict[int, EngineSequence] = {}  # that have not ended
+        self._sequences: dict[int, EngineSequence] = {}  # not ended
         self._next_number = 0
         self._hint = PrefixHint(cost.kv_block_count, KV_BLOCK_TOKENS)
         self._wake = asyncio.Event()
@@ -65,7 +66,7 @@ class VirtualEngine:
         self.busy_s = 0.0
 
     async def serve(self) -> None:
-        """See `Engine.serve`."""
+        """Implement `Engine.serve`."""
         while not self._closed:
             if self._core.idle:
                 self._wake.clear()
@@ -74,7 +75,7 @@ class VirtualEngine:
             self._step_s = 0.0
             events = self._core.step()
             self.busy_s += self._step_s
-            await asyncio.sleep(self._step_s)  # what it computed is there when the step is over
+            await asyncio.sleep(self._step_s)  # results are available at the end of the step
             for number, event in events:
                 assert not isinstance(event, SequenceRefused), "no request here has a response format"
                 if (sequence := self._sequences.get(number)) is None:
@@ -90,10 +91,10 @@ class VirtualEngine:
                 sequence.tell(event)
 
     async def start(self) -> None:
-        """It is there already."""
+        """Do nothing: the engine is always ready."""
 
     def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
-        """See `Engine.submit`."""
+        """Implement `Engine.submit`."""
         if (fault := self._core.request_fault(request)) is not None:
             raise RequestImpossible(fault)
         number = self._next_number
@@ -104,32 +105,32 @@ class VirtualEngine:
         return sequence
 
     def cancel(self, sequence: EngineSequence) -> None:
-        """See `Sequence.cancel`."""
+        """Implement `Sequence.cancel`."""
         self._core.cancel(sequence.number)
 
     def forget(self, sequence: EngineSequence) -> None:
-        """See `Sequence.close`."""
+        """Implement `Sequence.close`."""
         if self._sequences.pop(sequence.number, None) is not None:
             self._core.cancel(sequence.number)
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
-        """See `Engine.predict_cached_token_count`."""
+        """Implement `Engine.predict_cached_token_count`."""
         return self._hint.predict(prompt_token_ids, cache_salt)
 
     def statistics(self) -> EngineStatistics:
-        """See `Engine.statistics`."""
+        """Implement `Engine.statistics`."""
         return self._core.statistics()
 
     def healthy(self) -> bool:
-        """See `Engine.healthy`."""
+        """Implement `Engine.healthy`."""
         return not self._closed
 
     def condition(self) -> EngineCondition:
-        """See `Engine.condition`."""
+        """Implement `Engine.condition`."""
         return EngineCondition(EngineState.CLOSED if self._closed else EngineState.READY, loading_fraction=1.0)
 
     async def close(self) -> None:
-        """See `Engine.close`; only when nothing runs any more."""
+        """Implement `Engine.close`; call it only when nothing is running."""
         self._closed = True
         self._wake.set()
 
