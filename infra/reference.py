@@ -471,7 +471,7 @@ def endings_ways() -> str:
     return (
         "\n".join(
             f"### {cause.capitalize()}\n\n"
-            + table(("end", "what the client is told"), ((way.name, way.told) for way in WAYS if way.cause is cause))
+            + table(("end", "response"), ((way.name, way.response) for way in WAYS if way.cause is cause))
             for cause in Cause
         )
         + f"\n{SIBLING}.\n"

@@ -1,1 +1,1 @@
-"""One request from its start frame to its settlement: prepared, admitted, run, limited, interrupted."""
+"""One request, from its start frame to its settlement."""

@@ -1,6 +1,7 @@
-"""The one decision to serve: a permit in memory, then a hold in PostgreSQL. There is no other way to reach an engine.
+"""Admission of requests: a permit in memory, then a hold in PostgreSQL.
 
-A request asks for both through its `Lease`, and ends both through it: on every way out alike, exactly once.
+No request reaches an engine without both. Its `Lease` takes and releases them, exactly once however
+the request ends.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from metering.holds.operations import Admit, Admitted, Ended, Extend, Settle, Se
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.group_commit import Pending
 
-REFUSED_S = 5.0  # after a refusal by a quota: so long the key's short prompts are not tokenized before the quotas are asked
+# Time after a quota refusal in which quotas are checked before a prompt of that key is tokenized
+REFUSED_S = 5.0
 REFUSED_KEYS_MAX = 10_000
 
 log = structlog.get_logger(__name__)
 
 
 class Capacity:
-    """Permits to run requests in this process: overload is shed here, before the database is touched."""
+    """Permits to run requests in this process. Sheds overload before the database is touched."""
 
     def __init__(self, permit_count_max: int) -> None:
         self._permit_count_max = permit_count_max
-        self.taken_count = 0  # requests that hold a permit now
+        self.taken_count = 0  # requests that hold a permit
         self._idle = asyncio.Event()
         self._idle.set()
-        self.is_draining = False  # no more permits are given
+        self.is_draining = False  # if set, no more permits are issued
 
     def take(self) -> None:
         """Take a permit, to be given back once. Raises: Draining, Overloaded."""
@@ -52,42 +54,43 @@ class Capacity:
         self.taken_count += 1
 
     def check(self) -> None:
-        """Raise what taking a permit would raise: Draining, Overloaded."""
+        """Raise what `take` would raise: Draining, Overloaded."""
         if self.is_draining:
-            raise Draining("this server is shutting down: the same request will be served elsewhere")
+            raise Draining("this server is shutting down; retry the request on another server")
         if self.taken_count >= self._permit_count_max:
-            raise Overloaded(f"this server runs {self.taken_count} requests, as many as it may")
+            raise Overloaded(f"server is at capacity ({self.taken_count} requests); retry later")
 
     def give_back(self) -> None:
-        """The request has ended."""
+        """Release a permit."""
         self.taken_count -= 1
         if not self.taken_count:
             self._idle.set()
 
     def drain(self) -> None:
-        """Give no more permits."""
+        """Stop issuing permits."""
         self.is_draining = True
 
     async def idle(self) -> None:
-        """Wait until no permit is out."""
+        """Wait until all permits are released."""
         await self._idle.wait()
 
 
 class Lease:
-    """Permit and hold of one request, from admission to settlement. Each ends exactly once.
+    """Permit and hold of one request, from admission to settlement. Each is released exactly once.
 
-    leased_token_count: output tokens that may be delivered in all. outcome: what it was ended with. settled: what that has cost,
-    unless the hold was voided; `endings.py` says what an end costs.
+    leased_token_count: output tokens that may be delivered in total. outcome: the outcome that
+    ended the request. settled: its final charge; None if the hold was voided (see `endings.py`).
     """
 
     def __init__(self, admission: Admission, op: Admit, usage: UsageSoFar) -> None:
-        """op: its first slice is all the output that the request may have; a slice of that is leased at first.
+        """op: admission whose first slice is the whole output; a part of that is leased at first.
 
-        usage: what the hold is ended with.
+        usage: token counts that the hold is settled with.
         """
-        self.admitted: Admitted  # from when it was let in
+        self.admitted: Admitted  # set on admission
         self.is_held = False
-        # Why no more tokens may leave under this hold, whatever is leased; None while they may. Each token asks.
+        # Returns why tokens may no longer be delivered under this hold, or None. Called for each
+        # token.
         self.lapse: Callable[[], Exception | None] = no_lapse
         self.usage = usage
         self.leased_token_count = 0
@@ -96,16 +99,17 @@ class Lease:
         self._op = op
         self._admission = admission
         self._max_output_token_count = op.first_slice_token_count
-        self._pending: Pending | None = None  # while it is asked for
+        self._pending: Pending | None = None  # while the admission is pending
         self._done: Callable[[Exception | None], None] | None = None
-        self._lock: asyncio.Lock | None = None  # made by the first extension
+        self._lock: asyncio.Lock | None = None  # created by the first extension
         self._anticipating = False
 
     def ask(self, done: Callable[[Exception | None], None]) -> None:
-        """Ask for both. done: called later, with the refusal if there is one; a refused request leaves no trace.
+        """Request permit and hold. A refused request leaves no trace.
 
-        Raises: Draining, Overloaded. Refusals: QuotaExceeded, PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight,
-        RequestSettled, StoreAway.
+        done: called later, with the refusal or None. Refusals: QuotaExceeded, PriceMissing,
+        KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled, StoreAway. Raises: Draining,
+        Overloaded.
         """
         op, settings = self._op, self._admission.settings
         op.first_slice_token_count = min(settings.lease_slice_tokens, op.first_slice_token_count)
@@ -117,7 +121,7 @@ class Lease:
     def _answered(self, answer: Admitted | Exception) -> None:
         admission, key_number = self._admission, self._op.payer.api_key_id.int
         done, self._done, self._pending = self._done, None, None
-        assert done is not None, "who asks is answered once"
+        assert done is not None, "an admission is answered once"
         if isinstance(answer, Exception):
             admission.capacity.give_back()
             if isinstance(answer, QuotaExceeded):
@@ -132,7 +136,7 @@ class Lease:
         done(None)
 
     def abandon(self) -> None:
-        """Give back permit and hold without calling `done`. Not for a lease that `end` was called for."""
+        """Release permit and hold without calling `done`. Not allowed once `end` was called."""
         if self._pending is not None:
             self._pending.abandon()
             self._pending = self._done = None
@@ -143,20 +147,21 @@ class Lease:
         self._admission.capacity.give_back()
 
     def allow(self, max_output_token_count: int) -> None:
-        """The request may have so many output tokens in all, if it could not have more before."""
+        """Raise the total of output tokens that the request may have to at least this number."""
         self._max_output_token_count = max(self._max_output_token_count, max_output_token_count)
 
     async def cover(self, token_count: int) -> None:
-        """Make sure that so many output tokens in all may be delivered; returns at once where they are leased already.
+        """Lease output tokens until this many in total may be delivered.
 
-        Raises: QuotaExceeded if a quota has no room for them, HoldEnded, StoreAway. What was leased before stays leased.
+        Raises: QuotaExceeded if a quota has no room for them, HoldEnded, StoreAway. Tokens leased
+        before stay leased.
         """
         while token_count > self.leased_token_count:
             await self._extend_beyond(self.leased_token_count)
         self.anticipate(token_count)
 
     def anticipate(self, token_count: int) -> None:
-        """Extend in the background once little is left, so that the stream does not wait for the database later."""
+        """Extend the lease in the background before it runs out, so that the stream does not wait."""
         if self.leased_token_count - token_count > self._admission.settings.lease_margin_tokens:
             return
         if not self._anticipating and self.leased_token_count < self._max_output_token_count:
@@ -167,7 +172,7 @@ class Lease:
         try:
             await self._extend_beyond(leased_token_count)
         except MeteringError as refusal:
-            # `cover` asks again when the tokens are needed, and then it matters.
+            # `cover` repeats the extension when the tokens are needed; a refusal matters only then.
             log.debug("lease_extension_refused", hold_id=str(self.admitted.hold_id), cause=str(refusal))
 
     async def _extend_beyond(self, leased_token_count: int) -> None:
@@ -191,9 +196,10 @@ class Lease:
         timings: dict[str, float] | None = None,
         migration_count: int = 0,
     ) -> None:
-        """Settle or void the hold, as the table of endings says, and give the permit back.
+        """Settle or void the hold according to the table of endings, and release the permit.
 
-        outcome, error: as `cause_of`. done: called later, with what went wrong if anything did.
+        outcome, error: see `cause_of`. done: called later, with the error if ending the hold
+        failed.
         """
         usage, hold_id = self.usage, self.admitted.hold_id
         cause = cause_of(outcome, error)
@@ -228,11 +234,11 @@ class Lease:
 
 
 def no_lapse() -> None:
-    """Default of `Lease.lapse`: there is no hold yet that could lapse."""
+    """Return None: there is no hold yet that could lapse. Default of `Lease.lapse`."""
 
 
 class Admission:
-    """Lets requests in, and sees to it that each ends."""
+    """Admits requests and ends each of them."""
 
     def __init__(
         self, settings: Settings, capacity: Capacity, holds: HoldStore, journal: UsageJournal, tasks: asyncio.TaskGroup
@@ -242,25 +248,26 @@ class Admission:
         self.holds = holds
         self.journal = journal
         self.tasks = tasks
-        self.admitted_count = 0  # since the start
-        self.refused_at: OrderedDict[int, float] = OrderedDict()  # by the API key's number; the last that was refused stands last
+        self.admitted_count = 0  # since the start of the process
+        # By API key number, latest refusal last
+        self.refused_at: OrderedDict[int, float] = OrderedDict()
 
     def was_refused(self, api_key_id: uuid.UUID) -> bool:
-        """Whether the last request of a key was refused by a quota, a moment ago."""
+        """Return whether a quota refused the key's last request less than `REFUSED_S` ago."""
         return time.monotonic() - self.refused_at.get(api_key_id.int, -math.inf) < REFUSED_S
 
     def note_refusal(self, key_number: int) -> None:
-        """A quota has refused a request of this API key."""
+        """Record that a quota refused a request of this API key."""
         self.refused_at[key_number] = time.monotonic()
         self.refused_at.move_to_end(key_number)
         if len(self.refused_at) > REFUSED_KEYS_MAX:
             self.refused_at.popitem(last=False)
 
     async def check_room(self, op: Admit) -> None:
-        """Raise what a request would be refused with that is at least this large, before any work is spent on it.
+        """Raise the refusal of a request of at least this size, before it costs any work.
 
-        op: with as many input tokens as it may have at least; of its output no more is asked for than it needs to begin. Raises:
-        Draining, Overloaded; as `HoldStore.check_room`.
+        op: its input is a lower bound, its output only the first slice. Raises: Draining,
+        Overloaded, and the errors of `HoldStore.check_room`.
         """
         self.capacity.check()
         op.first_slice_token_count = op.least_slice_token_count = min(1, op.first_slice_token_count)
@@ -271,7 +278,10 @@ class Admission:
             raise
 
     async def admit(self, op: Admit, usage: UsageSoFar) -> Lease:
-        """See `Lease.ask`, and raises its refusals. Whoever gets the lease ends it."""
+        """Take a permit and a hold.
+
+        The caller ends the lease. Raises the refusals of `Lease.ask`.
+        """
         lease = Lease(self, op, usage)
         try:
             await answered(lease.ask)

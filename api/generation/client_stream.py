@@ -1,7 +1,8 @@
-"""The bidirectional stream: frames in, frames out, any number of requests at once.
+"""Bidirectional stream: client frames in, server frames out, for any number of requests.
 
-One reader and one writer per stream. The stream owns nothing of its requests but the right to receive and to stop them; see
-`Source`. They run in this process (`live.py`), have ended here (`replay.py`), or run in another one (`relay.py`).
+Each stream has one reader and one writer. It does not own its requests; it may only receive and
+stop them (see `Source`). A request runs in this process (`live.py`), has ended here (`replay.py`),
+or runs in another process (`relay.py`).
 """
 
 from __future__ import annotations
@@ -41,10 +42,13 @@ from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.tenants.tenants import as_uuid
 
-DEADLINE_SLACK_S = 0.1  # by so much the ways of the start and of the hang-up may differ
-DEADLINE_ROUNDING = 0.01  # gRPC sends a timeout rounded up by at most this share
-SLICE_S = 0.002  # of work on one message before others have their turn: a message may hold thousands of frames, of 5 to 150 µs each
-ENDED_IDS_REMEMBERED = 10_000  # so that a late cancel of a request that has just ended is no error
+# Possible difference in latency between the start of a call and its cancellation
+DEADLINE_SLACK_S = 0.1
+DEADLINE_ROUNDING = 0.01  # maximum share by which gRPC rounds a timeout up
+# Per message before other streams run; a message may hold thousands of frames of 5 to 150 µs each
+SLICE_S = 0.002
+# So that a late cancel of a request that has just ended is not an error
+ENDED_IDS_REMEMBERED = 10_000
 
 Context = grpc.aio.ServicerContext[pb.GenerateRequest, bytes]
 
@@ -62,9 +66,10 @@ class ClientStream:
         is_relayed: bool = False,
         trace: TraceContext = NO_TRACE,
     ) -> None:
-        """secret: the API key, for other processes. is_relayed: the client is one of them, and may attach only.
+        """secret: the API key, to present to other processes.
 
-        trace: the one that those of the call's requests are in that name no other.
+        is_relayed: the client is another process, and may only attach. trace: the trace of requests
+        that do not name one themselves.
         """
         self._trace = trace
         self._process = process
@@ -74,14 +79,16 @@ class ClientStream:
         self._auth_ms = auth_ms
         self._frames_max = process.admission.settings.frames_per_message_max
         self._outbox = Outbox(process.admission.journal, process.admission.holds.may_have_lapsed)
-        self._running: dict[int, Receiver] = {}  # by the number of the request's id: UUIDs hash in Python
+        # By number of the request id, since UUIDs hash in Python
+        self._running: dict[int, Receiver] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._violation: Exception | None = None
-        self._deadline: float | None = None  # of the call, on the monotonic clock
-        self._begun_s = 0.0  # of processor time in this slice, for requests that began, as far as it is not counted
-        self._lookup_s = 0.0  # of it behind this slice, for attaches that look into the books
+        self._deadline: float | None = None  # of the call, in seconds on the monotonic clock
+        # Processor time of starts in this slice that is not charged to the key yet
+        self._begun_s = 0.0
+        self._lookup_s = 0.0  # cost of database lookups by attaches in this slice, charged after it
         visit = VISIT.get()
         self._let_in: Callable[[], None] = (lambda: None) if visit is None else visit.let_in
         key.on_shut_out = self._shut_out
@@ -89,7 +96,8 @@ class ClientStream:
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
         """Serve until the client has half-closed and every request has ended.
 
-        Raises: InvalidRequest for a message that is no batch of frames; on any exit what runs is stopped, or goes on unattended.
+        On any exit, running requests are stopped or continue unattended. Raises: InvalidRequest if
+        a message is not a valid batch of frames.
         """
         granted_s = remaining_s(context)
         self._deadline = None if granted_s is None else time.monotonic() + granted_s
@@ -98,11 +106,12 @@ class ClientStream:
                 requests.before_large = partial(self._process.pace.turn, self._key.principal)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_on(requests), name="stream reader")
-                # The client may go away in the middle of a write; that the call is cancelled is the next thing that is heard then.
+                # If the client disconnects during a write, gRPC cancels the call right after.
                 left = partial(self._left_midway, context, granted_s)
                 tasks.create_task(self._outbox.write_all(context.write, left, grpc.aio.InternalError), name="stream writer")
         except asyncio.CancelledError:
-            # gRPC cancels the handler both when the client goes away and when its deadline passes.
+            # gRPC cancels the handler both when the client disconnects and when its deadline
+            # passes.
             self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
             raise
         finally:
@@ -112,19 +121,21 @@ class ClientStream:
             try:
                 raise violation
             finally:
-                # The error refers to this frame and to the one that holds the message. Referring to
-                # the error from here would keep all of them until a garbage collection.
+                # The error refers to this frame and to the frame that holds the message. A
+                # reference to the error from here would keep all of them alive until a garbage
+                # collection.
                 del violation
 
     async def _read_on(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
-        """Read until the end, or until a message that ends the stream; the message that is being written is let go first.
+        """Read until the stream ends or a message ends it; wait for the current write before that.
 
-        Cancelling a write leaves the call with an operation under way, behind which gRPC never sends the status.
+        Cancelling a write leaves an operation pending, behind which gRPC never sends the status.
         """
         try:
             async for message in requests:
                 await self._work_off(message.frames)
-                del message  # a stream that waits for the next message does not keep this one
+                # So that a stream that waits for the next message does not keep this one
+                del message
             await self._all_ended.wait()
             self._outbox.close()
         except Exception as violation:
@@ -135,20 +146,20 @@ class ClientStream:
         self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
 
     async def _work_off(self, batch: Sequence[pb.ClientFrame]) -> None:
-        """The frames of one message, in slices; between them the streams of others go on, however full it is.
+        """Handle the frames of one message in slices, and let other streams run between them.
 
-        Whose frames have taken their share of the event loop's time waits before the next slice. A key that is revoked meanwhile is
-        good for nothing more of the message. Raises: InvalidRequest.
+        A key that used up its share of the event loop waits before its next slice. A key that is
+        revoked meanwhile stops the message. Raises: InvalidRequest.
         """
         received_at = time.monotonic() - self._auth_ms / 1000
         if not batch:
             raise InvalidRequest([FieldViolation("frames", "a message must hold at least one frame")])
         if len(batch) > self._frames_max:
-            wrong = f"a message may hold {self._frames_max} frames, not {len(batch)}: send several messages"
+            wrong = f"a message may hold {self._frames_max} frames, got {len(batch)}: split it into several messages"
             raise InvalidRequest([FieldViolation("frames", wrong)])
         await self._key.look_again()
         auth_ms = (time.monotonic() - received_at) * 1000
-        self._auth_ms = 0.0  # only the requests of the first message waited for it
+        self._auth_ms = 0.0  # only requests of the first message waited for authentication
         pace, principal = self._process.pace, self._key.principal
         index = 0
         while index < len(batch):
@@ -160,7 +171,7 @@ class ClientStream:
             await self._outbox.room()
 
     def _work_off_slice(self, batch: Sequence[pb.ClientFrame], index: int, auth_ms: float, received_at: float) -> int:
-        """The frames from this one on, as many as there is time for but at least one; the first that is left over."""
+        """Handle at least one frame from `index` on within the slice; return the next index."""
         self._lookup_s = self._begun_s = 0.0
         index_before, read_s = index, 0.0 if index else READ_S.get()
         slice_began_at, began_at = time.monotonic(), time.thread_time()
@@ -177,7 +188,7 @@ class ClientStream:
         return index
 
     def _obey(self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:
-        """One frame of a message. Raises: InvalidRequest for one that is of no kind."""
+        """Handle one frame. Raises: InvalidRequest if its kind is unknown."""
         match frame.WhichOneof("kind"):
             case "start":
                 self._start(frame, auth_ms, received_at)
@@ -200,7 +211,7 @@ class ClientStream:
         began_at = time.thread_time()
         try:
             if self._is_relayed:
-                raise PermissionDenied("the peer port takes no `start`: send it to the port for clients (WEIR_LISTEN)")
+                raise PermissionDenied("`start` is not accepted on the peer port; send it to the client port (WEIR_LISTEN)")
             self._key.check()
             start = parse_start(frame.request_id, frame.start, self._process.window_tokens_max)
             if self._key.principal.models:
@@ -232,7 +243,8 @@ class ClientStream:
                     )
                     read_at = time.thread_time()
                     LiveRequest(caller, start, self._process, receiver).begin()
-                    # Quotas bound what is let in, and a request that is refused pays for its prompt by itself.
+                    # Quotas bound admitted requests; a refused request charges for its prompt
+                    # itself.
                     self._begun_s += min(read_at - began_at, START_FREE_S) + time.thread_time() - read_at
 
             self._receive(frame.request_id, start.request_id, bind)
@@ -241,15 +253,18 @@ class ClientStream:
             self._refuse(frame.request_id, error)
 
     def _is_answered(self, start: ValidStart, here: LiveRequest | None) -> bool:
-        """Whether it is the same as one that this stream receives. Raises: RequestUnderWay if one of this id is another one."""
+        """Return whether this stream receives the same request.
+
+        Raises: RequestUnderWay on a different payload.
+        """
         receiver = self._running.get(start.request_id.int)
         known = (
             here.start.payload_hash if here is not None else receiver.payload_hash if receiver is not None else start.payload_hash
         )
         if known is None:
-            raise RequestInFlight("this stream has attached to a request with this request_id: wait for its end")
+            raise RequestInFlight("this stream has attached to a request with this request_id; wait until it ends")
         if known != start.payload_hash:
-            raise RequestUnderWay("a request with this request_id and another payload runs already")
+            raise RequestUnderWay("a request with this request_id and another payload is already running")
         return receiver is not None
 
     def _attach(self, frame: pb.ClientFrame) -> None:
@@ -257,7 +272,7 @@ class ClientStream:
             self._key.check()
             request_id, after_seq = parse_request_id(frame.request_id), frame.attach.after_seq
             if after_seq < 0:
-                raise InvalidRequest([FieldViolation("attach.after_seq", f"must be at least 0, not {after_seq}")])
+                raise InvalidRequest([FieldViolation("attach.after_seq", f"must be at least 0, got {after_seq}")])
             key = self._key.principal.project_id, request_id
             source, relays = self._source(key), None if self._is_relayed else self._process.relays
 
@@ -277,7 +292,7 @@ class ClientStream:
             self._refuse(frame.request_id, error)
 
     def _update(self, frame: pb.ClientFrame, receiver: Receiver) -> None:
-        """Change limits, unless the key is good for nothing that begins: a higher limit would spend more with it."""
+        """Change limits, unless the key is no longer valid: a higher limit could cost more."""
         try:
             self._key.check()
         except Exception as refusal:
@@ -286,23 +301,26 @@ class ClientStream:
             receiver.source.update(frame.update)
 
     def _source(self, key: Key) -> Source | None:
-        """Who has the request, as far as this process knows. Raises: ModelNotAllowed."""
+        """Return the source of a request, if this process knows it. Raises: ModelNotAllowed."""
         if (here := self._process.find(key)) is not None:
             check_model(self._key.principal, self._process.router.own_name(here.start.model))
             return here.output
         if (kept := self._process.replays.find(key)) is not None:
             check_model(self._key.principal, self._process.router.own_name(kept.model))
             return kept
-        receiver = self._running.get(key[1].int)  # through a relay
+        receiver = self._running.get(key[1].int)  # if it is relayed
         return None if receiver is None else receiver.source
 
     def _receive(self, given_id: str, request_id: uuid.UUID, bind: Callable[[Receiver], None]) -> None:
-        """Receive a request from what binds a receiver to it; if that fails, all is as before. Raises: Overloaded; as `bind`."""
+        """Receive a request; undone if `bind` fails.
+
+        Raises: Overloaded, and the errors of `bind`.
+        """
         number = request_id.int
         before = self._running.get(number)
         limit = self._process.admission.settings.requests_per_stream_max
         if before is None and len(self._running) >= limit:
-            raise Overloaded(f"this stream runs {limit} requests, as many as it may: wait for one to end")
+            raise Overloaded(f"this stream is at its limit of {limit} requests; wait for one to end")
         receiver = Receiver(self._outbox, given_id, lambda receiver: self._on_end(number, receiver))
         self._running[number] = receiver
         self._all_ended.clear()
@@ -316,7 +334,7 @@ class ClientStream:
             raise
 
     def _known(self, given_id: str) -> Receiver | None:
-        """The request that a frame is about; None if it has ended, or is not known here, which its client is told."""
+        """Return the running request that a frame names; report an unknown id to the client."""
         receiver = self._find(given_id)
         if receiver is None and ((request_id := as_uuid(given_id)) is None or request_id.int not in self._ended):
             error = UnknownRequest(f"this stream has not started a request {given_id[:64]!r}")
@@ -324,13 +342,13 @@ class ClientStream:
         return receiver
 
     def _find(self, given_id: str) -> Receiver | None:
-        """The request of an id that runs on this stream, however the client spells it."""
+        """Return the request with this id that runs on this stream, in any spelling of the id."""
         request_id = as_uuid(given_id)
         return None if request_id is None else self._running.get(request_id.int)
 
     def _on_end(self, number: int, receiver: Receiver) -> None:
         if self._running.get(number) is not receiver:
-            return  # this stream receives it anew
+            return  # this stream receives it again
         if receiver.is_refused and receiver.payload_hash is not None:
             self._process.pace.spent(self._key.principal, REFUSAL_COST_S)
         self._ended[number] = None
@@ -344,18 +362,19 @@ class ClientStream:
             self._all_ended.set()
 
     def _shut_out(self, refusal: Exception) -> None:
-        """The key may not be used from here any more: nothing goes on, and what comes next is refused."""
+        """Fail all running requests with this refusal, since the key is no longer valid here."""
         for receiver in list(self._running.values()):
             receiver.source.shut_out(receiver, refusal)
 
     def _leave(self, outcome: Outcome) -> None:
-        """Deliver nothing more, and stop all requests, but for those that go on unattended."""
-        self._outbox.abandon()  # first: then no request has to look for its own frames among those of all
+        """Stop delivery, and all requests except those that continue unattended."""
+        # First, so that requests need not search the queue for their own frames
+        self._outbox.abandon()
         for receiver in list(self._running.values()):
             receiver.source.leave(receiver, outcome)
 
     def _refuse(self, given_id: str, error: Exception) -> None:
-        """Answer a frame that changes nothing."""
+        """Reject a frame that changes nothing."""
         again = self._find(given_id) is not None
         self._answer(given_id, frames.failed(status_of(error), None, duplicate_start=again))
 
@@ -365,21 +384,21 @@ class ClientStream:
 
 
 def check_keep(keep_s: float | None, keep_max_s: float) -> None:
-    """Raises: KeepTooLong if a request wants to go on unattended for longer than this server lets it."""
+    """Raise KeepTooLong if a request asks to run unattended for longer than the server allows."""
     if keep_s is not None and keep_s > keep_max_s:
         raise KeepTooLong(keep_s, keep_max_s)
 
 
 def remaining_s(context: Context) -> float | None:
-    """Time until the deadline of the call; None if it has none, whatever the stubs say."""
+    """Return the seconds left until the deadline of the call; None if it has no deadline."""
     remaining: object = context.time_remaining()
     return float(remaining) if isinstance(remaining, int | float) else None
 
 
 def outcome_of_leaving(granted_s: float | None, left_s: float | None) -> Outcome:
-    """How a call ended that was granted so much time and is gone with so much of it left.
+    """Return how a call ended that was granted this much time and had this much left.
 
-    Mostly it is the client that looks at the clock, and its hanging up arrives a little before our own deadline.
+    The client usually notices its deadline first, and cancels shortly before the server would.
     """
     if granted_s is None or left_s is None or left_s > DEADLINE_SLACK_S + DEADLINE_ROUNDING * granted_s:
         return Outcome.CANCELLED

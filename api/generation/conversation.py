@@ -1,4 +1,4 @@
-"""What a request gives the model to go on from, in any of its forms: its checks, and the values that the tokenizer gets."""
+"""Checks and parsing of prompts: conversations, text and token ids."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ROLES: Mapping[int, str] = {
     pb.ROLE_ASSISTANT: "assistant",
     pb.ROLE_TOOL: "tool",
 }
-PLAIN_ROLES = frozenset(ROLES) - {pb.ROLE_TOOL}  # of turns that stand for nothing but their text
+PLAIN_ROLES = frozenset(ROLES) - {pb.ROLE_TOOL}  # turns with text only
 CALLLESS_ROLES = frozenset((pb.ROLE_SYSTEM, pb.ROLE_USER))
 CALL_ID_CHARS_MAX = 128
-# Looking at as many takes some milliseconds, in which no other stream has its turn; and a template holds Python's lock for each.
+# Checking that many takes some ms, during which no other stream runs; a template holds the GIL.
 MESSAGE_COUNT_MAX = 4096
 CALL_COUNT_MAX = 4096  # of all messages together, for the same reason
 
 
 def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violations) -> None:
-    """A prompt must be there and not be empty."""
+    """Check that there is a prompt and that it is not empty."""
     match message.WhichOneof("prompt"):
         case None:
             wrong.check(False, "prompt", "one of conversation, text and token_ids must be set")
@@ -44,35 +44,37 @@ def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violatio
 
 
 def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
-    """Every turn in itself, and whether results follow their calls."""
+    """Check every turn, and that tool results follow their calls."""
     wrong.check(bool(messages), "conversation.messages", "must hold at least one message")
     if not wrong.check_count(len(messages), MESSAGE_COUNT_MAX, "conversation.messages"):
         return
     call_counts = [len(turn.tool_calls) for turn in messages]
     call_count = sum(call_counts)
     right = call_count <= CALL_COUNT_MAX
-    wrong.check(right, "conversation.messages", f"may have {CALL_COUNT_MAX} tool calls together, not {call_count}")
+    wrong.check(right, "conversation.messages", f"may have {CALL_COUNT_MAX} tool calls in total, got {call_count}")
     if not right:
         return
     call_ids: set[str] = set()
     for index, (turn, count) in enumerate(zip(messages, call_counts, strict=True)):
         role = turn.role
         if role in PLAIN_ROLES and not count and not turn.tool_call_id:
-            continue  # as most are
+            continue  # most turns
         field = f"conversation.messages[{index}]"
         wrong.check(role in ROLES, f"{field}.role", "must be ROLE_SYSTEM, ROLE_USER, ROLE_ASSISTANT or ROLE_TOOL")
         if role == pb.ROLE_TOOL:
             wrong.check(turn.tool_call_id in call_ids, f"{field}.tool_call_id", "must be the id of a call in an earlier message")
         elif turn.tool_call_id:
-            wrong.check(False, f"{field}.tool_call_id", "is for ROLE_TOOL alone: leave it out")
+            wrong.check(False, f"{field}.tool_call_id", "is allowed for ROLE_TOOL only; leave it out")
         if turn.tool_calls:
-            wrong.check(turn.role == pb.ROLE_ASSISTANT, f"{field}.tool_calls", "are for ROLE_ASSISTANT alone: leave them out")
+            wrong.check(
+                turn.role == pb.ROLE_ASSISTANT, f"{field}.tool_calls", "are allowed for ROLE_ASSISTANT only; leave them out"
+            )
             check_calls(turn.tool_calls, f"{field}.tool_calls", wrong)
             call_ids.update(call.id for call in turn.tool_calls)
 
 
 def check_calls(calls: Sequence[pb.ToolCall], field: str, wrong: Violations) -> None:
-    """The calls of one turn."""
+    """Check the tool calls of one turn."""
     seen: set[str] = set()
     for index, call in enumerate(calls):
         right = 1 <= len(call.id) <= CALL_ID_CHARS_MAX and call.id not in seen
@@ -84,7 +86,7 @@ def check_calls(calls: Sequence[pb.ToolCall], field: str, wrong: Violations) -> 
 
 
 def parse_prompt(message: pb.StartFrame | pb.CountTokensRequest) -> Prompt:
-    """The prompt of a message that `check_prompt` found right."""
+    """Return the prompt of a message that passed `check_prompt`."""
     match message.WhichOneof("prompt"):
         case "conversation":
             return _messages(message.conversation.messages)
@@ -96,7 +98,7 @@ def parse_prompt(message: pb.StartFrame | pb.CountTokensRequest) -> Prompt:
 
 
 def thinking_of(message: pb.StartFrame | pb.CountTokensRequest) -> bool | None:
-    """Whether the model is to think; None if its chat template decides."""
+    """Return whether the model should think; None if its chat template decides."""
     conversation = message.conversation
     return conversation.thinking if message.HasField("conversation") and conversation.HasField("thinking") else None
 

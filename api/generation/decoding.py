@@ -1,6 +1,6 @@
-"""What a start frame says of how tokens are chosen and when the output ends: its checks, and the values that the engine gets.
+"""Decoding options of a start frame: checks, and the values that the engine gets.
 
-A client's number is refused where it is out of range, never moved into it.
+A value out of range is rejected, never clamped.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from inference.engine import (
 )
 
 TEMPERATURE_MAX = 2.0
-PENALTY_MAX = 2.0  # OpenAI's range, both ways
-REPETITION_PENALTY_MAX = 2.0  # beyond it nothing but the penalty is left in the output
-LOGIT_BIAS_MAX = 100.0  # OpenAI's range, both ways: at its ends a token is certain or banned
+PENALTY_MAX = 2.0  # OpenAI's range, in both directions
+REPETITION_PENALTY_MAX = 2.0  # above it the penalty alone decides the output
+# OpenAI's range, in both directions; at its ends a token is certain or banned
+LOGIT_BIAS_MAX = 100.0
 LOGIT_BIAS_COUNT_MAX = 1024  # each is written into the logits at every step
 STOP_SEQUENCE_COUNT_MAX = 16  # each is matched against every token's text
 STOP_SEQUENCE_CHARS_MAX = 256
 STOP_TOKEN_ID_COUNT_MAX = 64
 TOP_LOGPROBS_MAX = 20
-CHOICE_COUNT_MAX = 16  # each takes a place in the engine's batch
-BEAM_WIDTH_MAX = 16  # each takes a place in the engine's batch
-LENGTH_PENALTY_MAX = 10.0  # both ways: beyond it the length alone would decide
-RESPONSE_FORMAT_BYTES_MAX = 65_536  # compiles in some 200 ms at worst, measured on schemas of only objects
+CHOICE_COUNT_MAX = 16  # each takes a slot of the engine's batch
+BEAM_WIDTH_MAX = 16  # each takes a slot of the engine's batch
+LENGTH_PENALTY_MAX = 10.0  # in both directions; beyond it the length alone would decide
+# Compiles in 200 ms at worst, measured on schemas that consist of objects only
+RESPONSE_FORMAT_BYTES_MAX = 65_536
 
 EARLY_STOPPING: Mapping[int, EarlyStopping] = {
     pb.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
@@ -46,7 +48,7 @@ EARLY_STOPPING: Mapping[int, EarlyStopping] = {
 
 
 class SamplingOverrides(msgspec.Struct, frozen=True):
-    """What a request says of sampling; None leaves it to the model's defaults."""
+    """Sampling parameters of a request; None means the model's default."""
 
     temperature: float | None
     top_p: float | None
@@ -60,7 +62,7 @@ class SamplingOverrides(msgspec.Struct, frozen=True):
     top_logprobs: int | None
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
-        """The parameters to run with."""
+        """Return the parameters to run with."""
         if self is NO_OVERRIDES and defaults.seed is None:
             return defaults
         return replace(
@@ -82,7 +84,7 @@ NO_OVERRIDES = SamplingOverrides(None, None, None, None, None, None, 0.0, 0.0, (
 
 
 class StopRules(msgspec.Struct, frozen=True):
-    """What a request says of its end."""
+    """Stop conditions of a request."""
 
     max_output_tokens: int | None
     stop_sequences: tuple[str, ...]
@@ -91,7 +93,10 @@ class StopRules(msgspec.Struct, frozen=True):
     min_output_tokens: int
 
     def within(self, room_tokens: int) -> StopCriteria:
-        """The criteria to run with. room_tokens: what the context window leaves beside the prompt."""
+        """Return the stop criteria to run with.
+
+        room_tokens: room in the context window after the prompt.
+        """
         return StopCriteria(
             max_output_tokens=self.max_output_tokens or room_tokens,
             stop_sequences=self.stop_sequences,
@@ -105,8 +110,8 @@ NO_STOP_RULES = StopRules(None, (), frozenset(), False, 0)
 
 
 def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
-    """Everything about the choice of tokens that the frame alone can tell."""
-    if start.HasField("sampling"):  # what is left out is right
+    """Check every decoding option that can be checked from the frame alone."""
+    if start.HasField("sampling"):  # defaults need no check
         _check_sampling(start.sampling, wrong)
         _check_biases(start.sampling, wrong)
     if start.HasField("response_format"):
@@ -115,17 +120,17 @@ def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
         _check_beam_search(start, wrong)
     if start.HasField("choice_count"):
         right = 1 <= start.choice_count <= CHOICE_COUNT_MAX
-        wrong.check(right, "choice_count", f"must be from 1 to {CHOICE_COUNT_MAX}, not {start.choice_count}")
+        wrong.check(right, "choice_count", f"must be from 1 to {CHOICE_COUNT_MAX}, got {start.choice_count}")
     if start.HasField("top_logprobs"):
         right = 0 <= start.top_logprobs <= TOP_LOGPROBS_MAX
-        wrong.check(right, "top_logprobs", f"must be from 0 to {TOP_LOGPROBS_MAX}, not {start.top_logprobs}")
+        wrong.check(right, "top_logprobs", f"must be from 0 to {TOP_LOGPROBS_MAX}, got {start.top_logprobs}")
 
 
 def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
-    """The sampling of a frame that `check_decoding` found right."""
+    """Return the sampling of a frame that passed `check_decoding`."""
     sampling = start.sampling
     has = sampling.HasField
-    searches = start.HasField("beam_search")  # then the model's defaults of chance do not apply
+    searches = start.HasField("beam_search")  # beam search ignores the model's sampling defaults
     return SamplingOverrides(
         temperature=sampling.temperature if has("temperature") else 0.0 if searches else None,
         top_p=sampling.top_p if has("top_p") else 1.0 if searches else None,
@@ -141,21 +146,21 @@ def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
 
 
 def parse_response_format(start: pb.StartFrame) -> ResponseFormat:
-    """The response format of a frame that `check_decoding` found right."""
+    """Return the response format of a frame that passed `check_decoding`."""
     kind = start.response_format.WhichOneof("kind")
-    assert kind is not None, "one is set"
+    assert kind is not None, "one of the formats is set"
     return ResponseFormat(GrammarKind(kind), getattr(start.response_format, kind))
 
 
 def parse_beam_search(start: pb.StartFrame) -> BeamSearchParams:
-    """The beam search of a frame that `check_decoding` found right."""
+    """Return the beam search of a frame that passed `check_decoding`."""
     search = start.beam_search
     length_penalty = search.length_penalty if search.HasField("length_penalty") else 1.0
     return BeamSearchParams(search.width, length_penalty, EARLY_STOPPING[search.early_stopping])
 
 
 def parse_stop(start: pb.StartFrame) -> StopRules:
-    """The end of a frame that `check_stop` found right."""
+    """Return the stop conditions of a frame that passed `check_stop`."""
     return StopRules(
         max_output_tokens=start.max_output_tokens if start.HasField("max_output_tokens") else None,
         stop_sequences=tuple(start.stop_sequences),
@@ -166,7 +171,7 @@ def parse_stop(start: pb.StartFrame) -> StopRules:
 
 
 def check_against_model(request: GenerationRequest, vocabulary_size: int) -> None:
-    """What only model and prompt can tell. Raises: InvalidRequest."""
+    """Check options that depend on model and prompt. Raises: InvalidRequest."""
     sampling, stop = request.sampling, request.stop
     least, most = stop.min_output_tokens, stop.max_output_tokens
     right = request.choice_count == 1 or sampling.temperature > 0 or request.beam_search is not None
@@ -174,19 +179,19 @@ def check_against_model(request: GenerationRequest, vocabulary_size: int) -> Non
         return
     wrong = Violations()
     for token_id, _ in sampling.logit_bias:
-        wrong.check(token_id < vocabulary_size, f"sampling.logit_bias[{token_id}]", f"token ids go from 0 to {vocabulary_size - 1}")
+        wrong.check(token_id < vocabulary_size, f"sampling.logit_bias[{token_id}]", f"must be from 0 to {vocabulary_size - 1}")
     for token_id in sorted(stop.stop_token_ids):
-        wrong.check(token_id < vocabulary_size, "stop_token_ids", f"must be from 0 to {vocabulary_size - 1}, not {token_id}")
-    wrong.check(least <= most, "min_output_tokens", f"must be at most {most} for this prompt, not {least}")
-    wrong.check(right, "choice_count", "must be 1 with a temperature of 0: the choices would all be equal")
+        wrong.check(token_id < vocabulary_size, "stop_token_ids", f"must be from 0 to {vocabulary_size - 1}, got {token_id}")
+    wrong.check(least <= most, "min_output_tokens", f"must be at most {most} for this prompt, got {least}")
+    wrong.check(right, "choice_count", "must be 1 with a temperature of 0, where all choices would be equal")
     wrong.raise_if_any()
 
 
 def _check_sampling(sampling: pb.Sampling, wrong: Violations) -> None:
-    """Comparisons are written so that NaN fails too."""
+    """Check sampling. Comparisons are written so that NaN fails too."""
 
     def check(name: str, right: bool, range_: str) -> None:
-        wrong.check(right, f"sampling.{name}", f"must be {range_}, not {getattr(sampling, name):g}")
+        wrong.check(right, f"sampling.{name}", f"must be {range_}, got {getattr(sampling, name):g}")
 
     most = PENALTY_MAX
     check("temperature", 0 <= sampling.temperature <= TEMPERATURE_MAX, f"between 0 and {TEMPERATURE_MAX:g}")
@@ -205,33 +210,33 @@ def _check_biases(sampling: pb.Sampling, wrong: Violations) -> None:
         return
     for token_id, bias in biases.items():
         field = f"sampling.logit_bias[{token_id}]"
-        wrong.check(token_id >= 0, field, "token ids are 0 or more")
+        wrong.check(token_id >= 0, field, "token ids must be at least 0")
         right = -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX
-        wrong.check(right, field, f"must be between {-LOGIT_BIAS_MAX:g} and {LOGIT_BIAS_MAX:g}, not {bias:g}")
+        wrong.check(right, field, f"must be between {-LOGIT_BIAS_MAX:g} and {LOGIT_BIAS_MAX:g}, got {bias:g}")
 
 
 def check_stop(start: pb.StartFrame, wrong: Violations) -> None:
-    """Everything about the end of the output that the frame alone can tell."""
+    """Check every stop condition that can be checked from the frame alone."""
     most, least = start.max_output_tokens, start.min_output_tokens
     limited = start.HasField("max_output_tokens")
     if limited and most < 1:
-        wrong.check(False, "max_output_tokens", f"must be at least 1, not {most}; leave it unset for no limit of your own")
+        wrong.check(False, "max_output_tokens", f"must be at least 1, got {most}; leave it unset for no limit")
     if least < 0 or (limited and least > max(most, 1)):
-        wrong.check(False, "min_output_tokens", f"must be from 0 to max_output_tokens, not {least}")
+        wrong.check(False, "min_output_tokens", f"must be from 0 to max_output_tokens, got {least}")
     stops, ids = start.stop_sequences, start.stop_token_ids
     if not (stops or ids):
         return
     few = wrong.check_count(len(stops), STOP_SEQUENCE_COUNT_MAX, "stop_sequences")
     for index, stop in enumerate(stops if few else ()):
         right = 1 <= len(stop) <= STOP_SEQUENCE_CHARS_MAX
-        wrong.check(right, f"stop_sequences[{index}]", f"must have 1 to {STOP_SEQUENCE_CHARS_MAX} characters, not {len(stop)}")
+        wrong.check(right, f"stop_sequences[{index}]", f"must have 1 to {STOP_SEQUENCE_CHARS_MAX} characters, got {len(stop)}")
     few = wrong.check_count(len(ids), STOP_TOKEN_ID_COUNT_MAX, "stop_token_ids")
     for index, token_id in enumerate(ids if few else ()):
-        wrong.check(token_id >= 0, f"stop_token_ids[{index}]", f"token ids are 0 or more, not {token_id}")
+        wrong.check(token_id >= 0, f"stop_token_ids[{index}]", f"must be at least 0, got {token_id}")
 
 
 def _check_response_format(start: pb.StartFrame, wrong: Violations) -> None:
-    """What can be known without compiling; the rest is the engine's to refuse, by the same field."""
+    """Check what can be checked without compiling; the engine rejects the rest by the same field."""
     kind = start.response_format.WhichOneof("kind")
     if kind is None:
         wrong.check(False, "response_format", "one of json_schema, regex and lark must be set")
@@ -239,31 +244,31 @@ def _check_response_format(start: pb.StartFrame, wrong: Violations) -> None:
     source: str = getattr(start.response_format, kind)
     size = len(source.encode())
     right = 0 < size <= RESPONSE_FORMAT_BYTES_MAX
-    wrong.check(right, f"response_format.{kind}", f"must have 1 to {RESPONSE_FORMAT_BYTES_MAX} bytes, not {size}")
+    wrong.check(right, f"response_format.{kind}", f"must have 1 to {RESPONSE_FORMAT_BYTES_MAX} bytes, got {size}")
     if kind == "json_schema" and right:
         wrong.check(_is_schema(source), "response_format.json_schema", "must be a JSON object or boolean")
     for name in ("ignore_eos", "min_output_tokens", "stop_token_ids"):
-        wrong.check(not getattr(start, name), name, "cannot be combined with response_format, which decides where the output ends")
+        wrong.check(not getattr(start, name), name, "cannot be combined with response_format, which ends the output itself")
 
 
 def _check_beam_search(start: pb.StartFrame, wrong: Violations) -> None:
-    """Comparisons are written so that NaN fails too."""
+    """Check beam search. Comparisons are written so that NaN fails too."""
     search, most = start.beam_search, LENGTH_PENALTY_MAX
     right = 2 <= search.width <= BEAM_WIDTH_MAX
     wrong.check(
-        right, "beam_search.width", f"must be from 2 to {BEAM_WIDTH_MAX}, not {search.width}; for 1 leave beam_search unset"
+        right, "beam_search.width", f"must be from 2 to {BEAM_WIDTH_MAX}, got {search.width}; leave beam_search unset for 1"
     )
     right = -most <= search.length_penalty <= most
-    wrong.check(right, "beam_search.length_penalty", f"must be between {-most:g} and {most:g}, not {search.length_penalty:g}")
+    wrong.check(right, "beam_search.length_penalty", f"must be between {-most:g} and {most:g}, got {search.length_penalty:g}")
     right = search.early_stopping in EARLY_STOPPING
-    wrong.check(right, "beam_search.early_stopping", f"there is no value {search.early_stopping}")
+    wrong.check(right, "beam_search.early_stopping", f"unknown value {search.early_stopping}")
     fits = start.choice_count <= max(search.width, 1)
     wrong.check(fits, "choice_count", f"must be at most beam_search.width, which is {search.width}")
     for name in ("top_p", "top_k", "min_p", "seed"):
         given = start.sampling.HasField(name)
-        wrong.check(not given, f"sampling.{name}", "cannot be combined with beam_search, which draws nothing: leave it unset")
+        wrong.check(not given, f"sampling.{name}", "cannot be combined with beam_search, which does not sample; leave it unset")
     cold = not start.sampling.temperature > 0
-    wrong.check(cold, "sampling.temperature", "must be 0 or unset with beam_search, which draws nothing")
+    wrong.check(cold, "sampling.temperature", "must be 0 or unset with beam_search, which does not sample")
     wrong.check(not start.stop_sequences, "stop_sequences", "cannot be combined with beam_search; use stop_token_ids")
     free = not start.HasField("response_format")
     wrong.check(free, "response_format", "cannot be combined with beam_search; leave one of them out")

@@ -1,7 +1,8 @@
-"""The life of one `Embed` call: tokenized, let in, embedded, journalled, settled, answered.
+"""Lifecycle of one `Embed` call: tokenize, admit, embed, journal, settle, answer.
 
-It runs as a task of the process, like a request of a stream, so that nobody's cancellation cuts its settlement short. Until all
-texts are embedded it can be stopped, and `generation/endings.py` says what that costs; from then on it is settled and answered.
+It runs as a task of the process, so that cancelling the call cannot interrupt its settlement. It
+can be stopped until all texts are embedded (`endings.py` says what that costs); then it is settled
+and answered.
 """
 
 from __future__ import annotations
@@ -46,70 +47,76 @@ from typing import TypeVar
 
 
 class LiveEmbedding:
-    """One request."""
+    """One `Embed` request."""
 
     def __init__(self, caller: Caller, start: ValidEmbed, process: Process) -> None:
         self.caller = caller
         self.start = start
         self.life = Life()
-        self.place: Place | None = None  # of its first part, once it has been let in
+        self.place: Place | None = None  # of its first part, once admitted
         self.usage = UsageSoFar()
-        self._served = ""  # the name of its encoder, once it has one
+        self._served = ""  # name of the encoder, once routed
         self._process = process
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._answer: asyncio.Future[pb.EmbedResponse] = asyncio.get_running_loop().create_future()
         self._lease: Lease | None = None
-        self._work_s = 0.0  # of a thread, for its texts
-        self._timings: dict[str, float] | None = None  # until all was embedded
+        self._work_s = 0.0  # thread time spent on its texts
+        self._timings: dict[str, float] | None = None  # set once all texts are embedded
         self._settled: Settled | None = None
 
     @property
     def routed_model(self) -> str:
-        """The canonical name of its model; empty before it is routed, since a client may have sent anything."""
+        """Canonical model name; empty before routing, since the client's name can be any text."""
         return self.start.model if self._served else ""
 
     @property
     def hold_id(self) -> uuid.UUID | None:
-        """Its hold, once it has one."""
+        """Id of its hold; None before admission."""
         return None if self._lease is None else self._lease.admitted.hold_id
 
     @property
     def tokens_per_second(self) -> float:
-        """Nothing is delivered before the end."""
+        """Return 0: no tokens are delivered before the end."""
         return 0.0
 
     async def answer(self) -> pb.EmbedResponse:
-        """Wait for the end. Cancelled, it stops the request, unless all is embedded. Raises what broke it."""
+        """Return the response.
+
+        Cancellation stops the request unless all texts are embedded. Raises its error.
+        """
         try:
             return await asyncio.shield(self._answer)
         except asyncio.CancelledError:
             self.stop(Outcome.CANCELLED)
             raise
         except Exception:
-            del self._answer  # its error leads back here by the traceback: a cycle, which would keep the texts until a collection
+            # The error's traceback refers to this object: a cycle that would keep the texts until a
+            # collection
+            del self._answer
             raise
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
-        """See `Life.stop`. Nothing is delivered before all texts are embedded, so every such end is an error."""
+        """Implement `Life.stop`. Nothing is delivered yet, so the call fails with an error."""
         self.life.stop(outcome, error or CancelledEarly(f"the request ended as {outcome} before its texts were embedded"))
 
     def end_if_lapsed(self) -> None:
-        """End the request if its hold has lapsed, whatever it was about to do."""
+        """Fail the request if its hold has lapsed."""
         if self._lease is not None and (lapse := self._lease.lapse()) is not None:
             self.stop(Outcome.FAILED, lapse)
 
     def tell_progress(self, outlook: Outlook | None) -> None:
-        """There is nowhere to tell it before the answer."""
+        """Do nothing: the call has no progress messages."""
 
     async def run(self) -> None:
-        """The whole life, as a task of the process."""
+        """Run the request to its end, as a task of the process."""
         try:
-            structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
+            # The context of this task only, so never unbound
+            structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))
             response = await self._embed()
             self._tell(None)
             if not self._answer.done():
                 self._answer.set_result(response)
-        except EngineFailed:  # its own log says why
+        except EngineFailed:  # logged where it is raised
             encoder = self._process.router.choose_encoder(self._served)
             self._fail(EngineLost(max(encoder.condition().retry_after_s, RETRY_S_MIN)))
         except Exception as error:
@@ -122,24 +129,25 @@ class LiveEmbedding:
             self.life.over()
 
     def _tell(self, broken: Exception | None) -> None:
-        """Tell operators how it has ended, and where its time went."""
+        """Report the end of the request and its timings to operators."""
         outcome, timings = Outcome.STOP if broken is None else None, self._watch.timings()
         self._process.observer.ended(Ending(self.caller, self.start, outcome, broken, timings, self._settled, 0))
 
     def _fail(self, error: Exception) -> None:
-        """Whoever still waits is told; the future of a call that has gone is looked at by nobody."""
+        """Fail the call. The error is marked as retrieved, since the caller may be gone."""
         self._tell(error)
         if not self._answer.done():
             self._answer.set_exception(error)
             self._answer.exception()
 
     async def _embed(self) -> pb.EmbedResponse:
-        """All of it. Raises what breaks it."""
+        """Run all steps and return the response. Raises the error that ends the request."""
         async with contextlib.AsyncExitStack() as stack:
             self.life.become(State.PREPARING)
             with Interruptible(self.life, error_of):
                 route = self._process.router.route_encoder(self.start.model, str(self.start.request_id))
-                self.start = replace(self.start, model=route.model)  # by its own name it is limited and billed
+                # Limits and prices use the canonical name
+                self.start = replace(self.start, model=route.model)
                 encoder, self._served = route.encoder, route.served
                 check_against_model(self.start, encoder.model, input_count_max(encoder.model))
                 job = TextJob(
@@ -167,19 +175,22 @@ class LiveEmbedding:
                 for place in places:
                     place.leave()
         self._watch.lap("settle")
-        assert lease.settled is not None, "what was delivered is settled"
+        assert lease.settled is not None, "a delivered embedding is settled"
         return embed_response(texts, vectors, lease.admitted, lease.settled, self._watch.timings())
 
     async def _end_hold(
         self, lease: Lease, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raises what goes wrong."""
+        """Settle or void the hold. Raises the error if that fails."""
         outcome = Outcome.STOP if error is None else None
         await answered(lambda done: lease.end(outcome, error, done, self._timings))
         self._settled = lease.settled
 
     def _enter_queue(self, encoder: Encoder, texts: list[TokenizedText], stack: contextlib.AsyncExitStack) -> dict[Place, Part]:
-        """Places for all parts, taken before the hold, so that what is refused here has touched nothing. Raises as `enter`."""
+        """Queue all parts before the hold is taken, so that a refusal leaves no trace.
+
+        Raises as `enter`.
+        """
         caller, queue = self.caller, self._process.queues[self._served]
         tenant_id = caller.payer.organization_id
         engine_wait_s = 0.0 if encoder.healthy() else encoder.condition().retry_after_s
@@ -207,7 +218,7 @@ class LiveEmbedding:
         return Admit(*ids, start.model, token_count, 0, 0, start.labels, start.tier, embedding=True)
 
     async def _encode(self, encoder: Encoder, places: dict[Place, Part]) -> list[Vector]:
-        """The vectors of all parts, each in its turn; so others have theirs in between."""
+        """Return the vectors of all parts. Each part waits for its own turn."""
         await self._wait_until_ready(encoder)
         self._watch.lap("cold_start")
         vectors: list[Vector] = []
@@ -217,7 +228,7 @@ class LiveEmbedding:
             joined_at = time.monotonic()
             await place.turn()
             queue_ms += (time.monotonic() - joined_at) * 1000
-            await self._wait_until_ready(encoder)  # it may have gone meanwhile
+            await self._wait_until_ready(encoder)  # the encoder may have failed meanwhile
             self.life.become(State.RUNNING)
             begun = functools.partial(self._begun, place, sum(map(len, part)))
             embedded = await encoder.embed(EmbeddingRequest(part, rank=place.rank, on_begin=begun))
@@ -229,7 +240,7 @@ class LiveEmbedding:
         return vectors
 
     def _begun(self, place: Place, token_count: int) -> None:
-        """Note that the encoder has begun with a part: what it computes is billed unless the service fails."""
+        """Count the input of a part as computed: it is billed unless the service fails."""
         place.begun()
         self.usage.input_token_count += token_count
 
@@ -240,8 +251,11 @@ class LiveEmbedding:
         await wait_until_ready(encoder, self.start.model, self._process.admission.settings.cold_start_wait_s)
 
     def _deliver(self, lease: Lease, texts: list[TokenizedText]) -> None:
-        """From here on the request is billed, whoever dies: what is in the journal is settled. Raises: HoldEnded, OSError."""
-        if (lapse := lease.lapse()) is not None:  # this process was asleep
+        """Journal the delivery.
+
+        From here on the request is billed even if the process dies. Raises: HoldEnded, OSError.
+        """
+        if (lapse := lease.lapse()) is not None:  # this process was suspended
             raise lapse
         token_count = token_count_of(texts)
         self._process.admission.journal.record([Delivered(lease.admitted.hold_id, token_count, 0, 0, 0)])
@@ -254,23 +268,24 @@ Part = tuple[tuple[int, ...], ...]
 
 
 def error_of(end: End) -> Exception:
-    """What a request that was stopped ends with."""
+    """Return the error of a request that was stopped."""
     assert end.error is not None, "an embedding is stopped with an error"
     return end.error
 
 
 def token_count_of(texts: list[TokenizedText]) -> int:
-    """Tokens of all texts."""
+    """Return the tokens of all texts."""
     return sum(len(text.token_ids) for text in texts)
 
 
 async def tokenize_inputs(
     request: ValidEmbed, job: TextJob, check_room: Callable[[int], Awaitable[None]] | None = None
 ) -> tuple[list[TokenizedText], float]:
-    """Token ids of each text, cut to what the model takes if the request says so; and the processor time that they took.
+    """Return the token ids of each text, and the processor time spent.
 
-    Of a text that is to be cut only the beginning is tokenized. check_room: awaited once before long texts are tokenized, with the
-    fewest tokens that they may have. Raises: InputsTooLong with all that are, PromptTooLarge, PreparationLimit, Overloaded.
+    A text that may be truncated is tokenized only as far as the model takes it. check_room: awaited
+    once before long texts are tokenized, with a lower bound of their tokens. Raises: InputsTooLong
+    with every such text, PromptTooLarge, PreparationLimit, Overloaded.
     """
     limit, tokenizer = job.window, job.tokenizer
     truncates = request.truncates
@@ -309,13 +324,14 @@ async def tokenize_inputs(
         return await job.work.run(job.payer.organization_id, cost, tokenize_all)
 
 
-PART_TOKENS = 16_384  # tokens that have their turn together: seconds of work on a laptop, for which others may have to wait
+# Tokens per turn: seconds of work on a laptop, for which other requests may wait
+PART_TOKENS = 16_384
 
 Text = TypeVar("Text", bound=Sequence[int])
 
 
 def parts_of(texts: Sequence[Text], token_count_max: int = PART_TOKENS) -> list[tuple[Text, ...]]:
-    """Texts in order, divided so that no part has more tokens, but for one of a single text."""
+    """Split texts in order into parts of at most this many tokens, or of a single longer text."""
     parts: list[list[Text]] = []
     room = 0
     for text in texts:

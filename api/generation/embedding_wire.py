@@ -1,4 +1,4 @@
-"""`Embed` between messages and values: what the call asks for, checked, and what it answers."""
+"""Parsing and checks of `Embed` requests, and construction of their responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ VECTOR_TAG = b"\x0a"  # of `Embedding.vector`: field 1, packed
 
 @dataclass(frozen=True, slots=True)
 class ValidEmbed:
-    """A request that is right in itself. inputs: texts, or token ids to be embedded as they are."""
+    """An `Embed` request that is valid in itself.
+
+    inputs: texts, or token ids to embed unchanged.
+    """
 
     request_id: uuid.UUID
     payload_hash: bytes
@@ -36,20 +39,23 @@ class ValidEmbed:
 
     @property
     def operation(self) -> str:
-        """What it is, by OpenTelemetry's names."""
+        """Operation name in OpenTelemetry's conventions."""
         return "embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """One text as the encoder gets it. truncated: its end was left out."""
+    """Token ids of one text. truncated: its end was cut off."""
 
     token_ids: tuple[int, ...]
     truncated: bool
 
 
 def parse_embed(message: pb.EmbedRequest) -> ValidEmbed:
-    """Check everything that the message alone can tell. Raises: InvalidRequest with every violation."""
+    """Check everything that the message alone shows.
+
+    Raises: InvalidRequest with every violation.
+    """
     request_id = wire.parse_request_id(message.request_id)
     wrong = Violations()
     wrong.check_text(message.model, "model", missing=wire.MODEL_MISSING)
@@ -72,7 +78,7 @@ def parse_embed(message: pb.EmbedRequest) -> ValidEmbed:
 
 
 def check_input(message: pb.EmbedInput, field: str, wrong: Violations) -> None:
-    """A text must be there and not be empty."""
+    """Check that a text is present and not empty."""
     match message.WhichOneof("kind"):
         case "text":
             wrong.check(bool(message.text), f"{field}.text", "must not be empty")
@@ -83,10 +89,10 @@ def check_input(message: pb.EmbedInput, field: str, wrong: Violations) -> None:
 
 
 def check_against_model(request: ValidEmbed, model: ModelInfo, input_count_max: int) -> None:
-    """What the model does not take. Raises: InvalidRequest."""
+    """Check the inputs against the limits of the model. Raises: InvalidRequest."""
     wrong = Violations()
     count = len(request.inputs)
-    wrong.check(count <= input_count_max, "inputs", f"this model takes at most {input_count_max} in one call, not {count}")
+    wrong.check(count <= input_count_max, "inputs", f"this model takes at most {input_count_max} in one call, got {count}")
     size = model.vocabulary_size
     for index, given in enumerate(request.inputs):
         if not isinstance(given, str):
@@ -96,7 +102,8 @@ def check_against_model(request: ValidEmbed, model: ModelInfo, input_count_max: 
 
 
 def hash_of(message: pb.EmbedRequest) -> bytes:
-    """Over everything but the id, by which the same id with another payload is told apart; never that of a start frame."""
+    """Hash all fields but the id, to detect an id reused with another payload; differs from any
+    start frame's hash."""
     payload = pb.EmbedRequest()
     payload.CopyFrom(message)
     payload.ClearField("request_id")
@@ -106,7 +113,7 @@ def hash_of(message: pb.EmbedRequest) -> bytes:
 def embed_response(
     texts: Sequence[TokenizedText], vectors: Sequence[Vector], admitted: Admitted, settled: Settled, timings: Mapping[str, float]
 ) -> pb.EmbedResponse:
-    """The answer of a request that was settled."""
+    """Return the response of a settled request."""
     response = pb.EmbedResponse(
         timings=types_pb2.Timings(**timings), price_version=admitted.prices.version, quotas=quota_statuses(admitted.quotas)
     )
@@ -116,7 +123,10 @@ def embed_response(
 
 
 def embedding_message(text: TokenizedText, vector: Vector) -> pb.Embedding:
-    """One vector. It lies in memory as it goes over the wire: parsing that takes a ninth of filling the field number by number."""
+    """Return one vector as a message.
+
+    Parsing its bytes takes a ninth of the time of appending each number.
+    """
     floats = vector.tobytes()
     message = pb.Embedding.FromString(VECTOR_TAG + varint(len(floats)) + floats)
     message.token_count = len(text.token_ids)

@@ -1,4 +1,4 @@
-"""Every way a request can end, who causes it, and what is charged: the table by which holds are settled or voided. Pure.
+"""Ends of requests: every way to end, its cause and its charge. Pure functions and tables.
 
 `docs/reference/endings.md` shows its tables.
 """
@@ -21,7 +21,7 @@ from metering.quotas.quotas import QuotaExceeded
 
 
 class EndPhase(StrEnum):
-    """How far a request had come when it ended."""
+    """Progress of a request when it ended."""
 
     BEFORE_HOLD = "before the hold"
     HELD = "held"
@@ -32,26 +32,26 @@ class EndPhase(StrEnum):
 
 
 PHASES: Mapping[EndPhase, str] = {
-    EndPhase.BEFORE_HOLD: "It is being checked and tokenized, or its hold is being taken.",
-    EndPhase.HELD: "It has a hold and waits: for an engine to start, its turn, or its grammar.",
-    EndPhase.PREFILLING: "The engine has begun with the input. An embedding: with some of the texts.",
-    EndPhase.GENERATING: "The engine has generated tokens, and none has been delivered.",
+    EndPhase.BEFORE_HOLD: "The request is checked and tokenized, or its hold is being taken.",
+    EndPhase.HELD: "It has a hold, and waits for an engine, its turn, or its grammar.",
+    EndPhase.PREFILLING: "The engine has started on the input (embedding: on some of the texts).",
+    EndPhase.GENERATING: "The engine has generated tokens; none has been delivered.",
     EndPhase.DELIVERING: "At least one token has been delivered.",
     EndPhase.SETTLED: "Its usage event has been written.",
 }
 
 
 CAUSES: Mapping[Cause, str] = {
-    Cause.COMPLETION: "The output is complete, or a safety rule ended it.",
-    Cause.CLIENT: "The client ended it, went away, read too slowly or sent something wrong.",
-    Cause.LIMIT: "A limit of the customer ended it: a quota, credit, or the request's own cost.",
-    Cause.OPERATOR: "An administrator ended it, or took away the key it came with.",
-    Cause.SERVICE: "This service could not go on with it. Whatever is not known otherwise.",
+    Cause.COMPLETION: "The output is complete, or was cut off by a safety rule.",
+    Cause.CLIENT: "The client cancelled, disconnected, read too slowly or sent invalid data.",
+    Cause.LIMIT: "A limit of the customer was reached: quota, credit, or maximum cost.",
+    Cause.OPERATOR: "An administrator ended the request or revoked its key.",
+    Cause.SERVICE: "The service failed. Includes every end with no other known cause.",
 }
 
 
 class Action(StrEnum):
-    """What is done with the hold."""
+    """Action on the hold at an end."""
 
     NONE = "no hold"
     SETTLE = "settle"
@@ -61,7 +61,10 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """Charge of an end. Tokens are billed and counted in quotas alike; money and prepaid credit follow the tokens."""
+    """Charge of an end.
+
+    Tokens are billed and counted in quotas alike; money and prepaid credit follow.
+    """
 
     action: Action
     bills_input: bool = False
@@ -69,13 +72,13 @@ class Charge:
 
     @property
     def counts_request(self) -> bool:
-        """Whether the request stays counted in quotas on requests."""
+        """Whether the request stays counted in request quotas."""
         return self.action in (Action.SETTLE, Action.STANDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell of the table. test: what covers it, beside the walk over all cells."""
+    """One cell of the table. test: the test that covers it, besides the test of all cells."""
 
     charge: Charge
     test: str
@@ -91,9 +94,10 @@ AS_SETTLED = Charge(Action.STANDS)
 WALK = "tests/api/test_endings.py"
 E2E = "tests/e2e/test_endings.py"
 P, C = EndPhase, Cause
-# Only a fault of the service is free, and only before the first token is delivered: what reached the client is billed.
+# Only a failure of the service is free, and only before the first token is delivered: delivered
+# output is billed.
 TABLE: Mapping[tuple[EndPhase, Cause], Cell] = {
-    # A completion needs an engine: without one it would be an error of ours.
+    # A completion needs an engine; before the hold it would be an error of the service.
     (P.BEFORE_HOLD, C.COMPLETION): Cell(NOTHING, WALK),
     (P.BEFORE_HOLD, C.CLIENT): Cell(NOTHING, "tests/e2e/test_bad_input.py"),
     (P.BEFORE_HOLD, C.LIMIT): Cell(NOTHING, "tests/e2e/test_limits.py"),
@@ -131,29 +135,30 @@ TABLE: Mapping[tuple[EndPhase, Cause], Cell] = {
 class Way:
     """One way to end.
 
-    told: what the client is told. outcomes, errors: by which the code knows it; an error decides before an outcome.
+    response: what the client receives. outcomes, errors: what the code recognizes it by; an error
+    takes precedence over an outcome.
     """
 
     name: str
     cause: Cause
-    told: str
+    response: str
     outcomes: tuple[Outcome, ...] = ()
     errors: tuple[type[Exception], ...] = ()
 
 
-# The first way that fits decides; whatever fits none is the service's.
+# The first match decides; an end without a match is the service's.
 WAYS: tuple[Way, ...] = (
     Way("End of the output", C.COMPLETION, "finished STOP or TOOL_CALLS", (Outcome.STOP,)),
     Way("Stop sequence", C.COMPLETION, "finished STOP_SEQUENCE", (Outcome.STOP_SEQUENCE,)),
     Way("max_output_tokens or context window reached", C.COMPLETION, "finished LENGTH", (Outcome.LENGTH,)),
     Way("Output filtered by a safety rule", C.COMPLETION, "finished FILTERED", (Outcome.FILTERED,)),
     Way("Cancel frame; stream or HTTP connection closed", C.CLIENT, "finished CANCELLED", (Outcome.CANCELLED,)),
-    Way("Not received again within keep_on_disconnect", C.CLIENT, "finished CANCELLED, to a client that attaches"),
+    Way("Not attached again within keep_on_disconnect", C.CLIENT, "finished CANCELLED, to a client that attaches"),
     Way("Deadline of the call; start_timeout", C.CLIENT, "finished DEADLINE", (Outcome.DEADLINE,)),
     Way("Client reads too slowly or grants no credit", C.CLIENT, "finished SLOW_CONSUMER", (Outcome.SLOW_CONSUMER,)),
-    Way("Cancelled before it was admitted", C.CLIENT, "CANCELLED", errors=(errors.CancelledEarly,)),
-    Way("Deadline before it was admitted", C.CLIENT, "DEADLINE_EXCEEDED", errors=(errors.DeadlineBeforeStart,)),
-    Way("More tokens than the key may have", C.LIMIT, "KEY_LIMIT_EXCEEDED", errors=(errors.KeyBoundExceeded,)),
+    Way("Cancelled before admission", C.CLIENT, "CANCELLED", errors=(errors.CancelledEarly,)),
+    Way("Deadline before admission", C.CLIENT, "DEADLINE_EXCEEDED", errors=(errors.DeadlineBeforeStart,)),
+    Way("More tokens than the key allows", C.LIMIT, "KEY_LIMIT_EXCEEDED", errors=(errors.KeyBoundExceeded,)),
     Way("credit.token_count below 1", C.CLIENT, "FIELD_INVALID", errors=(errors.InvalidRequest,)),
     Way("max_cost below the cost of the input", C.CLIENT, "FIELD_INVALID", errors=(errors.InvalidRequest,)),
     Way(
@@ -169,31 +174,31 @@ WAYS: tuple[Way, ...] = (
         ),
     ),
     Way(
-        "Unknown model, or one that does not fit",
+        "Unknown or unsuitable model",
         C.CLIENT,
         "MODEL_UNKNOWN, MODEL_MISMATCH, MODEL_NOT_ALLOWED",
         errors=(router.ModelUnknown, router.ModelMismatch, errors.ModelNotAllowed),
     ),
     Way(
-        "Grammar that cannot be compiled, or faults while it is followed",
+        "Grammar that cannot be compiled or applied",
         C.CLIENT,
         "REQUEST_IMPOSSIBLE",
         errors=(engine_errors.RequestImpossible,),
     ),
     Way(
-        "Request id that is in use or was used",
+        "Request id in use or already used",
         C.CLIENT,
         "REQUEST_IN_FLIGHT, REQUEST_SETTLED, REQUEST_ID_REUSED",
         errors=(metering_errors.RequestInFlight, RequestSettled, metering_errors.RequestIdReused),
     ),
     Way(
-        "Quota or credit used up, at admission or while it runs",
+        "Quota or credit used up, at admission or while running",
         C.LIMIT,
         "QUOTA_EXCEEDED, INSUFFICIENT_CREDIT; finished QUOTA_EXHAUSTED",
         (Outcome.QUOTA_EXHAUSTED,),
         (QuotaExceeded,),
     ),
-    Way("Prompts of the key being prepared are too many", C.LIMIT, "PREPARATION_LIMIT", errors=(errors.PreparationLimit,)),
+    Way("Too many prompts of the key in preparation", C.LIMIT, "PREPARATION_LIMIT", errors=(errors.PreparationLimit,)),
     Way("max_cost reached", C.LIMIT, "finished COST_LIMIT", (Outcome.COST_LIMIT,)),
     Way("KillRequest", C.OPERATOR, "CANCELLED_BY_ADMIN", errors=(errors.CancelledByAdmin,)),
     Way(
@@ -203,32 +208,32 @@ WAYS: tuple[Way, ...] = (
         errors=(errors.KeyRevokedMidway, errors.Unauthenticated, metering_errors.KeyInvalid),
     ),
     Way(
-        "Network or permission of the key taken away",
+        "Network or permission removed from the key",
         C.OPERATOR,
         "ADDRESS_NOT_ALLOWED, PERMISSION_DENIED",
         errors=(errors.PermissionDenied,),
     ),
-    Way("Drain time over", C.SERVICE, "DRAINING", errors=(errors.Draining,)),
+    Way("Drain timeout", C.SERVICE, "DRAINING", errors=(errors.Draining,)),
     Way(
-        "Server at capacity, or it would start too late",
+        "Server at capacity, or start would be too late",
         C.SERVICE,
         "OVERLOADED, QUEUE_FULL, STARTS_TOO_LATE",
         errors=(errors.Overloaded, errors.QueueFull, errors.StartsTooLate),
     ),
     Way(
-        "Engine lost, and no other goes on with it",
+        "Engine lost, and no other continues the request",
         C.SERVICE,
         "ENGINE_FAILED, or ENGINE_FAILED_MIDWAY after a token",
         (Outcome.FAILED,),
         (engine_errors.EngineFailed,),
     ),
     Way(
-        "Engine does not start, is down or full",
+        "Engine fails to start, is down or full",
         C.SERVICE,
         "ENGINE_START_FAILED, ENGINE_UNAVAILABLE, ENGINE_OVERLOADED",
         errors=(engine_errors.EngineStartFailed, engine_errors.EngineUnavailable, engine_errors.EngineOverloaded),
     ),
-    Way("Safety classifiers do not answer", C.SERVICE, "SAFETY_UNAVAILABLE", errors=(engine_errors.SafetyUnavailable,)),
+    Way("Safety classifiers unavailable", C.SERVICE, "SAFETY_UNAVAILABLE", errors=(engine_errors.SafetyUnavailable,)),
     Way(
         "Hold not renewed in time",
         C.SERVICE,
@@ -236,14 +241,14 @@ WAYS: tuple[Way, ...] = (
         errors=(metering_errors.HoldEnded, metering_errors.StoreAway),
     ),
     Way("No price in force", C.SERVICE, "PRICE_MISSING", errors=(metering_errors.PriceMissing,)),
-    Way("Usage journal cannot be written, or any other error", C.SERVICE, "INTERNAL with an incident id", errors=(OSError,)),
-    Way("Database away at the settlement", C.SERVICE, "nothing until it is back; then as it ended"),
-    Way("Process killed: settled from its journal", C.SERVICE, "nothing; the request id answers with its usage"),
-    Way("Host lost: the hold expires", C.SERVICE, "nothing; what the last extension knew is billed"),
+    Way("Usage journal not writable, or any other error", C.SERVICE, "INTERNAL with an incident id", errors=(OSError,)),
+    Way("Database unavailable at settlement", C.SERVICE, "nothing until it is back; then the end as above"),
+    Way("Process killed: settled from its journal", C.SERVICE, "nothing; the request id returns its usage"),
+    Way("Machine lost: the hold expires", C.SERVICE, "nothing; usage up to the last extension is billed"),
 )
 SIBLING = "Another prompt of the same HTTP request ended: CANCELLED, with the cause of that end"
 
-# What is stored of an end that an error decided.
+# Stored outcome of an end that an error decided.
 OUTCOMES: Mapping[Cause, Outcome] = {
     Cause.COMPLETION: Outcome.STOP,
     Cause.CLIENT: Outcome.CANCELLED,
@@ -255,19 +260,19 @@ _BY_OUTCOME = {outcome: way.cause for way in WAYS for outcome in way.outcomes}
 
 
 class Counts(Protocol):
-    """What is known of a request's tokens."""
+    """Token counts of a request."""
 
     @property
     def input_token_count(self) -> int:
-        """Tokens of the input that the engine has begun with; 0 until it has."""
+        """Tokens of the input that the engine has started on; 0 before."""
 
     @property
     def generated_token_count(self) -> int:
-        """Tokens of output so far."""
+        """Output tokens generated so far."""
 
     @property
     def delivered_token_count(self) -> int:
-        """Of these, delivered."""
+        """Output tokens delivered so far."""
 
 
 def phase_of(usage: Counts) -> EndPhase:
@@ -280,7 +285,7 @@ def phase_of(usage: Counts) -> EndPhase:
 
 
 def cause_of(outcome: Outcome | None, error: BaseException | None) -> Cause:
-    """Return who made a request end. error: what it broke with; it decides before the outcome."""
+    """Return the cause of an end. error: takes precedence over the outcome."""
     if error is None:
         return Cause.SERVICE if outcome is None else _BY_OUTCOME[outcome]
     if isinstance(error, errors.SiblingEnded):

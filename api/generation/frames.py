@@ -1,4 +1,4 @@
-"""The server frames of one request, built from what is known of it. The request id is set where they are pushed."""
+"""Server frames of one request. The request id is set where a frame is sent."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from metering.quotas.quota_rules import QuotaRule, QuotaState
 def admitted(
     admission: Admitted, request: GenerationRequest, predicted_cached_token_count: int, *, bounded_by_key: bool
 ) -> pb.ServerFrame:
-    """The request was let in, and what is left of each limit that it met.
+    """Return the `admitted` frame, with what is left of each limit that the request met.
 
-    bounded_by_key: its output, since it does not say how much it wants. To be sent at once: the next one fills the frame anew.
+    bounded_by_key: the key limits the output, since the request sets no limit. Send the frame
+    before the next call, which reuses it.
     """
     frame, quotas = _met_quotas(admission.quotas.rules)
     ends, counts = resets(admission.quotas.now), admission.quotas.counts
@@ -46,11 +47,12 @@ def admitted(
     return frame
 
 
-@functools.lru_cache(maxsize=8192)  # keys in use, by what limits them; some 20 MB at most
+@functools.lru_cache(maxsize=8192)  # keys in use, by their limits; some 20 MB at most
 def _met_quotas(rules: tuple[QuotaRule, ...]) -> tuple[pb.ServerFrame, list[tuple[int, types_pb2.QuotaStatus, int, int]]]:
-    """Return a frame of these limits, and of each its place in `rules`, its part of the message, its value and its window.
+    """Return a frame of these limits, and of each its index in `rules`, its message, limit and
+    window.
 
-    Only numbers are set in them again and again: a text would grow the memory of the message each time.
+    Only numbers are set again: setting a string would grow the message's memory each time.
     """
     frame = pb.ServerFrame()
     places = sorted(range(len(rules)), key=lambda place: order(rules[place]))
@@ -60,14 +62,14 @@ def _met_quotas(rules: tuple[QuotaRule, ...]) -> tuple[pb.ServerFrame, list[tupl
 
 
 def queued(position: int, estimated_wait_s: float | None) -> pb.ServerFrame:
-    """The request waits for its turn. estimated_wait_s: None where it cannot be told yet."""
+    """Return the `queued` frame. estimated_wait_s: None if unknown."""
     wait = wire.duration(estimated_wait_s)
     frame = pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_QUEUED, queue_position=position, estimated_wait=wait)
     return pb.ServerFrame(progress=frame)
 
 
 def loading(engine: EngineCondition) -> pb.ServerFrame:
-    """The request waits for an engine that is being started."""
+    """Return the `loading` frame of a request that waits for an engine to start."""
     frame = pb.ProgressFrame(
         stage=pb.ProgressFrame.STAGE_ENGINE_LOADING,
         estimated_wait=wire.duration(engine.retry_after_s) if engine.retry_after_s > 0 else None,
@@ -78,12 +80,12 @@ def loading(engine: EngineCondition) -> pb.ServerFrame:
 
 
 def tool_calls(pieces: Sequence[CallPiece]) -> list[pb.ToolCallDelta]:
-    """New of tool calls."""
+    """Return new pieces of tool calls as messages."""
     return [pb.ToolCallDelta(index=each.index, id=each.id, name=each.name, arguments_json=each.arguments) for each in pieces]
 
 
 def token_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
-    """How likely tokens were, one message for each."""
+    """Return log-probabilities as messages, one for each token."""
     messages = []
     for each in logprobs:
         top = [pb.TokenLogprob(token_id=token.token_id, logprob=token.logprob) for token in each.top]
@@ -93,7 +95,7 @@ def token_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
 
 
 def usage(so_far: UsageSoFar, delivered_token_count: int, prices: TokenPrices) -> pb.ServerFrame:
-    """Running counts, as the client has them when it reads this frame: delivered is what it was sent before it."""
+    """Return running counts. delivered_token_count: tokens sent to the client before this frame."""
     cost = prices.cost_picos(so_far.input_token_count, so_far.cached_input_token_count, delivered_token_count)
     counts = types_pb2.Usage(
         input_token_count=so_far.input_token_count,
@@ -106,7 +108,10 @@ def usage(so_far: UsageSoFar, delivered_token_count: int, prices: TokenPrices) -
 
 
 def updated(limits: OutputLimits | None, refusal: status_pb2.Status | None) -> pb.ServerFrame:
-    """The answer to a change of limits. limits: those that hold now; None: there are none yet. refusal: why nothing was changed."""
+    """Return the answer to a change of limits.
+
+    limits: now in force, None before admission. refusal: why nothing changed, or None.
+    """
     frame = pb.UpdatedFrame(refusal=refusal)
     if limits is not None:
         frame.max_output_tokens = limits.asked_token_count_max
@@ -116,7 +121,7 @@ def updated(limits: OutputLimits | None, refusal: status_pb2.Status | None) -> p
 
 
 def attached(after_seq: int, last_seq: int, so_far: UsageSoFar, *, running: bool) -> pb.ServerFrame:
-    """A stream receives a request that it did not begin."""
+    """Return the first frame for a stream that attaches to a request."""
     return pb.ServerFrame(
         attached=pb.AttachedFrame(
             after_seq=after_seq, last_seq=last_seq, delivered_token_count=so_far.delivered_token_count, running=running
@@ -125,7 +130,10 @@ def attached(after_seq: int, last_seq: int, so_far: UsageSoFar, *, running: bool
 
 
 def tell_settled(settled: Settled, said: pb.FinishedFrame | pb.FailedFrame | pb.EmbedResponse) -> None:
-    """Put into an answer what is billed, and the receipts. In place: a message that is put into another one is copied."""
+    """Set the billed usage and the receipts in a response.
+
+    In place, since assigning a message copies it.
+    """
     usage, cost = said.usage, said.cost
     usage.input_token_count = settled.input_token_count
     usage.cached_input_token_count = settled.cached_input_token_count
@@ -147,11 +155,12 @@ def finished(
     migration_count: int = 0,
     called_choices: Collection[int] = (),
 ) -> pb.ServerFrame:
-    """The end of a request that ran, or was stopped after its admission. choice_ends: of several choices, by index.
+    """Return the last frame of a request that ran, or was stopped after admission.
 
-    called_choices: indices of those with tool calls in them.
+    choice_ends: outcomes by choice index, if several. called_choices: indices of choices with tool
+    calls.
     """
-    assert lease.outcome is not None, "a request without outcome has failed"
+    assert lease.outcome is not None, "a finished request has an outcome"
     settled = lease.settled
     frame = pb.ServerFrame()
     said = frame.finished
@@ -171,7 +180,7 @@ def finished(
 
 
 def failed(status: status_pb2.Status, settled: Settled | None, *, duplicate_start: bool = False) -> pb.ServerFrame:
-    """The end of a request that did not run, or broke."""
+    """Return the last frame of a request that was refused or failed."""
     frame = pb.ServerFrame(failed=pb.FailedFrame(status=status, duplicate_start=duplicate_start))
     if settled is not None:
         tell_settled(settled, frame.failed)

@@ -1,27 +1,29 @@
-"""JSON that clients send as text: read once, and only what can be written again."""
+"""Strict parsing of JSON that clients send as text."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-LEVELS_MAX = 64  # of nesting: beyond what any schema or call has, and far from where a template would run out of stack
+# Of nesting: more than real schemas and calls have, and well below a template's stack limit
+LEVELS_MAX = 64
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The object that a text is; None if it is none, has numbers that JSON has not, no Unicode, or too many levels."""
+    """Return the object in a JSON text; None if it is invalid, not an object, or nested too deeply."""
     try:
         value = json.loads(text, parse_constant=_no_number)
-        json.dumps(value, ensure_ascii=False).encode()  # half a pair of surrogates is no text
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is not valid Unicode
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and _level_count(value) <= LEVELS_MAX else None
 
 
 def shown_texts(source: str) -> list[str]:
-    """What a model may be shown of a document that `json_object` has read: all of it without escapes, and texts that need some.
+    """Return the texts of a parsed document that a model may see: unescaped JSON, and strings with
+    escapes.
 
-    A chat template writes it anew, or texts of it as they are, so what somebody has escaped stands there in the clear.
+    A chat template serializes it again, or inserts its strings, so escaped text appears unescaped.
     """
     document = json.loads(source)
     texts, values = [json.dumps(document, ensure_ascii=False)], [document]
@@ -37,7 +39,7 @@ def shown_texts(source: str) -> list[str]:
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _level_count(value: Any) -> int:

@@ -1,8 +1,8 @@
-"""Where a request stands and how it ends: the state machine that generation and embedding share.
+"""State machine of a request and the decision how it ends, shared by generation and embedding.
 
-Whatever can end a request before it has all its output calls `Life.stop`: its client, its deadline, a limit, the safety stage, a
-client that does not read, an administrator, a hold that lapsed, this process going down. The first call decides; everybody else
-reads `end`.
+Whatever ends a request before it has all its output calls `Life.stop`: the client, the deadline, a
+limit, the safety checks, a client that does not read, an administrator, a lapsed hold, or shutdown.
+The first call decides; all others read `end`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ UNDELIVERED_OUTCOMES = frozenset({Outcome.CANCELLED, Outcome.DEADLINE, Outcome.S
 
 
 class State(IntEnum):
-    """Where a request stands. Whoever waits goes between `LOADING` and `QUEUED`; an embedding queues for each of its parts."""
+    """State of a request.
+
+    Waiting requests may alternate between `LOADING` and `QUEUED`; an embedding queues each part.
+    """
 
     RECEIVED = auto()
     PREPARING = auto()
     ADMITTED = auto()
-    LOADING = auto()  # it waits for an engine that is being started
-    QUEUED = auto()  # it waits for its turn
+    LOADING = auto()  # waits for an engine to start
+    QUEUED = auto()  # waits for its turn
     RUNNING = auto()
     SETTLING = auto()
     ENDED = auto()
 
     @property
     def phase(self) -> str:
-        """The word for it in the live view and in metrics."""
+        """Name of the state in the live view and in metrics."""
         return PHASES[self]
 
 
@@ -64,36 +67,42 @@ NEXT: dict[State, frozenset[State]] = {
 
 @dataclass(slots=True)
 class End:
-    """Why a request was stopped. error: what its client is told instead of a finish reason; what was delivered is still settled."""
+    """Why a request was stopped.
+
+    error: sent to the client instead of a finish reason; delivered output is still settled.
+    """
 
     outcome: Outcome
     error: Exception | None = None
 
 
 class Life:
-    """The state of one request, and the decision how it ends.
+    """State of one request, and the decision how it ends.
 
-    end: why it was stopped; None while it was not, and for a request that ends by itself. discards: output that waits for its
-    client is not delivered.
+    end: why it was stopped; None if it was not, or ended by itself. discards: waiting output is not
+    delivered.
     """
 
     __slots__ = ("_on_stop", "_task", "discards", "end", "state")
 
     def __init__(self, on_stop: Callable[[End], None] | None = None) -> None:
-        """on_stop: called once, when it is stopped; must not block."""
+        """on_stop: called once, when the request is stopped; must not block."""
         self.state = State.RECEIVED
         self.end: End | None = None
         self.discards = False
         self._on_stop = on_stop
-        self._task: asyncio.Task[object] | None = None  # inside an `Interruptible`
+        self._task: asyncio.Task[object] | None = None  # that is inside an `Interruptible`
 
     def become(self, state: State) -> None:
-        """Go on to a state."""
+        """Enter the next state."""
         assert state in NEXT[self.state], f"a request does not go from {self.state.name} to {state.name}"
         self.state = state
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
-        """End the request as soon as possible, for this reason, unless it ends already. Never blocks."""
+        """Stop the request as soon as possible for this reason, unless it is ending already.
+
+        Never blocks.
+        """
         if self.end is not None or self.state >= State.SETTLING:
             return
         self.end = End(outcome, error)
@@ -104,17 +113,18 @@ class Life:
             self._task.cancel()
 
     def over(self) -> None:
-        """The request has ended: from now on this refers to nothing of it."""
+        """Enter the final state, and drop the reference to the request."""
         assert self.state is not State.ENDED, "a request ends once"
         self.state = State.ENDED
         self._on_stop = None
 
 
 class Interruptible:
-    """A block that `Life.stop` cuts short: it then raises what `error_of` makes of the end, and at once if that was decided before.
+    """A block that `Life.stop` interrupts: the block raises `error_of(end)`, at once if already
+    stopped.
 
-    Only inside it: a task that is cancelled before its first step never runs at all, and so would never end its request. Any other
-    cancellation is the process ending.
+    Cancellation is confined to the block, because a task cancelled before its first step never
+    runs, and would never end its request. Any other cancellation comes from shutdown.
     """
 
     __slots__ = ("_error_of", "_life", "_task")
@@ -139,12 +149,12 @@ class Interruptible:
             raise self._error_of(end) from None
 
 
-NAMES = {stage: f"{stage}_ms" for stage in STAGES}  # as in `weir.v1.Timings`
+NAMES = {stage: f"{stage}_ms" for stage in STAGES}  # names of `weir.v1.Timings`
 NO_TIMINGS = dict.fromkeys(NAMES.values(), 0.0)
 
 
 class Stopwatch:
-    """Laps of one request. The stages follow each other, so that together they are the total."""
+    """Time spent in each stage of one request. Stages follow each other and add up to the total."""
 
     def __init__(self, received_at: float, auth_ms: float) -> None:
         self._received_at = received_at
@@ -153,26 +163,30 @@ class Stopwatch:
         self._stages_ms = NO_TIMINGS | {"auth_ms": auth_ms}
 
     def lap(self, stage: str) -> None:
-        """A stage ends now; it began when the one before it ended. One that comes several times has all of them together."""
+        """Record that a stage has ended; it began when the previous one ended.
+
+        Repeated stages add up.
+        """
         now = time.monotonic()
         self._stages_ms[NAMES[stage]] += (now - self._last) * 1000
         self._last = now
 
     def first_token(self) -> None:
-        """A token arrived from the engine; only the first one counts."""
+        """Record the first token from the engine; later calls have no effect."""
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
 
     @property
     def since_first_token_s(self) -> float:
-        """Time since the first token; 0 before it."""
+        """Seconds since the first token; 0 before it."""
         return 0.0 if self._first_token_at is None else time.monotonic() - self._first_token_at
 
     def engine_finished(self, timings: EngineTimings) -> None:
-        """The engine is done: split the time since submission into queue, prefill and decode.
+        """Record the end of engine work, and split the time since submission into queue, prefill
+        and decode.
 
-        The engine knows how long the request waited for its place, after it had waited for its turn; the rest is measured here, so
-        that the way to the engine and back is counted too.
+        The engine reports its queue time; the rest is measured here, so that it includes the
+        transport to the engine and back.
         """
         now = time.monotonic()
         first_token_at = now if self._first_token_at is None else self._first_token_at
@@ -185,7 +199,8 @@ class Stopwatch:
         self._last = now
 
     def timings(self) -> dict[str, float]:
-        """All stages so far as `<stage>_ms`, with `ttft_ms` and `total_ms`; names as in `weir.v1.Timings`."""
+        """Return all stages so far as `<stage>_ms`, with `ttft_ms` and `total_ms`, as in
+        `weir.v1.Timings`."""
         result = {name: round(time_ms, 3) for name, time_ms in self._stages_ms.items()}
         if self._first_token_at is not None:
             result["ttft_ms"] = round((self._first_token_at - self._received_at) * 1000, 3)

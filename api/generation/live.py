@@ -1,7 +1,8 @@
 """One generate request, from its start frame to its settlement.
 
-A request does not belong to the stream it came on: the stream going away stops it, or lets it go on unattended if the client wants
-that. It ends and is settled by itself, with nobody's cancellation able to cut that short. Other streams may take it over.
+A request does not belong to the stream that started it. If that stream closes, the request is
+stopped, or continues unattended if the client asked for that; other streams may attach to it. It
+ends and settles by itself, and no cancellation can interrupt that.
 """
 
 from __future__ import annotations
@@ -83,23 +84,26 @@ if TYPE_CHECKING:
     from api.generation.process import Process
 
 
-TOKENS_PER_CHARGE = 8  # tenants take turns by what was generated; a few tokens more or less change no order
-RETRY_S_MIN = 0.1  # seconds: below it a client that was told of a broken engine would be back before anybody noticed
+# The queue orders tenants by generated tokens; a few more or less do not change the order
+TOKENS_PER_CHARGE = 8
+# In seconds; a shorter retry-after would bring clients back before the failure is detected
+RETRY_S_MIN = 0.1
 
 log = structlog.get_logger(__name__)
 
 
 class Stopped(Exception):
-    """The request was stopped before it reached the engine."""
+    """Raised inside a request that was stopped before it reached the engine."""
 
 
 @dataclass(slots=True)
 class Caller:
-    """Who asks, with what key, and since when. Not changed by anybody.
+    """Caller of a request: key, time and address. Immutable.
 
-    received_at and deadline, the latest time to begin, on the monotonic clock.
-    bounds: what the key may have in one request. address: from where; None: not known. trace: the one that it belongs to.
-    secret_hash: of the secret that it came with. let_in: called once the request is admitted.
+    received_at, deadline (latest time to start): seconds on the monotonic clock. bounds: token
+    limits of the key per request. address: None if unknown. trace: the trace that the request
+    belongs to. secret_hash: hash of the presented secret. let_in: called once the request is
+    admitted.
     """
 
     payer: Payer
@@ -115,7 +119,7 @@ class Caller:
 
     @classmethod
     def of(cls, principal: Principal, auth_ms: float, received_at: float, deadline: float | None, trace: TraceContext) -> Caller:
-        """Return the caller of a call that carries one request."""
+        """Return the caller of a call that carries a single request."""
         visit = VISIT.get()
         return cls(
             payer(principal),
@@ -131,17 +135,17 @@ class Caller:
 
 
 class LiveRequest:
-    """One request: a state machine whose events come from its client, the hold store, the queue and the engine.
+    """One request: a state machine driven by its client, the hold store, the queue and the engine.
 
-    Each event is a call that never waits. What has to be waited for (a long prompt, an engine that loads, checks of the output)
-    is a task of its own, begun by `_run`, that ends in the next event.
+    Each event is a call that never blocks. Work that has to wait (long prompts, engine starts,
+    output checks) runs in a task started by `_run`, which ends in the next event.
     """
 
     def __init__(self, caller: Caller, start: ValidStart, process: Process, receiver: Receiver) -> None:
         self.caller = caller
         self.start = start
         self.life = Life(self._on_stop)
-        self.place: Place | None = None  # in the queue, once it has been let in
+        self.place: Place | None = None  # in the queue, once admitted
         self._process = process
         stall_max_s = process.admission.settings.client_stall_max_s
         flow = Flow(start.initial_credit_tokens, stall_max_s, lambda: self.life.stop(Outcome.SLOW_CONSUMER))
@@ -153,35 +157,36 @@ class LiveRequest:
             self.output = ReplayOutput(receiver, start.model, flow, self.life, self.update, start.keep_s, buffer)
         self._reply = Reply(self.output, start, self.life, process.admission.settings)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
-        self._route: Route | None = None  # once it is known where it goes
-        self._work_s = 0.0  # of processor time, for its prompt
-        self._request: GenerationRequest | None = None  # once it is prepared
-        self._lease: Lease | None = None  # once it asks to be admitted
-        self._limits: OutputLimits | None = None  # once it is admitted
-        self._sequence: Sequence | None = None  # while an engine has it
-        self._begin_timer: asyncio.TimerHandle | None = None  # until the engine begins with it
-        self._charged_token_count = 0  # that the queue has been told of
-        self._free_token_count = 0  # so many in all may be said without a look at leases, limits, checks and turns
-        self._first_timings: EngineTimings | None = None  # of one that was continued
+        self._route: Route | None = None  # once routed
+        self._work_s = 0.0  # processor time spent on its prompt, in seconds
+        self._request: GenerationRequest | None = None  # once prepared
+        self._lease: Lease | None = None  # once it asks for admission
+        self._limits: OutputLimits | None = None  # once admitted
+        self._sequence: Sequence | None = None  # while an engine runs it
+        self._begin_timer: asyncio.TimerHandle | None = None  # until the engine starts on it
+        self._charged_token_count = 0  # tokens reported to the queue
+        # Up to this total, tokens skip lease, limit, safety and queue checks
+        self._free_token_count = 0
+        self._first_timings: EngineTimings | None = None  # of the first part of a continued request
         self._migration_count = 0
         self._engine_outcome: Outcome | None = None  # once the engine has ended it
-        self._is_over = False  # nothing more is generated
-        self._error: Exception | None = None  # what it was refused or broken by
+        self._is_over = False  # no more output is generated
+        self._error: Exception | None = None  # refusal or failure
         self.end_cause: Cause | None = None  # once it has ended
 
     @property
     def routed_model(self) -> str:
-        """The canonical name of its model; empty before it is routed, since a client may have sent anything."""
+        """Canonical model name; empty before routing, since the client's name can be any text."""
         return self.start.model if self._route is not None else ""
 
     @property
     def hold_id(self) -> uuid.UUID | None:
-        """Its hold, once it has one."""
+        """Id of its hold; None before admission."""
         return self.output.hold_id
 
     @property
     def usage(self) -> UsageSoFar:
-        """Its tokens so far."""
+        """Token counts so far."""
         return self.output.usage
 
     @property
@@ -191,17 +196,17 @@ class LiveRequest:
         return later_token_count / elapsed_s if later_token_count > 0 and elapsed_s > 0 else 0.0
 
     def ends(self) -> dict[int, Outcome]:
-        """How each choice has ended, by index, once nothing more is generated."""
+        """Outcome of each choice by index, once generation has ended."""
         ended = self.life.end.outcome if self.life.end is not None else self._engine_outcome or Outcome.FAILED
         return self._reply.ends_of_choices(ended) or {0: ended}
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
-        """See `Life.stop`."""
+        """Implement `Life.stop`."""
         self.life.stop(outcome, error)
 
     def _on_stop(self, end: End) -> None:
         self._free_token_count = 0
-        if end.error is not None and self.output.takes_whole:  # a part of an answer is no answer
+        if end.error is not None and self.output.takes_whole:  # a partial answer is not an answer
             self.life.discards = True
         self._reply.stopped()
         if end.error is not None:
@@ -218,7 +223,10 @@ class LiveRequest:
             soon(self._fail, self._error_before_hold(end))
 
     def update(self, message: pb.UpdateFrame) -> None:
-        """Change the limits of the request, and tell the client which ones hold. Never raises; the request goes on in any case."""
+        """Change the limits of the request, and send the client those in force.
+
+        Never raises; the request continues.
+        """
         if self.life.end is not None or self._engine_outcome is not None:
             return
         refusal = None
@@ -231,10 +239,13 @@ class LiveRequest:
             self._reply.end_at_limit()
 
     def _change_limits(self, change: LimitChange) -> None:
-        """Raises: InvalidRequest, NotAdmittedYet; nothing has changed then."""
+        """Apply a change of limits.
+
+        Raises: InvalidRequest, NotAdmittedYet; nothing has changed then.
+        """
         limits, lease, request, route = self._limits, self._lease, self._request, self._route
         if limits is None or lease is None or request is None or route is None:
-            raise NotAdmittedYet("the request has not been admitted yet: change its limits after the `admitted` frame")
+            raise NotAdmittedYet("the request is not admitted yet; change its limits after the `admitted` frame")
         if change.max_cost is not None:
             limits.check_currency(change.max_cost, "update.max_cost")
         if change.max_output_tokens is not None:
@@ -247,9 +258,9 @@ class LiveRequest:
     # Received and preparing.
 
     def begin(self) -> None:
-        """Prepare the prompt, at once if it is short, and ask to be admitted.
+        """Prepare the prompt, at once if it is short, and ask for admission.
 
-        The end comes to the receiver, or to whoever receives the request then.
+        Errors are reported to the current receiver.
         """
         process, caller, start = self._process, self.caller, self.start
         process.add(self)
@@ -273,7 +284,8 @@ class LiveRequest:
                 token_ids, work_s = tokenized
                 self._ask(checked_request(start, route, tokenizer, token_ids, caller.payer, caller.bounds), work_s)
         except Exception as error:
-            asyncio.get_running_loop().call_soon(self._fail, error)  # its stream is not to hear of it before it has begun
+            # After the stream has registered the request
+            asyncio.get_running_loop().call_soon(self._fail, error)
 
     async def _prepare(self, route: Route, job: TextJob) -> None:
         with Interruptible(self.life, self._error_before_hold):
@@ -285,9 +297,12 @@ class LiveRequest:
         await self._process.admission.check_room(asked)
 
     def _ask(self, request: GenerationRequest, work_s: float) -> None:
-        """Take a place in the queue, and ask for permit and hold. In this order: what the queue refuses has touched nothing."""
+        """Take a queue entry, then ask for permit and hold.
+
+        In this order a refusal by the queue leaves no trace.
+        """
         process, caller, start, route = self._process, self.caller, self.start, self._route
-        assert route is not None, "it is routed before it is prepared"
+        assert route is not None, "a request is routed before it is prepared"
         self._request, self._work_s = request, work_s
         self._watch.lap("tokenize")
         weights = process.admission.settings.queue_weights
@@ -302,7 +317,7 @@ class LiveRequest:
     # Admitted and queued.
 
     def _admitted(self, refusal: Exception | None) -> None:
-        """Handle the answer of the hold store: tell the client that it is admitted, and go on. refusal: None if it is."""
+        """Handle the answer to the admission. refusal: None if the request is admitted."""
         if refusal is not None:
             self._fail(refusal)
             return
@@ -310,7 +325,7 @@ class LiveRequest:
             self.life.become(State.ADMITTED)
             self._watch.lap("admission")
             process, start, request, lease, route = self._process, self.start, self._request, self._lease, self._route
-            assert request is not None, "it is prepared before it is admitted"
+            assert request is not None, "a request is prepared before it is admitted"
             assert lease is not None
             assert route is not None
             self._limits = limits = OutputLimits(lease.admitted.prices, request.stop.max_output_tokens, start.max_cost)
@@ -330,12 +345,13 @@ class LiveRequest:
             self._fail(error)
 
     def _stop_unless_begun(self) -> None:
-        """End the request as `DEADLINE` if the engine has not begun with it in time, wherever it waits then."""
+        """End the request as `DEADLINE` if the engine has not started on it in time."""
         if not self.usage.input_token_count:
             self.life.stop(Outcome.DEADLINE)
 
     def _go_on(self) -> None:
-        """Take the next step towards the engine: wait until it is loaded, wait for the turn, submit the sequence."""
+        """Take the next step: wait for the engine to load, wait for the turn, or submit the
+        sequence."""
         place, route, request, lease = self.place, self._route, self._request, self._lease
         if self._is_over or self.life.end is not None or place is None or route is None or request is None or lease is None:
             return
@@ -351,7 +367,8 @@ class LiveRequest:
                     return
             if self._first_timings is None:
                 self._watch.lap("queue")
-            # This process may have slept while the request waited: then the engine is to spend nothing on it.
+            # This process may have been suspended meanwhile; the engine must not work without a
+            # hold.
             if (lapse := lease.lapse()) is not None:
                 raise lapse
             request.rank = place.rank
@@ -360,7 +377,7 @@ class LiveRequest:
             self._fail(error)
 
     async def _load(self, engine: Engine) -> None:
-        """Wait until an engine takes requests."""
+        """Wait until the engine accepts requests."""
         with Interruptible(self.life, lambda end: end.error or Stopped()):
             await wait_until_ready(engine, self.start.model, self._process.admission.settings.cold_start_wait_s)
         self._watch.lap("cold_start")
@@ -370,7 +387,7 @@ class LiveRequest:
     # Running.
 
     def take(self, event: SequenceEvent | EngineError) -> None:
-        """Handle an event of the sequence. The engine calls it."""
+        """Handle an event of the sequence. Called by the engine."""
         if self._is_over:
             return
         try:
@@ -394,13 +411,13 @@ class LiveRequest:
             self._fail(error)
 
     def _begun(self, event: Scheduled) -> None:
-        """Handle that the engine has begun with the sequence."""
+        """Handle that the engine has started on the sequence."""
         place, request, limits, usage = self.place, self._request, self._limits, self.output.usage
         assert place is not None
         assert request is not None
         assert limits is not None
         self.life.become(State.RUNNING)
-        if self._first_timings is not None:  # an engine goes on with it
+        if self._first_timings is not None:  # another engine continues it
             return
         place.begun()
         usage.input_token_count = len(request.prompt_token_ids)
@@ -408,14 +425,17 @@ class LiveRequest:
         limits.begun(usage.input_token_count, usage.cached_input_token_count)
 
     def _charge(self) -> None:
-        """Tell the queue of what was generated."""
+        """Report generated tokens to the queue."""
         count = self.output.usage.generated_token_count - self._charged_token_count
         if count > 0 and self.place is not None:
             self._charged_token_count += count
             self.place.generated(count)
 
     def _generated(self, event: SequenceFinished) -> None:
-        """Handle the end of the sequence. Continue it if the client has raised the limit meanwhile."""
+        """Handle the end of the sequence.
+
+        Continue it if the client has raised the limit meanwhile.
+        """
         limits, request, sequence = self._limits, self._request, self._sequence
         assert limits is not None
         assert request is not None
@@ -426,7 +446,8 @@ class LiveRequest:
             log.info("request_migrated", request_id=str(self.start.request_id), migration_count=event.migration_count)
         timings = self._first_timings or event.timings
         if event.reason is EngineFinishReason.LENGTH and limits.is_raised and self.life.end is None:
-            # What is held back is not told: the engine that goes on reads the same tokens, and holds it back itself.
+            # Text held back is not sent: the engine that continues reads the same tokens and holds
+            # it back again.
             self._first_timings = timings
             limits.engine_token_count_max = limits.asked_token_count_max
             stop = replace(request.stop, max_output_tokens=limits.engine_token_count_max)
@@ -440,12 +461,12 @@ class LiveRequest:
         self._reply.take(event)
 
     def end_if_lapsed(self) -> None:
-        """End the request if its hold has lapsed, whatever it was about to do."""
+        """End the request if its hold has lapsed."""
         if self._lease is not None and not self._is_over and (lapse := self._lease.lapse()) is not None:
             self.stop(Outcome.FAILED, lapse)
 
     def _may_send(self) -> bool:
-        """Whether tokens may leave. Where one hold has lapsed, most have: this process was asleep."""
+        """Return whether tokens may be delivered; if not, end every request whose hold has lapsed."""
         if self._lease is None or self._lease.lapse() is None:
             return True
         if self.life.end is None:
@@ -453,7 +474,10 @@ class LiveRequest:
         return False
 
     def tell_progress(self, outlook: Outlook | None) -> None:
-        """Send a progress frame if the request waits for something that takes long. outlook: None if it is the engine's already."""
+        """Send a progress frame if the request waits.
+
+        outlook: None if the engine has it already.
+        """
         if self.life.state is State.LOADING and self._route is not None:
             condition = self._route.engine.condition()
             if condition.state is not EngineState.READY:
@@ -462,25 +486,26 @@ class LiveRequest:
             position, wait_s = (outlook.position, outlook.wait_s) if outlook is not None else (0, None)
             self.output.push(frames.queued(position, wait_s))
 
-    # What has to be waited for, and what ends the request.
+    # Background work, and the end of the request.
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         tasks: asyncio.TaskGroup = self._process.tasks
         tasks.create_task(self._contained(work), name=f"request {self.start.given_id}")
 
     async def _contained(self, work: Coroutine[None, None, None]) -> None:
-        structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))  # of this task alone, so never unbound
+        # The context of this task only, so never unbound
+        structlog.contextvars.bind_contextvars(request_id=str(self.start.request_id))
         try:
             await work
         except asyncio.CancelledError:
-            self._fail(Draining("this server is shutting down: the same request will be served elsewhere"))
+            self._fail(Draining("this server is shutting down; retry the request on another server"))
             raise
         except Exception as error:
             self._fail(error)
 
     @staticmethod
     def _error_before_hold(end: End) -> Exception:
-        """What a request that was stopped before it had its hold ends with."""
+        """Return the error of a request that was stopped before it had its hold."""
         if end.error is not None:
             return end.error
         if end.outcome is Outcome.DEADLINE:
@@ -502,7 +527,7 @@ class LiveRequest:
         self._wind_up()
 
     def _wind_up(self) -> None:
-        """Stop generating, and settle the hold once the client has taken what waits."""
+        """Stop generating, and settle the hold once the client has received the waiting output."""
         if self._is_over:
             return
         self._is_over = True
@@ -513,17 +538,17 @@ class LiveRequest:
             sequence.close()
         self._charge()
         if self.place is not None:
-            self.place.leave()  # the engine is done with it; settling it is nothing that others wait for
-        # On every way out: what still waits here would be delivered after it had been settled without.
+            self.place.leave()  # the engine is free again; settlement does not hold up the queue
+        # On every path: output delivered after the settlement would not be billed.
         self._reply.flush(self._settle)
 
     def _settle(self) -> None:
         end, error, lease = self.life.end, self._error, self._lease
-        assert lease is not None, "only what is admitted is settled"
+        assert lease is not None, "only admitted requests are settled"
         outcome, timings = self._engine_outcome if end is None else end.outcome, None
         if error is None and end is not None and end.error is not None:
             error = end.error
-            if outcome is Outcome.FAILED:  # broken; what was ended by others counts as what it was ended as
+            if outcome is Outcome.FAILED:  # failed; a stopped request keeps the outcome of its stop
                 outcome = None
         elif error is not None:
             outcome = None
@@ -537,7 +562,10 @@ class LiveRequest:
         lease.end(outcome, error, self._end, timings, self._migration_count)
 
     def _end(self, settle_error: Exception | None = None) -> None:
-        """Tell the client and the operators how the request has ended. settle_error: why its hold could not be ended."""
+        """Report the end to the client and to operators.
+
+        settle_error: why ending the hold failed, or None.
+        """
         process, lease = self._process, self._lease
         broken = self._error = settle_error or self._error
         held = lease if lease is not None and lease.is_held else None
@@ -552,7 +580,7 @@ class LiveRequest:
             elif isinstance(broken, RequestInFlight) and process.receive_elsewhere(self):
                 broken = None
             elif broken is not None:
-                if isinstance(broken, EngineFailed):  # its own log says why
+                if isinstance(broken, EngineFailed):  # logged where it is raised
                     broken = self._engine_loss(settled)
                 end = frames.failed(status_of(broken), settled)
             elif held is not None:
@@ -582,26 +610,30 @@ class LiveRequest:
                         self._migration_count,
                     )
                 )
-            # What refers to itself in a circle goes only with a collection, which stops all streams meanwhile.
+            # Break reference cycles: they would wait for a garbage collection, which stops all
+            # streams.
             self._reply.close()
             self.life.over()
             self._error = broken = None
 
     def _engine_loss(self, settled: Settled | None) -> EngineLost | EngineLostMidway:
-        """What the client is told of an engine that broke: whether anything is billed decides with which id it may try again."""
+        """Return the error for a lost engine.
+
+        It depends on whether tokens are billed: that decides which request id a retry may use.
+        """
         if settled is not None:
             return EngineLostMidway(settled.delivered_token_count)
-        assert self._route is not None, "an engine that was lost was chosen"
+        assert self._route is not None, "a lost engine was chosen before"
         return EngineLost(max(self._route.engine.condition().retry_after_s, RETRY_S_MIN))
 
 
 def check_output_change(request: GenerationRequest, model: ModelInfo, max_output_tokens: int) -> None:
-    """Raises: InvalidRequest if a request that runs cannot have so many output tokens in all."""
+    """Raise InvalidRequest if a running request cannot have this many output tokens in total."""
     wrong, room = "", model.context_window_tokens - len(request.prompt_token_ids)
     if request.choice_count > 1 or request.beam_search is not None:
         wrong = "cannot be changed for several choices or beam search"
     elif max_output_tokens > room:
-        wrong = f"must be at most {room}, which the context window leaves, not {max_output_tokens}"
+        wrong = f"must be at most {room} in this context window, got {max_output_tokens}"
     elif max_output_tokens > request.stop.max_output_tokens and not model.can_continue(request):
         why = "by the engine of this model"
         if request.response_format is not None:
@@ -614,7 +646,7 @@ def check_output_change(request: GenerationRequest, model: ModelInfo, max_output
 
 
 async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
-    """Start an engine, and return when it takes requests. model: as clients call it.
+    """Start a backend, and return once it accepts requests. model: name for error messages.
 
     Raises: EngineStartFailed, EngineUnavailable.
     """

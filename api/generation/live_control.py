@@ -1,4 +1,4 @@
-"""What other processes may ask of this one, over its control channel: to end requests, and to tell what it runs."""
+"""Control channel between processes: stopping requests here, and reporting what runs here."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from metering.tenants.networks import allows, networks_of
 
 
 def process_name() -> str:
-    """This process for people: "host:pid"."""
+    """Return the name of this process for people: "host:pid"."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def obey(process: Process, authenticator: Authenticator, order: StopOrder) -> None:
-    """End what the order names, as far as it runs here. What was delivered is settled, and the client is told why it ended."""
+    """Stop the requests that an order names.
+
+    Delivered output is settled; the client gets the reason.
+    """
     networks = networks_of(order.allowed_networks)
     for request in process.running():
         payer, address = request.caller.payer, request.caller.address
@@ -43,7 +46,8 @@ def obey(process: Process, authenticator: Authenticator, order: StopOrder) -> No
 
 
 def keep_out_of_use(process: Process, orders: Sequence[DrainOrder]) -> None:
-    """Drain the replicas that orders name, and no others; let go elsewhere what is to be moved, if there is a place by now."""
+    """Drain exactly the replicas that orders name, and move their requests elsewhere where ordered
+    and possible."""
     drained: dict[str, list[str]] = {}
     for order in orders:
         drained.setdefault(order.model, []).append(order.replica)
@@ -54,7 +58,8 @@ def keep_out_of_use(process: Process, orders: Sequence[DrainOrder]) -> None:
 
 
 def report_replicas(process: Process) -> list[dict[str, Any]]:
-    """How the replicas here are, with the columns that `metering/control/live.py` reads."""
+    """Return the states of the replicas here, with the columns that `metering/control/live.py`
+    reads."""
     return [
         {
             "model": served,
@@ -71,13 +76,14 @@ def report_replicas(process: Process) -> list[dict[str, Any]]:
 
 
 def report(process: Process) -> list[dict[str, Any]]:
-    """What runs here, one record per request, with the columns that `metering/control/live.py` reads."""
+    """Return a record of each running request, with the columns that `metering/control/live.py`
+    reads."""
     now = time.monotonic()
     return [record(request, now) for request in process.running()]
 
 
 def record(request: Running, now: float) -> dict[str, Any]:
-    """One request, without a word of its content."""
+    """Return one request as a record, without its content."""
     payer, usage = request.caller.payer, request.usage
     return {
         "hold_id": None if request.hold_id is None else str(request.hold_id),
@@ -96,7 +102,7 @@ def record(request: Running, now: float) -> dict[str, Any]:
 
 
 def phase_word(request: Running) -> str:
-    """Where a request stands; what the engine works on is told apart by whether a token has come."""
+    """Return the phase of a request; a running one is in decode from its first token on."""
     if request.life.state is State.RUNNING:
         return "decode" if request.usage.generated_token_count else "prefill"
     return request.life.state.phase

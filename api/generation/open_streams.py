@@ -1,4 +1,7 @@
-"""Bounds on calls that are open, by connection and in all. One too many is refused with a reason and a time to come again."""
+"""Limits on open calls, per connection and in total.
+
+Excess calls are refused with a retry-after.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from api.core.errors import ApiError, MessageMissing, Overloaded, TooManyStreams
 from api.core.interceptor import LARGE_MESSAGES, Context, checked, writing
 from api.core.pace import CALL_COST_S, VISIT
 
-# Streams that need no key: of health checks and of reflection. A client has one of each, some have one for each service.
+# Streams that need no key: health checks and reflection. Clients open one of each, some one per
+# service.
 KEYLESS_METHODS = frozenset(
     {
         "/grpc.health.v1.Health/Watch",
@@ -24,35 +28,42 @@ KEYLESS_METHODS = frozenset(
     }
 )
 KEYLESS_PER_CONNECTION_MAX = 8
-KEYLESS_MAX = 2048  # of the process: some 50 MiB
-MESSAGE_WAIT_S = 10.0  # for the one message of a call: it comes with the call, unless the client sends none
-UNREAD_PER_CONNECTION_MAX = 1000  # calls whose message has not come; a client may begin hundreds in one moment
-UNREAD_MAX = 4096  # of the process: some 90 MiB
-# Messages of one API key that may be large and are received at once, by calls that take one: the transport keeps three times their
-# size. Others wait for them, on the client's side.
+KEYLESS_MAX = 2048  # per process: some 50 MiB
+MESSAGE_WAIT_S = 10.0  # for the message of a unary call, which clients send with the call
+# Calls whose message has not arrived; a client may start hundreds at once
+UNREAD_PER_CONNECTION_MAX = 1000
+UNREAD_MAX = 4096  # per process: some 90 MiB
+# Large messages of one API key that are received at once by unary calls: the transport holds three
+# times their size. Further messages wait on the client's side.
 LARGE_READS_MAX = 4
 
 
 class OpenStreams:
-    """Counts of one process, by connection."""
+    """Open streams of one process, by connection."""
 
     def __init__(self, per_connection_max: int, *, count_max: int | None = None, error: type[ApiError] = Overloaded) -> None:
-        """count_max: of all connections; None: no bound. error: what one too many is refused with."""
+        """count_max: limit over all connections; None: no limit.
+
+        error: raised for a stream too many.
+        """
         self._per_connection_max = per_connection_max
         self._count_max = count_max
         self._error = error
         self._counts: Counter[str] = Counter()
-        self.open_count = 0  # of all connections
+        self.open_count = 0  # over all connections
 
     def take(self, peer: str) -> contextlib.ExitStack:
-        """Count a stream until the stack is left. peer: the connection, as gRPC names it. Raises the error of the bound."""
+        """Count a stream until the stack is closed.
+
+        peer: the connection, in gRPC's notation. Raises `error`.
+        """
         if self._counts.get(peer, 0) >= self._per_connection_max:
             raise self._error(
-                f"this connection has {self._per_connection_max} streams open, as many as it may: "
-                "close some, or send several requests over one stream"
+                f"this connection is at its limit of {self._per_connection_max} open streams: "
+                "close some, or send several requests on one stream"
             )
         if self._count_max is not None and self.open_count >= self._count_max:
-            raise self._error(f"this server has {self._count_max} streams of this kind open, as many as it may: try again later")
+            raise self._error(f"this server is at its limit of {self._count_max} open streams of this kind; retry later")
         self._counts[peer] += 1
         self.open_count += 1
         taken = contextlib.ExitStack()
@@ -68,28 +79,30 @@ class OpenStreams:
 
 @dataclass(slots=True, eq=False)
 class Readers:
-    """Calls of one reader that read a message which may be large, or wait for a place to do so."""
+    """Calls of one reader that read a large message, or wait to do so."""
 
     places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_READS_MAX))
     count: int = 0
 
 
 class BoundedCalls:
-    """Bounds what a client without a key can hold open: streams that need none, and calls whose message never comes.
+    """Limits what a client without a key can hold open: keyless streams, and calls without a
+    message.
 
-    gRPC waits without end for the message of a call that takes one, before any handler runs. So each of them is served as a stream
-    of which the first message is awaited here; on the wire the two are the same.
+    gRPC waits without limit for the message of a unary call, before any handler runs. Such calls
+    are therefore served as streams whose first message is awaited here; on the wire the two are
+    equal.
     """
 
     def __init__(self, turn_to_read: Callable[[Context], Awaitable[Hashable]]) -> None:
-        """turn_to_read: waits until the message of a call may be read, and tells whose it is."""
+        """turn_to_read: waits until the message of a call may be read, and returns its owner."""
         self._turn_to_read = turn_to_read
         self._readers: dict[Hashable, Readers] = {}
         self._keyless = OpenStreams(KEYLESS_PER_CONNECTION_MAX, count_max=KEYLESS_MAX, error=TooManyStreams)
         self._unread = OpenStreams(UNREAD_PER_CONNECTION_MAX, count_max=UNREAD_MAX, error=TooManyStreams)
 
     def __call__(self, method: str, handler: Any) -> Any:
-        """See `api.core.interceptor.Wrap`."""
+        """Implement `api.core.interceptor.Wrap`."""
         serve: Callable[[Any, Context], Awaitable[Any]]
         if handler.unary_unary is not None:
             serve = self._reading_one(handler.unary_unary, answers_once=True, is_large=method in LARGE_MESSAGES)
@@ -122,7 +135,10 @@ class BoundedCalls:
 
     @contextlib.asynccontextmanager
     async def _reading(self, reader: Hashable | None) -> AsyncIterator[None]:
-        """A block that reads a message. reader: of one that may be large, of which few are read at once; else None."""
+        """Hold a slot to read a message.
+
+        reader: of a large message, of which few are read at once; else None.
+        """
         if reader is None:
             yield
             return

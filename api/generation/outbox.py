@@ -1,8 +1,9 @@
-"""Writes the frames of one stream to its client. Tokens reach clients in no other way.
+"""Send queue of one stream: the only way in which tokens reach a client.
 
-When the writer can send, it collects the frames of all requests of the stream into one message, since a message costs about a
-hundred times as much as a frame. Until then output stays in its request's `Output` (`output.py`). Tokens are written to the usage
-journal before the message that carries them is given to the transport. From then on they count as delivered.
+When the writer can send, it collects the frames of all requests of the stream into one message,
+since a message costs about a hundred times as much as a frame. Until then output stays in its
+request's `Output` (`output.py`). Tokens are written to the usage journal before their message is
+handed to the transport; from then on they count as delivered.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from metering.holds.journal import UsageJournal
 if TYPE_CHECKING:
     from api.generation.output import Output
 
-FRAMES_WAITING_MAX = 50_000  # some 10 MB: beyond it nothing more is read from a client that does not read itself
+# Some 10 MB; above it, reading from the client pauses until it reads itself
+FRAMES_WAITING_MAX = 50_000
 
 
 class UsageSoFar(msgspec.Struct):
-    """The tokens of one request while it runs. input_token_count is 0 until the engine has begun."""
+    """Token counts of a running request.
+
+    input_token_count is 0 until the engine has started on it.
+    """
 
     input_token_count: int = 0
     cached_input_token_count: int = 0
@@ -36,7 +41,10 @@ class UsageSoFar(msgspec.Struct):
 
 
 class Source(Protocol):
-    """Request as seen by a stream that receives it. It runs in this process or another one, or has ended. No method blocks."""
+    """A request as seen by a receiving stream: running here or in another process, or ended.
+
+    No method blocks.
+    """
 
     def stop(self, outcome: Outcome) -> None:
         """End the request."""
@@ -47,7 +55,7 @@ class Source(Protocol):
         ...
 
     def update(self, message: pb.UpdateFrame) -> None:
-        """Change its limits. The answer comes as a frame."""
+        """Change its limits. The answer arrives as a frame."""
         ...
 
     def shut_out(self, receiver: Receiver, error: Exception) -> None:
@@ -59,14 +67,18 @@ class Source(Protocol):
         ...
 
     def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
-        """Send the output to this receiver from now on. Raises: OutputGone, RequestInFlight; nothing has changed then."""
+        """Send output to this receiver from now on.
+
+        Raises: OutputGone, RequestInFlight; nothing has changed then.
+        """
         ...
 
 
 class Collected(msgspec.Struct, eq=False):
-    """Message under construction. entries: tokens in it that do not count as delivered yet, by output.
+    """Message under construction.
 
-    asks_fences: each request is asked whether its tokens may leave; else all of them may.
+    entries: tokens in it that do not count as delivered yet, by output. asks_fences: whether each
+    request is asked if its tokens may be delivered.
     """
 
     parts: list[bytes]
@@ -83,16 +95,17 @@ class Receiver:
         self.outbox = outbox
         self.given_id = given_id
         self.source: Source
-        self.payload_hash: bytes | None = None  # of the `start` that asked for it, if one did
-        self.is_refused = False  # it has ended without anything of a request
-        self.supply: Output | None = None  # of output; None: all its frames are pushed
+        # Of the `start` frame, if the request was started here
+        self.payload_hash: bytes | None = None
+        self.is_refused = False  # refused before the request produced anything
+        self.supply: Output | None = None  # output source; None: all frames are pushed
         self.head = frame_head(given_id)
-        # Number, text and id of a token of the first choice as a part of a message.
+        # Builds the part of a message for one token of the first choice: sequence number, text, id.
         self.token: Callable[[int, bytes, int], bytes] = partial(token_frame, self.head)
-        self.is_waiting = False  # in the outbox's line
+        self.is_waiting = False  # queued in the outbox
         self.in_flight_count = 0  # frames of the message that is being written
         self.on_taken: Callable[[], None] | None = None  # called when the transport takes frames; must not block
-        self.frames: list[bytes] = []  # pushed, and waiting
+        self.frames: list[bytes] = []  # pushed, not sent yet
         self._on_end = on_end
 
     @property
@@ -101,7 +114,10 @@ class Receiver:
         return len(self.frames) + self.in_flight_count
 
     def push(self, frame: pb.ServerFrame | bytes) -> None:
-        """Send a frame as soon as possible; dropped if the client is gone. frame: without a request id; it may be serialized."""
+        """Send a frame as soon as possible; dropped if the client is gone.
+
+        frame: without request id; may be serialized.
+        """
         if not self.outbox.is_abandoned:
             body = frame if isinstance(frame, bytes) else frame.SerializeToString()
             size = len(self.head) + len(body)
@@ -110,7 +126,10 @@ class Receiver:
             self.outbox.add(self)
 
     def delta(self, seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes) -> bytes:
-        """Return new output as a part of a message. rest: the other fields of its `DeltaFrame`, serialized."""
+        """Return new output as part of a message.
+
+        rest: the other fields of its `DeltaFrame`, serialized.
+        """
         return delta_frame(self.head, delta_bytes(seq, choice_index, text, token_ids, rest))
 
     def end(self, frame: pb.ServerFrame | None) -> None:
@@ -143,30 +162,33 @@ class Receiver:
 
 
 def always() -> bool:
-    """Each request is asked."""
+    """Return True: ask every request."""
     return True
 
 
 class Outbox:
     """Send queue of one stream, with one writer and any number of requests."""
 
-    takes_whole = False  # whether the client wants each answer in one piece; see `WholeOutbox`
-    # Of one message. Frames: some 60 kB of deltas, below any receive limit a client may have. Tokens: some 1.2 MB with 20
-    # log-probabilities each, below the 4 MB that clients take unless told otherwise. Deltas: of one request, where others wait.
+    takes_whole = False  # whether the client gets each answer in one piece; see `WholeOutbox`
+    # Limits of one message. Frames: some 60 kB of deltas, below the receive limit of any client.
+    # Tokens: some 1.2 MB with 20 log-probabilities each, below gRPC's default limit of 4 MB.
+    # Deltas: per request, while others wait.
     frame_max, token_max, delta_max = 1000, 4000, 8
 
     def __init__(self, journal: UsageJournal, may_have_lapsed: Callable[[], bool] = always) -> None:
-        """may_have_lapsed: whether any request has to be asked before its tokens leave; asked once for each message."""
+        """may_have_lapsed: whether any hold may have lapsed; called once per message."""
         self._may_have_lapsed = may_have_lapsed
         self.is_abandoned = False
-        self.frame_count = 0  # frames that wait here; output waits elsewhere
-        self.message_count = 0  # messages that the client has taken: it stalls only while this stands still
+        self.frame_count = 0  # pushed frames that wait; output waits in its `Output`
+        # Messages taken by the client; a client that stalls does not change it
+        self.message_count = 0
         self._journal = journal
-        self._line: deque[Receiver | bytes] = deque()  # receivers with something to send, and frames of unknown requests
+        # Receivers with output, and frames without a request
+        self._line: deque[Receiver | bytes] = deque()
         self._in_flight: list[Receiver] = []
         self._idle: asyncio.Future[None] | None = None  # while the writer waits for something to send
         self._room: asyncio.Future[None] | None = None  # while the reader waits for room
-        self._is_open = True  # whether what waits may go out
+        self._is_open = True  # frames may be sent
         self._closing = False
 
     def push(self, frame: pb.ServerFrame) -> None:
@@ -191,12 +213,12 @@ class Outbox:
         """Note that a request has ended with this frame."""
 
     def _note(self) -> None:
-        """Wake the writer if it waits."""
+        """Wake the writer if it is idle."""
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
     async def room(self) -> None:
-        """Wait while more than `FRAMES_WAITING_MAX` frames wait, so that no more is read from the client."""
+        """Wait while more than `FRAMES_WAITING_MAX` frames wait, to pause reading from the client."""
         while self.frame_count > FRAMES_WAITING_MAX and not self.is_abandoned:
             self._room = asyncio.get_running_loop().create_future()
             try:
@@ -219,7 +241,7 @@ class Outbox:
         self.close()
 
     def close(self) -> None:
-        """Let the writer end once everything is sent."""
+        """Let the writer end once all frames are sent."""
         self._closing = True
         self._note()
 
@@ -229,14 +251,16 @@ class Outbox:
         on_gone: Callable[[], None] | None = None,
         gone: type[Exception] | tuple[()] = (),
     ) -> None:
-        """Send until closed and empty. write: sends the parts of a message, joined: a serialized `GenerateResponse` over gRPC.
+        """Send until closed and empty. write: sends a serialized `GenerateResponse`.
 
-        on_gone: called when `write` raises `gone`, by which it tells that the client has gone. Raises: OSError if the journal
-        cannot be written (nothing of that message was sent), and whatever else `write` raises.
+        on_gone: called when `write` raises `gone`, which means that the client has disconnected.
+        Raises: OSError if the journal cannot be written (that message was not sent), and other
+        errors of `write`.
         """
         while True:
             if self._line and self._is_open:
-                # Made only now, since a process may be stopped anywhere before, for any time.
+                # Built as late as possible, since the process may be suspended at any earlier
+                # point.
                 if (message := self._message()) or self._in_flight:
                     try:
                         await write(message)
@@ -260,7 +284,10 @@ class Outbox:
                     self._idle = None
 
     def _message(self) -> bytes:
-        """Collect a message and journal its tokens. Raises: OSError if the journal cannot be written; nothing is delivered then."""
+        """Collect a message and journal its tokens.
+
+        Raises: OSError if the journal cannot be written; nothing is delivered then.
+        """
         collected = self.collect()
         if collected.entries:
             self._journal.record([output.entry(token_count) for output, token_count in collected.entries])
@@ -271,7 +298,7 @@ class Outbox:
         return b"".join(collected.parts)
 
     def _make_room(self) -> None:
-        """Wake whoever waits in `room`."""
+        """Wake the reader that waits in `room`."""
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
@@ -292,7 +319,7 @@ class Outbox:
             if (supply := one.supply) is not None:
                 supply.take(one, collected, delta_max)
                 has_more = supply.has_more
-                if one.frames:  # the end, which follows the last of the output
+                if one.frames:  # the last frame follows the last output
                     one.take_pushed(parts)
             if has_more:
                 more.append(one)
@@ -306,22 +333,26 @@ class Outbox:
 
 
 class WholeOutbox(Outbox):
-    """Sends one message with all frames once every request has all its output or has ended."""
+    """Sends one message with all frames, once every request has all its output or has ended."""
 
     takes_whole = True
-    frame_max = token_max = delta_max = sys.maxsize  # the answer's length is bounded by the context windows of its requests
+    # Context windows bound the length of the answer
+    frame_max = token_max = delta_max = sys.maxsize
 
     def __init__(self, journal: UsageJournal, request_count: int, on_failure: Callable[[str], None]) -> None:
-        """request_count: so many requests make up the answer. on_failure: called with the id of each that has failed."""
+        """request_count: requests that make up the answer.
+
+        on_failure: called with the id of each failed one.
+        """
         super().__init__(journal)
         self._request_count = request_count
         self._on_failure = on_failure
-        self._complete: set[Receiver] = set()  # those that add no more output
+        self._complete: set[Receiver] = set()  # requests that add no more output
         self._is_open = False
 
     def ended(self, receiver: Receiver, frame: pb.ServerFrame) -> None:
-        """See `Outbox.ended`."""
-        if receiver.is_waiting:  # ends go out in their order, since the first failure is the answer's
+        """Implement `Outbox.ended`."""
+        if receiver.is_waiting:  # failures keep their order, since the first one is the answer's
             self._line.remove(receiver)
             self._line.append(receiver)
         if frame.HasField("failed"):
@@ -329,14 +360,14 @@ class WholeOutbox(Outbox):
         self.complete(receiver)
 
     def complete(self, receiver: Receiver) -> None:
-        """See `Outbox.complete`."""
+        """Implement `Outbox.complete`."""
         self._complete.add(receiver)
         if len(self._complete) == self._request_count:
             self._is_open = True
             self._note()
 
     def close(self) -> None:
-        """See `Outbox.close`."""
+        """Implement `Outbox.close`."""
         self._is_open = True
         super().close()
 
@@ -345,33 +376,35 @@ class WholeOutbox(Outbox):
             super()._note()
 
 
-# Frames are put together from bytes: a message object that is put into another one is copied, and one for each token costs more
-# than all else that is done for it. Numbers are those of `weir/v1/inference_service.proto`.
+# Frames are assembled from bytes: assigning a message object copies it, and one copy per token
+# costs more than all other work on it. Field numbers are those of
+# `weir/v1/inference_service.proto`.
 
 
 def varint(number: int) -> bytes:
-    """A number of at least 0 in the wire format of Protocol Buffers."""
+    """Encode a non-negative integer in the wire format of Protocol Buffers."""
     if number < 0x80:
         return bytes((number,))
     return bytes((number & 0x7F | 0x80,)) + varint(number >> 7)
 
 
-VARINTS = [varint(number) for number in range(1 << 14)]  # 0.6 MB: those of most tokens, and all lengths of small frames
+# 0.6 MB: of most tokens, and lengths of small frames
+VARINTS = [varint(number) for number in range(1 << 14)]
 
 
 def frame_head(request_id: str) -> bytes:
-    """The first field of a `ServerFrame`."""
+    """Return the first field of a `ServerFrame`, serialized."""
     data = request_id.encode()
     return b"\x0a%b%b" % (VARINTS[len(data)] if len(data) < 0x4000 else varint(len(data)), data)
 
 
 def framed(frame: bytes) -> bytes:
-    """A serialized `ServerFrame` as a part of a `GenerateResponse`."""
+    """Return a serialized `ServerFrame` as part of a `GenerateResponse`."""
     return b"\x0a%b%b" % (varint(len(frame)), frame)
 
 
 def token_frame(head: bytes, seq: int, text: bytes, token_id: int) -> bytes:
-    """A frame with one token of the first choice, as a part of a `GenerateResponse`: what most parts of most messages are."""
+    """Return a frame with one token of the first choice, the most common part of a message."""
     number = VARINTS[seq] if seq < 0x4000 else varint(seq)
     token = VARINTS[token_id] if token_id < 0x4000 else varint(token_id)
     text_size, token_size = len(text), len(token)
@@ -386,13 +419,13 @@ def token_frame(head: bytes, seq: int, text: bytes, token_id: int) -> bytes:
 
 
 def delta_frame(head: bytes, delta: bytes) -> bytes:
-    """A serialized `DeltaFrame` as a part of a `GenerateResponse`. head: see `frame_head`."""
+    """Return a serialized `DeltaFrame` as part of a `GenerateResponse`. head: see `frame_head`."""
     length = varint(len(delta))
     return framed(b"%b\x22%b%b" % (head, length, delta))
 
 
 def delta_bytes(seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes = b"") -> bytes:
-    """A serialized `DeltaFrame`. rest: its other fields, serialized."""
+    """Serialize a `DeltaFrame`. rest: its other fields, serialized."""
     ids = b"".join(map(varint, token_ids))
     return b"".join(
         (

@@ -27,12 +27,14 @@ from metering.core.models import Outcome
 from metering.holds.journal import Delivered
 from metering.pricing.prices import TokenPrices
 
-TOKENS_PER_DELTA_MAX = 64  # of steps that are told together: a frame stays some kB, whatever it carries beside the tokens
-STEPS_UNPACKED_MAX = 4  # a client that reads leaves one or two; beyond it what waits takes some bytes a token
+# Steps merged into one delta; keeps a frame at some kB whatever it carries besides tokens
+TOKENS_PER_DELTA_MAX = 64
+# A client that keeps up leaves one or two; more are packed into a few bytes per token
+STEPS_UNPACKED_MAX = 4
 
 
 def may_always_send() -> bool:
-    """Default fence: tokens may be sent."""
+    """Return True: tokens may be delivered. Default fence."""
     return True
 
 
@@ -40,7 +42,10 @@ class Flow:
     """Flow control of one request: granted credit, and a timer for clients that grant none."""
 
     def __init__(self, credit: int | None, stall_max_s: float, on_stall: Callable[[], None]) -> None:
-        """credit: tokens that may be sent at first; None: none is needed. on_stall: called when the client grants too little."""
+        """credit: initial tokens that may be sent; None: unlimited.
+
+        on_stall: called if the client grants too little.
+        """
         self.credit = credit
         self.grant_count = 0
         self._stall_max_s = stall_max_s
@@ -48,7 +53,7 @@ class Flow:
         self._timer: asyncio.TimerHandle | None = None
 
     def grant(self, token_count: int) -> None:
-        """The client takes so many more tokens."""
+        """Add credit for this many tokens."""
         self.grant_count += 1
         if self.credit is not None:
             self.credit += token_count
@@ -68,7 +73,7 @@ class Flow:
             self._on_stall()
 
     def close(self) -> None:
-        """Stop the timer for good."""
+        """Stop the timer permanently."""
         self._on_stall = None
         if self._timer is not None:
             self._stop_timer()
@@ -85,25 +90,26 @@ class UsageTelling:
 
     interval_tokens: int
     prices: TokenPrices
-    sent_token_count: int = 0  # by the deltas that the receiver was given
+    sent_token_count: int = 0  # in deltas handed to the receiver
 
     @property
     def room(self) -> int:
-        """Tokens until the next counts."""
+        """Tokens until the next usage frame."""
         return self.interval_tokens - self.sent_token_count % self.interval_tokens
 
 
 class Output(ABC):
     """Output buffer of one request, and its `Source` while it runs and after it has ended.
 
-    said_token_count: delivered, or waiting for the client. fence: whether tokens may leave; where not, it ends the request.
+    said_token_count: tokens delivered or waiting for the client. fence: returns whether tokens may
+    be delivered; otherwise it ends the request.
     """
 
     is_kept = False
-    keep_s: float | None = None  # how long the request goes on unattended; None: not at all
+    keep_s: float | None = None  # how long the request runs without a receiver; None: not at all
 
     def __init__(self, receiver: Receiver, model: str, flow: Flow, life: Life, update: Callable[[pb.UpdateFrame], None]) -> None:
-        """model: as the client called it. update: changes the limits of the request."""
+        """model: name as sent by the client. update: changes the limits of the request."""
         self.usage = UsageSoFar()
         self.hold_id: uuid.UUID | None = None
         self.fence: Callable[[], bool] = may_always_send
@@ -114,17 +120,17 @@ class Output(ABC):
         self.receiver: Receiver | None = receiver
         self._life: Life | None = life  # until the request has ended
         self._update = update
-        self._last_seq = 0  # of the last delta that there is
-        self._admitted: bytes | None = None  # for a stream that attaches
+        self._last_seq = 0  # of the newest delta
+        self._admitted: bytes | None = None  # sent again to a stream that attaches
         self._end: pb.ServerFrame | None = None
         self._has_failed = False
         self._unattended: asyncio.TimerHandle | None = None
         self.then: Callable[[], None] | None = None  # see `when_taken`
         self._stall: asyncio.TimerHandle | None = None
-        self.has_more = False  # whether something that may be sent now is left after `take`
+        self.has_more = False  # more can be sent after `take`
         receiver.source = receiver.supply = self
 
-    # What the request does.
+    # Called by the request.
 
     @abstractmethod
     def say(
@@ -135,7 +141,10 @@ class Output(ABC):
         logprobs: Sequence[pb.TokenLogprobs] = (),
         calls: Sequence[pb.ToolCallDelta] = (),
     ) -> None:
-        """New output. Raises: OSError if it has to be journalled and cannot be."""
+        """Add new output.
+
+        Raises: OSError if it must be journalled and the journal cannot be written.
+        """
 
     def push(self, frame: pb.ServerFrame) -> None:
         """Send a frame without output to the current receiver."""
@@ -147,29 +156,30 @@ class Output(ABC):
 
     @property
     def unsent_token_count(self) -> int:
-        """Tokens that wait for the client to read, and are not delivered until then."""
+        """Tokens that wait for the client, not delivered yet."""
         return self.said_token_count - self.usage.delivered_token_count
 
     @property
     def takes_whole(self) -> bool:
-        """Whether the client wants the whole answer in one message."""
+        """True if the client gets the whole answer in one message."""
         return self.receiver is not None and self.receiver.outbox.takes_whole
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Changes with everything that the client does to take more: it stalls only while this stands still."""
+        """Progress of the client. Unchanged only while the client takes nothing."""
         return id(self.receiver), self.receiver.outbox.message_count if self.receiver else 0, self.flow.grant_count
 
     def complete(self) -> None:
-        """No more output comes."""
+        """Mark the output as complete."""
         if self.receiver is not None:
             self.receiver.outbox.complete(self.receiver)
 
     def when_taken(self, then: Callable[[], None], stall_max_s: float | None) -> None:
-        """Call `then` in a later turn of the loop, once the client has taken everything or what waits was discarded.
+        """Call `then` in a later turn of the loop, once all waiting output is sent or discarded.
 
-        stall_max_s: how long the client may take nothing before the request is stopped, and the rest discarded; None: for ever.
-        What it takes may be frames of other requests that came before, so the stream is watched and not the request.
+        stall_max_s: how long the client may take nothing before the request is stopped and the rest
+        discarded; None: unlimited. Progress is measured on the stream, which may send frames of
+        other requests first.
         """
         self.then = then
         if stall_max_s is not None:
@@ -177,7 +187,8 @@ class Output(ABC):
         self.moved()
 
     def _watch_reading(self, stall_max_s: float, progress: tuple[int, int, int], before: tuple[int, int, int] | None) -> None:
-        # Two looks: where this process was stopped, the first one comes before anything that the client has done meanwhile.
+        # Two polls: after a suspension of this process the first runs before any progress of the
+        # client is seen.
         look = partial(self._look_at_reading, stall_max_s, progress, before)
         self._stall = asyncio.get_running_loop().call_later(stall_max_s / 2, look)
 
@@ -193,20 +204,23 @@ class Output(ABC):
 
     @abstractmethod
     def discard(self, *, kept_too: bool = False) -> None:
-        """Forget what was not handed to the transport.
+        """Drop output that was not handed to the transport.
 
-        What a replay buffer has is delivered: it is sent, as far as credit reaches. kept_too: the buffer goes as well.
+        A replay buffer has been delivered, so it is still sent within the credit. kept_too: drop it
+        as well.
         """
 
     def fail(self) -> None:
-        """The request is broken: what waits is sent as far as credit reaches, and no more credit is waited for."""
+        """Handle a failure: waiting output is sent within the credit, and no more credit is
+        awaited."""
         self._has_failed = True
         self._note()
 
     def end(self, frame: pb.ServerFrame | None) -> None:
-        """The request has ended: its last frame follows what waits. None: this process ends, and tells nobody.
+        """End the output: the last frame follows the waiting output.
 
-        Nothing here refers to the request any more: it goes at once, without a collector.
+        None: shutdown without a last frame. Drops all references to the request, so that it is
+        freed without a garbage collection.
         """
         self._end, self._life = frame, None
         self.fence, self._update = may_always_send, _ended
@@ -216,17 +230,17 @@ class Output(ABC):
         if self.receiver is not None and not self._waits():
             self._say_end()
 
-    # What its streams do.
+    # Called by its streams.
 
     def stop(self, outcome: Outcome) -> None:
-        """End the request."""
+        """Stop the request."""
         if self._life is not None:
             self._life.stop(outcome)
 
     def grant(self, token_count: int) -> None:
-        """The client takes so many more tokens; a number below 1 ends the request as a cancellation does."""
+        """Add credit. A number below 1 ends the request as a cancellation does."""
         if token_count < 1:
-            wrong = FieldViolation("credit.token_count", f"must be at least 1, not {token_count}")
+            wrong = FieldViolation("credit.token_count", f"must be at least 1, got {token_count}")
             if self._life is not None:
                 self._life.stop(Outcome.CANCELLED, InvalidRequest([wrong]))
             return
@@ -235,17 +249,17 @@ class Output(ABC):
         self._note()
 
     def update(self, message: pb.UpdateFrame) -> None:
-        """Change its limits, and tell the client what holds from now on."""
+        """Change the limits of the request, and send the client those in force."""
         self._update(message)
 
     def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
-        """From now on this one receives, from the delta after that one on.
+        """Send output to this receiver from now on, starting after the delta `after_seq`.
 
-        Raises: OutputGone; RequestInFlight if the request is just being ended. Nothing has changed then.
+        Raises: OutputGone; RequestInFlight if the request is just ending. Nothing has changed then.
         """
         is_running = self._life is not None
         if self._life is not None and self._life.end is not None and not self.is_kept:
-            raise RequestInFlight("the request with this request_id is just being ended: ask again in a moment")
+            raise RequestInFlight("the request with this request_id is just ending; retry in a moment")
         oldest_seq = self._oldest_seq()
         if not oldest_seq - 1 <= after_seq <= self._last_seq:
             raise OutputGone(after_seq, oldest_seq, self._last_seq)
@@ -280,7 +294,10 @@ class Output(ABC):
         return old
 
     def shut_out(self, receiver: Receiver, error: Exception) -> None:
-        """Stop the request, since the receiver lost its right to it. After its end, only the reception ends."""
+        """Stop the request, since the receiver lost its right to it.
+
+        After the end, close only the receiver.
+        """
         if self.receiver is not receiver:
             return
         if self._life is not None:
@@ -301,26 +318,26 @@ class Output(ABC):
             self.detach()
             self._unattended = asyncio.get_running_loop().call_later(self.keep_s, self.stop, Outcome.CANCELLED)
 
-    # What the outbox does.
+    # Called by the outbox.
 
     @abstractmethod
     def take(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
-        """Put what may be sent now into a message, so many deltas at most; `has_more` tells whether some is left then."""
+        """Move at most `delta_max` deltas that may be sent into a message; sets `has_more`."""
 
     def entry(self, token_count: int) -> Delivered:
         """Return the journal entry for the delivery of this many more tokens."""
-        assert self.hold_id is not None, "tokens flow only under a hold"
+        assert self.hold_id is not None, "tokens are delivered only under a hold"
         usage = self.usage
         total = usage.delivered_token_count + token_count
         generated = max(usage.generated_token_count, total)
         return Delivered(self.hold_id, usage.input_token_count, usage.cached_input_token_count, generated, total)
 
     def moved(self) -> None:
-        """The transport has taken what it was given, or the client is gone."""
+        """Handle that the transport took the output, or that the client is gone."""
         then, life, receiver = self.then, self._life, self.receiver
         if then is None:
             return
-        # A replay buffer takes all of it at once.
+        # A replay buffer takes delivery at once.
         if (
             (receiver is None or self.is_kept or receiver.outbox.is_abandoned)
             or (life is None or life.discards)
@@ -332,26 +349,26 @@ class Output(ABC):
                 self._stall.cancel()
                 self._stall = None
 
-    # What the two differ in.
+    # Implemented by the subclasses.
 
     @abstractmethod
     def _waits(self) -> bool:
-        """Whether output waits for the receiver."""
+        """Return whether output waits for the receiver."""
 
     @abstractmethod
     def _unread_token_count(self) -> int:
-        """Tokens that wait for the receiver."""
+        """Return the number of tokens that wait for the receiver."""
 
     @abstractmethod
     def _oldest_seq(self) -> int:
-        """The first delta that another stream could be given."""
+        """Return the first delta that another stream could receive."""
 
     @abstractmethod
     def _begin_after(self, after_seq: int) -> None:
-        """The receiver gets what follows this delta."""
+        """Continue with the delta after this one."""
 
     def _note(self) -> None:
-        """Something may be sent."""
+        """Queue the receiver, since output may be ready to send."""
         if self.receiver is not None:
             self.receiver.outbox.add(self.receiver)
 
@@ -360,7 +377,7 @@ class Output(ABC):
             self.flow.watch(0 if self.receiver is None else self._unread_token_count())
 
     def _tell_usage(self, into: Collected, receiver: Receiver, token_count: int) -> None:
-        """Running counts after a delta of so many tokens, if it is time."""
+        """Append a usage frame after a delta of this many tokens, if one is due."""
         telling = self.usage_telling
         if telling is not None and token_count:
             is_due = token_count >= telling.room
@@ -385,7 +402,7 @@ def _ended(message: pb.UpdateFrame) -> None:
     """Ignore a change of limits after the end."""
 
 
-# Of a step: choice, text, token ids, log-probabilities, pieces of tool calls.
+# One step: choice, text, token ids, log-probabilities, pieces of tool calls.
 Step = tuple[int, str, Sequence[int], Sequence[pb.TokenLogprobs], Sequence[pb.ToolCallDelta]]
 
 
@@ -394,7 +411,7 @@ class LiveOutput(Output):
 
     def __init__(self, receiver: Receiver, model: str, flow: Flow, life: Life, update: Callable[[pb.UpdateFrame], None]) -> None:
         super().__init__(receiver, model, flow, life, update)
-        self._steps: list[Step] = []  # what waits, behind what is packed
+        self._steps: list[Step] = []  # waiting, after the packed ones
         self._packed: dict[int, PackedOutput] = {}  # by choice
 
     def say(
@@ -405,7 +422,7 @@ class LiveOutput(Output):
         logprobs: Sequence[pb.TokenLogprobs] = (),
         calls: Sequence[pb.ToolCallDelta] = (),
     ) -> None:
-        """See `Output.say`."""
+        """Implement `Output.say`."""
         self.said_token_count += len(token_ids)
         self._steps.append((choice_index, text, token_ids, logprobs, calls))
         if len(self._steps) > STEPS_UNPACKED_MAX:
@@ -417,7 +434,7 @@ class LiveOutput(Output):
             self._watch_credit()
 
     def discard(self, *, kept_too: bool = False) -> None:
-        """See `Output.discard`."""
+        """Implement `Output.discard`."""
         self._steps.clear()
         self._packed.clear()
         self.said_token_count = self.usage.delivered_token_count
@@ -425,13 +442,13 @@ class LiveOutput(Output):
         self.moved()
 
     def fail(self) -> None:
-        """See `Output.fail`."""
+        """Implement `Output.fail`."""
         super().fail()
         if self.flow.credit == 0:
             self.discard()
 
     def take(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
-        """See `Output.take`."""
+        """Implement `Output.take`."""
         self.has_more = False
         if not (self._steps or self._packed):
             return
@@ -464,7 +481,7 @@ class LiveOutput(Output):
                     most = min(most, self.usage_telling.room)
                 text, token_ids, rest = output.take(most)
                 if not (token_ids or text or rest):
-                    break  # the first token waits for credit
+                    break  # the first token needs more credit
                 self._last_seq += 1
                 delta_count += 1
                 into.parts.append(receiver.delta(self._last_seq, choice_index, text, token_ids, rest))
@@ -478,7 +495,7 @@ class LiveOutput(Output):
             into.token_room -= taken_count
             into.entries.append((self, taken_count))
         if self._has_failed and flow.credit == 0 and self._packed:
-            # Not by `discard`, since what was just taken is not delivered yet.
+            # Not through `discard`, since the output just taken is not delivered yet.
             self.said_token_count -= sum(map(len, self._packed.values()))
             self._packed.clear()
         if self._life is None and not self._packed:
@@ -501,14 +518,14 @@ class LiveOutput(Output):
         return self._last_seq + 1
 
     def _begin_after(self, after_seq: int) -> None:
-        """Nothing to do: waiting output has no sequence number yet."""
+        """Do nothing: waiting output has no sequence numbers yet."""
 
 
 class ReplayOutput(Output):
-    """Output that a replay buffer takes delivery of, for a client that may come back.
+    """Output that is delivered into a replay buffer, for a client that may reconnect.
 
-    A token that is kept has been delivered: it stands in the usage journal before anybody can read it, and reading it again counts
-    nothing.
+    A kept token is delivered: it is in the usage journal before any client can read it. Reading it
+    again is not counted.
     """
 
     is_kept = True
@@ -526,8 +543,8 @@ class ReplayOutput(Output):
         super().__init__(receiver, model, flow, life, update)
         self.keep_s = keep_s
         self.buffer = buffer
-        self._next_seq = 1  # the first that the receiver has not been given
-        self._unread = 0  # tokens from there on
+        self._next_seq = 1  # first delta not handed to the receiver
+        self._unread = 0  # tokens from `_next_seq` on
 
     def say(
         self,
@@ -537,7 +554,7 @@ class ReplayOutput(Output):
         logprobs: Sequence[pb.TokenLogprobs] = (),
         calls: Sequence[pb.ToolCallDelta] = (),
     ) -> None:
-        """See `Output.say`. With credit each token is a frame of its own."""
+        """Implement `Output.say`. With flow control each token is a frame."""
         if not self.fence():
             return
         if token_ids:
@@ -555,12 +572,12 @@ class ReplayOutput(Output):
             unread_seq = self._next_seq if self.receiver is not None else self._last_seq + 1
             if not self.buffer.put(delta, len(part), unread_seq):
                 self.flow.stalled()
-                self._skip()  # the request is over; what is not kept cannot be sent
+                self._skip()  # the request is over; output that is not kept cannot be sent
         self._note()
         self._watch_credit()
 
     def discard(self, *, kept_too: bool = False) -> None:
-        """See `Output.discard`."""
+        """Implement `Output.discard`."""
         if self.flow.credit is None and not kept_too:
             return
         self._skip()
@@ -568,7 +585,7 @@ class ReplayOutput(Output):
         self.moved()
 
     def take(self, receiver: Receiver, into: Collected, delta_max: int) -> None:
-        """See `Output.take`."""
+        """Implement `Output.take`."""
         flow, count = self.flow, 0
         self.has_more = False
         while self._next_seq <= self._last_seq:
@@ -590,7 +607,7 @@ class ReplayOutput(Output):
             self._say_end()
 
     def forget(self) -> None:
-        """Give up the replay buffer, and tell the current receiver."""
+        """End the current reception, since the replay buffer is dropped."""
         if self.receiver is not None:
             receiver, self.receiver = self.receiver, None
             gone = OutputGone(self._next_seq - 1, self._last_seq + 1, self._last_seq)
@@ -616,26 +633,30 @@ class ReplayOutput(Output):
 
 
 def rest_of(logprobs: Sequence[pb.TokenLogprobs], calls: Sequence[pb.ToolCallDelta]) -> bytes:
-    """The fields of a `DeltaFrame` that few requests have, serialized."""
+    """Serialize the optional fields of a `DeltaFrame`."""
     rest = b"".join(logprob_field(each) for each in logprobs)
     return rest + pb.DeltaFrame(tool_calls=calls).SerializeToString() if calls else rest
 
 
 def logprob_field(logprobs: pb.TokenLogprobs) -> bytes:
-    """One of `DeltaFrame.logprobs`."""
+    """Serialize one entry of `DeltaFrame.logprobs`."""
     data = logprobs.SerializeToString()
     return b"\x22%b%b" % (varint(len(data)), data)
 
 
 class PackedOutput:
-    """Tokens and text in order, in some bytes a token. Text and calls of one `add` are given out with its last token."""
+    """Tokens and text in order, packed into a few bytes per token.
+
+    Text and calls of one `add` follow its last token.
+    """
 
     def __init__(self) -> None:
         self._token_ids = array("i")
         self._text = bytearray()
-        self._calls = bytearray()  # new of tool calls as serialized frames, of which those that follow each other are one
-        self._logprobs: list[bytes] = []  # as fields: with 20 alternatives a tenth of what the objects take
-        # One of each per `add`, counted from the first token and byte that were ever added: where it ends.
+        self._calls = bytearray()  # tool calls as serialized frames, adjacent ones merged
+        # Serialized: with 20 alternatives a tenth of the size of the objects
+        self._logprobs: list[bytes] = []
+        # End offset of each `add`, counted from the first token and byte ever added.
         self._token_ends = array("Q")
         self._text_ends = array("Q")
         self._call_ends = array("Q")
@@ -644,12 +665,12 @@ class PackedOutput:
         self._taken_call_byte_count = 0
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return len(self._token_ids)
 
     @property
     def empty(self) -> bool:
-        """Whether neither a token nor a piece of text is left."""
+        """True if neither tokens nor text are left."""
         return not self._token_ends
 
     def add(
@@ -659,7 +680,7 @@ class PackedOutput:
         logprobs: Sequence[pb.TokenLogprobs] = (),
         calls: Sequence[pb.ToolCallDelta] = (),
     ) -> None:
-        """Put behind what waits. logprobs: one for each token, or none."""
+        """Append output. logprobs: one entry per token, or none."""
         self._token_ids.extend(token_ids)
         self._text += text.encode()
         self._logprobs += [logprob_field(each) for each in logprobs]
@@ -670,7 +691,7 @@ class PackedOutput:
         self._call_ends.append(self._taken_call_byte_count + len(self._calls))
 
     def take(self, token_count_max: int) -> tuple[bytes, list[int], bytes]:
-        """The first so many tokens at most: their text, their ids, and what else belongs to them as fields of a `DeltaFrame`."""
+        """Remove at most this many tokens; return their text, ids, and other `DeltaFrame` fields."""
         token_count = min(token_count_max, len(self._token_ids))
         token_ids, self._token_ids = self._token_ids[:token_count].tolist(), self._token_ids[token_count:]
         logprobs, self._logprobs = self._logprobs[:token_count], self._logprobs[token_count:]

@@ -1,6 +1,6 @@
-"""What bounds the output of a request that runs: tokens, as its client lowers and raises them, and money.
+"""Limits on the output of a running request: tokens, as changed by its client, and cost.
 
-Both come down to a number of tokens, so that a token is checked with one comparison.
+Both are converted to a number of tokens, so that each token costs one comparison.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNBOUNDED = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The most that a request may cost."""
+    """Maximum cost of a request."""
 
     currency_code: str
     picos: int
@@ -29,14 +29,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class LimitChange:
-    """What a client wants changed; None: as it is."""
+    """Requested change of limits; None: unchanged."""
 
     max_output_tokens: int | None = None
     max_cost: Cost | None = None
 
 
 def check_cost(message: types_pb2.Money, field: str, wrong: Violations) -> None:
-    """An amount that a request may cost is above zero."""
+    """Check that a maximum cost is above zero."""
     right = message.units >= 0 and 0 <= message.picos < PICOS_PER_UNIT and message.units + message.picos > 0
     wrong.check(right, field, "must be more than 0, with picos from 0 to 999,999,999,999")
     wrong.check(bool(message.currency_code), f"{field}.currency_code", "must name the currency of your organization")
@@ -44,18 +44,18 @@ def check_cost(message: types_pb2.Money, field: str, wrong: Violations) -> None:
 
 
 def cost_of(message: types_pb2.Money) -> Cost:
-    """An amount that `check_cost` found right."""
+    """Return the maximum cost in a message that passed `check_cost`."""
     return Cost(message.currency_code, message.units * PICOS_PER_UNIT + message.picos)
 
 
 def parse_update(message: pb.UpdateFrame) -> LimitChange:
-    """Raises: InvalidRequest with every violation."""
+    """Parse a change of limits. Raises: InvalidRequest with every violation."""
     wrong = Violations()
     has_tokens, has_cost = message.HasField("max_output_tokens"), message.HasField("max_cost")
     wrong.check(has_tokens or has_cost, "update", "must set max_output_tokens, max_cost, or both")
     if has_tokens:
         count = message.max_output_tokens
-        wrong.check(count >= 1, "update.max_output_tokens", f"must be at least 1, not {count}")
+        wrong.check(count >= 1, "update.max_output_tokens", f"must be at least 1, got {count}")
     if has_cost:
         check_cost(message.max_cost, "update.max_cost", wrong)
     wrong.raise_if_any()
@@ -63,10 +63,10 @@ def parse_update(message: pb.UpdateFrame) -> LimitChange:
 
 
 class OutputLimits:
-    """The limits of one request that was admitted, at these prices.
+    """Limits of one admitted request, at its prices.
 
-    token_count_max: output tokens that may be handed on in all; `outcome` is what the request ends as there. The engine itself
-    keeps `engine_token_count_max`, which is what it was last asked for, per choice.
+    token_count_max: output tokens that may be delivered in total; `outcome` is how the request ends
+    there. engine_token_count_max: the limit that the engine enforces, per choice.
     """
 
     def __init__(self, prices: TokenPrices, engine_token_count_max: int, max_cost: Cost | None) -> None:
@@ -77,41 +77,43 @@ class OutputLimits:
         self.asked_token_count_max = engine_token_count_max
         self.max_cost: Cost | None = None
         self._prices = prices
-        self._input_token_counts = 0, 0  # in all, and of them cached, once the engine has begun
+        # In total, and of these cached, once the engine has started
+        self._input_token_counts = 0, 0
         if max_cost is not None:
             self.check_currency(max_cost, "max_cost")
             self.max_cost = max_cost
 
     @property
     def is_raised(self) -> bool:
-        """Whether the client wants more than the engine was asked for."""
+        """True if the client wants more than the engine was asked for."""
         return self.asked_token_count_max > self.engine_token_count_max
 
     def check_input(self, input_token_count: int) -> None:
-        """Raises: InvalidRequest if the prompt, with nothing of it cached, may leave nothing for a token of output."""
+        """Raise InvalidRequest if the cost of the uncached prompt may leave no room for an output
+        token."""
         if self.max_cost is None:
             return
         least = self._prices.cost_picos(input_token_count, 0, 1)
         if least > self.max_cost.picos:
             currency_code = self.max_cost.currency_code
             amount = f"{exact_text(least, currency_code)} {currency_code}"
-            wrong = f"must be at least {amount}: the prompt with nothing cached, and a token of output"
+            wrong = f"must be at least {amount}, the cost of the uncached prompt and one output token"
             raise InvalidRequest([FieldViolation("max_cost", wrong)])
 
     def begun(self, input_token_count: int, cached_input_token_count: int) -> None:
-        """Note the input that is billed: the engine has begun."""
+        """Record the billed input once the engine has started."""
         self._input_token_counts = input_token_count, cached_input_token_count
         if self.max_cost is not None:
             self._reckon()
 
     def check_currency(self, cost: Cost, field: str) -> None:
-        """Raises: InvalidRequest."""
+        """Raise InvalidRequest if the cost is in another currency than the prices."""
         if cost.currency_code != self._prices.currency_code:
-            wrong = f"must be {self._prices.currency_code}, in which your organization pays, not {cost.currency_code[:8]!r}"
+            wrong = f"must be {self._prices.currency_code}, your organization's currency, got {cost.currency_code[:8]!r}"
             raise InvalidRequest([FieldViolation(f"{field}.currency_code", wrong)])
 
     def change(self, change: LimitChange) -> None:
-        """As the client wants it from now on."""
+        """Apply a change of limits."""
         if change.max_output_tokens is not None:
             self.asked_token_count_max = change.max_output_tokens
         if change.max_cost is not None:

@@ -28,24 +28,34 @@ from api.core.addresses import is_local
 from api.core.settings import Settings
 from metering.tenants.networks import Address, parse_address
 
-NAME = "weir-peer"  # in every such certificate; which process it is, the certificate itself says
-LIFETIME = datetime.timedelta(days=3650)  # longer than any process lives
-CLOCK_SLACK = datetime.timedelta(days=1)  # machines' clocks may differ
-VOUCHER = "weir-client-address"  # metadata: from where the client comes that another process comes for, signed by that one
-VOUCHER_LIFETIME_S = 300.0  # clocks of machines may differ by so much; a voucher never leaves TLS, so it need not be shorter
-ANY_HOST = frozenset({"", "*", "0.0.0.0", "[::]"})  # what to listen on, and nothing to connect to
-PEER_KEEPALIVE_MS, PEER_KEEPALIVE_TIMEOUT_MS = 10_000, 5_000  # finds a machine that is gone; only while a relay is under way
+NAME = "weir-peer"  # in every certificate; the public key tells processes apart
+LIFETIME = datetime.timedelta(days=3650)  # longer than any process runs
+CLOCK_SLACK = datetime.timedelta(days=1)  # maximum difference of clocks between machines
+# Metadata with the address of a relayed client, signed by the relaying process
+VOUCHER = "weir-client-address"
+# Covers clock differences; a voucher never leaves TLS, so it need not expire sooner
+VOUCHER_LIFETIME_S = 300.0
+# Addresses to listen on that cannot be connected to
+ANY_HOST = frozenset({"", "*", "0.0.0.0", "[::]"})
+# Detects lost machines; sent only during a relay
+PEER_KEEPALIVE_MS, PEER_KEEPALIVE_TIMEOUT_MS = 10_000, 5_000
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """How a process is reached by the others. address: "host:port"; certificate: PEM."""
+    """Address and certificate of a process for its peers.
+
+    address: "host:port"; certificate: PEM.
+    """
 
     address: str
     certificate: str
 
     def channel(self, identity: Identity | None = None) -> grpc.aio.Channel:
-        """A connection to this process only. identity: the certificate to present; a peer refuses calls without one."""
+        """Open a connection to this process only.
+
+        identity: certificate to present; peers reject calls without one.
+        """
         credentials = grpc.ssl_channel_credentials(
             root_certificates=self.certificate.encode(),
             private_key=None if identity is None else identity.private_key,
@@ -62,36 +72,47 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this process is to the others: what it signs they check by the certificate that it has handed them. Both PEM."""
+    """Key and certificate of this process, both PEM.
+
+    Peers verify its signatures with the certificate.
+    """
 
     owner_id: uuid.UUID
     private_key: bytes = field(repr=False)
     certificate: bytes
 
     def vouch(self, secret: str, address: Address) -> str:
-        """Says from where the client with this secret comes, for the metadata of a call to another process."""
+        """Sign the address of the client with this secret, for the metadata of a call to another
+        process."""
         said = f"{self.owner_id.hex} {time.time():.0f} {address}"
         key = serialization.load_pem_private_key(self.private_key, None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey), "as `make_certificate` makes it"
+        assert isinstance(key, ec.EllipticCurvePrivateKey), "`make_certificate` makes an EC key"
         signature = key.sign(_statement(said, secret), ec.ECDSA(hashes.SHA256()))
         return f"{said} {signature.hex()}"
 
 
 class PeerCertificates:
-    """The certificates that the peer port accepts from clients: those that running processes have published."""
+    """Certificates that the peer port accepts from clients: those published by running processes."""
 
     def __init__(self, identity: Identity) -> None:
-        """identity: what this process presents. Until `replace` is called its own certificate alone is accepted."""
+        """identity: presented by this process, and the only one accepted until `replace` is called."""
         self._identity = identity
         self._accepted = identity.certificate
 
     def replace(self, certificates: Iterable[str]) -> None:
-        """Accept these from the next handshake on, and no others; each is PEM. Open connections are kept."""
+        """Accept exactly these certificates (PEM) from the next handshake on.
+
+        Open connections are kept.
+        """
         published = "".join(sorted({each.strip() + "\n" for each in certificates if each}))
-        self._accepted = published.encode() or self._identity.certificate  # gRPC demands at least one
+        # GRPC requires at least one
+        self._accepted = published.encode() or self._identity.certificate
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For `add_secure_port`. gRPC asks for the accepted certificates in each handshake, on a thread of its own."""
+        """Return server credentials for the peer port.
+
+        gRPC fetches the accepted certificates per handshake, on its own thread.
+        """
         used = self._accepted
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -107,12 +128,12 @@ class PeerCertificates:
 
 
 def make_identity(owner_id: uuid.UUID) -> Identity:
-    """A new one."""
+    """Create an identity with a new key and certificate."""
     return Identity(owner_id, *make_certificate())
 
 
 def voucher_of(text: str) -> uuid.UUID | None:
-    """Which process has signed a voucher, as it says; None for what is none."""
+    """Return the process that a voucher claims as its signer; None if malformed."""
     try:
         return uuid.UUID(hex=text.partition(" ")[0])
     except ValueError:
@@ -120,13 +141,14 @@ def voucher_of(text: str) -> uuid.UUID | None:
 
 
 def vouched_address(text: str, secret: str, certificate: str, now: float) -> Address | None:
-    """The address in a voucher for this secret; None unless it is signed by whose certificate it is, and new. now: since 1970."""
+    """Return the address in a voucher; None unless valid for this secret and certificate, and
+    recent. now: seconds since 1970."""
     said, _, signature = text.rpartition(" ")
     _, _, rest = said.partition(" ")
     made_at, _, address = rest.partition(" ")
     try:
         key = x509.load_pem_x509_certificate(certificate.encode()).public_key()
-        assert isinstance(key, ec.EllipticCurvePublicKey), "as `make_certificate` makes it"
+        assert isinstance(key, ec.EllipticCurvePublicKey), "`make_certificate` makes an EC key"
         key.verify(bytes.fromhex(signature), _statement(said, secret), ec.ECDSA(hashes.SHA256()))
         is_new = abs(now - int(made_at)) <= VOUCHER_LIFETIME_S
     except (InvalidSignature, ValueError):
@@ -135,12 +157,13 @@ def vouched_address(text: str, secret: str, certificate: str, now: float) -> Add
 
 
 def _statement(said: str, secret: str) -> bytes:
-    """What is signed: good for one secret, which is not in it."""
+    """Return the text to sign. It holds for one secret, which it does not reveal."""
     return f"weir voucher {said} ".encode() + hashlib.sha256(secret.encode(errors="replace")).digest()
 
 
 def peer_listen_address(settings: Settings) -> str:
-    """Where the others are let in: unless it is said, any free port of where clients are."""
+    """Return the address to listen on for peers; by default a free port of the client address's
+    host."""
     if settings.peer_listen_address:
         return settings.peer_listen_address
     host = "127.0.0.1" if is_local(settings.listen_address) else settings.listen_address.rpartition(":")[0]
@@ -148,7 +171,8 @@ def peer_listen_address(settings: Settings) -> str:
 
 
 def advertised(advertise_address: str, address: str, port: int) -> str:
-    """Where the others find a door that listens there; the machine's name stands for all of its addresses."""
+    """Return the address at which peers reach a listener; a wildcard host becomes the machine's
+    name."""
     host = advertise_address or address.rpartition(":")[0]
     if advertise_address and ":" in advertise_address.rpartition("]")[2]:
         return advertise_address
@@ -156,9 +180,10 @@ def advertised(advertise_address: str, address: str, port: int) -> str:
 
 
 def make_certificate() -> tuple[bytes, bytes]:
-    """A new private key and a certificate that it has signed itself, both PEM."""
+    """Create a private key and a self-signed certificate, both PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
-    # The subject is unique: OpenSSL looks up accepted certificates by their subject and compares the first one only.
+    # The subject is unique: OpenSSL looks up accepted certificates by subject and compares only the
+    # first match.
     serial = x509.random_serial_number()
     subject = {NameOID.COMMON_NAME: NAME, NameOID.SERIAL_NUMBER: f"{serial:x}"}
     name = x509.Name([x509.NameAttribute(oid, value) for oid, value in subject.items()])
@@ -179,13 +204,13 @@ def make_certificate() -> tuple[bytes, bytes]:
     return private, certificate.public_bytes(serialization.Encoding.PEM)
 
 
-IDLE_S = 60.0  # a connection that nobody uses is kept so long: shaking hands anew costs some ms
-IDLE_COUNT_MAX = 32  # connections that nobody uses; of some 100 kB each, with TLS
+IDLE_S = 60.0  # how long an unused connection is kept; a new handshake costs some ms
+IDLE_COUNT_MAX = 32  # unused connections, of some 100 kB each with TLS
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One of them. idle: the timer that closes it while nobody uses it."""
+    """One connection to a peer. idle: timer that closes it while unused."""
 
     channel: grpc.aio.Channel
     use_count: int = 0
@@ -193,22 +218,25 @@ class Connection:
 
 
 class PeerChannels:
-    """All of this process."""
+    """Connections of this process to its peers."""
 
     def __init__(self, tasks: asyncio.TaskGroup, identity: Identity | None = None, *, idle_s: float = IDLE_S) -> None:
-        """tasks: those of the process. identity: presented to peers. idle_s: how long an unused connection is kept."""
+        """tasks: those of the process.
+
+        identity: presented to peers. idle_s: how long an unused connection is kept.
+        """
         self._tasks = tasks
         self._identity = identity
         self._idle_s = idle_s
         self._connections: dict[Peer, Connection] = {}
-        self._idle: dict[Peer, Connection] = {}  # those that nobody uses; the one that is idle for longest stands first
+        self._idle: dict[Peer, Connection] = {}  # unused connections, longest unused first
 
     def __len__(self) -> int:
         return len(self._connections)
 
     @contextlib.contextmanager
     def use(self, peer: Peer) -> Iterator[grpc.aio.Channel]:
-        """The connection to a process, open for as long as the block lasts."""
+        """Keep the connection to a process open for the duration of the block."""
         connection = self._connections.get(peer)
         if connection is None:
             connection = self._connections[peer] = Connection(peer.channel(self._identity))
@@ -225,7 +253,8 @@ class PeerChannels:
                 self._rest(peer, connection)
 
     def _rest(self, peer: Peer, connection: Connection) -> None:
-        """Nobody uses it any more: close it later, or where there are too many of them the one that rests for longest."""
+        """Close a connection after `idle_s` without use; if too many are unused, close the oldest
+        now."""
         connection.idle = asyncio.get_running_loop().call_later(self._idle_s, self._drop, peer)
         self._idle[peer] = connection
         if len(self._idle) > IDLE_COUNT_MAX:
@@ -239,7 +268,7 @@ class PeerChannels:
         self._tasks.create_task(connection.channel.close(), name="closing of a peer's channel")
 
     async def close(self) -> None:
-        """Close all of them, as this process ends."""
+        """Close all connections, at shutdown."""
         connections = list(self._connections.values())
         self._connections.clear()
         self._idle.clear()

@@ -1,4 +1,4 @@
-"""From a valid start frame to what engine, queue and admission are asked: all that can be known without holding anything."""
+"""Preparation of a start frame: requests for engine, queue and admission. Takes no resources."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from metering.tenants.tenants import TokenBounds
 async def prepared(
     start: ValidStart, route: Route, job: TextJob, safety: SafetyChecker | None, bounds: TokenBounds
 ) -> tuple[GenerationRequest, float]:
-    """Return the request for the engine, and seconds of processor time that its prompt took.
+    """Return the request for the engine, and the processor seconds spent on its prompt.
 
-    start: under the model's own name. job: whose text it is; how many tokens it may have is found here.
-    Raises: KeyBoundExceeded, PromptTooLong, PromptTooLarge, InvalidRequest, PromptFiltered, SafetyUnavailable,
-    ChatTemplateFailed, PreparationLimit, Overloaded; as `check_room` of the job.
+    start: with the canonical model name. job: its token limit is set here. Raises:
+    KeyBoundExceeded, PromptTooLong, PromptTooLarge, InvalidRequest, PromptFiltered,
+    SafetyUnavailable, ChatTemplateFailed, PreparationLimit, Overloaded, and the errors of the job's
+    `check_room`.
     """
     window, wanted = route.engine.model.context_window_tokens, start.stop.max_output_tokens
     most_sent = window - (wanted or 1)
@@ -49,9 +50,10 @@ async def prepared(
 def checked_request(
     start: ValidStart, route: Route, tokenizer: Tokenizer, token_ids: tuple[int, ...], payer: Payer, bounds: TokenBounds
 ) -> GenerationRequest:
-    """Return the request for the engine, held against the model and its context window, and against what the key may have.
+    """Return the request for the engine, checked against the model, context window and key limits.
 
-    token_ids: its prompt. Raises: KeyBoundExceeded, PromptTooLong, InvalidRequest, RequestImpossible.
+    token_ids: its prompt. Raises: KeyBoundExceeded, PromptTooLong, InvalidRequest,
+    RequestImpossible.
     """
     model, wanted = route.engine.model, start.stop.max_output_tokens
     room = model.context_window_tokens - len(token_ids)
@@ -86,7 +88,10 @@ def arrival_of(
     received_at: float,
     deadline: float | None,
 ) -> Arrival:
-    """What the queue has to know of a request. weights: by organization id. received_at, deadline (of the call): monotonic."""
+    """Return the queue's view of a request.
+
+    weights: by organization id. received_at, deadline (of the call): monotonic seconds.
+    """
     if start.start_timeout_s is not None:
         deadline = min(received_at + start.start_timeout_s, math.inf if deadline is None else deadline)
     return Arrival(
@@ -103,7 +108,7 @@ def arrival_of(
 
 
 def admission_request(start: ValidStart, request: GenerationRequest, payer: Payer) -> Admit:
-    """The admission of a request with all of its output."""
+    """Return the admission of a request with its full output."""
     return Admit(
         new_hold_id(),
         payer,
@@ -119,35 +124,39 @@ def admission_request(start: ValidStart, request: GenerationRequest, payer: Paye
 
 
 def smallest_admission(start: ValidStart, least_token_count: int, payer: Payer) -> Admit:
-    """The same for a prompt that is not tokenized yet, from a lower bound of its tokens."""
+    """Return the admission for an untokenized prompt, from a lower bound of its tokens."""
     ids = new_hold_id(), payer, start.request_id, start.payload_hash
     return Admit(*ids, start.model, least_token_count, 1, 0, start.labels, start.tier)
 
 
 def check_input_bound(bounds: TokenBounds, token_count: int, field: str, *, is_least: bool = False) -> None:
-    """field: where the input stands. is_least: it was not tokenized, and has so many tokens at least. Raises: KeyBoundExceeded."""
+    """Raise KeyBoundExceeded for too much input.
+
+    field: where the input is. is_least: token_count is a lower bound.
+    """
     most = bounds.max_input_tokens
     if most is not None and token_count > most:
         least = "at least " if is_least else ""
         raise KeyBoundExceeded(
             field,
-            f"has {least}{token_count} tokens, {token_count - most} more than the {most} that this key may send in one request: "
-            "send less, or let an administrator raise the key's max_input_tokens",
+            f"has {least}{token_count} tokens, {token_count - most} more than the limit of {most} per request for this key; "
+            "send less, or ask an administrator to raise the key's max_input_tokens",
             token_count,
             most,
         )
 
 
 def output_room(bounds: TokenBounds, wanted: int | None, choice_count: int, room: int) -> int:
-    """Output tokens that each choice may have if nothing else is said. wanted: what is said; room: what the context window leaves.
+    """Return the output tokens that each choice may have by default.
 
-    Raises: KeyBoundExceeded for more than the key may have; InvalidRequest for more choices than it has tokens for.
+    wanted: as requested, or None. room: left in the context window. Raises: KeyBoundExceeded above
+    the key's limit; InvalidRequest for more choices than it allows tokens.
     """
     most = bounds.max_output_tokens
     if most is None:
         return room
     if choice_count > most:
-        wrong = f"must be at most {most}: this key may have {most} output tokens in one request, of all choices together"
+        wrong = f"must be at most {most}: this key may have {most} output tokens per request, over all choices"
         raise InvalidRequest([FieldViolation("choice_count", wrong)])
     if wanted is not None:
         check_output_bound(bounds, wanted, choice_count, "max_output_tokens")
@@ -155,20 +164,20 @@ def output_room(bounds: TokenBounds, wanted: int | None, choice_count: int, room
 
 
 def is_bounded(bounds: TokenBounds, wanted: int | None, request: GenerationRequest) -> bool:
-    """Whether it is the key that bounds the output of a request, which does not say how much it wants."""
+    """Return whether the key limits the output of a request that sets no limit itself."""
     most = bounds.max_output_tokens
     return wanted is None and most is not None and request.stop.max_output_tokens == most // request.choice_count
 
 
 def check_output_bound(bounds: TokenBounds, wanted: int, choice_count: int, field: str) -> None:
-    """wanted: of each choice; field: where that is said. Raises: KeyBoundExceeded."""
+    """Raise KeyBoundExceeded for too much output. wanted: per choice. field: where that is set."""
     most = bounds.max_output_tokens
     if most is not None and wanted * choice_count > most:
         each = "" if choice_count == 1 else f" for each of {choice_count} choices"
         raise KeyBoundExceeded(
             field,
-            f"must be at most {most // choice_count}{each}, not {wanted}: this key may have {most} output tokens in one request; "
-            "ask for less, or let an administrator raise the key's max_output_tokens",
+            f"must be at most {most // choice_count}{each}, got {wanted}: this key may have {most} output tokens per request; "
+            "ask for less, or ask an administrator to raise the key's max_output_tokens",
             wanted * choice_count,
             most,
         )

@@ -1,4 +1,4 @@
-"""What all requests of this process share, and the set of those that run."""
+"""State shared by all requests of a process, and the set of running requests."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from inference.text.tokenizer import Tokenizer
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Owner
 
-PROGRESS_FRAMES_MAX = 500  # at one tick: a few ms of work; where more wait, they are told in turns
+PROGRESS_FRAMES_MAX = 500  # per interval: a few ms of work; beyond it requests take turns
 
 
 Running = LiveRequest | LiveEmbedding
 
 
 class Process:
-    """What all requests of this process share, and the set of those that run."""
+    """State shared by all requests of a process, and the set of running requests."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class Process:
         observer: Observer | None = None,
         pace: FramePace | None = None,
     ) -> None:
-        """safety: what prompts and outputs are checked by; None if they are not. relays: to requests of other processes.
+        """safety: checks prompts and outputs; None: no checks.
 
-        observer: who is told how requests end; None: nobody asks it. pace: of the frames of each key; None: one of its own.
+        relays: to requests of other processes. observer: notified of ends; None: an unobserved one.
+        pace: frame rate per key; None: a new one.
         """
         settings = admission.settings
         self.observer = observer or Observer(model.name for model in router.models())
@@ -68,34 +69,36 @@ class Process:
             thread_count=settings.preparation_thread_count,
             weights=settings.queue_weights,
         )
-        self.tasks: asyncio.TaskGroup = admission.tasks  # of requests
+        self.tasks: asyncio.TaskGroup = admission.tasks  # tasks of requests
         self._live: dict[Running, None] = {}  # in order of arrival
-        self._by_key: dict[tuple[int, int], LiveRequest] = {}  # by the numbers of project and request: UUIDs hash in Python
+        # By project and request number, since UUIDs hash in Python
+        self._by_key: dict[tuple[int, int], LiveRequest] = {}
         self._progress = Retries("progress")
 
     def add(self, request: LiveRequest) -> None:
-        """A request begins that `find` does not know."""
+        """Add a request whose key is not present yet."""
         self._live[request] = None
         self._by_key.setdefault((request.caller.payer.project_id.int, request.start.request_id.int), request)
 
     async def turn_to_read(self, owner: Owner, byte_count: int) -> None:
-        """Wait until a message of this API key may be read, whose bytes count as being prepared meanwhile.
+        """Wait until a message of this API key may be read.
 
-        Raises: PreparationLimit, Overloaded.
+        Its bytes count as preparation meanwhile. Raises: PreparationLimit, Overloaded.
         """
         with self.text_work.permit(owner, byte_count):
             await self.pace.turn(owner)
             self.pace.read(owner, READ_S.get(), READ_BYTES.get())
 
     def find(self, key: Key) -> LiveRequest | None:
-        """The request of this id that runs or waits here."""
+        """Return the request with this id that runs or waits here."""
         project_id, request_id = key
         return self._by_key.get((project_id.int, request_id.int))
 
     def receive_elsewhere(self, request: LiveRequest) -> bool:
-        """A request that turned out to run in another process: let its stream receive that one. Whether there is a way.
+        """Relay a request that turned out to run in another process.
 
-        There is none without the key, which the other process wants to see.
+        Return whether that is possible. The other process requires the caller's key, so it is
+        impossible without one.
         """
         if self.relays is None or not request.caller.secret or (receiver := request.output.detach()) is None:
             return False
@@ -111,22 +114,23 @@ class Process:
         return True
 
     def embed(self, caller: Caller, start: ValidEmbed) -> LiveEmbedding:
-        """Run a request that embeds; its `answer` tells of its end."""
+        """Start a request that embeds, and return it; its `answer` returns the response."""
         request = LiveEmbedding(caller, start, self)
         self._live[request] = None
         self.tasks.create_task(request.run(), name=f"request {start.request_id}")
         return request
 
     def running(self) -> tuple[Running, ...]:
-        """What runs or waits, in order of arrival."""
+        """Running and waiting requests, in order of arrival."""
         return tuple(self._live)
 
     def ended(self, request: Running) -> None:
-        """Forget a request that has ended."""
+        """Remove a request that has ended."""
         self._live.pop(request, None)
 
     def generated(self, request: LiveRequest, *, can_be_received: bool) -> None:
-        """The same for one that generates, but for what is kept of it. can_be_received: it has left something in the books."""
+        """Remove a generate request that has ended, and keep its output if it can be received
+        again."""
         self._live.pop(request, None)
         key = project_id, request_id = request.caller.payer.project_id, request.start.request_id
         if self._by_key.get((project_id.int, request_id.int)) is request:
@@ -139,18 +143,19 @@ class Process:
                 self.replays.close(output.buffer)
 
     def fail_all(self, error: Exception) -> None:
-        """Stop everything that runs; what was delivered is settled, and the clients are told why."""
+        """Stop all running requests. Delivered output is settled, and clients receive the error."""
         for request in list(self._live):
             request.stop(Outcome.FAILED, error)
 
     def end_lapsed(self) -> None:
-        """Stop every request whose hold has lapsed, the latest first: else the engine would begin with what waits for others."""
+        """Stop every request whose hold has lapsed, latest first, so that the engine starts none of
+        them."""
         for request in reversed(list(self._live)):
             with self._progress.survive(request.start.request_id):
                 request.end_if_lapsed()
 
     async def tell_progress_regularly(self) -> None:
-        """Send progress frames to whoever still waits, and end what this process has slept too long for, until cancelled."""
+        """Send progress frames at an interval, and end requests with lapsed holds, until cancelled."""
         first = 0
         while True:
             await asyncio.sleep(self.admission.settings.progress_interval_s)
@@ -159,7 +164,7 @@ class Process:
             first = self._tell_progress(first)
 
     def _tell_progress(self, first: int) -> int:
-        """Tell those that wait, from the given one on; whom to begin with the next time."""
+        """Send progress frames to waiting requests from index `first` on; return where to continue."""
         waiting = [request for request in self._live if request.life.state in WAITING]
         outlooks = {outlook.place: outlook for queue in self.queues.values() for outlook in queue.outlook()} if waiting else {}
         for request in waiting[first : first + PROGRESS_FRAMES_MAX]:
@@ -170,7 +175,7 @@ class Process:
 
 
 def queues_of(router: Router, settings: Settings) -> dict[str, FairQueue]:
-    """One queue before each engine, by model."""
+    """Return a fair queue for each engine, by model."""
     limits = QueueLimits(
         request_count_max=settings.queue_requests_max,
         tenant_request_count_max=settings.queue_requests_per_tenant_max,

@@ -1,4 +1,4 @@
-"""`Quote`: what a request would count and cost, and whether it would be let in, without running it."""
+"""`Quote`: tokens, cost and admission of a request, without running it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from metering.tenants.tenants import Principal
 
 
 async def quote(process: Process, sessions: Sessions, principal: Principal, message: pb.QuoteRequest) -> pb.QuoteResponse:
-    """Answer one call. Raises what the same request would be refused with, but for quotas."""
+    """Answer one call. Raises the refusal of the same request, except for quotas."""
     with process.pace.spending(principal):
         start = parse_start(str(uuid.uuid4()), message.start, process.window_tokens_max)
     check_model(principal, process.router.own_name(start.model))
     route = process.router.route(start.model, start.request_id, start.region)
     start.model, payer, tokenizer = route.model, payer_of(principal), process.tokenizers[route.served]
     if start.tool_use.tools:
-        call_reading(start.tool_use, tokenizer, start.model)  # refuses what the model is not made for
+        # Rejects tools that the model does not support
+        call_reading(start.tool_use, tokenizer, start.model)
     job = TextJob(process.text_work, payer, tokenizer, route.engine.model.context_window_tokens)
     request, work_s = await prepared(start, route, job, process.safety, principal.bounds)
     process.pace.spent(principal, work_s)
@@ -54,7 +55,8 @@ async def quote(process: Process, sessions: Sessions, principal: Principal, mess
 
 
 def response(found: quoting.Quote, sent: int, cached: int, most: int) -> pb.QuoteResponse:
-    """The answer for a prompt of `sent` tokens, `cached` of them, and at most `most` of output."""
+    """Return the response for `sent` input tokens, `cached` of them cached, and at most `most` of
+    output."""
     prices, refusal = found.prices, found.refusal
     expected = most if found.expected_token_count is None else min(found.expected_token_count, most)
     worst = max(prices.cost_picos(sent, each, most) for each in (0, sent))
@@ -78,7 +80,10 @@ def response(found: quoting.Quote, sent: int, cached: int, most: int) -> pb.Quot
 
 
 async def quote_embed(process: Process, sessions: Sessions, principal: Principal, message: pb.EmbedRequest) -> pb.QuoteResponse:
-    """Answer one call; its id only says which version it would get. Raises what the same call would, but for quotas."""
+    """Answer one call.
+
+    The id only selects a model version. Raises the refusal of the same call, except for quotas.
+    """
     asked = pb.EmbedRequest()
     asked.CopyFrom(message)
     asked.request_id = asked.request_id or str(uuid.uuid4())

@@ -1,7 +1,8 @@
-"""Receives requests that other processes of the deployment run, for streams of this one.
+"""Relays between a stream of this process and a request in another process of the deployment.
 
-A relay is a client of the process that runs the request, with the caller's key: that one counts, journals and bills; here frames
-pass through. It reads no faster than its own client does, so that one that stalls stalls its request there, and no memory here.
+A relay is a client of the process that runs the request and uses the caller's key. That process
+counts, journals and bills; frames pass through here unchanged. A relay reads no faster than its own
+client, so a client that stalls stalls its request and uses no memory here.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from metering.core.models import Outcome
 from metering.store.db import Sessions
 from metering.tenants.networks import Address
 
-FRAMES_UNREAD_MAX = 64  # of one relay: so many wait here for the client before no more are read from the other process
-FRAMES_UNWRITTEN_MAX = 1000  # of one relay: a client that says so much while the other process reads nothing reads nothing itself
-FRAMES_PER_MESSAGE_MAX = 100  # below what any process takes in one
-ANSWER_WAIT_S = 5.0  # for the first frame of a process that is well it takes some milliseconds
+FRAMES_UNREAD_MAX = 64  # per relay; above it, reading from the other process pauses
+FRAMES_UNWRITTEN_MAX = 1000  # per relay; above it, the relay fails, since the other process does not read
+FRAMES_PER_MESSAGE_MAX = 100  # below the limit of any process
+ANSWER_WAIT_S = 5.0  # for the first frame, which normally takes some ms
 
 Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
@@ -39,12 +40,12 @@ log = structlog.get_logger(__name__)
 
 
 class Relays:
-    """All relays of this process, and its connections to the others."""
+    """All relays of this process, and its connections to other processes."""
 
     def __init__(self, sessions: Sessions, owner_id: uuid.UUID, tasks: asyncio.TaskGroup, identity: Identity | None = None) -> None:
-        """owner_id: this process, which has no need of a way to itself. tasks: those of the process.
+        """owner_id: this process, which is never relayed to. tasks: those of the process.
 
-        identity: presented to peers, and signs the addresses of clients; None: peers refuse this process.
+        identity: presented to peers, and signs client addresses; None: peers reject this process.
         """
         self.identity = identity
         self.sessions = sessions
@@ -57,7 +58,7 @@ class Relays:
 
     @property
     def running_count(self) -> int:
-        """Requests of other processes that streams of this one receive."""
+        """Number of requests in other processes that streams of this one receive."""
         return len(self._running)
 
     def begin(
@@ -70,7 +71,10 @@ class Relays:
         credit_token_count: int,
         address: Address | None = None,
     ) -> None:
-        """Let the receiver have the request of this id, whoever runs it. secret: the caller's API key; address: the caller's."""
+        """Relay the request with this id to the receiver.
+
+        secret, address: the caller's API key and address.
+        """
         relay = Relay(self, receiver, key, secret, address)
         relay.attach(receiver, after_seq, credit_token_count)
         relay.run_in(self._tasks)
@@ -78,24 +82,27 @@ class Relays:
         self._idle.clear()
 
     def ended(self, relay: Relay) -> None:
-        """Forget one that has ended."""
+        """Remove a relay that has ended."""
         self._running.discard(relay)
         if not self._running:
             self._idle.set()
 
     async def idle(self) -> None:
-        """Wait until there is none."""
+        """Wait until there are no relays."""
         await self._idle.wait()
 
     async def close(self) -> None:
-        """End all of them and the connections, as this process ends. Their requests go on where they run, if they are to."""
+        """End all relays and connections at shutdown.
+
+        Requests continue where they run if they may be unattended.
+        """
         for relay in list(self._running):
-            relay.give_up(OwnerAway("this server has shut down: ask for the request again, of another one"))
+            relay.give_up(OwnerAway("this server has shut down; attach to the request through another server"))
         await self.channels.close()
 
 
 class Relay:
-    """One request that runs elsewhere, as its stream's `Source`."""
+    """A request that runs in another process, as its stream's `Source`."""
 
     def __init__(self, relays: Relays, receiver: Receiver, key: Key, secret: str, address: Address | None) -> None:
         self._relays = relays
@@ -109,37 +116,37 @@ class Relay:
         self._task: asyncio.Task[None] | None = None
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin."""
+        """Start the relay."""
         self._task = tasks.create_task(self._run(), name=f"relay {self._key[1]}")
 
     def cancel(self) -> None:
-        """End without a word to the client."""
+        """End without a frame to the client."""
         self._receiver = None
         self._relays.ended(self)
         if self._task is not None:
             self._task.cancel()
 
     def give_up(self, error: Exception) -> None:
-        """End, and tell the client why."""
+        """End, and send the client the error."""
         receiver = self._receiver
         self.cancel()
         if receiver is not None:
             receiver.end(frames.failed(status_of(error), None))
 
     def stop(self, outcome: Outcome) -> None:
-        """The client cancels the request; its end comes back on the same way."""
+        """Cancel the request; its last frame arrives through the relay."""
         self._send(pb.ClientFrame(cancel=pb.CancelFrame()))
 
     def grant(self, token_count: int) -> None:
-        """The client takes more."""
+        """Forward credit."""
         self._send(pb.ClientFrame(credit=pb.CreditFrame(token_count=token_count)))
 
     def update(self, message: pb.UpdateFrame) -> None:
-        """The client changes the limits of the request; the answer comes back on the same way."""
+        """Forward a change of limits; the answer arrives through the relay."""
         self._send(pb.ClientFrame(update=message))
 
     def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
-        """The client asks for the request, or on the same stream for another part of it."""
+        """Attach to the request, or on the same stream continue from another delta."""
         receiver.source = self
         receiver.on_taken = self._room.set
         self._receiver = receiver
@@ -148,30 +155,31 @@ class Relay:
             self.grant(credit_token_count)
 
     def shut_out(self, receiver: Receiver, error: Exception) -> None:
-        """The process that runs the request sees the stream go."""
+        """End the relay; the process that runs the request sees its stream close."""
         self.give_up(error)
 
     def leave(self, receiver: Receiver, outcome: Outcome) -> None:
-        """The stream is gone: the process that runs the request sees the same, and does as the client wants it."""
+        """End the relay; the process that runs the request stops it, or lets it run unattended."""
         self.cancel()
 
     def _send(self, frame: pb.ClientFrame) -> None:
         if len(self._outgoing) >= FRAMES_UNWRITTEN_MAX:
-            self.give_up(Overloaded(f"{FRAMES_UNWRITTEN_MAX} frames of this request wait to be read: read its answers first"))
+            self.give_up(Overloaded(f"{FRAMES_UNWRITTEN_MAX} frames for this request wait to be sent; read its output first"))
             return
         frame.request_id = str(self._key[1])
         self._outgoing.append(frame)
         self._wake.set()
 
     async def _run(self) -> None:
-        end = frames.failed(status_of(OwnerAway("the server that runs this request does not answer: ask again for it")), None)
+        end = frames.failed(status_of(OwnerAway("the server that runs this request does not answer; attach to it again")), None)
         try:
             end = await self._receive()
         except (grpc.aio.AioRpcError, TimeoutError, OSError) as away:
             log.info("relay_broken", request_id=str(self._key[1]), cause=str(away) or type(away).__name__)
             try:
                 end = await self._end_without_owner() or end
-            except Exception as unread:  # the books are away too: what leaves this task ends the whole process
+            # The database is down as well; an error that leaves this task ends the process
+            except Exception as unread:
                 log.warning("relay_books_unread", request_id=str(self._key[1]), exc_info=unread)
         except Exception as error:
             end = frames.failed(status_of(error), None)
@@ -181,11 +189,11 @@ class Relay:
                 self._receiver.end(end)
 
     async def _receive(self) -> pb.ServerFrame:
-        """Pass on what comes; the last frame. Raises what breaks it."""
+        """Forward frames, and return the last one. Raises the error that ends the relay."""
         async with self._relays.sessions() as session:
             owner = await find_owner(session, *self._key)
         if owner is None:
-            raise UnknownRequest("no request of this request_id has been admitted in this project: start it")
+            raise UnknownRequest("no request with this request_id was admitted in this project; start it")
         if owner.address and owner.owner_id != self._relays.owner_id:
             with self._relays.channels.use(Peer(owner.address, owner.certificate)) as channel:
                 end = await self._receive_over(channel)
@@ -194,7 +202,7 @@ class Relay:
         return await self._end_without_owner() or frames.failed(status_of(self._not_there(owner)), None)
 
     async def _receive_over(self, channel: grpc.aio.Channel) -> pb.ServerFrame:
-        """The same from one process. Raises what breaks it."""
+        """Receive over a connection to one process. Raises the error that ends it."""
         metadata = [("authorization", f"Bearer {self._secret}")]
         if self._relays.identity is not None and self._address is not None:
             metadata.append((VOUCHER, self._relays.identity.vouch(self._secret, self._address)))
@@ -211,15 +219,13 @@ class Relay:
         return end
 
     def _not_there(self, owner: Owner) -> Exception:
-        """Why nobody has a request that the books say runs."""
+        """Return the error for a request that is recorded as running but not found."""
         if owner.owner_id == self._relays.owner_id:
-            return RequestInFlight("a request with this request_id is just beginning or ending: ask again in a moment")
-        return OwnerAway("the server that runs this request is not there: ask again, until the request is found settled")
+            return RequestInFlight("a request with this request_id is just starting or ending; retry in a moment")
+        return OwnerAway("the server that runs this request is down; retry until the request is settled")
 
     async def _write(self, call: Call) -> None:
-        with contextlib.suppress(
-            grpc.aio.AioRpcError, asyncio.InvalidStateError
-        ):  # the reader hears of it too, and says what it was
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader gets the same error and reports it
             while True:
                 await self._wake.wait()
                 self._wake.clear()
@@ -228,7 +234,7 @@ class Relay:
                     await call.write(pb.GenerateRequest(frames=[self._outgoing.popleft() for _ in range(count)]))
 
     async def _read(self, call: Call) -> pb.ServerFrame:
-        """Pass on all frames but the last one, and return that. Raises: AioRpcError, TimeoutError."""
+        """Forward all frames but the last, and return that. Raises: AioRpcError, TimeoutError."""
         async with asyncio.timeout(ANSWER_WAIT_S):
             message = await call.read()
         while isinstance(message, pb.GenerateResponse):
@@ -242,13 +248,14 @@ class Relay:
         raise grpc.aio.AioRpcError(await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), "the stream ended early")
 
     async def _until_room(self) -> None:
-        """Wait while the client has much to read."""
+        """Wait while many frames wait for the client."""
         while self._receiver is not None and self._receiver.unsent_frame_count > FRAMES_UNREAD_MAX:
             self._room.clear()
             await self._room.wait()
 
     async def _end_without_owner(self) -> pb.ServerFrame | None:
-        """What the books say of a request whose process does not have it; None while they say that it runs."""
+        """Return the last frame from the database if the process lost the request; None if still
+        running."""
         try:
             async with self._relays.sessions() as session:
                 owner = await find_owner(session, *self._key)

@@ -1,4 +1,5 @@
-"""Replay buffers: output that is kept in memory for clients that may come back, bounded by request, by organization and in all."""
+"""Replay buffers: output kept in memory for clients that may reconnect, with limits per request,
+per organization and in total."""
 
 from __future__ import annotations
 
@@ -12,17 +13,18 @@ from metering.holds.journal import Delivered, UsageJournal
 if TYPE_CHECKING:
     from api.generation.output import ReplayOutput
 
-FRAME_BYTES = 48  # that a kept frame takes beside its own bytes, in CPython
-DROPPED_SHARE = 8  # when a buffer is full an eighth of it goes at once: shifting the rest costs more than a frame
+FRAME_BYTES = 48  # memory overhead of a kept frame in CPython
+# A full buffer drops an eighth at once, since shifting the rest costs more than a frame
+DROPPED_SHARE = 8
 
-Key = tuple[uuid.UUID, uuid.UUID]  # project and request: ids of requests are unique within a project
+Key = tuple[uuid.UUID, uuid.UUID]  # project and request; request ids are unique within a project
 
 
 class ReplayBuffer:
-    """The deltas of one request, as bytes, from `first_seq` on. Made by `ReplayBuffers.open`."""
+    """Deltas of one request as bytes, from `first_seq` on. Created by `ReplayBuffers.open`."""
 
     def __init__(self, journal: UsageJournal, owner: ReplayBuffers, organization_id: uuid.UUID) -> None:
-        """organization_id: whose share of the room it takes."""
+        """organization_id: whose share of the memory it uses."""
         self.organization_id = organization_id
         self.first_seq = 1
         self.byte_count = 0
@@ -33,17 +35,21 @@ class ReplayBuffer:
 
     @property
     def last_seq(self) -> int:
-        """Of the newest delta."""
+        """Sequence number of the newest delta."""
         return self.first_seq + len(self._deltas) - 1
 
     def record(self, delivered: Delivered) -> None:
-        """Journal tokens that are about to be put here. Raises: OSError if the journal cannot be written; none are then."""
+        """Journal tokens before they are put.
+
+        Raises: OSError if the journal cannot be written; then do not put.
+        """
         self._journal.record([delivered])
 
     def put(self, delta: bytes, token_count: int, unread_seq: int) -> bool:
-        """Keep one more delta; drops the oldest where there is no room. unread_seq: the first that the reader has not got.
+        """Append a delta, and drop the oldest if there is no room.
 
-        What the reader has not got may take as much room again. Whether all of it could be kept.
+        Return whether all unread deltas are kept. unread_seq: first delta that the reader has not
+        received. Unread deltas may take twice the room.
         """
         self._deltas.append(delta)
         self._token_counts.append(token_count)
@@ -59,20 +65,20 @@ class ReplayBuffer:
         return False
 
     def get(self, seq: int) -> tuple[bytes, int]:
-        """A delta that is kept, and its tokens."""
+        """Return a kept delta and its token count."""
         index = seq - self.first_seq
         return self._deltas[index], self._token_counts[index]
 
     def token_count_after(self, seq: int) -> int:
-        """Tokens of all deltas behind this one; those up to it may be gone."""
+        """Return the tokens of all deltas after this one; those before may be dropped."""
         return sum(self._token_counts[seq + 1 - self.first_seq :])
 
     def forget(self) -> None:
-        """Give all of it up."""
+        """Drop all deltas."""
         self._cut(len(self._deltas))
 
     def _drop(self, allowance: int, before_seq: int) -> None:
-        """Drop the oldest, down to an eighth below the allowance, but none from `before_seq` on."""
+        """Drop the oldest deltas to an eighth below the allowance, but none from `before_seq` on."""
         excess = self.byte_count - allowance + allowance // DROPPED_SHARE
         count, droppable_count = 0, min(before_seq - self.first_seq, len(self._deltas) - 1)
         while excess > 0 and count < droppable_count:
@@ -99,10 +105,10 @@ class Share:
 
 
 class ReplayBuffers:
-    """All buffers of this process: those of requests that run, and for a while those of requests that have ended.
+    """All replay buffers of a process, of running and of ended requests.
 
-    The room is shared fairly between organizations: where there is too little, the one that keeps the most bytes loses its oldest
-    answer. So an organization that keeps less than its equal share loses nothing to others.
+    Memory is shared fairly between organizations: when it is full, the organization that keeps the
+    most bytes loses its oldest answer. An organization below its equal share loses nothing.
     """
 
     def __init__(self, journal: UsageJournal, *, bytes_max: int, bytes_per_request_max: int) -> None:
@@ -110,40 +116,41 @@ class ReplayBuffers:
         self._journal = journal
         self._bytes_max = bytes_max
         self._bytes_per_request_max = bytes_per_request_max
-        self._shares: dict[uuid.UUID, Share] = {}  # by organization; none that keeps nothing
-        self._ended: dict[Key, uuid.UUID] = {}  # the organization of each request that has ended and is kept
+        self._shares: dict[uuid.UUID, Share] = {}  # by organization; no entry if empty
+        self._ended: dict[Key, uuid.UUID] = {}  # organization of each ended request that is kept
 
     def allowance(self, organization_id: uuid.UUID) -> int:
-        """Bytes that each running request of it may keep: less where its share would not hold all of them otherwise."""
+        """Return the bytes that each running request of an organization may keep, so that its share
+        holds all."""
         live_count = len(self._shares[organization_id].live) if organization_id in self._shares else 0
         return min(self._bytes_per_request_max, self._bytes_max // max(len(self._shares), 1) // max(live_count, 1))
 
     @property
     def live_count(self) -> int:
-        """ReplayBuffers of requests that run."""
+        """Replay buffers of running requests."""
         return sum(len(share.live) for share in self._shares.values())
 
     @property
     def ended_count(self) -> int:
-        """Requests that have ended and can still be received."""
+        """Ended requests whose output is kept."""
         return len(self._ended)
 
     def open(self, organization_id: uuid.UUID) -> ReplayBuffer:
-        """For a request of the organization that begins; `close` or `keep` follows once."""
+        """Create a buffer for a request that starts. Call `close` or `keep` once."""
         buffer = ReplayBuffer(self._journal, self, organization_id)
         self._shares.setdefault(organization_id, Share()).live.add(buffer)
         return buffer
 
     def close(self, buffer: ReplayBuffer) -> None:
-        """Its request has ended, and nobody can ask for its output."""
+        """Release the buffer of an ended request whose output is not kept."""
         buffer.forget()
         self._shares[buffer.organization_id].live.discard(buffer)
         self._tidy(buffer.organization_id)
 
     def keep(self, key: Key, output: ReplayOutput, seconds: float) -> None:
-        """A request has ended, and its output can be asked for so long, unless the organization keeps too much by then."""
+        """Keep the output of an ended request for this time, unless the memory is needed sooner."""
         buffer = output.buffer
-        self.forget(key)  # an id may come again after an attempt that left no trace in the books
+        self.forget(key)  # an id may return after an attempt that left no trace in the database
         timer = asyncio.get_running_loop().call_later(seconds, self._expire, key, seconds)
         share = self._shares[buffer.organization_id]
         share.live.discard(buffer)
@@ -152,7 +159,7 @@ class ReplayBuffers:
         self._make_room()
 
     def _expire(self, key: Key, seconds: float) -> None:
-        """The time is over; whoever is just reading may read on."""
+        """Drop expired output; a client that is just reading may finish."""
         ended = self._shares[self._ended[key]].ended
         output, buffer, _ = ended[key]
         if output.receiver is None:
@@ -162,21 +169,22 @@ class ReplayBuffers:
             ended[key] = output, buffer, timer
 
     def find(self, key: Key) -> ReplayOutput | None:
-        """What is kept of a request that has ended."""
+        """Return the kept output of an ended request."""
         organization_id = self._ended.get(key)
         return None if organization_id is None else self._shares[organization_id].ended[key][0]
 
     def note(self, buffer: ReplayBuffer, byte_count: int) -> None:
-        """So many more bytes are kept in a buffer."""
+        """Add to the bytes kept in a buffer."""
         self.byte_count += byte_count
         self._shares[buffer.organization_id].byte_count += byte_count
         if byte_count > 0:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Evict the oldest answers of the largest owner until the bound holds; an owner below an equal share loses none.
+        """Drop the oldest answers of the largest organization until the limit holds.
 
-        What requests keep that run is no answer yet: their buffers drop the oldest by themselves when the next delta comes.
+        Organizations below an equal share lose none. Running requests drop their oldest deltas
+        themselves with the next delta.
         """
         while self.byte_count > self._bytes_max:
             equal_share = self._bytes_max // len(self._shares)
@@ -186,7 +194,7 @@ class ReplayBuffers:
             self.forget(next(iter(max(above, key=lambda share: share.byte_count).ended)))
 
     def forget(self, key: Key) -> None:
-        """Give up what is kept of a request that has ended, if anything is."""
+        """Drop the kept output of an ended request, if any."""
         organization_id = self._ended.pop(key, None)
         if organization_id is None:
             return
@@ -197,7 +205,7 @@ class ReplayBuffers:
         self._tidy(organization_id)
 
     def forget_all(self) -> None:
-        """The same for every request that has ended."""
+        """Drop the kept output of every ended request."""
         for key in tuple(self._ended):
             self.forget(key)
 

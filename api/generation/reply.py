@@ -1,4 +1,5 @@
-"""Output of one request: turns engine events into delta frames, after safety checks and under the lease of its hold."""
+"""Output of one request: turns engine events into delta frames, after safety checks and under its
+lease."""
 
 from __future__ import annotations
 
@@ -33,29 +34,30 @@ log = structlog.get_logger(__name__)
 
 
 def closed(*_: object) -> None:
-    """Nobody is told."""
+    """Ignore the call."""
 
 
 class Reply:
-    """The frames of one request. No output is handed on before `open`, nor once the request was stopped."""
+    """Delta frames of one request. No output is passed on before `open`, or after a stop."""
 
     def __init__(self, output: Output, start: ValidStart, life: Life, settings: Settings) -> None:
         self.output = output
-        self.exhausted: tuple[QuotaState, ...] = ()  # the quotas that ended the request, if any did
+        self.exhausted: tuple[QuotaState, ...] = ()  # quotas that ended the request, if any
         self._start = start
         self._life = life
         self._filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
         self._choice_ends: dict[int, Outcome] = {}  # of several choices, those that have ended
-        self.call_reading: CallReading | None = None  # how tool calls are read; None: there are none
-        self.called_choices: set[int] = set()  # those with tool calls in them
-        self._parsers: dict[int, ToolCallParser] = {}  # by choice, while output may come
+        self.call_reading: CallReading | None = None  # how tool calls are parsed; None: no tools
+        self.called_choices: set[int] = set()  # choices with tool calls
+        self._parsers: dict[int, ToolCallParser] = {}  # by choice, while output may arrive
         self._limits: OutputLimits
         self._lease: Lease
         self._settings = settings
         self._run: Callable[[Coroutine[None, None, None]], object] = closed
         self._on_end: Callable[[], None] = closed
-        self._late: deque[Told] | None = None  # while a task hands it on
-        self._has_to_wait = False  # for checks, or for a client that a search says much to at once
+        # Events waiting for a task that handles them in order
+        self._late: deque[Told] | None = None
+        self._has_to_wait = False  # for checks, or for the client if a search sends much at once
 
     def open(
         self,
@@ -65,10 +67,10 @@ class Reply:
         run: Callable[[Coroutine[None, None, None]], object],
         on_end: Callable[[], None],
     ) -> None:
-        """From now on output may come, under this lease.
+        """Start passing on output under this lease.
 
-        safety: what outputs are checked by; None if they are not. run: runs what has to wait, and is told if it breaks.
-        on_end: called when all output has been handed on.
+        safety: checks outputs; None: no checks. run: runs coroutines that wait, and handles their
+        errors. on_end: called when all output has been passed on.
         """
         self._run, self._on_end = run, on_end
         self._lease, self._limits = lease, limits
@@ -82,18 +84,18 @@ class Reply:
             self._parsers = {index: self.call_reading.open() for index in range(self._start.choice_count)}
 
     def close(self) -> None:
-        """The request has ended; nothing here refers to it any more."""
+        """Drop all references to the request after its end."""
         self._run = self._on_end = closed
         self._late = None
 
     @property
     def _has_json(self) -> bool:
-        """Whether clients will parse the output, or calls in it."""
+        """True if clients will parse the output, or tool calls in it."""
         kept = self._start.response_format
         return self.call_reading is not None or (kept is not None and kept.kind is GrammarKind.JSON_SCHEMA)
 
     def stopped(self) -> None:
-        """The request was stopped: what was held back as a part of a call goes out, or nothing that waits does."""
+        """Handle a stop: send text held back as part of a tool call, or discard all waiting output."""
         if not self._life.discards:
             for choice_index in list(self._parsers):
                 self._say_rest(choice_index, "")
@@ -101,14 +103,15 @@ class Reply:
             self.output.discard()
 
     def discard(self) -> None:
-        """Deliver nothing of what still waits for the transport."""
+        """Discard output that waits for the transport."""
         self._life.discards = True
         self.output.discard()
 
     def take(self, event: Told) -> None:
-        """Hand on an engine event in order: at once, or by a task if checks, the client or the lease make it wait.
+        """Pass on an engine event in order: at once, or in a task if checks, client or lease make
+        it wait.
 
-        Raises: EngineError that was told, OSError if output has to be journalled and cannot be.
+        Raises: the EngineError it is passed; OSError if the journal cannot be written.
         """
         if self._late is not None:
             self._late.append(event)
@@ -136,7 +139,7 @@ class Reply:
 
     @property
     def free_token_count(self) -> int:
-        """So many tokens in all may be said as they come, unless a stop, a change of limits or log-probabilities come between."""
+        """Total of tokens that may be sent without further checks, until a stop or change of limits."""
         if self._has_to_wait or self._late is not None or self._parsers or self._life.end is not None:
             return 0
         unsent_max = self._settings.outbox_tokens_per_request_max
@@ -147,7 +150,7 @@ class Reply:
         )
 
     async def _hand_on_late(self, late: deque[Told]) -> None:
-        """What has to wait, and what comes meanwhile."""
+        """Pass on events that have to wait, and those that arrive meanwhile."""
         while late:
             event = late.popleft()
             if isinstance(event, TokensGenerated):
@@ -161,9 +164,10 @@ class Reply:
         self._late = None
 
     async def _hand_on_waiting(self, event: TokensGenerated) -> None:
-        """Give on what of the new output, and of what was held back before, the safety stage lets go.
+        """Pass on output that the safety checks have released, including output held back before.
 
-        A beam search says much at once at its end: then the client is waited for, and given up only if it stalls.
+        A beam search sends its whole output at its end, so the client is waited for unless it
+        stalls.
         """
         if self._start.beam_search and self.output.unsent_token_count >= self._settings.outbox_tokens_per_request_max // 2:
             taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -178,7 +182,7 @@ class Reply:
             self._note_filtered(checked, event.choice_index)
 
     async def _end_checked(self, event: ChoiceFinished | SequenceFinished) -> None:
-        """Hand on the end of a choice, and what the safety checks held back of it."""
+        """Handle the end of a choice, and pass on output that the safety checks held back."""
         index = event.choice_index if isinstance(event, ChoiceFinished) else 0
         if self._life.end is None and (isinstance(event, ChoiceFinished) or self._start.choice_count == 1):
             checked = self._filters[index]
@@ -189,9 +193,10 @@ class Reply:
         self._end(event)
 
     def _end(self, event: ChoiceFinished | SequenceFinished) -> None:
-        """A choice or the whole has ended by itself: what was held back of it goes out, unless the request was stopped.
+        """Handle that a choice or all output has ended; output held back is sent unless the request
+        was stopped.
 
-        A choice whose last tokens were not handed on ended as the request does.
+        A choice whose last tokens were not sent ends with the outcome of the request.
         """
         if self._life.end is None and isinstance(event, ChoiceFinished):
             self._say_rest(event.choice_index, event.text)
@@ -203,16 +208,17 @@ class Reply:
             self._on_end()
 
     def ends_of_choices(self, cut: Outcome) -> dict[int, Outcome]:
-        """How each of several choices ended; what the end of the whole request cut off ended as that did."""
+        """Return the outcomes of several choices; unfinished ones get the outcome of the request."""
         if self._start.choice_count == 1:
             return {}
         ends = {index: self._choice_ends.get(index, cut) for index in range(self._start.choice_count)}
         return {index: cut if end is Outcome.CANCELLED else end for index, end in ends.items()}
 
     def flush(self, then: Callable[[], None]) -> None:
-        """Call `then` in a later turn of the loop, once the client has taken everything; one that takes nothing is given up.
+        """Call `then` in a later turn of the loop, once the client has taken everything or has
+        stalled.
 
-        An answer that is taken whole waits for its other parts, and whoever writes it looks after the client.
+        An answer sent in one piece waits for its other parts; its writer watches the client.
         """
         whole = self.output.takes_whole
         if whole:
@@ -220,7 +226,7 @@ class Reply:
         self.output.when_taken(then, None if whole else self._settings.client_stall_max_s)
 
     async def _hand_on_checked(self, event: TokensGenerated) -> None:
-        """Give one step's tokens to the outbox once the lease covers them, unless the request was stopped."""
+        """Send one step's tokens once the lease covers them, unless the request was stopped."""
         if self._life.end is not None:
             return
         token_count = self.output.said_token_count + len(event.token_ids)
@@ -236,7 +242,7 @@ class Reply:
             self._say(event)
 
     def _say(self, event: TokensGenerated) -> None:
-        """Give one step's tokens to the outbox, and end the request where its limits or its client's reading want it."""
+        """Send one step's tokens, and end the request at its limits or after a final tool call."""
         logprobs = frames.token_logprobs(event.logprobs) if event.logprobs else ()
         output, unsent_max = self.output, self._settings.outbox_tokens_per_request_max
         if self._parsers and (parser := self._parsers.get(event.choice_index)) is not None:
@@ -252,7 +258,8 @@ class Reply:
             self._life.stop(Outcome.SLOW_CONSUMER)
 
     def _say_rest(self, choice_index: int, text: str) -> None:
-        """The last of a choice: text that belongs to no further token, and what was held since it might have become a call."""
+        """Send the end of a choice: text without tokens, and text held back as a possible tool
+        call."""
         calls: list[pb.ToolCallDelta] = []
         if (parser := self._parsers.pop(choice_index, None)) is not None:
             before, begun = self._parsed(choice_index, parser.push(text))
@@ -267,7 +274,7 @@ class Reply:
         return parsed.text, frames.tool_calls(parsed.calls)
 
     def end_at_limit(self) -> None:
-        """End the request if it has all the output that it may have."""
+        """End the request if it has reached its output limit."""
         if (
             self._life.end is None
             and self._limits.token_count_max < UNBOUNDED
@@ -282,17 +289,21 @@ class Reply:
 
 
 class OutputFilter:
-    """One output of one request."""
+    """Safety filter of one output."""
 
     def __init__(self, check: OutputCheck, choice_index: int = 0) -> None:
-        self.hit: str | None = None  # what was found; nothing more goes out then
+        self.hit: str | None = None  # the rule that matched; no more output is released then
         self._check = check
         self._choice_index = choice_index
-        self._waiting: deque[tuple[TokensGenerated, int]] = deque()  # with the length of all text up to its end
+        # With the length of all text up to its end
+        self._waiting: deque[tuple[TokensGenerated, int]] = deque()
         self._char_count = 0
 
     async def push(self, event: TokensGenerated) -> list[TokensGenerated]:
-        """Take new output; what may be given out now, in order. Raises `SafetyUnavailable`; what waits then never goes out."""
+        """Add output, and return what is released, in order.
+
+        Raises: SafetyUnavailable; waiting output is lost then.
+        """
         self._char_count += len(event.text)
         self._waiting.append((event, self._char_count))
         if not event.text:
@@ -300,7 +311,7 @@ class OutputFilter:
         return self._release(await self._check.push(event.text))
 
     async def finish(self, text: str) -> list[TokensGenerated]:
-        """Take the last text, which belongs to no further token; what may be given out now, the text itself with the last of it."""
+        """Add the last text, which has no tokens, and return what is released, with that text last."""
         if text:
             self._char_count += len(text)
             self._waiting.append((TokensGenerated((), text, (), self._choice_index), self._char_count))
@@ -314,7 +325,7 @@ class OutputFilter:
         return self._release(verdict)
 
     def _release(self, verdict: Verdict) -> list[TokensGenerated]:
-        """Events whose text is safe to its end; the ones without text before them go with them, those after them do not."""
+        """Return events whose text is safe to the end, and events without text that precede them."""
         self.hit = verdict.hit
         count = 0
         for index, (event, end) in enumerate(self._waiting, 1):
@@ -326,7 +337,10 @@ class OutputFilter:
 
 
 def open_filters(checker: SafetyChecker, choice_count: int, *, has_json: bool = False) -> tuple[OutputFilter, ...]:
-    """One filter per choice; none if outputs are not checked. has_json: they are checked as whoever parses them reads them, too."""
+    """Return a filter per choice; none if outputs are not checked.
+
+    has_json: check text also as a JSON parser reads it.
+    """
     opened = [checker.open_output() for _ in range(choice_count)]
     checks = [EscapedOutputCheck(check) if has_json else check for check in opened if check is not None]
     return tuple(OutputFilter(check, index) for index, check in enumerate(checks))

@@ -1,4 +1,4 @@
-"""Start frames and prompts of `CountTokens`, parsed once into values that are valid in themselves.
+"""Parsing and checks of start frames and of prompts of `CountTokens`.
 
 Every violation of a message is reported at once, by field.
 """
@@ -51,10 +51,10 @@ LIMIT_FIELDS = frozenset(
 
 
 class ValidStart(msgspec.Struct):
-    """A start frame that is right in itself; whether model, context window and quotas allow it is decided later.
+    """A start frame that is valid in itself; model, context window and quotas are checked later.
 
-    Only its model changes. given_id: the request id as the client spelt it, for the frames of its answer. model: as the client
-    named it, and by its own name from when it is routed.
+    Only its model changes. given_id: request id in the client's spelling, for its answers. model:
+    name as sent, canonical after routing.
     """
 
     request_id: uuid.UUID
@@ -71,7 +71,8 @@ class ValidStart(msgspec.Struct):
     labels: dict[str, str]
     tier: ServiceTier
     start_timeout_s: float | None
-    keep_s: float | None = None  # how long it goes on, and is kept, without a stream that receives it; None: not at all
+    # How long it runs, and is kept, without a receiver; None: not at all
+    keep_s: float | None = None
     initial_credit_tokens: int | None = None
     max_cost: Cost | None = None
     region: str = ""
@@ -80,20 +81,22 @@ class ValidStart(msgspec.Struct):
 
     @property
     def operation(self) -> str:
-        """What it is, by OpenTelemetry's names."""
+        """Operation name in OpenTelemetry's conventions."""
         return "chat" if self.prompt and isinstance(self.prompt[0], ChatMessage) else "text_completion"
 
 
 def parse_start(request_id: str, start: pb.StartFrame, window_tokens_max: int | None = None) -> ValidStart:
-    """Check everything that the frame alone can tell. window_tokens_max: the largest context window of any served model.
+    """Check everything that the frame alone shows.
 
-    Raises: InvalidRequest with every violation, PromptTooLong.
+    window_tokens_max: largest context window of any model. Raises: InvalidRequest with every
+    violation, PromptTooLong.
     """
     parsed_id = parse_request_id(request_id)
     wrong = Violations()
     if window_tokens_max is not None and (count := len(start.token_ids.ids)) > window_tokens_max:
-        raise PromptTooLong(count, None, window_tokens_max)  # before they are copied: a million take a tenth of a second
-    # A field that is not there is right, and most are not there in most frames: nothing asks for those one by one.
+        # Before they are copied: a million ids take a tenth of a second
+        raise PromptTooLong(count, None, window_tokens_max)
+    # Absent fields are valid, and most frames lack most fields: look at present ones only.
     said = {field.name for field, _ in start.ListFields()}
     wrong.check_text(start.model, "model", missing=MODEL_MISSING)
     check_prompt(start, wrong)
@@ -131,31 +134,33 @@ def parse_start(request_id: str, start: pb.StartFrame, window_tokens_max: int | 
 
 
 def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
-    """What a start frame says beside prompt and decoding."""
+    """Check the limits and options of a start frame besides prompt and decoding."""
     if start.region:
         wrong.check_text(start.region, "region")
     if start.HasField("usage_interval_tokens"):
         interval = start.usage_interval_tokens
-        wrong.check(interval >= 1, "usage_interval_tokens", f"must be at least 1, not {interval}")
+        wrong.check(interval >= 1, "usage_interval_tokens", f"must be at least 1, got {interval}")
     if start.HasField("start_timeout"):
         wrong.check(seconds_of(start.start_timeout) > 0, "start_timeout", "must be more than 0 s")
     if start.HasField("keep_on_disconnect"):
-        wrong.check(seconds_of(start.keep_on_disconnect) > 0, "keep_on_disconnect", "must be more than 0 s; unset: not at all")
+        wrong.check(
+            seconds_of(start.keep_on_disconnect) > 0, "keep_on_disconnect", "must be more than 0 s; leave it unset for none"
+        )
     if start.HasField("initial_credit_tokens"):
         credit = start.initial_credit_tokens
-        wrong.check(credit >= 0, "initial_credit_tokens", f"must be at least 0, not {credit}")
+        wrong.check(credit >= 0, "initial_credit_tokens", f"must be at least 0, got {credit}")
     if start.HasField("max_cost"):
         check_cost(start.max_cost, "max_cost", wrong)
     check_tier_and_labels(start, wrong)
 
 
 def parse_count_tokens(message: pb.CountTokensRequest) -> tuple[Prompt, tuple[Tool, ...]]:
-    """The prompt, and the tools that the model is shown with it. Raises: InvalidRequest."""
+    """Return the prompt and the tools shown with it. Raises: InvalidRequest."""
     wrong = Violations()
     wrong.check_text(message.model, "model", missing=MODEL_MISSING)
     check_prompt(message, wrong)
     check_tools(message.tools, wrong)
     right = not message.tools or message.WhichOneof("prompt") != "text"
-    wrong.check(right, "tools", "need a conversation: only that shows them to the model")
+    wrong.check(right, "tools", "require a conversation, which shows them to the model")
     wrong.raise_if_any()
     return parse_prompt(message), parse_tools(message.tools)

@@ -1,9 +1,10 @@
-"""Preparation of prompts: who may have how much text prepared at once, and the threads that do it.
+"""Preparation of prompts: limits on text in preparation, and the threads that do the work.
 
-Text of every request is rendered and tokenized before its hold, whatever its key may spend. So what waits for that or is
-worked on is bounded in characters, by API key, by organization and in all (`permit`), and the threads are shared fairly between
-organizations (`run`): the one that has had the least work done is next (`virtual_tokens.Line`; a character costs one unit).
-Work of a request that is cancelled meanwhile is dropped, unless a thread has begun with it.
+The text of every request is rendered and tokenized before its hold, whatever its key may spend.
+Text that waits for this or is being worked on is therefore limited in characters, per API key, per
+organization and in total (`permit`). Threads are shared fairly between organizations (`run`): the
+one with the least work done is next (`virtual_tokens.Line`; a character costs one unit). Work of a
+cancelled request is dropped unless a thread has started on it.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool
 from metering.quotas.quota_rules import Owner
 
-MESSAGE_COST_CHARS = 30  # of each message and each text, beside its characters: what a template takes for an empty one
-INLINE_COST_MAX = 2000  # characters: less than a millisecond, of which handing it to a thread and back would be a tenth
+# Cost of each message or text besides its characters, as a template takes for an empty one
+MESSAGE_COST_CHARS = 30
+# Characters: below a millisecond, of which moving it to a thread would be a tenth
+INLINE_COST_MAX = 2000
 
 Value = TypeVar("Value")
 
 
 @dataclass(slots=True, eq=False)
 class Work(Generic[Value]):
-    """One call that waits for a thread, as `Line` wants it."""
+    """One call that waits for a thread, as an entry of `Line`."""
 
     number: int
     input_token_count: int  # in characters
@@ -42,34 +45,34 @@ class Work(Generic[Value]):
 
 
 class TextWork:
-    """Preparation in one process. One event loop uses it."""
+    """Preparation in one process. Used by one event loop."""
 
     def __init__(
         self, *, chars_max: int, chars_per_key_max: int, thread_count: int, weights: Mapping[str, float] | None = None
     ) -> None:
-        """weights: by organization id, as of the queue before engines."""
+        """weights: by organization id, as in the engine queues."""
         self._chars_max = chars_max
         self._chars_per_key_max = chars_per_key_max
         self._thread_count = thread_count
         self._weights = weights or {}
-        self.taken_chars = 0  # of requests that are being prepared, or wait for it
+        self.taken_chars = 0  # of requests that are being prepared or wait for it
         self._taken: Counter[uuid.UUID] = Counter()  # by API key and by organization
         self._threads = ThreadPoolExecutor(thread_count, "weir-text")
         self._line: Line[Work[Any]] = Line()
-        self.running_count = 0  # calls that threads are working on
+        self.running_count = 0  # calls that run in threads
         self._number = 0
 
     @property
     def waiting_count(self) -> int:
-        """Calls that no thread has begun with."""
+        """Calls that no thread has started on."""
         return self._line.waiting_count
 
     @contextlib.contextmanager
     def permit(self, owner: Owner, chars: int) -> Iterator[None]:
-        """The right to have so much text prepared; a single request may be of any size that a message has.
+        """Reserve preparation of this much text. A single request may be as large as a message.
 
-        An organization, however many keys it has, takes no more than it leaves free: the next one always finds room.
-        Raises: PreparationLimit, Overloaded.
+        An organization, with any number of keys, may take at most the part that it leaves free, so
+        that another always finds room. Raises: PreparationLimit, Overloaded.
         """
         of_key, of_organization = self._taken[owner.api_key_id], self._taken[owner.organization_id]
         if of_key and of_key + chars > self._chars_per_key_max:
@@ -80,7 +83,7 @@ class TextWork:
         if self.taken_chars and chars > free_chars:
             raise Overloaded(
                 f"this server prepares prompts of {self.taken_chars} characters, and {chars} more would exceed "
-                f"its limit of {self._chars_max}: send the request again"
+                f"its limit of {self._chars_max}; retry the request"
             )
         self.taken_chars += chars
         self._taken.update({owner.api_key_id: chars, owner.organization_id: chars})
@@ -94,7 +97,10 @@ class TextWork:
                     del self._taken[each]
 
     async def run(self, organization_id: uuid.UUID, chars: int, call: Callable[[], Value]) -> tuple[Value, float]:
-        """What the call returns, and the processor time that it took, in seconds. Raises as the call."""
+        """Run the call in a thread; return its value and processor seconds.
+
+        Raises the error of the call.
+        """
         self._number += 1
         work = Work(self._number, chars, call, asyncio.get_running_loop().create_future())
         weight = self._weights.get(str(organization_id), 1.0)
@@ -131,13 +137,13 @@ class TextWork:
 
 
 def timed(call: Callable[[], Value]) -> tuple[Value, float]:
-    """The value of a call, and the processor time of this thread that it took."""
+    """Return the value of a call, and the processor time of this thread that it took, in seconds."""
     began_at = time.thread_time()
     return call(), time.thread_time() - began_at
 
 
 def conversation_size(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[int, int]:
-    """Characters of turns, their calls, and tools; and how many parts these are."""
+    """Return the characters of turns, their calls and tools, and the number of these parts."""
     chars, parts = sum([len(message.content) for message in messages]), len(messages) + len(tools)
     for message in messages:
         for call in message.tool_calls:

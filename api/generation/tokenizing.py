@@ -1,7 +1,7 @@
-"""From a prompt in any of its forms to token ids, without holding up the event loop.
+"""Tokenization of prompts in any form without blocking the event loop.
 
-Short prompts are tokenized at once. Longer ones need a permit, are refused if their size alone tells that they do not fit, and go
-to the threads of `TextWork`.
+Short prompts are tokenized at once. Longer ones need a permit, are refused if their size alone
+shows that they do not fit, and run in the threads of `TextWork`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool
 from metering.quotas.quota_rules import Payer
 
-NO_SWITCH = "cannot be set: this model's chat template has no switch for thinking; leave it out"
-INLINE_S_PER_CHAR = 0.3e-6  # of processor time, where it is too short to be measured
-CHARS_PER_TOKEN_MAX = 16  # of a prompt for which the tokenizer has no bound: four times what a token stands for on average
+NO_SWITCH = "cannot be set: this model's chat template cannot switch thinking; leave it out"
+INLINE_S_PER_CHAR = 0.3e-6  # processor time, if too short to measure
+CHARS_PER_TOKEN_MAX = 16  # of a prompt without a tokenizer bound: four times the average token
 
 
-# Token ids of a prompt, and seconds of processor time that they took, in a thread or, estimated, on the event loop.
+# Token ids of a prompt, and processor seconds spent on them, measured in a thread or estimated.
 Tokenized = tuple[tuple[int, ...], float]
 
 
 @dataclass(frozen=True, slots=True)
 class TextJob:
-    """Whose text is prepared, and under which limits.
+    """Owner and limits of text to prepare.
 
-    window: tokens of the model's context. token_count_max: tokens that the prompt may have, None if it is only counted.
-    check_room: awaited before long text is tokenized, with the fewest tokens that it may have; raises what a request of that
-    size would be refused with. asks_first: before any text, since the key was refused a moment ago. thinking: whether the
-    model is to think, None if its template decides.
+    window: tokens of the model's context. token_count_max: limit of the prompt's tokens; None if it
+    is only counted. check_room: awaited before long text is tokenized, with a lower bound of its
+    tokens; raises the refusal of a request of that size. asks_first: call it before any text, since
+    the key was refused a moment ago. thinking: whether the model should think; None: the template
+    decides.
     """
 
     work: TextWork
@@ -54,7 +55,10 @@ def tokenize_at_once(
     tools: Sequence[Tool],
     thinking: bool | None,
 ) -> Tokenized | None:
-    """Token ids of a prompt that is short, or is given as such; None for any other. Raises: ChatTemplateFailed, InvalidRequest."""
+    """Return the token ids of a short or tokenized prompt; None for others.
+
+    Raises: ChatTemplateFailed, InvalidRequest.
+    """
     if isinstance(prompt, str):
         cost = len(prompt)
         return (tokenizer.encode(prompt), INLINE_S_PER_CHAR * cost) if cost <= INLINE_COST_MAX else None
@@ -70,9 +74,10 @@ def tokenize_at_once(
 
 
 async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> Tokenized:
-    """Token ids of a prompt, chat template and tools included.
+    """Return the token ids of a prompt, including chat template and tools.
 
-    Raises: ChatTemplateFailed, InvalidRequest, TokenLimitExceeded, PromptTooLarge, PreparationLimit, Overloaded; as `check_room`.
+    Raises: ChatTemplateFailed, InvalidRequest, TokenLimitExceeded, PromptTooLarge,
+    PreparationLimit, Overloaded, and the errors of `check_room`.
     """
     tokenizer = job.tokenizer
     if job.asks_first and job.check_room is not None and not isinstance(prompt[0], int):
@@ -85,7 +90,7 @@ async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> 
         return await prepared(job, len(prompt), least, partial(tokenizer.encode, prompt, token_count_max=job.token_count_max))
     messages = [message for message in prompt if isinstance(message, ChatMessage)]
     chars, part_count = conversation_size(messages, tools)
-    # A template may leave out parts of a conversation, so no bound of the tokenizer holds for it.
+    # A template may leave out parts of a conversation, so the tokenizer's bound does not apply.
     most = max(tokenizer.chars_max(job.window) or 0, CHARS_PER_TOKEN_MAX * job.window)
     check_chars("conversation.messages", chars, most, job.window)
     encode = partial(tokenizer.encode_chat, messages, tools, token_count_max=job.token_count_max, thinking=job.thinking)
@@ -93,7 +98,7 @@ async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> 
 
 
 async def prepared(job: TextJob, chars: int, least_token_count: int, encode: Callable[[], tuple[int, ...]]) -> Tokenized:
-    """Tokenize in a thread, once there is a permit and the request would be let in. Raises as `tokenize`."""
+    """Tokenize in a thread, with a permit and after `check_room`. Raises as `tokenize`."""
     with job.work.permit(job.payer, chars):
         if job.check_room is not None:
             await job.check_room(least_token_count)
@@ -101,14 +106,17 @@ async def prepared(job: TextJob, chars: int, least_token_count: int, encode: Cal
 
 
 def check_chars(field: str, chars: int, chars_max: int | None, window: int) -> None:
-    """chars_max: of a text that fits the window; None if the tokenizer does not tell. Raises: PromptTooLarge."""
+    """Raise PromptTooLarge for too much text.
+
+    chars_max: maximum that fits the window; None if unknown.
+    """
     most = CHARS_PER_TOKEN_MAX * window if chars_max is None else chars_max
     if chars > most:
         raise PromptTooLarge(field, chars, most, window)
 
 
 async def check_prompt(checker: SafetyChecker, tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool] = ()) -> None:
-    """Let the safety stage look at a prompt: every message and call of a conversation, the tools, ids as the text they stand for.
+    """Run the safety checks on a prompt: all messages and calls, the tools, and token ids as text.
 
     Raises: PromptFiltered, SafetyUnavailable.
     """
@@ -119,7 +127,7 @@ async def check_prompt(checker: SafetyChecker, tokenizer: Tokenizer, prompt: Pro
 
 
 def _text_of(tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool]) -> tuple[str, str]:
-    """The field that a prompt came in, and its text."""
+    """Return the field of a prompt, and its text."""
     if isinstance(prompt, str):
         return "text", prompt
     token_ids = [part for part in prompt if isinstance(part, int)]

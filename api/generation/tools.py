@@ -1,4 +1,4 @@
-"""Tools of a request: what the frame may say of them, how the model is held to them, and in which form its calls are to be read."""
+"""Tools of a request: checks, constraints on the output, and the format of tool calls."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ TOOL_COUNT_MAX = 128
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 SCHEMA_BYTES_MAX = RESPONSE_FORMAT_BYTES_MAX
-SCHEMAS_BYTES_MAX = 256 * 1024  # of all tools together: looking at them takes 45 µs a kB, in which all other streams wait
+# Of all tools together: checking takes 45 µs per kB, during which no other stream runs
+SCHEMAS_BYTES_MAX = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools that a request shows its model. forced: at least one of `callable_names` is called. single: at most one is."""
+    """Tools of a request.
+
+    forced: at least one of `callable_names` is called. single: at most one is.
+    """
 
     tools: tuple[Tool, ...] = ()
     callable_names: tuple[str, ...] = ()
@@ -37,24 +41,27 @@ NO_TOOLS = ToolUse()
 
 @dataclass(frozen=True, slots=True)
 class CallReading:
-    """How the calls of an output are read. ends_with_call: nothing is wanted behind the first one."""
+    """Parsing of the tool calls of an output.
+
+    ends_with_call: the output ends after the first call.
+    """
 
     form: CallFormat
     names: tuple[str, ...]
     ends_with_call: bool
 
     def open(self) -> ToolCallParser:
-        """For one output."""
+        """Create the parser of one output."""
         return ToolCallParser(self.form, self.names, single=self.ends_with_call)
 
 
 def check_tools(tools: Sequence[pb.Tool], wrong: Violations) -> None:
-    """Every tool in itself."""
+    """Check every tool."""
     if not wrong.check_count(len(tools), TOOL_COUNT_MAX, "tools"):
         return
     sizes = [len(tool.parameters_json_schema.encode()) for tool in tools]
     if (size := sum(sizes)) > SCHEMAS_BYTES_MAX:
-        remedy = f"their schemas may have {SCHEMAS_BYTES_MAX} bytes together, not {size}: offer fewer tools, or shorten them"
+        remedy = f"their schemas may have {SCHEMAS_BYTES_MAX} bytes in total, got {size}; offer fewer tools, or shorten them"
         wrong.check(False, "tools", remedy)
         return
     seen: set[str] = set()
@@ -71,16 +78,16 @@ def check_tools(tools: Sequence[pb.Tool], wrong: Violations) -> None:
 
 
 def check_tool_use(start: pb.StartFrame, wrong: Violations) -> None:
-    """The tools of a frame, which of them are to be called, and what that excludes."""
+    """Check the tools of a frame, the tool choice, and fields that exclude tools."""
     check_tools(start.tools, wrong)
     if len(start.tools) > TOOL_COUNT_MAX:
         return
     choice, kind = start.tool_choice, start.tool_choice.WhichOneof("kind")
     if not start.tools:
-        wrong.check(not start.HasField("tool_choice"), "tool_choice", "needs tools: leave it out without any")
+        wrong.check(not start.HasField("tool_choice"), "tool_choice", "requires tools; leave it out")
         return
     right = start.WhichOneof("prompt") in (None, "conversation")
-    wrong.check(right, "tools", "need a conversation: only that shows them to the model")
+    wrong.check(right, "tools", "require a conversation, which shows them to the model")
     if start.HasField("tool_choice"):
         wrong.check(kind is not None, "tool_choice", "one of mode and name must be set")
         right = kind != "mode" or choice.mode in pb.ToolMode.values()
@@ -93,15 +100,15 @@ def check_tool_use(start: pb.StartFrame, wrong: Violations) -> None:
         wrong.check(not start.HasField(name), name, "cannot be combined with tools; set tool_choice to TOOL_MODE_NONE")
     if _is_forced(choice) or any(tool.strict for tool in start.tools):
         for name in ("ignore_eos", "min_output_tokens", "stop_token_ids"):
-            remedy = "cannot be combined with calls that are kept to their schemas: those decide where the output ends"
+            remedy = "cannot be combined with schema-constrained calls, which end the output themselves"
             wrong.check(not getattr(start, name), name, remedy)
     if choice.single and not _is_forced(choice):
-        remedy = "must be 1 where a single call ends the output, as tool_choice.single asks"
+        remedy = "must be 1 with tool_choice.single, where one call ends the output"
         wrong.check(start.choice_count <= 1, "choice_count", remedy)
 
 
 def parse_tool_use(start: pb.StartFrame) -> ToolUse:
-    """The tools of a frame that `check_tool_use` found right: none, where none may be called."""
+    """Return the tools of a frame that passed `check_tool_use`; none if none may be called."""
     choice, kind = start.tool_choice, start.tool_choice.WhichOneof("kind")
     if not start.tools or (kind == "mode" and choice.mode == pb.TOOL_MODE_NONE):
         return NO_TOOLS
@@ -111,15 +118,19 @@ def parse_tool_use(start: pb.StartFrame) -> ToolUse:
 
 
 def parse_tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
-    """Tools that `check_tools` found right."""
+    """Return tools that passed `check_tools`."""
     return tuple(Tool(tool.name, tool.description, tool.parameters_json_schema or NO_ARGUMENTS, tool.strict) for tool in tools)
 
 
 def format_of_calls(use: ToolUse, tokenizer: Tokenizer) -> ResponseFormat | None:
-    """What the output is kept to where a call is forced, or a tool strict. Raises: InvalidRequest if that is too large."""
+    """Return the output format if a call is forced or a tool strict.
+
+    Raises: InvalidRequest if it is too large.
+    """
     if use.forced:
         tools = [tool for tool in use.tools if tool.name in use.callable_names]
-        key = "parameters" if tokenizer.call_format is CallFormat.LLAMA else "arguments"  # as the model is used to
+        # The key that the model was trained on
+        key = "parameters" if tokenizer.call_format is CallFormat.LLAMA else "arguments"
         kept = ResponseFormat(GrammarKind.JSON_SCHEMA, calls_schema(tools, single=use.single, arguments_key=key), "tools")
     elif any(tool.strict for tool in use.tools) and tokenizer.call_format is not None:
         grammar = strict_calls(tokenizer.call_format, use.tools, single=use.single, token_id=tokenizer.token_id)
@@ -127,23 +138,26 @@ def format_of_calls(use: ToolUse, tokenizer: Tokenizer) -> ResponseFormat | None
     else:
         return None
     if (size := len(kept.source.encode())) > SCHEMA_BYTES_MAX:
-        remedy = f"the schemas of calls that are kept to them may have {SCHEMA_BYTES_MAX} bytes together, not {size}: offer fewer"
+        remedy = f"the schemas of constrained calls may have {SCHEMA_BYTES_MAX} bytes in total, got {size}; offer fewer"
         raise InvalidRequest([FieldViolation("tools", remedy)])
     return kept
 
 
 def call_reading(use: ToolUse, tokenizer: Tokenizer, model: str) -> CallReading | None:
-    """How calls are to be read; None if there are none. Raises: InvalidRequest if the model is not made for tools."""
+    """Return how calls are parsed; None without tools.
+
+    Raises: InvalidRequest if the model has no tools.
+    """
     if not use.tools:
         return None
     if not tokenizer.shows_tools():
-        remedy = f"model {model!r} has no place for tools in its chat template: use a model that calls tools, or leave them out"
+        remedy = f"model {model!r} does not support tools in its chat template; use another model, or leave them out"
         raise InvalidRequest([FieldViolation("tools", remedy)])
     if use.forced:
         return CallReading(CallFormat.JSON, use.callable_names, ends_with_call=False)
     if tokenizer.call_format is None:
         remedy = (
-            f"how model {model!r} writes its calls is not known here: force a call by tool_choice, or let the operator set "
+            f"the tool call format of model {model!r} is unknown; force a call with tool_choice, or ask the operator to set "
             "WEIR_TOOL_CALL_FORMATS"
         )
         raise InvalidRequest([FieldViolation("tool_choice", remedy)])

@@ -42,7 +42,7 @@ End = tuple[Outcome | None, Exception | None]
 ERRORS: dict[Cause, list[Exception | None]] = {
     Cause.COMPLETION: [],
     Cause.CLIENT: [
-        InvalidRequest([FieldViolation("credit.token_count", "must be at least 1, not -1")]),
+        InvalidRequest([FieldViolation("credit.token_count", "must be at least 1, got -1")]),
         RequestImpossible("cannot be followed any further", "response_format.lark"),
         CancelledEarly("before its texts were embedded"),
         SiblingEnded(Cause.CLIENT),

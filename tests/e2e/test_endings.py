@@ -180,7 +180,7 @@ async def test_prompts_that_end_because_another_one_was_at_fault_are_billed(
     inside: Inside, service: Service, streams: bool
 ) -> None:
     tenant = await service.tenant(LIMITS)
-    wrong = InvalidRequest([FieldViolation("credit.token_count", "must be at least 1, not -1")])
+    wrong = InvalidRequest([FieldViolation("credit.token_count", "must be at least 1, got -1")])
 
     async def ask(client: openai.AsyncOpenAI) -> openai.APIError:
         prompt = ["one two three", "four five six", "seven eight nine"]

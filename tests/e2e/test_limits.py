@@ -60,4 +60,4 @@ async def test_a_message_holds_so_many_frames_and_no_more(service: Service) -> N
     assert full.error is not None
     refusal = Refusal.of(full.error)
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["frames"])
-    assert f"{most} frames, not {most + 1}" in refusal.status.message
+    assert f"{most} frames, got {most + 1}" in refusal.status.message

@@ -116,7 +116,7 @@ WRONG = (
     Wrong("max_tokens", "old name", {"max_completion_tokens": 2}),
     Wrong("presence_penalty", "between -2 and 2", {"presence_penalty": 9}),
     Wrong("logit_bias[5]", "between -100 and 100", {"logit_bias": {"5": 101}}),
-    Wrong("logit_bias[399999]", "token ids go from", {"logit_bias": {"399999": 1}}),
+    Wrong("logit_bias[399999]", "must be from 0 to", {"logit_bias": {"399999": 1}}),
     Wrong("logit_bias", "int", {"logit_bias": {"five": 1}}),
     Wrong("top_logprobs", "from 0 to 20", {"logprobs": True, "top_logprobs": 21}),
     Wrong("top_logprobs", "needs logprobs", {"top_logprobs": 2}),
@@ -128,7 +128,7 @@ WRONG = (
     ),
     Wrong("messages[0].tool_call_id", "earlier message", {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}),
     Wrong("messages[0]", "have become tools", {"messages": [{"role": "function", "content": "x", "name": "f"}]}),
-    Wrong("tools", "no place for tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    Wrong("tools", "does not support tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     Wrong("tools[0].type", "must be function", {"tools": [{"type": "custom", "name": "f"}]}),
     Wrong("tools[0].function.name", "1 to 64", {"tools": [{"type": "function", "function": {"name": "f f"}}]}),
     Wrong(

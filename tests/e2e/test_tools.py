@@ -175,7 +175,7 @@ async def test_calls_and_their_results_are_part_of_the_conversation(service: Ser
         key = bearer(tenant.secret)
         without = await count(pb.CountTokensRequest(model=MODEL, conversation=talk), metadata=key)
         shown = await count(pb.CountTokensRequest(model=MODEL, conversation=talk, tools=TOOLS), metadata=key)
-        with pytest.raises(grpc.aio.AioRpcError, match="'plain' has no place for tools"):
+        with pytest.raises(grpc.aio.AioRpcError, match="'plain' does not support tools"):
             await count(pb.CountTokensRequest(model=PLAIN, conversation=conversation("x"), tools=TOOLS), metadata=key)
         with pytest.raises(grpc.aio.AioRpcError, match="no place for tool calls"):
             await count(pb.CountTokensRequest(model=PLAIN, conversation=talk), metadata=key)
@@ -187,8 +187,8 @@ async def test_calls_and_their_results_are_part_of_the_conversation(service: Ser
 
 
 WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("tools", "model 'plain' has no place for tools", {"model": PLAIN}),
-    ("tools", "need a conversation", {"conversation": None, "text": "x"}),
+    ("tools", "model 'plain' does not support tools", {"model": PLAIN}),
+    ("tools", "require a conversation", {"conversation": None, "text": "x"}),
     ("tools", "at most 128", {"tools": [pb.Tool(name=f"t{index}") for index in range(129)]}),
     ("tools[0].name", "1 to 64", {"tools": [pb.Tool(name="a b")]}),
     ("tools[1].name", "unique", {"tools": [pb.Tool(name="a"), pb.Tool(name="a")]}),
@@ -205,14 +205,14 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "cannot be compiled",
         {"tools": taking('{"not": {"const": 1}}'), "tool_choice": REQUIRED},
     ),
-    ("tool_choice", "needs tools", {"tools": [], "tool_choice": REQUIRED}),
+    ("tool_choice", "requires tools", {"tools": [], "tool_choice": REQUIRED}),
     ("tool_choice.name", "one of tools", {"tool_choice": pb.ToolChoice(name="c")}),
     ("tool_choice", "one of mode and name", {"tool_choice": pb.ToolChoice(single=True)}),
     ("response_format", "with tools", {"response_format": pb.ResponseFormat(regex="a")}),
-    ("ignore_eos", "kept to their schemas", {"tool_choice": REQUIRED, "ignore_eos": True}),
+    ("ignore_eos", "schema-constrained", {"tool_choice": REQUIRED, "ignore_eos": True}),
     (
         "choice_count",
-        "single call",
+        "one call",
         {"choice_count": 2, "tool_choice": pb.ToolChoice(mode=pb.TOOL_MODE_AUTO, single=True), "sampling": {"temperature": 1}},
     ),
 )
