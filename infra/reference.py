@@ -1,13 +1,14 @@
 """Reference tables of the documentation, made from the source: `make docs` puts them into the pages of `docs/`.
 
 A page names a table in a comment, `<!-- reference: settings -->`. `python -m infra.reference settings` prints it. MkDocs loads this
-module as a hook, which also leads links out of `docs/`: to decision records within the site, and to other files by their path.
+module as a hook, which also leads links between files of the repository to their pages in the site.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import os
 import posixpath
 import re
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,8 @@ from metering.quotas.quota_rules import DIMENSIONS, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = re.compile(r"^<!-- reference: ([\w-]+) -->$", re.MULTILINE)
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+[^)\s]+)\)")
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!#|\w+:)([^)\s]+)\)")
 REMOTE_FILE = re.compile(r"<(?:script|img|iframe)\b[^>]*\bsrc=[\"']?(?:https?:)?//|<link\b[^>]*\bhref=[\"']?(?:https?:)?//")
-RECORDS, RECORDS_ON_SITE = "infra/adr/", "internals/adr/"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -512,19 +513,25 @@ def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
     return led(MARKER.sub(lambda found: TABLES[found[1]](), markdown), page.file.src_uri)
 
 
+@cache
+def places() -> Mapping[str, str]:
+    """Pages of the site by the path of the file behind them: some are links to files elsewhere."""
+    walked = ((Path(folder), names) for folder, _, names in os.walk(ROOT / "docs", followlinks=True))
+    pages = (folder / name for folder, names in walked for name in names if name.endswith(".md"))
+    return {page.resolve().relative_to(ROOT).as_posix(): page.relative_to(ROOT / "docs").as_posix() for page in pages}
+
+
 def led(markdown: str, page: str) -> str:
-    """Return a page whose links to decision records stay in the site, and to other files of the repository become their paths."""
-    here = posixpath.dirname(RECORDS + posixpath.basename(page) if page.startswith(RECORDS_ON_SITE) else f"docs/{page}")
+    """Return a page whose links lead to pages of the site. Of other files of the repository, the path is named."""
+    here = posixpath.dirname((ROOT / "docs" / page).resolve().relative_to(ROOT).as_posix())
 
     def target(found: re.Match[str]) -> str:
-        path, _, fragment = posixpath.normpath(posixpath.join(here, found[2])).partition("#")
-        if path.startswith(RECORDS):
-            path = RECORDS_ON_SITE + path.removeprefix(RECORDS)
-        elif path.startswith("docs/"):
-            path = path.removeprefix("docs/")
-        else:
-            return f"{found[1]} (`{path}`)" if path not in found[1] else found[1]
-        way = posixpath.relpath(path, posixpath.dirname(page) or ".")
+        file, _, fragment = found[2].partition("#")
+        path = posixpath.normpath(posixpath.join(here, file))
+        if path not in places() and not path.startswith("docs/"):
+            return found[1] if path in found[1] else f"{found[1]} (`{path}`)"
+        place = places().get(path, path.removeprefix("docs/"))
+        way = posixpath.relpath(place, posixpath.dirname(page) or ".")
         return f"[{found[1]}]({way}#{fragment})" if fragment else f"[{found[1]}]({way})"
 
     return LINK.sub(target, markdown)
