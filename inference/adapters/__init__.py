@@ -1,1 +1,1 @@
-"""Engines and what each needs to be one: ours on torch, TensorRT-LLM in a child process, servers over gRPC."""
+"""Engine implementations: PyTorch, TensorRT-LLM in a child process, remote servers over gRPC."""

@@ -1,12 +1,15 @@
-"""Sequences on engines that are not ours: which wait here, which are in the engine, and what its answers say as our events.
+"""Scheduling and output processing for engines that this project does not implement.
 
-Such an engine admits first come, first served, and a sequence that is aborted in its queue may never answer. So no more are
-submitted than have a place in its batch, and the order among those that wait is ours. Everything runs on one event loop.
+An external engine admits sequences first come, first served, and may never answer for a sequence
+that is aborted in its queue. So at most one batch of sequences is submitted; the rest wait here,
+ordered by rank. Everything runs on one event loop.
 
-Lists of tokens are cumulative and may shrink, several tokens may come at once and none may; so what is new is counted here. Text
-is made here too, from the ids: it is final when it is given out, and a stop sequence is found wherever tokens meet in it.
+The engine's token lists are cumulative, may shrink, and may grow by any number of tokens, so new
+tokens are counted here. Text is decoded here too, from the token ids: text that was sent is final,
+and a stop sequence is found even where it spans tokens.
 
-`StallWatch` tells a stuck sequence from a stuck engine, by which are silent for too long while others go on.
+`StallWatch` distinguishes a stuck sequence from a stuck engine by how many are silent while others
+progress.
 """
 
 from __future__ import annotations
@@ -46,12 +49,14 @@ from inference.text.detokenizer import Detokenizer, TextDecoder
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """What an engine may be asked, and for how long it is waited for.
+    """Engine-specific limits on aborting, and fault thresholds.
 
-    abort_running: whether a sequence is aborted in the engine; otherwise one that is cancelled runs on unseen. abort_prefill: even
-    before its first token; otherwise at it. abort_with_logprobs: also one that reports log-probabilities. abort_drain_s: how long
-    the final count is waited for, since an abort may never be answered. empty_answer_count_max: so many answers without a token,
-    one after the other, are taken for a broken cache; 0 for no limit.
+    abort_running: whether a running sequence may be aborted; if False, a cancelled sequence runs on
+    with its output dropped. abort_prefill: whether it may be aborted before its first token; if
+    False, the abort waits for it. abort_with_logprobs: whether a sequence that reports
+    log-probabilities may be aborted. abort_drain_s: seconds to wait for the final token count,
+    since an abort may never be answered. empty_answer_count_max: consecutive outputs without a
+    token that indicate a broken KV cache; 0 for no limit.
     """
 
     abort_running: bool = True
@@ -62,7 +67,9 @@ class Handling:
 
 
 class Answer(NamedTuple):
-    """What the engine says of a sequence at one moment. cached_token_count: of its prompt, served from the engine's cache."""
+    """State of a sequence as reported by the engine. cached_token_count: prompt tokens served from
+    its cache.
+    """
 
     output: Output
     cached_token_count: int
@@ -72,20 +79,24 @@ class Answers(Protocol):
     """One sequence in the engine."""
 
     def read(self) -> AsyncGenerator[Answer, None]:
-        """Its answers, in order. Raises: an `EngineError` where this sequence cannot go on; anything else ends the engine."""
+        """Yield answers in order. Raises: EngineError if this sequence failed; anything else ends
+        the engine.
+        """
         ...
 
     def abort(self) -> None:
-        """Ask the engine to stop it; never blocks. Raises whatever shows that the engine is dead."""
+        """Ask the engine to stop the sequence, without blocking. Any exception means that the
+        engine is dead.
+        """
         ...
 
 
 @dataclass(slots=True)
 class Output:
-    """One output as far as it has come. TensorRT-LLM's own `CompletionOutput` has the same fields.
+    """Output of one choice so far. Has the same fields as TensorRT-LLM's `CompletionOutput`.
 
-    finish_reason: why it ended; None while it runs. stop_reason: the stop token that ended it, None for the end token.
-    logprobs: for each token a mapping from ids to what is known of them.
+    finish_reason: None while the output runs. stop_reason: the stop token that ended it, None for
+    the end token. logprobs: for each token, a mapping from token ids to log-probabilities.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -96,10 +107,11 @@ class Output:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One output while it runs. answers: the engine's, once it was submitted. silent_since_s: of its last sign of life.
+    """One output while it runs. answers: set on submission. silent_since_s: time of its last
+    answer.
 
-    ended: how, once it was reported; the engine may still be busy with it. aborted: it was told to stop. stalled: it was given up
-    as stuck, and keeps its place until the engine lets go of it.
+    ended: the reported finish reason; the engine may still be running it. aborted: an abort was
+    sent. stalled: reported as stuck; it keeps its batch place until the engine returns it.
     """
 
     request: Request
@@ -120,7 +132,8 @@ class Choice:
         wanted = self.request.wanted
         self.rank = wanted.rank
         for count, token_id in enumerate(wanted.output_token_ids, 1):
-            # Its text was given out where the token was generated; what was held back there is held back here.
+            # The previous engine already sent this text; text that it held back is held back here
+            # too.
             self._take_token(token_id, count)
 
     @property
@@ -128,7 +141,9 @@ class Choice:
         return self.request.number
 
     def take(self, output: Output, now_s: float) -> list[SequenceEvent]:
-        """What a response adds. Sets `ended` if the output is over by it. Raises: EngineFailed if the response cannot be."""
+        """Process a response. Sets `ended` if it completes the output. Raises: EngineFailed if it
+        is invalid.
+        """
         before, new_ids = len(self.request.wanted.output_token_ids), list(output.token_ids[self.token_count :])
         # Whether the end token itself is in the list is not documented; here it always is.
         last = new_ids[-1] if new_ids else None
@@ -154,7 +169,9 @@ class Choice:
         return [TokensGenerated(tuple(taken), text, logprobs, self.index)]
 
     def _take_token(self, token_id: int, count: int) -> str:
-        """The text that a token lets go; sets `ended` if it is the last. count: of the output's tokens, with this one."""
+        """Return the text released by a token; sets `ended` on the last. count: output tokens
+        including it.
+        """
         stop = self.request.wanted.stop
         if token_id in self.request.end_token_ids:
             self.ended = EngineFinishReason.STOP
@@ -167,7 +184,7 @@ class Choice:
         return piece.text
 
     def rest(self) -> str:
-        """What was held back, at the end. Bytes that only the end makes final may complete a stop sequence."""
+        """Return the held-back text at the end of the output; it may complete a stop sequence."""
         if self.ended is EngineFinishReason.STOP_SEQUENCE:
             return ""
         piece = self.detokenizer.finish()
@@ -176,7 +193,9 @@ class Choice:
         return piece.text
 
     def _end_token(self, output: Output) -> int | None:
-        """The id that ended the output by the engine's account: the stop token that it names, or the first of the end tokens."""
+        """Return the token that ended the output: the reported stop token, else the first end
+        token.
+        """
         if isinstance(output.stop_reason, int):
             return output.stop_reason
         return min(self.request.end_token_ids, default=None)
@@ -191,10 +210,10 @@ class Choice:
                 self.ended = EngineFinishReason.LENGTH
             case "cancelled":
                 if not self.aborted:
-                    raise EngineFailed("the engine cancelled a sequence that nobody had cancelled")
+                    raise EngineFailed("the engine cancelled a sequence that had not been cancelled")
                 self.ended = EngineFinishReason.CANCELLED
             case other:
-                raise EngineFailed(f"the engine ended a sequence for a reason that it was not asked for: {other}")
+                raise EngineFailed(f"the engine ended a sequence with an unknown finish reason: {other}")
 
     def _logprobs(self, output: Output, taken: list[int]) -> tuple[TokenLogprobs, ...]:
         wanted = self.request.wanted.sampling.top_logprobs
@@ -208,7 +227,9 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request of the parent's. number: its handle. end_token_ids: what ends its outputs. ends: of choices that were reported."""
+    """A client request. number: its handle. end_token_ids: tokens that end an output. ends:
+    reported finish reasons.
+    """
 
     number: int
     wanted: GenerationRequest
@@ -220,9 +241,10 @@ class Request:
     ends: dict[int, EngineFinishReason] = field(default_factory=dict)
 
     def schedule(self, cached_token_count: int) -> list[SequenceEvent]:
-        """The engine has answered for the first time. cached_token_count: of the prompt, as far as the first choice found it.
+        """Record the engine's first answer. cached_token_count: prompt tokens cached for the first
+        choice.
 
-        Raises: EngineFailed for a count that cannot be: it is billed.
+        Raises: EngineFailed if the count, which is billed, is out of range.
         """
         if self.cached_token_count is not None:
             return []
@@ -235,11 +257,12 @@ class Request:
         return [Scheduled(self.cached_token_count)]
 
     def finish(self, choice: Choice, now_s: float) -> list[SequenceEvent]:
-        """A choice has ended, as its `ended` says; with the last one the request."""
+        """Return the events for the end of a choice, and of the request with its last choice."""
         text = choice.rest()
-        assert choice.ended is not None, "whoever calls has seen its end"
+        assert choice.ended is not None, "the caller checked that the choice ended"
         self.ends[choice.index] = choice.ended
-        # The engine gets no more sequences than have a place in its batch, so it has begun with one that was cancelled unanswered.
+        # Only as many sequences are submitted as the batch holds, so a cancelled one without an
+        # answer had begun.
         has_begun = self.submitted_at_s is not None and choice.ended is EngineFinishReason.CANCELLED
         events: list[SequenceEvent] = self.schedule(0) if has_begun else []
         if self.wanted.choice_count > 1:
@@ -268,7 +291,9 @@ class Request:
 
 
 def token_logprobs(token_id: int, known: Mapping[int, Any], top_count: int) -> TokenLogprobs:
-    """From the engine's mapping of ids to `Logprob`. Raises: EngineFailed if the token itself is not in it."""
+    """Convert the engine's mapping of ids to `Logprob`. Raises: EngineFailed if `token_id` is
+    missing.
+    """
     if token_id not in known:
         raise EngineFailed("the engine reported log-probabilities without the token that it chose")
     ranked = sorted(known.items(), key=lambda entry: (-entry[1].logprob, entry[0]))[:top_count]
@@ -279,23 +304,26 @@ def token_logprobs(token_id: int, known: Mapping[int, Any], top_count: int) -> T
 
 
 class EmptyAnswers:
-    """Counts those of one engine that came in a row."""
+    """Detect a broken KV cache from consecutive empty outputs of one engine."""
 
     def __init__(self, count_max: int) -> None:
-        """count_max: so many show a fault; 0 looks for none."""
+        """count_max: consecutive empty outputs that indicate a fault; 0 disables detection."""
         self._count_max = count_max
-        self._salts: deque[str] = deque(maxlen=count_max)  # of the empty ones since one was not
+        # salts of the current run of empty outputs
+        self._salts: deque[str] = deque(maxlen=count_max)
 
     def show_a_fault(self, choice: Choice, inside: Iterable[Choice]) -> bool:
-        """Whether it is the engine's fault, now that this choice has ended. inside: what the engine has.
+        """Return whether the end of this choice indicates an engine fault. inside: choices in the
+        engine.
 
-        What one tenant is given shows nothing while the engine serves others: they would pay for a restart with their streams.
+        Empty outputs of one tenant do not count while the engine serves others: a restart would end
+        their streams.
         """
         wanted = choice.request.wanted
         if choice.ended is EngineFinishReason.CANCELLED or not self._count_max:
             return False
         if wanted.output_token_ids or wanted.stop.stop_token_ids or wanted.sampling.logit_bias:
-            return False  # it may have been asked for
+            return False  # the request may ask for an empty output
         if choice.token_count > 1 or choice.ended is not EngineFinishReason.STOP:
             self._salts.clear()
             return False
@@ -310,9 +338,10 @@ Tell = Callable[[int, SequenceEvent | EngineError], None]
 
 
 class OutsideCore:
-    """Requests in, events out through `tell`, in order for each request. `broken`: the whole engine cannot go on.
+    """Request queue of an external engine. Events go out through `tell`, in order for each request.
 
-    submit: hands a choice to the engine. Raises an `EngineError` where the engine refuses this one; anything else ends the engine.
+    submit: submits a choice. Raises: EngineError if the engine rejects it; anything else ends the
+    engine. broken: called with the reason when the whole engine has failed.
     """
 
     def __init__(
@@ -336,22 +365,23 @@ class OutsideCore:
         self._broken = broken
         self._tasks = tasks
         self._requests: dict[int, Request] = {}
-        self._waiting: list[tuple[float, int, int, Choice]] = []  # a heap: by rank, then by arrival
+        # min-heap by rank, then by arrival
+        self._waiting: list[tuple[float, int, int, Choice]] = []
         self._inside: dict[Choice, asyncio.Task[None]] = {}
-        self._ended_count = 0  # of choices that ended while they waited, and may still be in the heap
+        self._ended_count = 0  # choices that ended while queued and may still be in the heap
         self._empty_answers = EmptyAnswers(handling.empty_answer_count_max)
         self._prompt_token_count = self._cached_token_count = self._output_token_count = 0
-        self.told = EngineStatistics()  # of blocks and steps: the last that the engine told
-        self.moved_at_s = -math.inf  # when the last token of anybody came
+        self.told = EngineStatistics()  # last reported block and step counts
+        self.moved_at_s = -math.inf  # time of the last token of any sequence
 
     @property
     def idle(self) -> bool:
-        """Whether the engine has nothing to do for us."""
+        """True if no sequence is queued or in the engine."""
         return not self._inside and not self._waiting
 
     @property
     def owes(self) -> bool:
-        """Whether anybody still waits for the end of a request."""
+        """True if a request has not ended yet."""
         return bool(self._requests)
 
     @property
@@ -359,7 +389,7 @@ class OutsideCore:
         return iter(tuple(self._inside))
 
     def add(self, number: int, request: GenerationRequest, arrived_at_s: float) -> None:
-        """Queue a request that its limits allow. number: above all earlier ones."""
+        """Queue a validated request. number: greater than all earlier ones."""
         ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         added = Request(number, request, ends | request.stop.stop_token_ids, arrived_at_s)
@@ -371,18 +401,20 @@ class OutsideCore:
         if added.choices[0].ended is None:
             self._enter(added.choices[0])
             return
-        for event in added.schedule(0):  # it is continued, and only its end had not been told
+        for event in added.schedule(0):  # a continued request of which only the end was unreported
             self._tell(number, event)
         self._report_end(added.choices[0])
 
     def cancel(self, number: int) -> None:
-        """End a request: at once where it waits, when the engine says so where it runs. Unknown numbers have ended already."""
+        """Cancel a request: at once if queued, on the engine's answer if running. Unknown numbers
+        are ignored.
+        """
         request = self._requests.get(number)
         for choice in () if request is None else tuple(request.choices):
             if choice.ended is not None:
                 continue
             if choice in self._inside and self._abort(choice):
-                continue  # its final count comes with the engine's answer, or when that was waited for long enough
+                continue  # its final count comes with the engine's answer, or after abort_drain_s
             choice.ended = EngineFinishReason.CANCELLED
             self._report_end(choice)
             self._ended_count += 1
@@ -394,7 +426,9 @@ class OutsideCore:
             self.cancel(number)
 
     def abandon(self) -> None:
-        """Forget all requests: somebody else tells what became of them. Nothing is submitted any more."""
+        """Drop all requests without reporting them; the caller reports their end. Submits nothing
+        afterwards.
+        """
         self._requests.clear()
         self._waiting.clear()
 
@@ -409,7 +443,9 @@ class OutsideCore:
                 self._abort(other)
 
     def statistics(self) -> EngineStatistics:
-        """Counts of sequences are ours, of blocks and steps the engine's last."""
+        """Return the counts of sequences here, with the block and step counts the engine last
+        reported.
+        """
         return msgspec.structs.replace(
             self.told,
             waiting_sequence_count=sum(choice.ended is None for *_, choice in self._waiting),
@@ -433,7 +469,9 @@ class OutsideCore:
                 self._submit(choice)
 
     def _note_overtaking(self, entering: Choice) -> None:
-        """Nobody starves, whatever the ranks: who was overtaken by as many as may wait at once comes before all that follow."""
+        """Prevent starvation: a choice overtaken `waiting_sequence_count_max` times goes ahead of
+        later ones.
+        """
         if not self._waiting or min(number for _, number, _, _ in self._waiting) > entering.number:
             return
         for *_, choice in self._waiting:
@@ -445,7 +483,7 @@ class OutsideCore:
         heapq.heapify(self._waiting)
 
     def _forget_ended(self) -> None:
-        """Else whatever is cancelled in the queue of an engine that is full would stay there, with its prompt."""
+        """Remove ended choices, which would keep their prompts in memory while the engine is full."""
         self._waiting = [entry for entry in self._waiting if entry[-1].ended is None]
         heapq.heapify(self._waiting)
         self._ended_count = 0
@@ -458,15 +496,15 @@ class OutsideCore:
             _log.exception("request %d was refused by the engine", choice.number)
             self.fail(choice, error)
             return
-        except Exception as error:  # "LLM is shutting down", or whatever a dead executor raises
-            self._broken(f"nothing can be submitted any more: {error!r}")
+        except Exception as error:  # "LLM is shutting down", or any error of a dead executor
+            self._broken(f"submitting a sequence failed: {error!r}")
             return
         if choice.request.submitted_at_s is None:
             choice.request.submitted_at_s = choice.silent_since_s
         self._inside[choice] = self._tasks.create_task(self._follow(choice, answers))
 
     async def _follow(self, choice: Choice, answers: Answers) -> None:
-        """Read a sequence to its end in the engine, which may be later than the end that was reported."""
+        """Read a sequence until the engine ends it, which may be after its end was reported."""
         try:
             async with aclosing(answers.read()) as told:
                 async for answer in told:
@@ -476,18 +514,19 @@ class OutsideCore:
             self.fail(choice, error)
         except AssertionError as error:
             _log.exception("sequence %d", choice.number)
-            self.fail(choice, EngineFailed(f"the engine's answer cannot be: {error}"))
+            self.fail(choice, EngineFailed(f"the engine sent an invalid answer: {error}"))
         except asyncio.CancelledError:
-            pass  # its final answer was waited for long enough
-        except Exception as error:  # the library shuts the engine down with it, and tells nobody else
+            pass  # abort_drain_s passed without a final answer
+        except Exception as error:
+            # the library shuts the engine down and does not report it elsewhere
             self._broken(f"the engine broke: {error!r}")
             return
         finally:
             self._inside.pop(choice, None)
-        if choice.ended is None:  # the abort was not answered, or the engine let it go without a word
+        if choice.ended is None:  # the abort was not answered, or the answers ended early
             choice.ended = EngineFinishReason.CANCELLED
             if not choice.aborted:
-                self.fail(choice, EngineFailed("the engine ended the sequence without saying how"))
+                self.fail(choice, EngineFailed("the engine ended the sequence without a finish reason"))
         self._report_end(choice)
         self._fill()
 
@@ -498,14 +537,15 @@ class OutsideCore:
             if output.token_ids and choice.first_token_at_s is None:
                 choice.first_token_at_s = now_s
             if output.finish_reason is None:
-                self._abort(choice)  # put off until it had its first token
+                self._abort(choice)  # postponed until its first token
             return
         if output.token_ids:
             for event in request.schedule(answer.cached_token_count):
                 self._prompt_token_count += len(request.wanted.prompt_token_ids)
                 self._cached_token_count += answer.cached_token_count
                 self._tell(choice.number, event)
-                # The others find the prompt in the cache now, as the first one has just computed it.
+                # The first choice has computed the prompt, so the other choices find it in the
+                # cache.
                 self._enter(*request.choices[1:])
         for event in choice.take(output, now_s):
             assert isinstance(event, TokensGenerated)
@@ -517,10 +557,11 @@ class OutsideCore:
                 self._broken(f"{self._handling.empty_answer_count_max} answers in a row were empty")
             self._report_end(choice)
             if output.finish_reason is None and choice.ended is EngineFinishReason.STOP_SEQUENCE:
-                self._abort(choice)  # it is ours: the engine would go on to its own limit
+                # the stop sequence is found here; the engine would run to its own limit
+                self._abort(choice)
 
     def _abort(self, choice: Choice) -> bool:
-        """Tell the engine to stop a sequence that it has; False if it may not be told, now or ever."""
+        """Abort a sequence in the engine. Returns False if it cannot be aborted now."""
         if choice.aborted:
             return True
         task = self._inside.get(choice)
@@ -531,7 +572,7 @@ class OutsideCore:
         choice.aborted = True
         try:
             choice.answers.abort()
-        except Exception as error:  # an AssertionError or AttributeError where the executor is gone
+        except Exception as error:  # an AssertionError or AttributeError if the executor is gone
             self._broken(f"a sequence cannot be aborted: {error!r}")
             return False
         asyncio.get_running_loop().call_later(self._handling.abort_drain_s, task.cancel)
@@ -547,11 +588,13 @@ class OutsideCore:
             del self._requests[request.number]
 
 
-STALLS_MAX = 3  # single sequences that stuck while others went on: after so many it is the engine
+STALLS_MAX = 3  # stuck sequences, while others progress, before the engine counts as stuck
 
 
 class StallWatch:
-    """Looks at the silence of a core's sequences. The limits are in seconds: until the first token, and from one to the next."""
+    """Detects sequences without new tokens. Timeouts in seconds: to the first token, and between
+    tokens.
+    """
 
     def __init__(self, core: OutsideCore, first_token_timeout_s: float, inter_token_timeout_s: float) -> None:
         self._core = core
@@ -560,14 +603,16 @@ class StallWatch:
         self._stall_count = 0
 
     def look(self) -> str | None:
-        """Fails the sequences that alone are stuck. Returns why the engine cannot go on, if it is the engine."""
+        """Fail the sequences that alone are stuck. Returns the reason if the engine itself is
+        stuck.
+        """
         now_s = time.monotonic()
         stuck, shortest_s = [], self._first_token_timeout_s
         for choice in self._core.inside:
             first = choice.first_token_at_s is None
             limit_s = self._first_token_timeout_s if first else self._inter_token_timeout_s
             if choice.aborted or choice.stalled:
-                continue  # it is waited for by another clock, or was counted and could not be ended
+                continue  # limited by abort_drain_s, or already counted
             if now_s - choice.silent_since_s > limit_s:
                 stuck.append(choice)
                 shortest_s = min(shortest_s, limit_s)

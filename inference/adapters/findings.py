@@ -1,7 +1,7 @@
-"""What a doctor finds out about an engine that others have written: one observation for each question.
+"""Observations about an external engine: one per question of a doctor command.
 
-The adapters work whichever way most answers fall. The answers tell which of their precautions an installation needs, and whether
-something is not as it was written down.
+The adapters handle most answers either way. The answers show which precautions an installation
+needs, and where the engine differs from its documentation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ Patient = TypeVar("Patient")
 
 
 class Verdict(StrEnum):
-    """expected: as it was written down. other: not so, and the adapter copes. bad: the adapter would not work here."""
+    """expected: as documented. other: differs, and the adapter handles it. bad: the adapter cannot
+    work with it.
+    """
 
     EXPECTED = "expected"
     OTHER = "other"
@@ -35,23 +37,23 @@ class Observation:
 
 
 def expected(condition: bool) -> Verdict:
-    """Of a question that the adapter works without."""
+    """Return the verdict on an answer that the adapter does not depend on."""
     return Verdict.EXPECTED if condition else Verdict.OTHER
 
 
 def needed(condition: bool) -> Verdict:
-    """Of a question that everything hangs on."""
+    """Return the verdict on an answer that the adapter depends on."""
     return Verdict.EXPECTED if condition else Verdict.BAD
 
 
 async def ask_all(questions: Sequence[Callable[[Patient], Awaitable[tuple[Verdict, str]]]], patient: Patient) -> list[Observation]:
-    """Put all questions, in order; each is asked by the docstring of its function."""
+    """Run all questions in order. The text of a question is the docstring of its function."""
     found = []
     for question in questions:
         asked = inspect.getdoc(question) or repr(question)
         try:
             verdict, seen = await question(patient)
-        except Exception as error:  # the others are still worth asking
+        except Exception as error:  # the remaining questions are still useful
             verdict, seen = Verdict.BAD, f"no answer: {error!r}"
         found.append(Observation(asked, verdict, seen))
     return found
@@ -64,12 +66,12 @@ FORMATS = (
 
 
 async def accepted(formats: Iterable[ResponseFormat], answer: Callable[[ResponseFormat], Awaitable[object]]) -> tuple[Verdict, str]:
-    """Which response formats an engine takes. answer: has it answer in one."""
+    """Return which response formats an engine accepts. answer: requests an output in one format."""
     kept, failed = [], []
     for response_format in formats:
         try:
             await answer(response_format)
             kept.append(response_format.kind.value)
-        except Exception as error:  # whatever it is, it belongs in the report
+        except Exception as error:  # any failure belongs in the report
             failed.append(f"{response_format.kind.value} ({error!r})")
     return expected(not failed), f"accepted: {', '.join(kept) or 'none'}; refused: {', '.join(failed) or 'none'}"

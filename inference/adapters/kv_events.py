@@ -1,7 +1,8 @@
-"""Which prefixes an engine says that it holds: its KV cache events, kept as an index over token ids.
+"""Index of the prefixes an engine caches, built from its KV cache events.
 
-The engine's hashes are its own, so blocks are told apart by their place in its tree. The index says what is there for anybody;
-where caches are kept apart by salt, it is only together with what was sent under a salt a guess of what a request will find.
+Block hashes are the engine's own, so blocks are identified by their position in its tree. The index
+does not know cache salts: where caches are separated by salt, combine it with the prefixes sent
+under a salt to predict cache hits.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from collections.abc import Sequence
 
 from inference.workers.protocol import Message
 
-PARENTS_MAX = 64  # blocks of the same tokens that are followed: so many tenants with one prompt; looking takes 2 ms then
+PARENTS_MAX = 64  # blocks of equal tokens to follow, one per tenant; a lookup then takes 2 ms
 
 
 class KvCacheChange(Message, tag="kv_cache", frozen=True):
-    """Blocks that came and went, in order: first all of `reset`, then `stored` as (parent, block, tokens), then `removed`.
+    """Changes to the KV cache, applied in order: `reset`, then `stored` as (parent, block, tokens),
+    then `removed`.
 
-    reset: events were lost, so nothing that was known before holds. A parent of 0 is the root.
+    reset: events were lost, so the previous state is discarded. A parent of 0 is the root.
     """
 
     reset: bool
@@ -25,10 +27,13 @@ class KvCacheChange(Message, tag="kv_cache", frozen=True):
 
 
 class KvEventIndex:
-    """The blocks that an engine holds, as a tree. Bounded by the engine's own blocks, of which it tells."""
+    """Tree of the blocks that an engine holds. Its size is bounded by the engine's number of
+    blocks.
+    """
 
     def __init__(self) -> None:
-        # Blocks by their parent and their tokens: several where an engine keeps tenants apart, since their salts are not told.
+        # Blocks by parent and tokens: several if the engine separates tenants, since events carry
+        # no salt.
         self._children: dict[tuple[int, tuple[int, ...]], dict[int, None]] = {}
         self._places: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._block_tokens = 0
@@ -53,7 +58,9 @@ class KvEventIndex:
         self._places.clear()
 
     def matched_token_count(self, token_ids: Sequence[int]) -> int:
-        """Leading tokens that are held in whole blocks for anybody, never all of them."""
+        """Return the number of leading tokens cached in whole blocks under any salt; at least one
+        is not cached.
+        """
         count, parents = 0, [0]
         while self._block_tokens and count + self._block_tokens < len(token_ids):
             tokens = tuple(token_ids[count : count + self._block_tokens])

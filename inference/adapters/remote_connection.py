@@ -1,4 +1,6 @@
-"""One connection to a remote engine: its channel, its model's files and facts, and the examination before its first request."""
+"""One connection to a remote engine: channel, model files, model facts, and the checks before first
+use.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ from inference.text.detokenizer import TextDecoder
 Use = Callable[[Dialect, grpc.aio.Channel, asyncio.TaskGroup], contextlib.AbstractContextManager[None]]
 MESSAGE_BYTES_MAX = 64 << 20  # bytes: the last message of a long answer with log-probabilities
 
-# Of the library's defaults, a proxy for the outer world and silent repetitions are not for engines. There are no keepalive pings: a
-# server that has not been told to expect them ends the connection for it. Our own look at its health does their work.
+# Library defaults unsuitable for engines are off: HTTP proxy and automatic retries. No keepalive
+# pings: a server that does not expect them closes the connection; the health poll replaces them.
 _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -52,7 +54,9 @@ _OPTIONS: list[tuple[str, int | str]] = [
 
 
 def credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
-    """Read anew for each connection, since certificates are renewed. Raises: ServerUnfit naming a file that cannot be read."""
+    """Load the TLS files; called per connection, since certificates are renewed. Raises:
+    ServerUnfit.
+    """
     try:
         return grpc.ssl_channel_credentials(
             tls.authority.read_bytes(),
@@ -64,7 +68,9 @@ def credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 
 def open_channel(target: Target, tls: TlsFiles | None, api: Any = grpc.aio) -> Any:
-    """A channel of the running event loop. api: `grpc` for one that blocks, of no event loop. Raises: ServerUnfit."""
+    """Open a channel on the running event loop. api: `grpc` for a blocking channel. Raises:
+    ServerUnfit.
+    """
     if tls is None:
         return api.insecure_channel(target.address, options=_OPTIONS)
     name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
@@ -78,23 +84,25 @@ NEEDED = ("config.json", "tokenizer.json")
 
 
 class Bundle:
-    """An archive while it comes, and then its files."""
+    """An archive of tokenizer files, received in chunks."""
 
     def __init__(self) -> None:
         self._data = io.BytesIO()
         self._sha256 = ""
 
     def add(self, chunk: common_pb2.GetTokenizerChunk) -> None:
-        """The next piece. Raises: ServerUnfit if there is no end to it."""
+        """Append a chunk. Raises: ServerUnfit if the archive is larger than `BUNDLE_BYTES_MAX`."""
         self._data.write(chunk.data)
         self._sha256 = chunk.sha256
         if self._data.tell() > BUNDLE_BYTES_MAX:
             raise ServerUnfit(f"the server's tokenizer files exceed {BUNDLE_BYTES_MAX} bytes")
 
     def files(self) -> dict[str, bytes]:
-        """All files by name, once all pieces are there. Raises: ServerUnfit."""
+        """Return the contents by file name, once complete. Raises: ServerUnfit if the archive is
+        invalid.
+        """
         if hashlib.sha256(self._data.getbuffer()).hexdigest() != self._sha256.lower():
-            raise ServerUnfit("the server's tokenizer files do not have the hash that the server names")
+            raise ServerUnfit("the server's tokenizer files do not match the hash that the server sent")
         try:
             with zipfile.ZipFile(self._data) as archive:
                 entries = archive.infolist()
@@ -104,19 +112,19 @@ class Bundle:
                     raise ServerUnfit("the server's tokenizer files have names with directories in them")
                 return {entry.filename: archive.read(entry) for entry in entries}
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-            raise ServerUnfit(f"the server's tokenizer files are no archive: {error}") from error
+            raise ServerUnfit(f"the server's tokenizer files are not a zip archive: {error}") from error
 
 
 def check_tokenizer(files: dict[str, bytes], directory: Path) -> None:
-    """Raises: ServerUnfit if the server's tokens mean other text than ours."""
+    """Raise ServerUnfit if the server's tokenizer differs from the local one."""
     theirs = files.get("tokenizer.json")
     ours = directory / "tokenizer.json"
     if theirs is not None and _meaning(theirs, "the server's tokenizer.json") != _meaning(ours.read_bytes(), str(ours)):
-        raise ServerUnfit(f"the server's tokenizer is another one than {ours}: its tokens would become other text")
+        raise ServerUnfit(f"the server's tokenizer differs from {ours}: its tokens would decode to different text")
 
 
 def fetch_model_files(target: Target, tls: TlsFiles | None, destination: Path, timeout_s: float) -> None:
-    """Ask a server for its tokenizer files and put them into a directory, all or none; blocks.
+    """Download a server's tokenizer files into a directory, all or none. Blocks.
 
     Raises: ServerUnfit, grpc.RpcError.
     """
@@ -127,46 +135,48 @@ def fetch_model_files(target: Target, tls: TlsFiles | None, destination: Path, t
             bundle.add(chunk)
     files = bundle.files()
     if missing := [name for name in NEEDED if name not in files]:
-        raise ServerUnfit(f"the server sends no {' and no '.join(missing)}: name the checkpoint's directory in WEIR_MODELS")
+        raise ServerUnfit(f"the server does not send {' or '.join(missing)}: set the checkpoint's directory in WEIR_MODELS")
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".incoming-") as staging:
         fresh = Path(staging, "fresh")
         fresh.mkdir()
         for name, content in files.items():
             (fresh / name).write_bytes(content)
-        if destination.exists():  # an older copy makes way only for a whole new one
+        if destination.exists():  # replace an older copy only with a complete new one
             os.rename(destination, Path(staging, "old"))
         os.rename(fresh, destination)
 
 
 def is_unanswered(error: grpc.RpcError) -> bool:
-    """Whether a server cannot tell its tokenizer: it knows no such call, or has the files by name only."""
+    """Return whether the server does not provide its tokenizer: no such call, or files by name
+    only.
+    """
     code = error.code() if isinstance(error, grpc.aio.AioRpcError | grpc.Call) else None
     return code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INTERNAL)
 
 
 def _meaning(content: bytes, name: str) -> Any:
-    """What a tokenizer.json says of tokens; how it would cut and pad is neither used by us nor by servers."""
+    """Return a tokenizer.json without truncation and padding, which neither side uses."""
     try:
         said = json.loads(content)
     except ValueError as error:
-        raise ServerUnfit(f"{name} is no JSON: {error}") from error
+        raise ServerUnfit(f"{name} is not valid JSON: {error}") from error
     return {key: value for key, value in said.items() if key not in ("truncation", "padding")} if isinstance(said, dict) else said
 
 
 def read_remote_model(
     directory: Path, *, name: str, engine: str, context_window_tokens_max: int | None, capabilities: Capabilities
 ) -> tuple[ModelInfo, frozenset[int]]:
-    """The model, and the tokens that end its outputs. Raises: CheckpointInvalid naming the file and what to mend."""
+    """Return the model and its end tokens. Raises: CheckpointInvalid naming the file and the fix."""
     path = directory / "config.json"
     raw = read_json(path)
-    text = raw.get("text_config") or raw  # of models that also see or hear
+    text = raw.get("text_config") or raw  # for multimodal models
     vocabulary_size = _count(text, "vocab_size", path)
     window = _count(text, "max_position_embeddings", path)
     try:
         ends = read_end_token_ids(directory, raw) or read_end_token_ids(directory, text)
     except (TypeError, ValueError) as error:
-        raise CheckpointInvalid(str(path), f"eos_token_id is no token: {error}") from error
+        raise CheckpointInvalid(str(path), f"eos_token_id is not a token id: {error}") from error
     if any(not 0 <= end < vocabulary_size for end in ends):
         raise CheckpointInvalid(str(path), f"eos_token_id {sorted(ends)} is not within vocab_size {vocabulary_size}")
     architectures = raw.get("architectures") or ["unknown"]
@@ -189,7 +199,7 @@ _OFFSET_FAMILIES = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})
 
 
 def read_remote_encoder(directory: Path, *, name: str, engine: str, input_tokens_max: int | None) -> tuple[ModelInfo, bool]:
-    """A model that embeds, and whether its vectors have the length 1. Raises: CheckpointInvalid naming the file."""
+    """Return an embedding model and whether its vectors have length 1. Raises: CheckpointInvalid."""
     path = directory / "config.json"
     raw = read_json(path)
     size = "hidden_size" if "hidden_size" in raw else "dim"
@@ -223,13 +233,13 @@ def _count(raw: dict[str, Any], entry: str, path: Path) -> int:
 
 
 DIALECTS: Mapping[Service, type[TrtllmDialect | VllmDialect]] = {Service.TRTLLM: TrtllmDialect, Service.VLLM: VllmDialect}
-PROBE_TOKENS = 513  # of a prompt that is sent to find out what the server caches: two of the largest blocks in use, and one
+PROBE_TOKENS = 513  # length of the prompt for cache probes: two of the largest blocks in use, plus one
 _log = logging.getLogger("weir.inference.adapters")
 
 
 @contextlib.asynccontextmanager
 async def open_dialect(settings: RemoteSettings) -> AsyncIterator[tuple[Dialect, grpc.aio.Channel]]:
-    """A channel and what speaks over it. On leaving, its calls are ended."""
+    """Open a channel and its dialect. Leaving the context ends its calls."""
     channel = open_channel(settings.target, settings.tls)
     try:
         yield DIALECTS[settings.target.service](channel, settings.call_timeout_s), channel
@@ -242,15 +252,15 @@ class _Over(Exception):
 
 
 class Link:
-    """Connections to one server, one after the other: each is opened, examined, and used until it is of no use any more."""
+    """Successive connections to one server: each is opened, checked, and used until it is lost."""
 
     def __init__(self, settings: RemoteSettings) -> None:
         self._settings = settings
-        self._connecting: asyncio.Timeout | None = None  # while it is asked whether it is fit
-        self._ended: asyncio.Future[str] | None = None  # the reason, once the connection is of no use any more
+        self._connecting: asyncio.Timeout | None = None  # while the checks run
+        self._ended: asyncio.Future[str] | None = None  # resolves to the reason when the connection ends
 
     async def run(self, examine: Callable[[Dialect], Awaitable[None]], use: Use) -> str:
-        """One connection to its end; returns why it ended. use: what is done with it, entered once it is examined."""
+        """Run one connection and return why it ended. use: context entered after the checks."""
         target = self._settings.target
         self._ended = ended = asyncio.get_running_loop().create_future()
         try:
@@ -274,22 +284,24 @@ class Link:
         except ServerUnfit as error:
             return f"{target}: {error}"
         except grpc.aio.AioRpcError as error:
-            return f"{target} cannot be asked: {error.code().name}: {error.details()}"
+            return f"a call to {target} failed: {error.code().name}: {error.details()}"
 
     def end(self, reason: str) -> None:
-        """The connection is of no use any more; the first to say why is believed."""
+        """End the connection. The first reason is kept."""
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(reason)
 
     def end_at_once(self) -> None:
-        """Also one that is only being examined."""
+        """End the connection even while its checks run."""
         if self._connecting is not None:
             self._connecting.reschedule(asyncio.get_running_loop().time())
         self.end("closed")
 
 
 class Introduction:
-    """The questions that any server is asked before the first request. Raises throughout: ServerUnfit, grpc.aio.AioRpcError."""
+    """Checks of every server before the first request. All raise ServerUnfit or
+    grpc.aio.AioRpcError.
+    """
 
     def __init__(self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo) -> None:
         self.dialect = dialect
@@ -297,28 +309,34 @@ class Introduction:
         self._model = model
 
     async def introduce(self) -> ServerFacts:
-        """What the server is, if it is well and has the model that is meant."""
+        """Return the server's facts if it is healthy and serves the expected model."""
         if (fault := await self.dialect.health_fault()) is not None:
-            raise ServerUnfit(f"the server says of its health: {fault}")
+            raise ServerUnfit(f"the server reports itself unhealthy: {fault}")
         facts = self.fitting(await self.dialect.facts())
         await self.check_tokenizer()
         return facts
 
     def fitting(self, facts: ServerFacts) -> ServerFacts:
-        """Compared with the checkpoint here. A tokenizer may count fewer tokens than the model has rows for, never more."""
+        """Compare the facts with the local checkpoint. The tokenizer may have fewer tokens than the
+        model has rows.
+        """
         window, size = self._model.context_window_tokens, self._model.vocabulary_size
         if facts.vocabulary_size > size:
-            raise ServerUnfit(f"the server has {facts.vocabulary_size} tokens, {self._model.directory} has {size}: another model")
+            raise ServerUnfit(
+                f"the server's vocabulary has {facts.vocabulary_size} tokens, {self._model.directory} has {size}: a different model"
+            )
         if facts.context_window_tokens and facts.context_window_tokens < window:
             raise ServerUnfit(
-                f"the server's context window of {facts.context_window_tokens} tokens is smaller than the {window} that are "
-                "promised here: raise it there (vLLM: --max-model-len; TensorRT-LLM: --max_seq_len) "
+                f"the server's context window of {facts.context_window_tokens} tokens is smaller than the {window} "
+                "configured here: raise it on the server (vLLM: --max-model-len; TensorRT-LLM: --max_seq_len) "
                 "or set WEIR_REMOTE_CONTEXT_TOKENS"
             )
         return replace(facts, vocabulary_size=facts.vocabulary_size or size)
 
     async def check_tokenizer(self) -> None:
-        """A server that cannot tell is believed: nothing else can be done."""
+        """Compare the tokenizers. A server that does not provide its tokenizer passes with a
+        warning.
+        """
         bundle = Bundle()
         try:
             async for chunk in self.dialect.tokenizer_chunks():
@@ -327,21 +345,21 @@ class Introduction:
             if not is_unanswered(error):
                 raise
             _log.warning(
-                "%s does not tell its tokenizer (%s), it is taken for the right one", self._settings.target, error.code().name
+                "%s does not provide its tokenizer (%s), assuming that it matches", self._settings.target, error.code().name
             )
             return
         check_tokenizer(bundle.files(), self._settings.directory.absolute())
 
 
 class Examination(Introduction):
-    """Those that one which generates is asked."""
+    """Checks of a server that generates text."""
 
     def __init__(self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo, decoder: TextDecoder) -> None:
         super().__init__(dialect, settings, model)
         self._decoder = decoder
 
     async def pass_all(self) -> ServerFacts:
-        """What the server is, once it is fit."""
+        """Run all checks and return the server's facts."""
         facts = await self.introduce()
         if self._settings.share_prefixes:
             await self.cached_tokens(self.probe_prompt(), "weir-probe")
@@ -350,34 +368,40 @@ class Examination(Introduction):
         return facts
 
     async def shares_prefixes(self) -> bool:
-        """Whether a prompt that was sent under one salt is found under another. Nobody else has ever sent this one."""
+        """Return whether a prompt sent under one salt is cached under another. The prompt is
+        random.
+        """
         prompt, name = self.probe_prompt(), uuid.uuid4().hex
         await self.cached_tokens(prompt, f"weir-probe-{name}-a")
         return await self.cached_tokens(prompt, f"weir-probe-{name}-b") > 0
 
     def probe_prompt(self) -> tuple[int, ...]:
-        """Ids from the middle of the vocabulary, where no special ones are."""
+        """Return random ids from the middle of the vocabulary, where there are no special tokens."""
         size = self._model.vocabulary_size
         count = min(PROBE_TOKENS, self._model.context_window_tokens - 1)
         return tuple(random.choices(range(size // 4, size // 4 + size // 2), k=count))
 
     async def cached_tokens(self, prompt: tuple[int, ...], salt: str) -> int:
-        """Let the server generate one token. Returns how many of the prompt's it had cached. Raises also if it gives none."""
+        """Generate one token and return the number of cached prompt tokens. Raises if there is no
+        token.
+        """
         wanted = GenerationRequest(prompt, SamplingParams(), StopCriteria(1, ignore_eos=True), salt)
         try:
             output, cached_token_count = await one_output(self.dialect, self._model.vocabulary_size, self._decoder, wanted)
         except EngineError as error:
-            raise ServerUnfit(f"a test token cannot be: {error}") from error
+            raise ServerUnfit(f"generating a test token failed: {error}") from error
         token_count = len(output.token_ids)
         if token_count != 1:
-            raise ServerUnfit(f"the server was asked for one test token and gave {token_count}")
+            raise ServerUnfit(f"the server generated {token_count} tokens for a request of one")
         return cached_token_count
 
 
 async def one_output(
     dialect: Dialect, vocabulary_size: int, decoder: TextDecoder, wanted: GenerationRequest, ends: frozenset[int] = frozenset()
 ) -> tuple[Output, int]:
-    """One output, outside of any queue, and how many prompt tokens were cached. Raises: EngineFailed, grpc.aio.AioRpcError."""
+    """Generate one output, bypassing the queue. Returns it and the number of cached prompt tokens.
+    Raises: EngineFailed, grpc.aio.AioRpcError.
+    """
     choice = Choice(Request(0, wanted, ends, 0.0), 0, 0, decoder.open())
     output, cached_token_count = Output(), 0
     call = dialect.generate(f"weir-probe-{uuid.uuid4().hex}", choice)

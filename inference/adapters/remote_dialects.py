@@ -1,15 +1,18 @@
-"""What the two services have in common, and what each must translate. One dialect speaks over one channel.
+"""gRPC dialects of the two remote services. One dialect uses one channel.
 
-`TrtllmService` of `trtllm-serve --grpc`: chunks hold what is new, the last message all. Salts cross as numbers.
+`TrtllmService` of `trtllm-serve --grpc`: chunks hold the new tokens, the last message holds all of
+them. Salts are sent as numbers.
 
-Known of its servers: stop tokens are cut from the output unless asked for; whether the end token is in it is not documented, and
-both are taken; one that was aborted while it waited never answers. The published servicer reads no salt and answers neither for its
-tokenizer nor for its load.
+Known behaviour: stop tokens are cut from the output unless requested; whether the end token is in
+it is not documented, and both are accepted; a sequence aborted while it waits never answers. The
+published servicer ignores the salt and implements neither the tokenizer call nor the load call.
 
-`VllmEngine` of `vllm serve --grpc`: chunks hold what is new, and the last message repeats the last chunk. There is no salt.
+`VllmEngine` of `vllm serve --grpc`: chunks hold the new tokens, and the last message repeats the
+last chunk. There is no salt.
 
-Known of its servers: end and stop tokens are in the output; the chosen token comes first among the likeliest, and pushes the last
-one out; seeds have 32 bits; biases beyond 100 are cut; an aborted sequence answers with `abort`, or, in older releases, not at all.
+Known behaviour: end and stop tokens are in the output; the chosen token comes first among the top
+tokens and displaces the last of them; seeds have 32 bits; biases beyond 100 are clamped; an aborted
+sequence answers with `abort`, or, in older releases, not at all.
 """
 
 from __future__ import annotations
@@ -32,21 +35,21 @@ from inference.errors import EngineError, EngineFailed, EngineOverloaded, Reques
 from inference.sequences import choice_seed
 
 SHARES = (
-    "the server serves prefixes that one tenant has sent to others: turn its prefix cache off "
+    "the server shares cached prefixes between tenants: turn its prefix cache off "
     "(vLLM: --no-enable-prefix-caching; TensorRT-LLM: kv_cache_config.enable_block_reuse: false), "
     "or set WEIR_REMOTE_SHARE_PREFIXES=1 if your tenants may share them"
 )
 
-OVERLOAD_WAIT_S = 1.0  # the services name no wait when they are full
+OVERLOAD_WAIT_S = 1.0  # the services send no retry delay when they are full
 
 
 class ServerUnfit(Exception):
-    """The server answers, but this model cannot be served by it as it is; the message says why and what to mend."""
+    """The server cannot serve this model as configured; the message says why and how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself; 0 and empty where it does not. block_tokens: how many tokens it caches as one."""
+    """Facts that a server reports; 0 or empty if it does not. block_tokens: tokens per cache block."""
 
     model: str
     version: str = ""
@@ -57,10 +60,12 @@ class ServerFacts:
 
 
 class Dialect(ABC):
-    """One service. Calls raise `grpc.aio.AioRpcError`. stub_type: generated, of the service; the generated code has no types."""
+    """One service. Calls raise `grpc.aio.AioRpcError`. stub_type: the generated stub class, which
+    is untyped.
+    """
 
     stub_type: Any
-    carries_salt: bool  # whether requests can say whose prefixes they may share
+    carries_salt: bool  # whether requests carry a salt that separates cached prefixes
     capabilities: Capabilities
 
     def __init__(self, channel: grpc.aio.Channel, call_timeout_s: float) -> None:
@@ -69,39 +74,43 @@ class Dialect(ABC):
 
     @abstractmethod
     async def health_fault(self) -> str | None:
-        """What the server says is wrong with it."""
+        """Return the problem that the server reports, or None if it is healthy."""
 
     @abstractmethod
     async def facts(self) -> ServerFacts:
-        """What the server says of itself."""
+        """Return the facts that the server reports."""
 
     @abstractmethod
     async def load(self, block_tokens: int) -> EngineStatistics | None:
-        """Blocks in use by the server's own word; None if it has none to say."""
+        """Return the cache blocks in use as the server reports them, or None if it reports no load."""
 
     @abstractmethod
     def generate(self, request_id: str, choice: Choice) -> Any:
-        """Send one sequence; the call, to be iterated and cancelled."""
+        """Send one sequence and return the call, which is iterated and can be cancelled."""
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
-        """Ask for its end."""
+        """Ask the server to end a sequence."""
 
     @abstractmethod
     def take(self, message: Any, choice: Choice, output: Output) -> int:
-        """Add a message to the output. Returns how many prompt tokens were cached. Raises: EngineFailed if it cannot be."""
+        """Add a message to the output. Returns the number of cached prompt tokens. Raises:
+        EngineFailed if invalid.
+        """
 
     @abstractmethod
     def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
-        """Send one text to be embedded; the call, to be awaited and cancelled. Its answer has `embedding` and `prompt_tokens`."""
+        """Send one text to embed; return the awaitable call, whose answer has `embedding` and
+        `prompt_tokens`.
+        """
 
     def tokenizer_chunks(self) -> AsyncIterable[common_pb2.GetTokenizerChunk]:
-        """The server's tokenizer files, zipped and in pieces."""
+        """Stream the server's tokenizer files as chunks of a zip archive."""
         chunks: AsyncIterable[common_pb2.GetTokenizerChunk] = self._stream("GetTokenizer", common_pb2.GetTokenizerRequest())
         return chunks
 
     def kv_batches(self) -> AsyncIterable[common_pb2.KvEventBatch]:
-        """What comes into the server's prefix cache and goes, without end."""
+        """Stream the changes to the server's prefix cache, without end."""
         batches: AsyncIterable[common_pb2.KvEventBatch] = self._stream("SubscribeKvEvents", common_pb2.SubscribeKvEventsRequest())
         return batches
 
@@ -113,7 +122,7 @@ class Dialect(ABC):
 
 
 class Asked(NamedTuple):
-    """A choice as the wire says it: output that was begun elsewhere is a part of the prompt there."""
+    """A choice as sent to the server: output generated elsewhere becomes part of the prompt."""
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
@@ -125,27 +134,31 @@ def asked(choice: Choice) -> Asked:
 
 
 def block_counts(token_count_max: int, usage: float, block_tokens: int) -> EngineStatistics:
-    """A server's cache in blocks. usage: the part of it that is in use, from 0 to 1."""
+    """Convert a server's cache usage to blocks. usage: fraction in use, from 0 to 1."""
     total, held = token_count_max // block_tokens, round(usage * token_count_max) // block_tokens
     return EngineStatistics(kv_block_count_total=total, kv_block_count_free=total - held, kv_block_count_held=held)
 
 
 def check_prompt_count(told: int, choice: Choice) -> None:
-    """Raises: EngineFailed if the server says to have computed another prompt than it was given; 0 says nothing."""
+    """Raise EngineFailed if the server reports a different prompt length than was sent; 0 means
+    unknown.
+    """
     given = len(asked(choice).prompt_token_ids)
     if told not in (0, given):
-        raise EngineFailed(f"the engine says that the prompt had {told} tokens: it was given {given}")
+        raise EngineFailed(f"the engine reports a prompt of {told} tokens, {given} were sent")
 
 
 def check_length(choice: Choice, output: Output) -> None:
-    """Raises: EngineFailed if an output is over for its length and shorter than it may be: then something of it was lost."""
+    """Raise EngineFailed if an output ended for length before its limit: tokens were lost."""
     most, sent = asked(choice).max_tokens, len(output.token_ids)
     if output.finish_reason == "length" and sent < most:
-        raise EngineFailed(f"the engine says that {most} tokens were reached, and sent {sent}")
+        raise EngineFailed(f"the engine reports the limit of {most} tokens reached, but sent {sent}")
 
 
 def engine_error(error: grpc.aio.AioRpcError, what: str, field: str | None = None, *, has_begun: bool = False) -> EngineError:
-    """What a call's status means for the request. what: request or text. has_begun: the request cannot be what was wrong."""
+    """Map a call's status to an error of the request. what: request or text. has_begun: the request
+    was accepted.
+    """
     if not has_begun:
         match error.code():
             case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
@@ -153,7 +166,7 @@ def engine_error(error: grpc.aio.AioRpcError, what: str, field: str | None = Non
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return EngineOverloaded(f"the remote engine is full: {error.details()}", OVERLOAD_WAIT_S)
     lost = "sequence" if field is None else what
-    return EngineFailed(f"the remote engine gave the {lost} up: {error.code().name}: {error.details() or 'no details'}")
+    return EngineFailed(f"the remote engine ended the {lost}: {error.code().name}: {error.details() or 'no details'}")
 
 
 _GUIDES = {
@@ -165,16 +178,17 @@ _TRTLLM_REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "can
 
 
 class TrtllmDialect(Dialect):
-    """See `Dialect`."""
+    """TensorRT-LLM's service."""
 
     stub_type = cast(Any, trtllm_service_pb2_grpc).TrtllmServiceStub
     carries_salt = True
-    # Servers take a bias of one float per row of the model, where their own sampler wants another length. Grammars are in a
-    # language that the server's settings decide. A drawn token may be missing in its log-probabilities.
+    # The server takes a bias of one float per row of the model, but its sampler expects another
+    # length. The server's settings decide the grammar language. A sampled token may be missing from
+    # its log-probabilities.
     capabilities = Capabilities(TENSORRT_LLM_IGNORES | {RequestField.LOGIT_BIAS, RequestField.LARK}, sampled_logprobs=False)
 
     async def health_fault(self) -> str | None:
-        """See `Dialect.health_fault`: the status is OK, or what is wrong."""
+        """Implement `Dialect.health_fault`: any status but OK is a fault."""
         answer: trtllm_pb.HealthCheckResponse = await self._call("HealthCheck", trtllm_pb.HealthCheckRequest())
         return None if answer.status == "OK" else answer.status or "no status"
 
@@ -190,11 +204,11 @@ class TrtllmDialect(Dialect):
         )
 
     async def load(self, block_tokens: int) -> EngineStatistics | None:
-        """See `Dialect.load`: this service has no call for it."""
+        """Implement `Dialect.load`: this service has no such call."""
         return None
 
     def generate(self, request_id: str, choice: Choice) -> Any:
-        """See `Dialect.generate`. Stop sequences stay with us."""
+        """Implement `Dialect.generate`. Stop sequences are not sent."""
         wanted, wire = choice.request.wanted, asked(choice)
         sampling = wanted.sampling
         request = trtllm_pb.GenerateRequest(
@@ -206,7 +220,7 @@ class TrtllmDialect(Dialect):
             streaming=True,
             stop_token_ids=sorted(choice.request.end_token_ids),
             ignore_eos=wanted.stop.ignore_eos,
-            include_stop_token_in_output=True,  # else the id that ended it is taken back from what was streamed
+            include_stop_token_in_output=True,  # otherwise the stop token that was streamed is removed again
         )
         if sampling.top_logprobs is not None:
             request.output_config.logprobs = max(sampling.top_logprobs, 1)
@@ -248,7 +262,9 @@ class TrtllmDialect(Dialect):
 
 
 def salt_id(cache_salt: str) -> int:
-    """A salt as the number that the wire takes: 63 bits of its hash, so that no two tenants meet by chance or on purpose."""
+    """Return a salt as the 63-bit number that the wire takes: a hash, so that collisions cannot be
+    forced.
+    """
     return int.from_bytes(hashlib.sha256(cache_salt.encode()).digest()[:8], "big") >> 1
 
 
@@ -264,19 +280,19 @@ def _trtllm_sampling(choice: Choice) -> trtllm_pb.SamplingConfig:
 
 def _known(told: trtllm_pb.TokenLogprob) -> dict[int, TokenLogprob]:
     known = {top.token_id: TokenLogprob(top.token_id, top.logprob) for top in told.top_logprobs}
-    if not known:  # with others beside it, one that is missing among them has no probability told: it would be 0
+    if not known:  # beside other top tokens, a token without a reported probability would get 0
         known[told.token_id] = TokenLogprob(told.token_id, told.logprob)
     return known
 
 
-TOP_LOGPROBS_MAX = 19  # one more is asked for, and vLLM's own limit is 20 unless it is told otherwise
+TOP_LOGPROBS_MAX = 19  # one more is requested; vLLM's default limit is 20
 LOGIT_BIAS_MAX = 100.0
 SEED_MAX = 2**31 - 1
 _VLLM_REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
 class VllmDialect(Dialect):
-    """See `Dialect`."""
+    """vLLM's service."""
 
     stub_type = cast(Any, vllm_engine_pb2_grpc).VllmEngineStub
     carries_salt = False
@@ -303,14 +319,16 @@ class VllmDialect(Dialect):
         )
 
     async def load(self, block_tokens: int) -> EngineStatistics | None:
-        """See `Dialect.load`. Older servers tell only which part of the cache is in use, not how large it is."""
+        """Implement `Dialect.load`. Older servers report the fraction of the cache in use but not
+        its size.
+        """
         answer: vllm_pb.GetLoadsResponse = await self._call("GetLoads", vllm_pb.GetLoadsRequest())
         total = sum(load.max_total_num_tokens for load in answer.loads)
         used = sum(load.token_usage * load.max_total_num_tokens for load in answer.loads)
         return block_counts(total, used / total if total else 0.0, block_tokens)
 
     def generate(self, request_id: str, choice: Choice) -> Any:
-        """See `Dialect.generate`. Stop sequences stay with us."""
+        """Implement `Dialect.generate`. Stop sequences are not sent."""
         request = vllm_pb.GenerateRequest(
             request_id=request_id,
             tokenized=vllm_pb.TokenizedInput(input_ids=asked(choice).prompt_token_ids),
@@ -341,12 +359,12 @@ class VllmDialect(Dialect):
         output.finish_reason = _VLLM_REASONS.get(complete.finish_reason, complete.finish_reason or "nothing")
         check_length(choice, output)
         if output.finish_reason == "stop" and (not output.token_ids or output.token_ids[-1] not in choice.request.end_token_ids):
-            raise EngineFailed("the engine ended a sequence by a token that is no end token of this checkpoint")
+            raise EngineFailed("the engine ended a sequence with a token that is not an end token of this checkpoint")
         return complete.cached_tokens
 
 
 def wire_seed(seed: int) -> int:
-    """A seed as the 31 bits that the wire has: itself if it fits, else what follows from all of it."""
+    """Return a seed that fits the wire's 31 bits: the seed itself if it fits, else a hash of it."""
     return seed if 0 <= seed <= SEED_MAX else choice_seed(seed, 1) & SEED_MAX
 
 

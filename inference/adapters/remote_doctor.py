@@ -1,4 +1,6 @@
-"""Finds out from a real server what is only known from reading: one connection, a list of questions, an observation for each."""
+"""Checks a real server against its documentation: one connection, a list of questions, an
+observation each.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ from inference.engine import GenerationRequest, ModelInfo, SamplingParams, StopC
 from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 
-SILENCE_S = 5.0  # after which an answer that may never come is taken not to come
-LONG = 400  # output tokens: an output that can be met in its middle
+SILENCE_S = 5.0  # seconds after which a missing answer counts as none
+LONG = 400  # output tokens: long enough to abort in the middle
 
 
 @dataclass(slots=True)
@@ -53,27 +55,27 @@ class Patient:
 
     @property
     def examination(self) -> Examination:
-        """What is asked before the first request in any case."""
+        """Return the checks that precede the first request."""
         return Examination(self.dialect, self.settings, self.model, self.decoder)
 
     def request(self, output_token_count: int, *, salt: str = "") -> GenerationRequest:
-        """Greedy, from a prompt that nobody has ever sent."""
+        """Return a greedy request with a random prompt."""
         stop = StopCriteria(output_token_count, ignore_eos=True)
         return GenerationRequest(self.examination.probe_prompt(), SamplingParams(), stop, salt)
 
     async def run(self, request: GenerationRequest, ends: frozenset[int] = frozenset()) -> tuple[Output, int]:
-        """Its output, and how many of its prompt tokens were cached."""
+        """Return its output and the number of cached prompt tokens."""
         return await one_output(self.dialect, self.model.vocabulary_size, self.decoder, request, ends)
 
 
 async def health(patient: Patient) -> tuple[Verdict, str]:
-    """Does the server say that it is well?"""
+    """Does the server report itself healthy?"""
     fault = await patient.dialect.health_fault()
     return needed(fault is None), fault or "yes"
 
 
 async def model_facts(patient: Patient) -> tuple[Verdict, str]:
-    """Is it the model of the checkpoint here, with a context window as large?"""
+    """Does it serve the checkpoint's model, with at least its context window?"""
     facts = await patient.dialect.facts()
     try:
         patient.examination.fitting(facts)
@@ -82,11 +84,11 @@ async def model_facts(patient: Patient) -> tuple[Verdict, str]:
     unknown = [
         name for name in ("vocabulary_size", "context_window_tokens", "running_sequence_count_max") if not getattr(facts, name)
     ]
-    return expected(not unknown), f"{facts.model}, {facts.version}; not told: {', '.join(unknown) or 'nothing'}"
+    return expected(not unknown), f"{facts.model}, {facts.version}; not reported: {', '.join(unknown) or 'nothing'}"
 
 
 async def tokenizer(patient: Patient) -> tuple[Verdict, str]:
-    """Is its tokenizer the one here?"""
+    """Is its tokenizer the local one?"""
     bundle = Bundle()
     try:
         async for chunk in patient.dialect.tokenizer_chunks():
@@ -98,12 +100,12 @@ async def tokenizer(patient: Patient) -> tuple[Verdict, str]:
     except grpc.aio.AioRpcError as error:
         if not is_unanswered(error):
             raise
-        return Verdict.OTHER, f"it does not tell: {error.code().name}"
+        return Verdict.OTHER, f"not provided: {error.code().name}"
     return Verdict.EXPECTED, f"yes; it sends {', '.join(sorted(files))}"
 
 
 async def repeats(patient: Patient) -> tuple[Verdict, str]:
-    """Are tokens those that were asked for, and twice the same?"""
+    """Does it generate the requested number of tokens, and the same ones twice?"""
     request = patient.request(16)
     first, second = [(await patient.run(request))[0] for _ in range(2)]
     if len(first.token_ids) != 16 or first.finish_reason != "length":
@@ -116,7 +118,7 @@ async def end_tokens(patient: Patient) -> tuple[Verdict, str]:
     """Is the token that ends an output in it?"""
     request = patient.request(12)
     free = (await patient.run(request))[0].token_ids
-    ends = patient.ends | {free[5]}  # the model's own may come before
+    ends = patient.ends | {free[5]}  # the model's own end token may come earlier
     ended = (await patient.run(replace(request, stop=replace(request.stop, ignore_eos=False)), ends))[0]
     first = next(index for index, token_id in enumerate(free) if token_id in ends)
     listed = ended.token_ids[-1:] == free[first : first + 1]
@@ -126,7 +128,7 @@ async def end_tokens(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def cached_tokens(patient: Patient) -> tuple[Verdict, str]:
-    """How much of a prompt is found again, and is it kept apart by salt?"""
+    """Does it cache prompts, separated by salt?"""
     name = uuid.uuid4().hex
     request = patient.request(1, salt=f"{name}-a")
     counts = [(await patient.run(replace(request, cache_salt=salt)))[1] for salt in (f"{name}-a", f"{name}-a", f"{name}-b")]
@@ -137,7 +139,7 @@ async def cached_tokens(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def abort(patient: Patient) -> tuple[Verdict, str]:
-    """What does an abort in mid-output answer?"""
+    """Does an abort during the output end it as cancelled?"""
     request_id = f"weir-doctor-{uuid.uuid4().hex}"
     choice = Choice(Request(0, patient.request(LONG), frozenset(), 0.0), 0, 0, patient.decoder.open())
     call = patient.dialect.generate(request_id, choice)
@@ -160,13 +162,13 @@ async def abort(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def serves_afterwards(patient: Patient) -> tuple[Verdict, str]:
-    """Does it serve after that?"""
+    """Does it serve requests after the abort?"""
     output, _ = await patient.run(patient.request(5))
     return needed(len(output.token_ids) == 5), f"{len(output.token_ids)} tokens of 5"
 
 
 async def log_probabilities(patient: Patient) -> tuple[Verdict, str]:
-    """Does every token come with its own log-probability and the likeliest ones?"""
+    """Does every token come with its log-probability and the most likely tokens?"""
     output, _ = await patient.run(replace(patient.request(8), sampling=SamplingParams(top_logprobs=3)))
     pairs = list(zip(output.token_ids, output.logprobs, strict=False))
     complete = len(pairs) == 8 and all(token_id in known and len(known) >= 3 for token_id, known in pairs)
@@ -174,13 +176,13 @@ async def log_probabilities(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def guided_decoding(patient: Patient) -> tuple[Verdict, str]:
-    """Which response formats are kept?"""
+    """Does it accept the response formats?"""
     request = replace(patient.request(40), stop=StopCriteria(40))
     return await accepted(FORMATS, lambda wanted: patient.run(replace(request, response_format=wanted), patient.ends))
 
 
 async def loads(patient: Patient) -> tuple[Verdict, str]:
-    """Does it tell its load?"""
+    """Does it report its load?"""
     try:
         told = await patient.dialect.load(16)
     except grpc.aio.AioRpcError as error:
@@ -191,7 +193,7 @@ async def loads(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def cache_events(patient: Patient) -> tuple[Verdict, str]:
-    """Does it publish what comes into its cache?"""
+    """Does it publish cache events?"""
     batches: list[int] = []
 
     async def listen() -> None:
@@ -201,7 +203,7 @@ async def cache_events(patient: Patient) -> tuple[Verdict, str]:
 
     async with asyncio.TaskGroup() as tasks:
         listening = tasks.create_task(_answer_of(listen()))
-        # A publisher may not know its subscriber yet when the first blocks come.
+        # A publisher may not have registered its subscriber when the first blocks come.
         for _ in range(round(SILENCE_S / 0.5)):
             await patient.run(patient.request(2))
             if (await asyncio.wait([listening], timeout=0.5))[0]:
@@ -236,7 +238,7 @@ QUESTIONS: tuple[Callable[[Patient], Awaitable[tuple[Verdict, str]]], ...] = (
 
 
 async def examine(settings: RemoteSettings) -> list[Observation]:
-    """Connect, put all questions, leave. Raises: CheckpointInvalid, ServerUnfit."""
+    """Connect, ask all questions, disconnect. Raises: CheckpointInvalid, ServerUnfit."""
     directory = Path(settings.directory)
     model, ends = read_remote_model(
         directory,

@@ -1,7 +1,7 @@
-"""A remote server as an encoder: texts are sent one by one, as its service takes them, and it makes batches of them by itself.
+"""Encoder on a remote server. Texts are sent one by one; the server batches them.
 
-No more texts are with the server than it was said to take; the others wait here by rank. What it answers is checked before it is
-believed: the number of tokens, that of floats, and that these are numbers.
+At most the configured number of texts is with the server; the rest wait here, ordered by rank.
+Answers are validated: token count, vector length, and finite values.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from inference.errors import EngineError, EngineFailed, EngineOverloaded
 from inference.limits import embedding_fault
 from inference.workers.life import BackendLife
 
-LENGTH_ERROR_MAX = 1e-2  # of vectors that are to have the length 1, by a server that computes in bfloat16
+LENGTH_ERROR_MAX = 1e-2  # allowed deviation from length 1, for servers that compute in bfloat16
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One `embed`. began_at_s: when the first text of it was sent."""
+    """One `embed`. began_at_s: time when its first text was sent."""
 
     request: EmbeddingRequest
     began_at_s: float | None = None
@@ -41,7 +41,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """One text of a call: it waits, or is with the server."""
+    """One text of a call, queued or sent."""
 
     index: int
     call: _Call
@@ -54,14 +54,14 @@ class _Text:
     def fail(self, error: EngineError) -> None:
         if not self.result.done():
             self.result.set_exception(error)
-            self.result.exception()  # whoever waits for several is told of the first that fails
+            self.result.exception()  # the gather of the call reports only the first failure
 
 
 class RemoteEncoder(BackendLife):
-    """One server of `trtllm-serve --grpc` or `vllm serve --grpc` that embeds. See `Encoder` for the contract."""
+    """Implement `Encoder` with a server of `trtllm-serve --grpc` or `vllm serve --grpc`."""
 
     def __init__(self, settings: RemoteSettings) -> None:
-        """Reads the checkpoint's small files, and connects to nothing. Raises `CheckpointInvalid`."""
+        """Read the checkpoint's small files; does not connect. Raises: CheckpointInvalid."""
         engine = f"remote {settings.target.service.value}"
         window = settings.context_window_tokens_max
         model, self._normalized = read_remote_encoder(
@@ -69,19 +69,19 @@ class RemoteEncoder(BackendLife):
         )
         super().__init__(model, settings)
         self._settings = settings
-        self._waiting: list[tuple[float, int, _Text]] = []  # a heap, by rank and then by arrival
+        self._waiting: list[tuple[float, int, _Text]] = []  # min-heap by rank, then by arrival
         self._waiting_token_count = 0
         self._sent: dict[_Text, asyncio.Task[None]] = {}
-        self._texts: set[_Text] = set()  # those that somebody waits for
+        self._texts: set[_Text] = set()  # texts whose caller is waiting
         self._number = self._text_count = self._token_count = 0
-        self._dialect: Dialect | None = None  # while it serves
+        self._dialect: Dialect | None = None  # set while connected
         self._tasks: asyncio.TaskGroup | None = None
         self._running_max = settings.running_sequence_count_max
         self._link = Link(settings)
         self._connected_at_s = -math.inf
 
     def statistics(self) -> EngineStatistics:
-        """See `Encoder`: of our own texts; a step is a text here, since the server does not tell of its batches."""
+        """Implement `Encoder.statistics` for texts sent from here; one text counts as one step."""
         return EngineStatistics(
             waiting_sequence_count=sum(not text.result.done() for *_, text in self._waiting),
             running_sequence_count=len(self._sent),
@@ -108,18 +108,18 @@ class RemoteEncoder(BackendLife):
         finally:
             for text in texts:
                 self._give_up(text)
-        assert call.began_at_s is not None, "what is done was begun"
+        assert call.began_at_s is not None, "a finished call has begun"
         return Embeddings(tuple(vectors), (call.began_at_s - came_at_s) * 1e3, (time.monotonic() - call.began_at_s) * 1e3)
 
     def _give_up(self, text: _Text) -> None:
-        """Nobody waits for it any more: it is not sent, or its call is ended, by which the server knows."""
+        """Drop a text whose caller stopped waiting: unsent, or by cancelling its call."""
         self._texts.discard(text)
         text.result.cancel()
         if (task := self._sent.get(text)) is not None:
             task.cancel()
 
     def _fill(self) -> None:
-        """Send what there is room for."""
+        """Send queued texts while there is capacity."""
         while self._waiting and self._tasks is not None and len(self._sent) < self._running_max:
             *_, text = heapq.heappop(self._waiting)
             self._waiting_token_count -= len(text.token_ids)
@@ -131,7 +131,7 @@ class RemoteEncoder(BackendLife):
             self._sent[text] = self._tasks.create_task(self._send(text))
 
     async def _send(self, text: _Text) -> None:
-        """Have one text embedded; its future tells what came of it."""
+        """Embed one text and set the result or error of its future."""
         assert self._dialect is not None, "texts are sent over a connection"
         try:
             vector = await self._vector(self._dialect, text.token_ids)
@@ -149,10 +149,10 @@ class RemoteEncoder(BackendLife):
             self._fill()
 
     async def _vector(self, dialect: Dialect, token_ids: tuple[int, ...]) -> Vector:
-        """Raises: EngineFailed for an answer that cannot be; grpc.aio.AioRpcError."""
+        """Embed one text. Raises: EngineFailed for an invalid answer; grpc.aio.AioRpcError."""
         answer: Any = await dialect.embed(f"weir-{uuid.uuid4().hex}", token_ids, self._settings.first_token_timeout_s)
         if answer.prompt_tokens not in (0, len(token_ids)):
-            raise EngineFailed(f"the engine says that the text had {answer.prompt_tokens} tokens: it was given {len(token_ids)}")
+            raise EngineFailed(f"the engine reports a text of {answer.prompt_tokens} tokens, {len(token_ids)} were sent")
         if len(answer.embedding) != self._model.embedding_dimension:
             raise EngineFailed(f"the engine sent {len(answer.embedding)} floats for a vector of {self._model.embedding_dimension}")
         vector: Vector = array("f", answer.embedding)
@@ -165,23 +165,25 @@ class RemoteEncoder(BackendLife):
         return await self._link.run(self._examine, self._use)
 
     async def _examine(self, dialect: Dialect) -> None:
-        """Is it the model that is meant, and does it embed? Raises: ServerUnfit, grpc.aio.AioRpcError."""
+        """Check that the server has the expected model and embeds. Raises: ServerUnfit,
+        grpc.aio.AioRpcError.
+        """
         facts = await Introduction(dialect, self._settings, self._model).introduce()
         running_max = self._settings.running_sequence_count_max
         self._running_max = min(running_max, facts.running_sequence_count_max or running_max)
         try:
             vector = await self._vector(dialect, (self._model.vocabulary_size // 2,))
         except EngineError as error:
-            raise ServerUnfit(f"a test text cannot be: {error}") from error
+            raise ServerUnfit(f"embedding a test text failed: {error}") from error
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise ServerUnfit(
-                    "the server does not embed: run it with a model that does, as one that does (vLLM: --runner pooling)"
+                    "the server does not support embeddings: start it with an embedding model (vLLM: --runner pooling)"
                 ) from error
             raise
         length = math.sqrt(sum(each * each for each in vector))
         if self._normalized and abs(length - 1.0) > LENGTH_ERROR_MAX:
-            raise ServerUnfit(f"the checkpoint's vectors have the length 1, and the server's {length:g}: let it normalize them")
+            raise ServerUnfit(f"the checkpoint's vectors have length 1, the server's {length:g}, enable normalization")
 
     @contextlib.contextmanager
     def _use(self, dialect: Dialect, channel: grpc.aio.Channel, tasks: asyncio.TaskGroup) -> Iterator[None]:

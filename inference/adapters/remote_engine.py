@@ -1,10 +1,11 @@
-"""A remote engine as the API process sees it: connected, watched, and connected again when it was lost. One target, one engine.
+"""A remote engine in the API process: connect, monitor, reconnect. One target is one engine.
 
-The server's own word is checked where it is billed: tokens are counted as they come, and a count that cannot be fails its sequence.
-What is queued here is ranked here, since the services know no ranks.
+Billed values are verified: tokens are counted here, and an impossible count fails its sequence.
+Requests are queued and ranked here, since the services have no ranks.
 
-Each sequence is one call (`RemoteAnswers`). `Upkeep` looks after a connection beside them (is it there, is the server well, what
-has it cached, which sequence is stuck), and calls back once with the reason when it is of no more use.
+Each sequence is one call (`RemoteAnswers`). `Upkeep` monitors the connection (channel state, server
+health, cached blocks, stuck sequences) and calls back once, with the reason, when the connection is
+unusable.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from inference.workers.engine import EngineLife, EngineSequence
 
-HINT_TOKENS_MAX = 4 << 20  # tokens that are remembered as sent, where the server does not tell how many it caches
-UNKNOWN_BLOCK_COUNT = 1 << 40  # a server's own limit on what fits its cache is its context window
-IDLE_POLL_S = 0.01  # while the last sequences are waited for at the end
+HINT_TOKENS_MAX = 4 << 20  # tokens to remember as sent, if the server does not report cached tokens
+UNKNOWN_BLOCK_COUNT = 1 << 40  # a request is limited by the server's context window instead
+IDLE_POLL_S = 0.01  # while the last sequences drain on close
 DEFAULT_BLOCK_TOKENS = {Service.TRTLLM: 32, Service.VLLM: 16}
 
 
 class RemoteEngine(EngineLife):
-    """One server of `trtllm-serve --grpc` or `vllm serve --grpc`. See `Engine` for the contract."""
+    """Implement `Engine` with a server of `trtllm-serve --grpc` or `vllm serve --grpc`."""
 
     def __init__(self, settings: RemoteSettings) -> None:
-        """Reads the checkpoint's configuration and tokenizer, and connects to nothing.
+        """Read the checkpoint's configuration and tokenizer; does not connect.
 
-        Raises `CheckpointInvalid`, or ValueError for bounds that contradict each other.
+        Raises: CheckpointInvalid; ValueError for contradictory limits.
         """
         model, self._end_token_ids = read_remote_model(
             settings.directory,
@@ -84,17 +85,21 @@ class RemoteEngine(EngineLife):
         path = str(Path(settings.directory) / "tokenizer.json")
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, path)
         self._began_at_s = -math.inf
-        self._connection: Upkeep | None = None  # while it serves
+        self._connection: Upkeep | None = None  # set while connected
         self._examination: Examination
-        self._facts: ServerFacts  # of the server that was examined last
+        self._facts: ServerFacts  # of the last server checked
         self._link = Link(settings)
 
     def statistics(self) -> EngineStatistics:
-        """See `Engine.statistics`: of our own sequences, and of the server's blocks as it last told."""
+        """Implement `Engine.statistics`: counts of sequences sent from here, blocks as last
+        reported.
+        """
         return EngineStatistics() if self._connection is None else self._connection.core.statistics()
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
-        """See `Engine.predict_cached_token_count`: what was sent and, where the server tells all of it, is still there."""
+        """Implement `Engine.predict_cached_token_count` from sent prompts and, if complete, cache
+        events.
+        """
         if self._connection is None or not self._may_reuse(self._connection.dialect):
             return 0
         sent = super().predict_cached_token_count(prompt_token_ids, cache_salt)
@@ -142,7 +147,8 @@ class RemoteEngine(EngineLife):
     def _tell(self, number: int, event: SequenceEvent | EngineError) -> None:
         self._deliver(((number, event),))
 
-    # Both later: the core may tell of a sequence while it adds or cancels it, and its caller is not to be called meanwhile.
+    # Both are deferred: the core may emit events while it adds or cancels, and must not call back
+    # into the caller.
     def _send_start(self, sequence: EngineSequence) -> None:
         asyncio.get_running_loop().call_soon(self._add, sequence, time.monotonic())
 
@@ -173,7 +179,7 @@ class RemoteEngine(EngineLife):
         self._link.end_at_once()
 
     def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
-        """See `Engine.submit`."""
+        """Implement `Engine.submit`."""
         if (fault := outside_continuation_fault(request)) is not None:
             raise RequestImpossible(fault, "output_token_ids")
         return super().submit(request, tell)
@@ -185,17 +191,18 @@ class RemoteEngine(EngineLife):
         return self._settings.share_prefixes or dialect.carries_salt
 
 
-END_WAIT_S = 2.0  # for a call to end by itself after its last message
+END_WAIT_S = 2.0  # seconds for a call to end after its last message
 _log = logging.getLogger("weir.inference.adapters")
 
 
 class RemoteAnswers:
-    """Implements `Answers` by one call. Whoever stops reading ends it, by which the server knows that nobody wants the rest."""
+    """Implement `Answers` with one call. Closing the reader cancels the call on the server."""
 
     def __init__(self, dialect: Dialect, tasks: asyncio.TaskGroup, unfit: Callable[[str], None] | None, choice: Choice) -> None:
-        """Send the choice. tasks: of the connection; aborts are among them, since they are calls of their own.
+        """Send the choice. tasks: task group of the connection, also for the abort calls.
 
-        unfit: called with why the server must not be used any more if it has prompt tokens cached; None where it may have.
+        unfit: called with the reason if the server reports cached prompt tokens; None if it may
+        cache them.
         """
         self._dialect = dialect
         self._tasks = tasks
@@ -209,11 +216,12 @@ class RemoteAnswers:
         try:
             async for message in self._call:
                 cached_token_count = self._dialect.take(message, self._choice, output)
-                prompt_token_count = len(asked(self._choice).prompt_token_ids)  # a count beyond it cannot be, and says nothing
+                prompt_token_count = len(asked(self._choice).prompt_token_ids)  # a larger count is invalid and is rejected below
                 if self._unfit is not None and 0 < cached_token_count <= prompt_token_count:
-                    # It did not when it connected, and does now: the tenant may have been served what another one has sent.
+                    # The server did not share prefixes on connecting, and does now: data of another
+                    # tenant may have been used.
                     self._unfit(SHARES)
-                    raise EngineFailed("the server reuses prefixes, which it must not for this request")
+                    raise EngineFailed("the server reused cached prefixes, which are not separated by tenant")
                 yield Answer(output, cached_token_count)
                 if output.finish_reason is not None:
                     await self._await_end()
@@ -230,7 +238,7 @@ class RemoteAnswers:
         try:
             await self._dialect.abort(self._request_id)
         except grpc.aio.AioRpcError as error:
-            _log.warning("an abort was not taken (%s), ending the call", error.code().name)
+            _log.warning("an abort was rejected (%s), cancelling the call", error.code().name)
             self._call.cancel()
 
     async def _await_end(self) -> None:
@@ -240,11 +248,11 @@ class RemoteAnswers:
                     pass
 
 
-UNANSWERED_MAX = 2  # looks in a row that may go unanswered: one may be lost in a moment of load
+UNANSWERED_MAX = 2  # consecutive health polls that may fail: one may be lost under load
 
 
 class ConnectionWatch:
-    """Looks after one connection. lost: called with why it is of no use any more."""
+    """Monitors one connection. lost: called with the reason when it is unusable."""
 
     def __init__(self, dialect: Dialect, channel: grpc.aio.Channel, settings: RemoteSettings, lost: Callable[[str], None]) -> None:
         self.dialect = dialect
@@ -253,41 +261,42 @@ class ConnectionWatch:
         self._lost = lost
 
     async def watch_channel(self) -> None:
-        """Until the connection is lost."""
+        """Wait until the channel is lost."""
         while (state := self._channel.get_state()) is grpc.ChannelConnectivity.READY:
             await self._channel.wait_for_state_change(state)
         self._lost(f"the connection to {self._settings.target} was lost")
 
     async def look_often(self) -> None:
-        """Ask the server for its health, until it is ill or does not answer."""
+        """Poll the server's health until it is unhealthy or stops answering."""
         unanswered_count = 0
         while unanswered_count < UNANSWERED_MAX:
             await asyncio.sleep(self._settings.poll_interval_s)
             try:
                 fault = await self.dialect.health_fault()
                 if fault is not None:
-                    self._lost(f"{self._settings.target} says of its health: {fault}")
+                    self._lost(f"{self._settings.target} reports itself unhealthy: {fault}")
                     return
                 unanswered_count = 0
                 await self._read_load()
             except grpc.aio.AioRpcError as error:
-                _log.warning("%s does not tell its health: %s", self._settings.target, error.code().name)
+                _log.warning("health check of %s failed: %s", self._settings.target, error.code().name)
                 unanswered_count += 1
-        self._lost(f"{self._settings.target} does not answer when it is asked for its health")
+        self._lost(f"{self._settings.target} does not answer health checks")
 
     async def _read_load(self) -> None:
-        """Beside its health."""
+        """Read the load after each health check."""
 
 
 STALL_LOOK_S = 0.5
-EVENTS_AGAIN_S = 30.0  # after a subscription ended that had begun
-BLOCKS_MAX = 4 << 20  # of an index: beyond the cache of any server; a stream that only ever adds is broken
+EVENTS_AGAIN_S = 30.0  # seconds until a subscription that ended is renewed
+BLOCKS_MAX = 4 << 20  # index size above that of any server's cache: its event stream is broken
 
 
 class Upkeep(ConnectionWatch):
-    """Looks after one connection. lost: called with why it is of no use any more. block_tokens: what the server caches as one.
+    """Monitors one connection. lost: called with the reason when it is unusable. block_tokens:
+    tokens per cache block.
 
-    shares_prefixes: asks the server, by prompts of its own, whether it serves one tenant what another has sent.
+    shares_prefixes: probes whether the server shares cached prefixes between tenants.
     """
 
     def __init__(
@@ -310,10 +319,10 @@ class Upkeep(ConnectionWatch):
         self._last_sequence_number: int | None = None
         self._retries = Retries("cache_events")
         self.blocks = KvEventIndex()
-        self.knows_all_blocks = False  # whether `blocks` has been told of everything that the server holds
+        self.knows_all_blocks = False  # whether `blocks` is complete
 
     def begin(self) -> None:
-        """Start all that is to be done, each until it is cancelled or has called back."""
+        """Start all monitoring tasks; each runs until it is cancelled or has called `lost`."""
         duties = [self.watch_channel(), self._watch_stalls(), self.look_often(), self._probe_often(), self._follow_cache()]
         for duty in duties:
             self.tasks.create_task(duty)
@@ -327,7 +336,7 @@ class Upkeep(ConnectionWatch):
             await asyncio.sleep(min(STALL_LOOK_S, shortest_s / 4))
 
     async def _probe_often(self) -> None:
-        """A server behind the same address may be another one, or be told to cache otherwise, while the connection lasts."""
+        """Probe for prefix sharing while connected: the server may be replaced or reconfigured."""
         while not self._settings.share_prefixes:
             await asyncio.sleep(self._settings.probe_interval_s)
             try:
@@ -335,8 +344,8 @@ class Upkeep(ConnectionWatch):
                     if await self._shares_prefixes():
                         self._lost(f"{self._settings.target}: {SHARES}")
                         return
-            except (TimeoutError, ServerUnfit, grpc.aio.AioRpcError) as error:  # full, or ill: others see to that
-                _log.warning("%s cannot be asked whether tenants share prefixes: %r", self._settings.target, error)
+            except (TimeoutError, ServerUnfit, grpc.aio.AioRpcError) as error:  # full or unhealthy: other tasks detect it
+                _log.warning("probing %s for shared prefixes failed: %r", self._settings.target, error)
 
     async def _read_load(self) -> None:
         try:
@@ -349,13 +358,15 @@ class Upkeep(ConnectionWatch):
             self.core.told = told
 
     async def _follow_cache(self) -> None:
-        """Servers that publish nothing say so at once; what was sent is then the only hint."""
+        """Follow the cache events. A server without events refuses the call; only sent prompts are
+        known then.
+        """
         while True:
             try:
                 async for batch in self.dialect.kv_batches():
                     try:
                         self.take(batch)
-                    except Exception as error:  # nothing that a server publishes may end the requests on its connection
+                    except Exception as error:  # invalid events must not end the requests on the connection
                         self._retries.failed(error, str(self._settings.target))
                         self._forget()
             except grpc.aio.AioRpcError as error:
@@ -367,14 +378,16 @@ class Upkeep(ConnectionWatch):
             await asyncio.sleep(EVENTS_AGAIN_S)
 
     def take(self, batch: common_pb2.KvEventBatch) -> None:
-        """A batch of events. One that is missing makes all that is known doubtful: what is hot is never told again."""
+        """Apply a batch of events. After a gap the index is discarded: blocks in use are not
+        announced again.
+        """
         if batch.HasField("load"):
             self._take_load(batch.load)
             if batch.load.load_only:
                 return
         number, last = batch.sequence_number, self._last_sequence_number
         if last is None:
-            self.knows_all_blocks = number <= 1  # from the beginning; servers count from 0 or from 1
+            self.knows_all_blocks = number <= 1  # complete from the start; servers count from 0 or from 1
         elif number != last + 1:
             self._forget()
         self._last_sequence_number = number
@@ -410,5 +423,7 @@ class Upkeep(ConnectionWatch):
 
 
 def _on_device(event: common_pb2.KvBlocksStored | common_pb2.KvBlocksRemoved) -> bool:
-    """What was moved to slower memory counts as gone: fetching it takes time too."""
+    """Return whether the blocks are in device memory; offloaded blocks count as removed, being slow
+    to fetch.
+    """
     return event.tier in (common_pb2.KV_CACHE_TIER_UNSPECIFIED, common_pb2.KV_CACHE_TIER_DEVICE)

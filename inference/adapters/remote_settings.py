@@ -1,4 +1,4 @@
-"""Where a remote engine is, how its connection is secured, and every bound and wait around it. Imports no gRPC."""
+"""Address, TLS files, limits and timeouts of a remote engine. Imports no gRPC."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inference.adapters.external_core import Handling
 
 
 class Service(StrEnum):
-    """Which of the two services a server speaks; the values are the schemes of target addresses."""
+    """Service of a server; the values are the schemes of target addresses."""
 
     TRTLLM = "trtllm"
     VLLM = "vllm"
@@ -28,7 +28,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """From `trtllm://host:port` or `vllm://host:port`. Raises: ValueError with what would do."""
+    """Parse `trtllm://host:port` or `vllm://host:port`. Raises: ValueError with the allowed form."""
     scheme, separator, address = text.partition("://")
     host, _, port = address.rpartition(":")
     if not separator or scheme not in set(Service) or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
@@ -38,8 +38,10 @@ def parse_target(text: str) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files. authority: whose certificate the server must have. certificate, key: ours, for servers that ask (mTLS); both or
-    none. server_name: what the server's certificate is made out to, where that is not the target's host.
+    """PEM files. authority: CA of the server's certificate. certificate, key: client certificate
+    for mTLS; both or none.
+
+    server_name: the name in the server's certificate, if it is not the target's host.
     """
 
     authority: Path
@@ -48,25 +50,27 @@ class TlsFiles:
     server_name: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for half of a client certificate."""
+        """Raise ValueError if only one of certificate and key is set."""
         if (self.certificate is None) != (self.key is None):
             raise ValueError("a client certificate needs its key, and the key its certificate")
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """How to use one server. Durations in seconds.
+    """Settings of one remote server. Durations in seconds.
 
-    directory: the checkpoint's config.json, tokenizer.json and chat template on this machine; its weights are not needed.
-    share_prefixes: whether a prefix cached for one tenant may serve others; otherwise a server that does it is not used.
-    running_sequence_count_max: so many are sent at once, fewer if the server takes fewer; the others wait here by rank. Of texts
-    to embed `waiting_token_count_max` may wait.
+    directory: local directory with config.json, tokenizer.json and chat template; weights are not
+    needed. share_prefixes: whether tenants may share cached prefixes; if False, a server that
+    shares them is rejected. running_sequence_count_max: sequences sent at once, or fewer if the
+    server takes fewer; the rest wait here, ordered by rank. waiting_token_count_max: queued tokens
+    of texts to embed.
 
-    connect_timeout_s: for all that is asked before the first request. call_timeout_s: for each small call afterwards.
-    poll_interval_s: between looks at the server's health and load. probe_interval_s: between looks whether it has begun to share
-    prefixes of tenants, each of two prompts of its own. first_token_timeout_s, inter_token_timeout_s: silence of one
-    sequence after which it, or the server, is taken for stuck. block_tokens: how many tokens the server caches as one, if it does
-    not say; 0 is its default. abort_drain_s: see `Handling`.
+    connect_timeout_s: for all checks before the first request. call_timeout_s: for each small call
+    afterwards. poll_interval_s: between polls of health and load. probe_interval_s: between probes
+    for prefixes shared by tenants, of two prompts each. first_token_timeout_s,
+    inter_token_timeout_s: silence after which a sequence, or the server, counts as stuck.
+    block_tokens: tokens per cache block, if the server does not report it; 0 for its default.
+    abort_drain_s: see `Handling`.
     """
 
     directory: Path
@@ -92,15 +96,16 @@ class RemoteSettings:
     stable_after_s: float = 60.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for bounds that nothing fits."""
+        """Raise ValueError for counts below 1."""
         for name in ("running_sequence_count_max", "waiting_sequence_count_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
 
 
 def handling(settings: RemoteSettings) -> Handling:
-    """What the service is known to bear: TensorRT-LLM has hung when aborted in prefill, and crashed beside log-probabilities
-    (NVIDIA/TensorRT-LLM#10810); orphaned blocks of its cache make every answer end at once (#12933).
+    """Return the handling that the service tolerates. TensorRT-LLM has hung when aborted in
+    prefill, and crashed with log-probabilities (NVIDIA/TensorRT-LLM#10810); orphaned cache blocks
+    make every output empty (#12933).
     """
     is_vllm = settings.target.service is Service.VLLM
     return Handling(

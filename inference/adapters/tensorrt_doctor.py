@@ -1,8 +1,9 @@
-"""Finds out on a real machine what is only known from reading: one engine, a list of questions, an observation for each.
+"""Checks a TensorRT-LLM engine on a GPU machine against its documentation: a list of questions, an
+observation each.
 
-The adapter works whichever way the answers fall, or bounds what it does not know by time. The answers tell which of its precautions
-this installation needs, and whether something is not as it was written down. The last question kills a worker process, and the
-engine is of no use afterwards.
+The adapter handles most answers, and limits the rest by timeouts. The answers show which
+precautions this installation needs, and where it differs from the documentation. The last question
+kills a worker process, so the engine is unusable afterwards.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from inference.adapters.tensorrt_library import TensorRtLibrary
 from inference.engine import GenerationRequest, GrammarKind, ResponseFormat, SamplingParams, StopCriteria
 from inference.limits import EngineLimits
 
-ANSWER_WAIT_S = 60.0  # for what should come at once: a GPU that is busy compiling takes its time
-SILENCE_S = 3.0  # after which an answer that may never come is taken not to come
+ANSWER_WAIT_S = 60.0  # a GPU that compiles kernels answers late
+SILENCE_S = 3.0  # seconds after which a missing answer counts as none
 EXPECTED_STATISTICS = frozenset({"iter", "kvCacheStats", "inflightBatchingStats", "numActiveRequests", "numQueuedRequests"})
-SUBMITTED = frozenset({"inputs", "sampling_params", "streaming", "cache_salt"})  # what the adapter passes
+# arguments that the adapter passes
+SUBMITTED = frozenset({"inputs", "sampling_params", "streaming", "cache_salt"})
 
 
 @dataclass(slots=True)
 class Patient:
-    """An engine under examination. workers: the processes that it started."""
+    """An engine under test. workers: process ids that it started."""
 
     library: TensorRtLibrary
     llm: Any
@@ -51,7 +53,7 @@ class Patient:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def prompt(self, seed: int, token_count: int = 200) -> tuple[int, ...]:
-        """Ids from the middle of the vocabulary, where no special ones are."""
+        """Return ids from the middle of the vocabulary, where there are no special tokens."""
         low = self.vocabulary_size // 4
         return tuple(low + (seed * 7919 + index * 104_729) % (self.vocabulary_size // 2) for index in range(token_count))
 
@@ -64,20 +66,20 @@ class Patient:
         salt: str = "",
         **changes: Any,
     ) -> Any:
-        """Submit greedily; the raw result."""
+        """Submit a greedy request and return the library's result object."""
         stop = StopCriteria(output_token_count, ignore_eos=not changes.get("response_format"))
         wanted = GenerationRequest(prompt, changes.pop("sampling", SamplingParams()), stop, salt, **changes)
         return self.library.submit(self.llm, wanted, self.library.sampling(wanted, ends, self.vocabulary_size))
 
     async def finish(self, result: Any) -> Any:
-        """The output when it is over. Raises: TimeoutError."""
+        """Wait for the end of the output and return it. Raises: TimeoutError."""
         async with asyncio.timeout(ANSWER_WAIT_S):
             async for _ in result:
                 pass
         return result.outputs[0]
 
     async def answers_abort(self, result: Any) -> str | None:
-        """The finish reason that follows an abort; None if nothing does."""
+        """Return the finish reason that follows an abort; None if the engine stays silent."""
         try:
             async with asyncio.timeout(SILENCE_S):
                 async for _ in result:
@@ -87,7 +89,7 @@ class Patient:
         return str(result.outputs[0].finish_reason)
 
     async def read(self) -> None:
-        """Take the statistics and cache events that are there."""
+        """Read the pending statistics and cache events."""
         async for entry in self.llm.get_stats_async(0.3):
             self.statistics = entry
         async for told in self.llm.get_kv_cache_events_async(0.3):
@@ -98,7 +100,7 @@ Question = Callable[[Patient], Awaitable[tuple[Verdict, str]]]
 
 
 async def interface(patient: Patient) -> tuple[Verdict, str]:
-    """Does `generate_async` take what the adapter passes?"""
+    """Does `generate_async` accept the adapter's arguments?"""
     missing = SUBMITTED - set(inspect.signature(type(patient.llm).generate_async).parameters)
     return needed(not missing), f"missing: {', '.join(sorted(missing)) or 'nothing'}"
 
@@ -117,7 +119,7 @@ async def end_tokens(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def cached_tokens(patient: Patient) -> tuple[Verdict, str]:
-    """How much of a prompt is found again, and is it kept apart by salt?"""
+    """Does it cache prompts, separated by salt?"""
     prompt, counts = patient.prompt(2, 333), []
     for salt in ("", "", "another"):
         result = patient.start(prompt, 2, salt=salt)
@@ -129,7 +131,7 @@ async def cached_tokens(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def abort_while_running(patient: Patient) -> tuple[Verdict, str]:
-    """What does an abort after the first token answer?"""
+    """Does an abort after the first token end it as cancelled?"""
     result = patient.start(patient.prompt(3), 2000)
     async with asyncio.timeout(ANSWER_WAIT_S):
         await anext(aiter(result))
@@ -139,7 +141,7 @@ async def abort_while_running(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def abort_in_prefill(patient: Patient) -> tuple[Verdict, str]:
-    """What does an abort before the first token answer?"""
+    """Does an abort before the first token end it as cancelled, or stay unanswered?"""
     result = patient.start(patient.prompt(4, patient.limits.context_window_tokens - 50), 20)
     result.abort()
     reason = await patient.answers_abort(result)
@@ -147,7 +149,7 @@ async def abort_in_prefill(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def abort_in_queue(patient: Patient) -> tuple[Verdict, str]:
-    """What does an abort behind a full batch answer?"""
+    """Does an abort behind a full batch stay unanswered?"""
     crowd = [patient.start(patient.prompt(10 + index, 20), 500) for index in range(patient.limits.running_sequence_count_max + 16)]
     crowd[-1].abort()
     reason = await patient.answers_abort(crowd[-1])
@@ -161,7 +163,7 @@ async def abort_in_queue(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def serves_afterwards(patient: Patient) -> tuple[Verdict, str]:
-    """After all these aborts: does the engine serve, and are its blocks free?"""
+    """Does the engine serve requests after the aborts, with its blocks free?"""
     await patient.finish(patient.start(patient.prompt(5), 5))
     await patient.read()
     used = (patient.statistics.get("kvCacheStats") or {}).get("usedNumBlocks")
@@ -179,13 +181,13 @@ async def log_probabilities(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def guided_decoding(patient: Patient) -> tuple[Verdict, str]:
-    """Which response formats are kept?"""
+    """Does it accept the response formats?"""
     formats = (*FORMATS, ResponseFormat(GrammarKind.LARK, "start: /[0-9]/ /[0-9]/"))
     return await accepted(formats, lambda wanted: patient.finish(patient.start(patient.prompt(7), 40, response_format=wanted)))
 
 
 async def statistics(patient: Patient) -> tuple[Verdict, str]:
-    """Which statistics are told?"""
+    """Does it report the statistics that the adapter reads?"""
     await patient.finish(patient.start(patient.prompt(8), 5))
     await patient.read()
     missing = EXPECTED_STATISTICS - set(patient.statistics)
@@ -195,7 +197,7 @@ async def statistics(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def cache_events(patient: Patient) -> tuple[Verdict, str]:
-    """Which cache events are told, and are their numbers without a gap?"""
+    """Does it report cache events, numbered without a gap?"""
     ids = [event["event_id"] for event in patient.events]
     kinds = sorted({event["data"]["type"] for event in patient.events})
     gaps = sum(later != earlier + 1 for earlier, later in itertools.pairwise(ids))
@@ -203,7 +205,7 @@ async def cache_events(patient: Patient) -> tuple[Verdict, str]:
 
 
 async def dead_worker(patient: Patient) -> tuple[Verdict, str]:
-    """A worker process is killed: what do its waiter, and the library's own health check, see?"""
+    """After a worker process is killed, do its sequence and the library's health check stay silent?"""
     if not patient.workers:
         return Verdict.OTHER, "there is no worker process: the engine runs in this one"
     result = patient.start(patient.prompt(9), 2000)
@@ -214,7 +216,7 @@ async def dead_worker(patient: Patient) -> tuple[Verdict, str]:
     try:
         reason = await patient.answers_abort(result)
         seen = "silence" if reason is None else f"the end: {reason}"
-    except Exception as error:  # this, too, is an answer
+    except Exception as error:  # an error is an answer too
         seen = repr(error)
     healthy = patient.llm._check_health()
     return expected(seen == "silence" and healthy), f"{seen} for {time.monotonic() - began_s:.1f} s; _check_health() is {healthy}"
@@ -237,7 +239,7 @@ QUESTIONS: tuple[Question, ...] = (
 
 
 def examine(directory: str, vocabulary_size: int, limits: EngineLimits, options: TensorRtOptions) -> list[Observation]:
-    """Build an engine, put all questions, end it. Raises: EngineStartFailed."""
+    """Build an engine, ask all questions, shut it down. Raises: EngineStartFailed."""
     library = TensorRtLibrary()
     before = set(descendants(os.getpid()))
     began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""TensorRT-LLM as the API process sees it: a checkpoint's settings, turned into a child process. Imports neither it nor torch."""
+"""TensorRT-LLM in the API process: settings for a child process. Imports neither it nor torch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from inference.workers.protocol import Message, decoder_to_parent
 
 @dataclass(frozen=True, slots=True)
 class TensorRtOptions(Handling):
-    """What the child is told of the engine beside its limits.
+    """Engine options passed to the child process, in addition to the limits.
 
-    expert_parallel_size: of mixture-of-experts layers; None leaves it to the engine. kv_cache_memory_fraction: of the GPU memory
-    that is free after the weights. block_tokens: how many tokens are cached as one.
+    expert_parallel_size: for mixture-of-experts layers; None for the engine's default.
+    kv_cache_memory_fraction: of the GPU memory that is free after loading the weights.
+    block_tokens: tokens per cache block.
 
-    abort_...: see `Handling`. Aborts before the first token have hung engines, and aborts while log-probabilities are streamed
-    have crashed them (NVIDIA/TensorRT-LLM#10810). first_token_timeout_s, inter_token_timeout_s: silence of one sequence after
-    which it, or the engine, is taken for stuck. canary_interval_s: of idleness after which one token is generated as a test, which
-    may take canary_timeout_s.
+    abort_...: see `Handling`. Aborts before the first token have hung engines, and aborts of
+    sequences with log-probabilities have crashed them (NVIDIA/TensorRT-LLM#10810).
+    first_token_timeout_s, inter_token_timeout_s: silence after which a sequence, or the engine,
+    counts as stuck. canary_interval_s: idle time before one token is generated as a test, limited
+    to canary_timeout_s.
     """
 
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
@@ -44,7 +46,7 @@ class TensorRtOptions(Handling):
     canary_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for sizes that no engine has."""
+        """Raise ValueError for sizes out of range."""
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "block_tokens", "empty_answer_count_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
@@ -56,7 +58,8 @@ class TensorRtOptions(Handling):
 
 @dataclass(frozen=True, slots=True)
 class TensorRtSettings:
-    """How to run a checkpoint. Counts and waits as in `TorchEngineSettings`, with defaults that suit one GPU.
+    """Settings of one checkpoint. Counts and waits as in `TorchEngineSettings`, with defaults for
+    one GPU.
 
     load_timeout_s: weights, autotuner and CUDA graphs of a large model take minutes.
     """
@@ -78,24 +81,25 @@ class TensorRtSettings:
 
 
 class LoadTensorRt(Message, tag="load_tensorrt", frozen=True):
-    """The first message to a TensorRT-LLM host: what to load and how."""
+    """First message to a TensorRT-LLM worker: the checkpoint and its options."""
 
     directory: str
     limits: EngineLimits
     options: TensorRtOptions
 
 
-# Of release 1.2.1. A missing token in its log-probabilities fails a sequence: none for drawn tokens.
+# For release 1.2.1. A token missing from its log-probabilities fails a sequence, so sampled tokens
+# have none.
 CAPABILITIES = Capabilities(TENSORRT_LLM_IGNORES, sampled_logprobs=False)
 
 
 class TensorRtEngine(HostedEngine):
-    """One model on TensorRT-LLM, on one GPU or several of this machine."""
+    """One model on TensorRT-LLM, on one or more GPUs of this machine."""
 
     def __init__(self, settings: TensorRtSettings) -> None:
-        """Reads the checkpoint's configuration and starts nothing.
+        """Read the checkpoint's configuration; starts no process.
 
-        Raises `CheckpointInvalid`, or ValueError for bounds that contradict each other.
+        Raises: CheckpointInvalid; ValueError for contradictory limits.
         """
         model = read_model_info(
             settings.directory,
@@ -122,7 +126,7 @@ class TensorRtEngine(HostedEngine):
         super().__init__(model, limits, settings, kind)
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
-        """See `Engine.predict_cached_token_count`: what was sent under this salt and is still there by the engine's account."""
+        """Implement `Engine.predict_cached_token_count` from sent prompts and cache events."""
         sent = super().predict_cached_token_count(prompt_token_ids, cache_salt)
         return min(sent, self._blocks.matched_token_count(prompt_token_ids))
 
@@ -137,7 +141,7 @@ class TensorRtEngine(HostedEngine):
         self._blocks.clear()
 
     def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
-        """See `Engine.submit`."""
+        """Implement `Engine.submit`."""
         if (fault := outside_continuation_fault(request)) is not None:
             raise RequestImpossible(fault, "output_token_ids")
         return super().submit(request, tell)

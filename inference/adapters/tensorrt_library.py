@@ -1,11 +1,12 @@
-"""The only place that imports TensorRT-LLM: building its engine, its parameters, and submitting to it.
+"""The only module that imports TensorRT-LLM: builds its engine and parameters, and submits to it.
 
-Everything of the library that the adapter touches passes here, so that what 1.2.1 wants, and what it must not be given, is in one
-place. The library is imported when an engine is built, never earlier: that takes seconds, loads compiled code, and needs a GPU.
+All uses of the library are here, so that the requirements of release 1.2.1 are in one place. It is
+imported only when an engine is built: the import takes seconds, loads compiled code, and needs a
+GPU.
 
-`EngineWatch` finds out that an engine is dead or stuck, since its own health check stays green. It looks twice a second at the
-silence of each sequence, at the engine's own word and at the processes that it started; and lets it generate one token when it has
-been idle for a while.
+`EngineWatch` detects a dead or stuck engine, since the library's health check stays green. Twice a
+second it checks the silence of each sequence, the engine's own state and the processes it started;
+an idle engine generates a test token from time to time.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from inference.engine import GenerationRequest, GrammarKind
 from inference.errors import EngineStartFailed
 from inference.limits import EngineLimits
 
-VERSION = "1.2.1"  # 1.2.0 corrupts its KV cache under block reuse (NVIDIA/TensorRT-LLM#12770); later ones have another interface
-NO_END_TOKEN = -1  # no token has this id: for checkpoints that name no end token, so that the engine asks no tokenizer for one
+# 1.2.0 corrupts its KV cache under block reuse (NVIDIA/TensorRT-LLM#12770); later interfaces differ
+VERSION = "1.2.1"
+# not a token id: keeps the engine from asking a tokenizer for the end token that a checkpoint lacks
+NO_END_TOKEN = -1
 
-SPARE_PLACE_COUNT = 8  # places of the engine's batch that are never asked for, for sequences that are being given up
-KV_EVENT_COUNT_MAX = 65_536  # of the engine's own buffer of cache events
+SPARE_PLACE_COUNT = 8  # batch places reserved for sequences that are being aborted
+KV_EVENT_COUNT_MAX = 65_536  # size of the engine's buffer of cache events
 
 
 class TensorRtLibrary:
-    """TensorRT-LLM, imported and found to be the release that this adapter was written for."""
+    """TensorRT-LLM, imported and checked for the supported release."""
 
     def __init__(self) -> None:
-        """Raises: EngineStartFailed with what to install."""
+        """Import the library. Raises: EngineStartFailed with installation instructions."""
         try:
             import tensorrt_llm
             from tensorrt_llm import llmapi
@@ -53,7 +56,7 @@ class TensorRtLibrary:
         self.RequestError: type[Exception] = llmapi.RequestError
 
     def build(self, directory: str, limits: EngineLimits, options: TensorRtOptions) -> Any:
-        """Load a checkpoint; blocks until the engine takes requests. Every limit is said, since the defaults hide what they are."""
+        """Load a checkpoint; blocks until the engine accepts requests. Sets every limit explicitly."""
         api = self._api
         arguments: dict[str, Any] = {
             "tensor_parallel_size": options.tensor_parallel_size,
@@ -72,22 +75,25 @@ class TensorRtLibrary:
             "scheduler_config": api.SchedulerConfig(
                 capacity_scheduler_policy=api.CapacitySchedulerPolicy("GUARANTEED_NO_EVICT"),
             ),
-            "guided_decoding_backend": "llguidance",  # xgrammar takes no Lark
+            "guided_decoding_backend": "llguidance",  # xgrammar does not support Lark
             "enable_iter_perf_stats": True,
-            "stream_interval": 1,  # more at once loses spaces between tokens (NVIDIA/TensorRT-LLM#14312)
-            "num_postprocess_workers": 0,  # with any, the count of cached tokens never comes
+            # larger values lose spaces between tokens (NVIDIA/TensorRT-LLM#14312)
+            "stream_interval": 1,
+            "num_postprocess_workers": 0,  # with any workers, the count of cached tokens is missing
         }
         if options.expert_parallel_size is not None:
             arguments["moe_expert_parallel_size"] = options.expert_parallel_size
         try:
             return self._llm_type(directory, **arguments)
-        except Exception as error:  # a bad checkpoint, too few GPUs, too little memory: whatever it is, a person has to see it
+        except Exception as error:
+            # a bad checkpoint, too few GPUs or too little memory, for an operator to fix
             raise EngineStartFailed(f"TensorRT-LLM cannot load {directory}: {error}") from error
 
     def sampling(self, request: GenerationRequest, end_token_ids: frozenset[int], vocabulary_size: int) -> Any:
-        """Fresh parameters for one sequence; the engine changes what it is given, so they serve once.
+        """Build the parameters of one sequence. The engine modifies them, so they are used once.
 
-        end_token_ids: all that end it. Stop sequences stay with us: the engine would go on behind a match.
+        end_token_ids: all tokens that end it. Stop sequences are not sent: the engine would
+        continue after a match.
         """
         sampling, stop, before = request.sampling, request.stop, len(request.output_token_ids)
         first_end, *more_ends = sorted(end_token_ids) or [NO_END_TOKEN]
@@ -97,13 +103,14 @@ class TensorRtLibrary:
             "end_id": first_end,
             "pad_id": max(first_end, 0),
             "stop_token_ids": more_ends or None,
-            "include_stop_str_in_output": True,  # else the id that ended it is taken back from what was streamed
+            # otherwise the stop token that was streamed is removed again
+            "include_stop_str_in_output": True,
             "ignore_eos": not end_token_ids,
             "detokenize": False,
             "add_special_tokens": False,
         }
         if sampling.temperature > 0:
-            # Only here: none of them means greedy.
+            # Without any of these the engine samples greedily.
             values |= {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
@@ -122,12 +129,12 @@ class TensorRtLibrary:
         return self._sampling_type(**values)
 
     def submit(self, llm: Any, request: GenerationRequest, sampling: Any) -> Any:
-        """Hand a sequence to the engine; returns the result to be iterated. Needs the running loop that all others had."""
+        """Submit a sequence and return its result iterator. Always call it on the same event loop."""
         return llm.generate_async(
             [*request.prompt_token_ids, *request.output_token_ids],
             sampling,
             streaming=True,
-            # An empty salt is a group too: everybody without a salt of his own.
+            # Requests without a salt share one cache group.
             cache_salt=request.cache_salt or None,
         )
 
@@ -152,7 +159,7 @@ _log = logging.getLogger("weir.inference.adapters")
 
 
 class EngineWatch:
-    """Looks after one engine. broken: called once, with the reason."""
+    """Monitors one engine. broken: called once, with the reason."""
 
     def __init__(
         self,
@@ -172,7 +179,7 @@ class EngineWatch:
         self._busy_at_s = time.monotonic()
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Check until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             reason = self._dead() or self._stalls.look()
@@ -189,7 +196,7 @@ class EngineWatch:
                 self._busy_at_s = time.monotonic()
 
     async def canary_fault(self) -> str | None:
-        """What was wrong when the engine was to generate one token; None if it did."""
+        """Generate one token. Returns the fault, or None if it succeeded."""
         try:
             async with asyncio.timeout(self._options.canary_timeout_s):
                 token_count = 0
@@ -197,16 +204,16 @@ class EngineWatch:
                     token_count = len(response.outputs[0].token_ids)
         except TimeoutError:
             return f"no token within {self._options.canary_timeout_s:g} s from an idle engine"
-        except Exception as error:  # whatever it is, the engine cannot do what it is there for
+        except Exception as error:  # any failure means that the engine cannot generate
             return f"a test token could not be generated: {error!r}"
         return None if token_count == 1 else f"a test for one token gave {token_count}"
 
     def _dead(self) -> str | None:
         try:
             healthy = self._llm._check_health()
-        except Exception as error:  # the executor may be gone altogether
-            return f"the engine's health cannot be asked for: {error!r}"
+        except Exception as error:  # the executor may be gone
+            return f"the engine's health check failed: {error!r}"
         if not healthy:
-            return "the engine says that it is shutting down"
+            return "the engine reports that it is shutting down"
         gone = [pid for pid in self._workers if not alive(pid)]
         return f"the engine's process {gone[0]} is gone" if gone else None

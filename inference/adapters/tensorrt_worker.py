@@ -1,8 +1,9 @@
-"""The child process of a TensorRT-LLM engine: `python -m inference.adapters.tensorrt_worker --fd N`.
+"""Child process of a TensorRT-LLM engine: `python -m inference.adapters.tensorrt_worker --fd N`.
 
-Speaks the protocol of `workers/protocol.py`. The engine is built on the main thread, then one event loop runs everything.
-When the engine is found to be dead or stuck, the process ends: the library cannot build another engine after a crash, the parent
-starts a new process. The processes that the library started are killed with it, or they would keep the GPU's memory.
+Speaks the protocol of `workers/protocol.py`. The engine is built on the main thread, then one event
+loop runs everything. The process exits when the engine is dead or stuck: the library cannot build
+another engine after a crash, so the parent starts a new process. Processes started by the library
+are killed first, or they would keep the GPU's memory.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ from inference.workers.protocol import (
 )
 
 EXIT_ENGINE_BROKEN = 5
-REPORT_EVERY_S = 1.0  # at least, while sequences run: a sign of life of this process, whatever the engine does
-POLL_TIMEOUT_S = 0.2  # an idle engine lets its iterators end after so long
+REPORT_EVERY_S = 1.0  # at least, while sequences run: shows the parent that this process is alive
+POLL_TIMEOUT_S = 0.2  # the iterators of an idle engine end after this time
 POLL_PAUSE_S = 0.05
-SHUTDOWN_TIMEOUT_S = 10.0  # the library's own has hung
+SHUTDOWN_TIMEOUT_S = 10.0  # the library's own shutdown has hung
 _log = logging.getLogger("weir.inference.adapters")
 
 
 class TensorRtHost:
-    """One engine between inbox and socket."""
+    """Connects one engine to the inbox and the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -73,12 +74,12 @@ class TensorRtHost:
         self._core: OutsideCore
         self._vocabulary_size = 0
         self._block_count = 0
-        self._told: dict[str, Any] = {}  # the engine's last statistics
+        self._told: dict[str, Any] = {}  # last statistics of the engine
         self._load: LoadTensorRt
         self._ended: asyncio.Event
 
     def run(self) -> int:
-        """Load, then serve until told to stop; returns the exit status."""
+        """Load the engine, serve until shutdown, and return the exit status."""
         message = self._inbox.wait()
         if not isinstance(message, LoadTensorRt):
             _log.error("the first message must be LoadTensorRt, not %s", type(message).__name__)
@@ -103,7 +104,7 @@ class TensorRtHost:
         return 0
 
     async def _serve(self, library: TensorRtLibrary) -> None:
-        """Everything of the engine's asynchronous side, on the one loop that it may know."""
+        """Run the asynchronous part of the engine, which is bound to one event loop."""
         directory, options = Path(self._load.directory), self._load.options
         config, tokenizer = read_config(directory), Tokenizer(directory)
         self._vocabulary_size = config.vocabulary_size
@@ -132,10 +133,10 @@ class TensorRtHost:
                 task.cancel()
 
     def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Carry messages to the loop."""
+        """Forward messages to the event loop."""
         while True:
             message = self._inbox.wait()
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and so will this process
+            with contextlib.suppress(RuntimeError):  # the loop has ended and the process is exiting
                 loop.call_soon_threadsafe(self._handle, message)
 
     def _handle(self, message: Message) -> None:
@@ -155,7 +156,7 @@ class TensorRtHost:
                 if self._core.idle:
                     self._end()
             case _:
-                raise ProtocolBroken("a host loads one model in its life")
+                raise ProtocolBroken("a worker loads only one model")
 
     def _end(self) -> None:
         self._flush()
@@ -168,7 +169,9 @@ class TensorRtHost:
             self._queue((number, event))
 
     def _queue(self, event: Event) -> None:
-        """Send it with all else that this round of the loop brings: responses of one step arrive together."""
+        """Send the event with all others of this loop iteration: responses of one step arrive
+        together.
+        """
         self._unsent.append(event)
         if not self._flushing:
             self._flushing = True
@@ -186,7 +189,7 @@ class TensorRtHost:
                 self._flush()
 
     async def _read_first_statistics(self) -> None:
-        """How many blocks there are: the engine tells only after it has computed something."""
+        """Read the number of blocks, which the engine reports only after its first step."""
         async with asyncio.timeout(self._load.options.canary_timeout_s):
             while not self._told:
                 await self._take_statistics()
@@ -194,7 +197,7 @@ class TensorRtHost:
         self._block_count = blocks["maxNumBlocks"] * blocks["tokensPerBlock"] // KV_BLOCK_TOKENS
 
     async def _poll_statistics(self) -> None:
-        """Keep reading, also what nobody wants: what is not read stays in memory."""
+        """Read all statistics; unread ones would accumulate in memory."""
         while True:
             await self._take_statistics()
 
@@ -209,8 +212,8 @@ class TensorRtHost:
                 step_count=entry.get("iter", 0),
             )
             if self._core.idle and self._block_count:
-                self._flush()  # nothing else would tell that the blocks are free again
-        await asyncio.sleep(POLL_PAUSE_S)  # the iterator ends at once until something is submitted again
+                self._flush()  # nothing else reports that the blocks are free again
+        await asyncio.sleep(POLL_PAUSE_S)  # the iterator ends at once while nothing is submitted
 
     async def _poll_kv_events(self) -> None:
         reader = KvEventReader()
@@ -221,37 +224,43 @@ class TensorRtHost:
             await asyncio.sleep(POLL_PAUSE_S)
 
     def _broken(self, reason: str) -> None:
-        """The engine cannot go on: nothing that it still says can be trusted, so what it owes is failed by the parent."""
-        _log.error("the engine is given up: %s", reason)
+        """Exit after an engine failure, without trusting further output; the parent fails its
+        sequences.
+        """
+        _log.error("the engine failed: %s", reason)
         with contextlib.suppress(OSError):
             self._flush()
         kill_workers()
         os._exit(EXIT_ENGINE_BROKEN)
 
     def _shut_down(self) -> None:
-        """Give the library its time to free the GPU, and no more than that."""
+        """Shut the library down, limited to `SHUTDOWN_TIMEOUT_S`, to free the GPU."""
         farewell = threading.Thread(target=self._llm.shutdown, name="weir-shutdown", daemon=True)
         farewell.start()
         farewell.join(SHUTDOWN_TIMEOUT_S)
         kill_workers()
 
     def _send(self, message: Message) -> None:
-        # Blocks while the parent does not read: its buffers then bound what is in flight.
+        # Blocks while the parent does not read, which bounds the data in flight.
         self._connection.sendall(encode(message))
 
 
 def kill_workers() -> None:
-    """End every process that was started from here, at once."""
+    """Kill all processes started from this one."""
     for pid in descendants(os.getpid()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 class TensorRtAnswers:
-    """Implements `Answers`. The library yields the same object again and again; it is read before the next step."""
+    """Implement `Answers`. The library yields one mutable object, which is read before the next
+    step.
+    """
 
     def __init__(self, library: TensorRtLibrary, llm: Any, vocabulary_size: int, choice: Choice) -> None:
-        """Submit the choice. Needs the running loop that all others had. Raises: EngineFailed if the engine refuses it."""
+        """Submit the choice, always on the same event loop. Raises: EngineFailed if the engine
+        rejects it.
+        """
         self._library = library
         wanted = choice.request.wanted
         try:
@@ -265,20 +274,24 @@ class TensorRtAnswers:
             async for response in self._result:
                 yield Answer(response.outputs[0], response.cached_tokens)
         except self._library.RequestError as error:
-            raise EngineFailed(f"the engine gave the sequence up: {error}") from error
+            raise EngineFailed(f"the engine ended the sequence: {error}") from error
 
     def abort(self) -> None:
         self._result.abort()
 
 
 class KvEventReader:
-    """Turns the engine's event dictionaries into changes. One per engine life: event ids count from its start."""
+    """Converts the engine's event dictionaries to changes. One per engine start: event ids begin
+    anew.
+    """
 
     def __init__(self) -> None:
         self._last_id: int | None = None
 
     def read(self, events: Sequence[Mapping[str, Any]]) -> list[KvCacheChange]:
-        """The changes that events tell of, a gap in their ids being a reset. Events of unknown types tell nothing."""
+        """Return the changes of the events. A gap in the ids is a reset; unknown event types are
+        ignored.
+        """
         changes = []
         for event in events:
             event_id = int(event["event_id"])
@@ -300,12 +313,12 @@ class KvEventReader:
 
 
 def main() -> int:
-    """Entry point of the child process. The library starts processes of its own, which import this module and must not run it."""
+    """Entry point. Guarded, since processes started by the library import this module too."""
     return serve_parent("inference.adapters.tensorrt_worker", lambda connection: TensorRtHost(connection).run())
 
 
 if __name__ == "__main__":
-    # Not sys.exit: the library's own exit handlers have hung.
+    # Not sys.exit: the library's exit handlers have hung.
     status = main()
     sys.stderr.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""The torch engine: a checkpoint's settings, turned into a child process that runs `torch_worker.py`. Imports no torch."""
+"""The PyTorch engine: settings for a child process that runs `torch_worker.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from inference.workers.engine import HostedEngine
 from inference.workers.life import HostKind
 from inference.workers.process import CHILD_ENVIRONMENT, HostOpener, open_host
 
-# It computes nothing that a format or a search could act on.
+# A simulation computes no logits, which formats and beam search need.
 SIMULATED = Capabilities(frozenset({RequestField.JSON_SCHEMA, RequestField.REGEX, RequestField.LARK, RequestField.BEAM_SEARCH}))
 
 
 @dataclass(frozen=True, slots=True)
 class TorchEngineSettings:
-    """How to run a checkpoint. Every bound has a default that suits a small model on a laptop.
+    """Settings of one checkpoint. All defaults suit a small model on a laptop.
 
-    name: what clients call the model. context_window_tokens_max: below the model's own to save memory; None keeps it.
-    compute_dtype: "int8" stores matrices in 8 bits and computes in bfloat16. device: "cuda" needs a GPU and a torch built for
-    it. torch_thread_count: 0 takes one per core. packed: where large models' packed weights are kept for all hosts to
-    map; None: each has its own. simulation: compute nothing and only take this much time; for load tests.
+    name: the model name for clients. context_window_tokens_max: below the model's own, to save
+    memory; None keeps the model's. compute_dtype: "int8" stores matrices in 8 bits and computes in
+    bfloat16. device: "cuda" needs a GPU and a torch build with CUDA. torch_thread_count: 0 for one
+    per core. packed: storage for packed weights of large models, mapped by all workers; None for a
+    copy per worker. simulation: takes this much time per step and computes nothing, for load tests.
     """
 
     directory: Path
@@ -36,29 +37,30 @@ class TorchEngineSettings:
     context_window_tokens_max: int | None = None
     compute_dtype: ComputeDtype = "float32"
     device: Device = "cpu"
-    kv_cache_bytes: int = 1 << 30  # bytes: taken from the system only as far as it is used
+    kv_cache_bytes: int = 1 << 30  # bytes: allocated by the system as it is used
     step_token_count_max: int = 512
-    step_time_target_s: float | None = 0.1  # seconds: what readers hardly notice between two tokens
+    step_time_target_s: float | None = 0.1  # seconds: hardly noticeable between two tokens
     running_sequence_count_max: int = 64
     waiting_sequence_count_max: int = 256
     torch_thread_count: int = 0
     load_timeout_s: float = 600.0  # seconds: a large checkpoint from a cold disk
-    step_timeout_s: float = 120.0  # seconds without a report while sequences run: the host hangs, and is killed
+    # seconds without a report while sequences run, after which the worker is killed
+    step_timeout_s: float = 120.0
     close_timeout_s: float = 5.0  # seconds for the last step to end
     restart_delay_s_min: float = 0.2
     restart_delay_s_max: float = 30.0
-    stable_after_s: float = 60.0  # seconds of service after which the restart delay begins anew
+    stable_after_s: float = 60.0  # seconds of service after which the restart delay is reset
     simulation: CostModel | None = None
     packed: PackedPlace | None = None
 
 
 class TorchEngine(HostedEngine):
-    """One model on torch, or, with a simulation, on nothing but a clock."""
+    """One model on PyTorch, or a simulation without computation."""
 
     def __init__(self, settings: TorchEngineSettings, opener: HostOpener = open_host) -> None:
-        """Reads the checkpoint's configuration and starts nothing. opener: where its host comes from.
+        """Read the checkpoint's configuration; starts no process. opener: starts the worker.
 
-        Raises `CheckpointInvalid`, or ValueError for bounds that contradict each other.
+        Raises: CheckpointInvalid; ValueError for contradictory limits.
         """
         model = read_model_info(
             settings.directory,

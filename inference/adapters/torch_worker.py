@@ -1,8 +1,10 @@
-"""The engine host: `python -m inference.adapters.torch_worker --fd N`, a child of the API process that holds one model.
+"""Engine worker: `python -m inference.adapters.torch_worker --fd N`, a child process that holds one
+model.
 
-Two threads. The main thread loads the model, takes messages off the socket and runs the steps; everything of torch happens in it.
-The other one waits for the end of the connection, and ends the whole process then: at once, in mid-load and in mid-step, since
-nothing here is worth saving. It is started before torch is imported for that reason.
+Two threads. The main thread loads the model, reads messages from the socket and runs the steps,
+including all torch calls. The other waits for the end of the connection and then exits the process
+at once, even during loading or a step, since no state needs saving. It therefore starts before
+torch is imported.
 """
 
 from __future__ import annotations
@@ -49,31 +51,32 @@ if TYPE_CHECKING:
     from inference.core.engine_core import EngineCore
     from inference.sampling.grammar import Compiled, Grammar, GrammarThread
 
-IMPORT_FRACTION = 0.4  # share of loading that importing torch takes, measured on a 5M-parameter model; larger ones read longer
+IMPORT_FRACTION = 0.4  # share of the loading time for importing torch, measured with 5M parameters
 _log = logging.getLogger("weir.inference.adapters")
 
 
 class LoadModel(Message, tag="load", frozen=True):
-    """The first message: what to load and how."""
+    """First message: the model to load and its options."""
 
     options: EngineOptions
     torch_thread_count: int
 
 
 class Host:
-    """The step loop between inbox and socket."""
+    """Runs the step loop between inbox and socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._inbox: Inbox[Compiled] = Inbox(connection, decoder_to_worker(LoadModel))
-        self._unsent: list[Event] = []  # of sequences that the core does not have
+        self._unsent: list[Event] = []  # for sequences that the core does not have
         self._compiling: dict[int, StartSequence] = {}
         self._grammar_thread: GrammarThread | None = None
         self._shutting_down = False
 
     def run(self) -> int:
-        """Load, then step until told to stop; returns the exit status."""
-        # This takes as long for every model, and needs to know nothing of it: a spare host has done it before it is asked.
+        """Load the model, step until shutdown, and return the exit status."""
+        # Importing takes equally long for every model: a spare worker imports before a model is
+        # assigned.
         self._send(Loading("import", 0.0))
         importlib.import_module("inference.core.engine_core")
         message = self._inbox.wait()
@@ -102,14 +105,14 @@ class Host:
         core = EngineCore(
             message.options, lambda part: self._send(Loading("weights", IMPORT_FRACTION + (1 - IMPORT_FRACTION) * part))
         )
-        # What is there now stays: a collection among the steps would only walk through it, for milliseconds.
+        # Loaded objects live for the whole process: excluding them keeps garbage collections short.
         gc.collect()
         gc.freeze()
         _log.info("loaded %s in %.2f s", message.options.directory, time.monotonic() - started_s)
         return core
 
     def _step(self, core: EngineCore) -> None:
-        """Take what has come, compute one step, report once. Waits for a message only if there is nothing to compute."""
+        """Handle messages, compute one step, report it. Waits for a message only when idle."""
         for message in self._inbox.take_all(wait=core.idle):
             self._handle(core, message)
         events, self._unsent = self._unsent, []
@@ -134,7 +137,7 @@ class Host:
                 core.cancel_all()
                 self._shutting_down = True
             case LoadModel():
-                raise ProtocolBroken("a host loads one model in its life")
+                raise ProtocolBroken("a worker loads only one model")
             case Message():
                 raise ProtocolBroken(f"unexpected: {message!r}"[:200])
             case _:
@@ -150,14 +153,14 @@ class Host:
 
     def _take_compiled(self, core: EngineCore, compiled: Compiled) -> None:
         if (start := self._compiling.pop(compiled.number, None)) is None:
-            return  # cancelled meanwhile
+            return  # cancelled while compiling
         if isinstance(compiled.result, RequestImpossible):
             self._refuse(compiled.number, str(compiled.result), compiled.result.field)
         else:
             self._add(core, start, compiled.result)
 
     def _cancel_compiling(self, number: int) -> None:
-        """End a sequence that waits for its grammar, as if it had waited in the queue."""
+        """Cancel a sequence whose grammar is compiling, as if it were queued."""
         start = self._compiling.pop(number, None)
         if start is not None:
             timings = EngineTimings((time.monotonic() - start.sent_at_s) * 1e3, 0.0, 0.0)
@@ -173,7 +176,7 @@ class Host:
         self._unsent.append((number, SequenceRefused(reason, field)))
 
     def _send(self, message: Message) -> None:
-        # Blocks while the parent does not read: its buffers then bound what is in flight.
+        # Blocks while the parent does not read, which bounds the data in flight.
         self._connection.sendall(encode(message))
 
 

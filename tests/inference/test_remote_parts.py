@@ -103,7 +103,7 @@ def test_an_archive_is_read_whole() -> None:
         (archive({"../tokenizer.json": b"{}"}), "directories"),
         (archive({"a/tokenizer.json": b"{}"}), "directories"),
         (archive({f"{index}.json": b"" for index in range(100)}), "too many"),
-        (b"no archive at all", "no archive"),
+        (b"no archive at all", "not a zip archive"),
     ],
 )
 def test_an_archive_that_is_not_what_it_should_be_is_not_unpacked(data: bytes, said: str) -> None:
@@ -121,7 +121,7 @@ def test_tokenizers_are_compared_by_what_they_mean(tmp_path: Path) -> None:
 
     check_tokenizer({"tokenizer.json": b'{"padding": null,\n "model": {"a": 1}}'}, tmp_path)
     check_tokenizer({"vocab.json": b"{}"}, tmp_path)
-    with pytest.raises(ServerUnfit, match="another one"):
+    with pytest.raises(ServerUnfit, match="differs from"):
         check_tokenizer({"tokenizer.json": b'{"model": {"a": 2}}'}, tmp_path)
 
 
@@ -299,9 +299,9 @@ async def test_the_doctor_finds_a_server_well_and_its_faults(
     assert [found for found in well if found.verdict is Verdict.BAD] == []
     assert len(well) == len(doctor.QUESTIONS)
     bad = {question for question, found in ill.items() if found.verdict is Verdict.BAD}
-    assert bad == {"Is its tokenizer the one here?", "How much of a prompt is found again, and is it kept apart by salt?"}
-    assert ill["What does an abort in mid-output answer?"].verdict is Verdict.OTHER
-    assert ill["Does it publish what comes into its cache?"].verdict is Verdict.OTHER
+    assert bad == {"Is its tokenizer the local one?", "Does it cache prompts, separated by salt?"}
+    assert ill["Does an abort during the output end it as cancelled?"].verdict is Verdict.OTHER
+    assert ill["Does it publish cache events?"].verdict is Verdict.OTHER
 
 
 def test_the_doctor_is_called_from_the_command_line(tiny: TinyCheckpoint, remote_server: ServerProcess) -> None:

@@ -11,7 +11,7 @@ from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.tensorrt_core import double_imported
 from tests.inference.tensorrt_hosted import OPTIONS
 
-KILLED = "A worker process is killed: what do its waiter, and the library's own health check, see"
+KILLED = "After a worker process is killed, do its sequence and the library's health check stay silent"
 LIMITS = EngineLimits(context_window_tokens=2048, step_token_count_max=64, running_sequence_count_max=2)
 
 
@@ -27,7 +27,7 @@ def test_a_machine_that_does_what_is_written_down(tiny: TinyCheckpoint, monkeypa
 
     assert len(found) == len(doctor.QUESTIONS) + 2
     assert [each for each in found.values() if each.verdict is not Verdict.EXPECTED] == []
-    assert found["How much of a prompt is found again, and is it kept apart by salt"].seen.startswith("cold 0, again 320")
+    assert found["Does it cache prompts, separated by salt"].seen.startswith("cold 0, again 320")
     assert "silence" in found[KILLED].seen
 
 
@@ -35,6 +35,6 @@ def test_a_machine_on_which_the_engine_would_not_work(tiny: TinyCheckpoint, monk
     monkeypatch.setattr(doctor, "SUBMITTED", doctor.SUBMITTED | {"tenant"})
     found = examine(tiny, monkeypatch, "lonely,mute_abort")
 
-    assert found["Does `generate_async` take what the adapter passes"].verdict is Verdict.BAD
-    assert found["What does an abort after the first token answer"].verdict is Verdict.OTHER
+    assert found["Does `generate_async` accept the adapter's arguments"].verdict is Verdict.BAD
+    assert found["Does an abort after the first token end it as cancelled"].verdict is Verdict.OTHER
     assert "no worker process" in found[KILLED].seen
