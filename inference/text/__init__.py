@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizers, chat templates, and text out of tokens while they come."""
+"""Conversion between text and token ids: tokenizers, chat templates, streaming detokenization."""

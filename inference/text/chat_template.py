@@ -1,10 +1,11 @@
-"""Conversations to prompts, by the checkpoint's own Jinja templates.
+"""Rendering of conversations to prompts with the checkpoint's Jinja templates.
 
-A template comes from whoever made the checkpoint, so it runs in a sandbox: no attributes of Python's, no changes to what it is
-given, no loops without end. It is changed while it is parsed: each loop and macro begins with a look at the clock. What makes
-much of little without a loop (powers, repeated and joined texts, padding to a width) is bounded by its operands. A template finds
-there what published templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop controls,
-`generation` blocks, the special tokens by name."""
+Templates are untrusted, so they run in a sandbox: no Python attributes, no changes to arguments, a
+time limit. Parsing inserts a check of the deadline at the start of each loop and macro. Operations
+that produce large results without a loop (powers, repetition, concatenation, padding) have bounded
+operands. Templates can use what published templates expect: `raise_exception`, `strftime_now`,
+`tojson` without HTML escapes, loop controls, `generation` blocks, and the special tokens by name.
+"""
 
 from __future__ import annotations
 
@@ -30,61 +31,64 @@ from inference.checkpoint.checkpoint import read_json
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
 from inference.text.tools import CallFormat, Tool, ToolCall, format_in
 
-RENDER_S_MAX = 1.0  # seconds: a thousand times what templates take for a long conversation
-NUMBER_MAX = 100_000  # of a repetition, width or power, as for `range` in the sandbox
-TEXT_CHARS_MAX = 16 << 20  # of a text that an operator makes: four times the largest message
+RENDER_S_MAX = 1.0  # a thousand times the usual time for a long conversation
+NUMBER_MAX = 100_000  # limit of repetitions, widths and exponents, as for `range` in the sandbox
+TEXT_CHARS_MAX = 16 << 20  # limit of a text built by an operator: four times the largest message
 
-LOOK_AT_CLOCK, JOINED = "_look_at_clock", "_joined"  # names that no template uses
+LOOK_AT_CLOCK, JOINED = "_look_at_clock", "_joined"  # names that templates do not use
 
-_WIDE = re.compile(r"\*|\d{6}")  # a width beyond `NUMBER_MAX` in a format, or one that comes from elsewhere
+# a width above `NUMBER_MAX` in a format, or one passed as an argument
+_WIDE = re.compile(r"\*|\d{6}")
 
 
 class TemplateTooCostly(TemplateError):
-    """The template wants more time or memory than any real one."""
+    """The template exceeds its time or memory limit."""
 
 
 class Budget:
-    """The time of one rendering."""
+    """Time limit of one rendering."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._end_s = clock() + RENDER_S_MAX
 
     def look_at_clock(self) -> None:
-        """Raises `TemplateTooCostly` once the time is over."""
+        """Raise TemplateTooCostly after the deadline."""
         if self._clock() > self._end_s:
             raise TemplateTooCostly(f"the chat template has not ended after {RENDER_S_MAX:g} s")
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with bounds on time and size. Whoever renders passes a `Budget`'s method as `LOOK_AT_CLOCK`."""
+    """Jinja's sandbox with time and size limits. Rendering passes `Budget.look_at_clock` as
+    `LOOK_AT_CLOCK`.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        del self.globals["lipsum"]  # makes any amount of text
+        del self.globals["lipsum"]  # generates text of any length
         self.globals[JOINED] = _joined
         self.filters |= {
             name: _bounded(self.filters[name]) for name in ("batch", "center", "format", "indent", "slice", "wordwrap")
         }
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """See the sandbox: the operators above come by here."""
+        """Check the operands of the intercepted operators."""
         for one, other in ((left, right), (right, left)):
             if operator == "*" and isinstance(one, int) and hasattr(other, "__len__") and one * len(other) > TEXT_CHARS_MAX:
-                raise TemplateTooCostly("the chat template repeats something too often")
+                raise TemplateTooCostly("the chat template repeats a value too often")
         if operator == "+" and isinstance(left, str) and isinstance(right, str) and len(left) + len(right) > TEXT_CHARS_MAX:
-            raise TemplateTooCostly("the chat template makes a text too long")
+            raise TemplateTooCostly("the chat template builds a text that is too long")
         if operator == "**" and not (abs(left) <= NUMBER_MAX and abs(right) <= 64):
-            raise TemplateTooCostly("the chat template raises a number too high")
+            raise TemplateTooCostly("the chat template computes a power that is too large")
         if operator == "%":
             _refuse_costly(left, ())
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """See the sandbox: calls come by here. Methods of texts pad to any width."""
-        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox has put its own around `format`
+        """Check calls of string methods, which can pad to any width."""
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps `format`
         if isinstance(getattr(method, "__self__", None), str):
             _refuse_costly(method.__self__ if method.__name__ in ("format", "format_map") else "", args)
         return super().call(__context, __obj, *args, **kwargs)
@@ -97,7 +101,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Rewriter(NodeTransformer):
-    """Puts the looks at the clock into a parsed template, and a bounded function in the place of `~`."""
+    """Inserts deadline checks into a parsed template and replaces `~` by a bounded function."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._begin_with_look(node)
@@ -120,28 +124,30 @@ class _Rewriter(NodeTransformer):
 
 
 def _joined(*parts: Any) -> str:
-    """`a ~ b ~ c`."""
+    """Concatenate like `a ~ b ~ c`."""
     texts = [str(part) for part in parts]
     if sum(map(len, texts)) > TEXT_CHARS_MAX:
-        raise TemplateTooCostly("the chat template makes a text too long")
+        raise TemplateTooCostly("the chat template builds a text that is too long")
     return "".join(texts)
 
 
 def _bounded(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose numbers are widths or counts."""
+    """Wrap a filter whose numeric arguments are widths or counts."""
 
     def bounded(*args: Any, **kwargs: Any) -> Any:
         text = next((argument for argument in args if isinstance(argument, str)), "") if apply.__name__ == "do_format" else ""
         _refuse_costly(text, (*args, *kwargs.values()))
         return apply(*args, **kwargs)
 
-    # Jinja marks by attributes which filters want its environment.
+    # Jinja uses attributes to mark filters that take the environment.
     bounded.__dict__.update(getattr(apply, "__dict__", {}))
     return bounded
 
 
 def _refuse_costly(layout: Any, arguments: tuple[Any, ...]) -> None:
-    """layout: a text that others are formatted by, if it is one. arguments: those that may be widths or counts."""
+    """Raise TemplateTooCostly for a width or count above the limit. layout: a format string, if
+    any.
+    """
     if (isinstance(layout, str) and _WIDE.search(layout)) or any(
         isinstance(argument, int) and abs(argument) > NUMBER_MAX for argument in arguments
     ):
@@ -149,21 +155,22 @@ def _refuse_costly(layout: Any, arguments: tuple[Any, ...]) -> None:
 
 
 DEFAULT_TEMPLATE = "default"
-TOOL_TEMPLATE = "tool_use"  # in the place of the default one where a checkpoint has it, as in transformers
+TOOL_TEMPLATE = "tool_use"  # replaces the default template when tools are used, as in transformers
 _PROBE = "weir_probe"
 
-# The variables by which published templates let a caller switch thinking. No other variable can be set by a request.
+# Template variables that switch thinking. Requests can set no other variables.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 
-# A role is put into the prompt beside control tokens; more than a name could imitate them.
+# A role is rendered next to control tokens, so it must be a plain name.
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation. Which roles exist is the template's business; it refuses the others.
+    """One turn of a conversation. The template decides which roles are valid.
 
-    tool_calls: what the model has called in this turn. call: which call a turn of the role "tool" is the result of.
+    tool_calls: calls that the model made in this turn. call: for the role "tool", the call that
+    this is the result of.
     """
 
     role: str
@@ -173,10 +180,12 @@ class ChatMessage:
 
 
 class ChatTemplates:
-    """The templates of one checkpoint: for plain conversations and, where it has another one, for those with tools."""
+    """Chat templates of one checkpoint: the default one and, if present, one for tools."""
 
     def __init__(self, directory: Path) -> None:
-        """Load. Raises `CheckpointInvalid` if a file is unreadable or a template does not parse."""
+        """Load the templates. Raises: CheckpointInvalid if a file is unreadable or a template does
+        not parse.
+        """
         config_path = directory / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
         special_tokens = _special_tokens(directory, config)
@@ -187,21 +196,23 @@ class ChatTemplates:
         }
 
     def call_format(self) -> CallFormat | None:
-        """The form of calls that the model was shown; None if it is none that is known here."""
+        """Return the tool call format in the template; None if it is not a supported one."""
         template = self._template(has_tools=True)
         return None if template is None else format_in(template.source)
 
     def shows_tools(self) -> bool:
-        """Whether the template puts tools before the model."""
+        """Return whether the template renders tools."""
         template = self._template(has_tools=True)
         return template is not None and template.shows_tools
 
     def sources(self) -> tuple[str, ...]:
-        """All text that is not the caller's: the code of every template, and the special tokens that it may name."""
+        """Return all text that is not from the caller: template sources and special tokens."""
         return tuple(text for template in self._by_name.values() for text in template.texts)
 
     def placeholder_renderings(self) -> Iterator[str]:
-        """Render conversations of placeholders by every template: what is in them beside those, the templates write."""
+        """Render placeholder conversations with every template; all other text is from the
+        templates.
+        """
         for template in self._by_name.values():
             yield from template.placeholder_renderings()
 
@@ -222,9 +233,10 @@ class ChatTemplates:
         add_generation_prompt: bool = True,
         thinking: bool | None = None,
     ) -> str:
-        """The conversation as text. thinking: None leaves it to the template.
+        """Render a conversation. thinking: None for the template's default.
 
-        Raises `ChatTemplateFailed` if the template refuses it, is not there, or leaves tools or the switch out.
+        Raises: ChatTemplateFailed if the template is missing, rejects it, or does not render tools
+        or thinking.
         """
         template = self._template(has_tools=bool(tools))
         if template is None:
@@ -242,7 +254,7 @@ class ChatTemplates:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what training counts; when a prompt is made it is nothing but its content."""
+    """`{% generation %}`, which marks trained text; rendering keeps only its content."""
 
     tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]  # an instance variable in the stubs
 
@@ -268,23 +280,25 @@ class _ChatTemplate:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether what is rendered tells of tools: a template that does not know them leaves them out without a word."""
+        """True if tools appear in the rendered text; templates without tool support drop them
+        silently.
+        """
         return self._shows([ChatMessage("user", "?")], (Tool(_PROBE, _PROBE, '{"type": "object", "properties": {}}'),))
 
     @cached_property
     def shows_calls(self) -> bool:
-        """Whether what is rendered tells of calls and of what came of them."""
+        """True if calls and their results appear in the rendered text."""
         call = ToolCall("a1B2c3D4e", _PROBE, '{"probed": true}')
         turns = [ChatMessage("user", "?"), ChatMessage("assistant", "", (call,)), ChatMessage("tool", "4711", (), call)]
         return self._shows(turns, ()) and "4711" in self.render(turns)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The code, and the special tokens by which it may write more."""
+        """The template source and the special tokens it can write."""
         return (self.source, *self._special_tokens.values())
 
     def placeholder_renderings(self) -> Iterator[str]:
-        """Render every kind of turn, with and without tools and a turn of the model to come."""
+        """Render every kind of turn, with and without tools and generation prompt."""
         call = ToolCall("a1B2c3D4e", _PROBE, '{"probed": true}')
         question, answer = ChatMessage("user", _PROBE), ChatMessage("assistant", _PROBE)
         system, result = ChatMessage("system", _PROBE), ChatMessage("tool", _PROBE, (), call)
@@ -300,7 +314,7 @@ class _ChatTemplate:
         for messages in conversations:
             for tools in ((), (tool,)):
                 for add_generation_prompt, thinking in ((False, None), (True, None), (True, False), (True, True)):
-                    with suppress(ChatTemplateFailed):  # not every template takes every turn
+                    with suppress(ChatTemplateFailed):  # not every template accepts every turn
                         yield self.render(messages, tools, add_generation_prompt=add_generation_prompt, thinking=thinking)
 
     def _shows(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> bool:
@@ -329,15 +343,17 @@ class _ChatTemplate:
                 **{LOOK_AT_CLOCK: Budget().look_at_clock},
             )
         except RecursionError as error:
-            raise ChatTemplateFailed("the chat template calls itself without end") from error
+            raise ChatTemplateFailed("the chat template recurses too deeply") from error
         except MemoryError as error:
-            raise ChatTemplateFailed("the chat template wants more memory than there is") from error
+            raise ChatTemplateFailed("the chat template ran out of memory") from error
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
             raise ChatTemplateFailed(str(error)) from error
 
 
 def _as_dict(message: ChatMessage) -> dict[str, Any]:
-    """A turn as published templates expect it. Arguments are objects: templates write them as JSON themselves."""
+    """Convert a turn to the form that templates expect. Arguments are objects: templates serialize
+    them.
+    """
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         turn["tool_calls"] = [
@@ -355,7 +371,9 @@ def _tool_as_dict(tool: Tool) -> dict[str, Any]:
 
 
 def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, Path]]:
-    """Every template's text and file by name. Files win over tokenizer_config.json, as in transformers."""
+    """Return source and file of every template by name. Files override tokenizer_config.json, as in
+    transformers.
+    """
     config_path = directory / "tokenizer_config.json"
     entry = config.get("chat_template") or {}
     if isinstance(entry, str):
@@ -383,7 +401,9 @@ def _read_text(path: Path) -> str:
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and its like by name: tokenizer_config.json wins over the older special_tokens_map.json."""
+    """Return `bos_token` etc. by name. tokenizer_config.json overrides the older
+    special_tokens_map.json.
+    """
     path = directory / "special_tokens_map.json"
     entries = (read_json(path) if path.exists() else {}) | dict(config)
     tokens = {}
@@ -407,5 +427,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML, which would put "\u003c" in front of the model.
+    # Jinja's own filter escapes for HTML: the model would see "\u003c".
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -30,26 +30,28 @@ from tokenizers import AddedToken, models
 
 from inference.errors import ChatTemplateFailed
 
-# Private-use characters, one per hexadecimal digit: no template and no normalizer changes them, and no tokenizer knows them.
+# Private-use characters, one per hexadecimal digit: unknown to tokenizers and unchanged by
+# templates and normalizers.
 _DIGITS = tuple(chr(0xF0000 + digit) for digit in range(16))
 _DIGIT = f"[{_DIGITS[0]}-{_DIGITS[15]}]"
-_NONCE_DIGITS = 32  # 128 bits, new in each process: nobody can write one of these placeholders
+_NONCE_DIGITS = 32  # 128 random bits per process, so that placeholders cannot be guessed
 _INDEX_DIGITS = 6
 
 
 # Markers that clients send back in assistant turns, as part of an earlier answer. Templates look for
 # them there to leave earlier reasoning out of the prompt.
 THINKING_MARKERS = ("<think>", "</think>")
-PLAIN_MARKER_CHARS_MIN = 3  # of a marker that is not flagged special: shorter ones are runs of spaces and the like
+# minimum length of a marker not flagged special: shorter ones are runs of spaces
+PLAIN_MARKER_CHARS_MIN = 3
 _THINKING = re.compile(f"({'|'.join(map(re.escape, THINKING_MARKERS))})")
 
 
 def written_markers(backend: tokenizers.Tokenizer, renderings: Iterable[str], sources: Iterable[str]) -> dict[str, int]:
-    """Return the added tokens that a chat template writes: the text that it writes for each, and the id.
+    """Return the added tokens that a chat template writes: a mapping from their text to their id.
 
-    renderings: conversations of placeholders, rendered by the template. sources: the template's code
-    and the named tokens that it is given; an added token whose text is in there counts as written,
-    and so do the markers around reasoning.
+    renderings: placeholder conversations rendered by the template. sources: the template's code and
+    named tokens. An added token whose text is in a source counts as written, as do the markers
+    around reasoning.
     """
     added = {
         id_: token
@@ -79,7 +81,7 @@ class ControlTokens:
         self._id_by_text = {token.content: id_ for id_, token in added.items() if token.special} | dict(written or {})
         self._tokens = {text: added[id_] for text, id_ in self._id_by_text.items()}
         unknown = _unknown_id(backend)
-        # A model emits its unknown token for characters that it does not know: that is not a marker.
+        # Models emit the unknown token for unknown characters, so it is not a marker.
         self._marker_ids = frozenset(self._id_by_text.values()) - {unknown}
         self._heads = {text[:end] for text in self._tokens for end in range(1, len(text))}
         self._tails = {text[start:] for text in self._tokens for start in range(1, len(text))}
@@ -87,7 +89,7 @@ class ControlTokens:
         self._length_max = max(map(len, self._tokens), default=0)
         marker = longest_of(self._tokens)
         self._marker = re.compile(marker)
-        # A digit in a message could be taken for part of a placeholder: hidden too.
+        # A digit in a message could complete a placeholder, so digits are hidden too.
         self._hideable = re.compile(f"{marker}|{_DIGIT}" if marker else _DIGIT)
         parts = self._heads | self._tails | set("".join(self._tokens))
         self._hidden = [*self._tokens, *_DIGITS, *sorted(parts - self._tokens.keys())]
@@ -101,19 +103,20 @@ class ControlTokens:
     def hide_answer(self, text: str) -> str:
         """Hide an assistant turn: as `hide`, except that the markers around reasoning stay.
 
-        A template that leaves reasoning out takes the text apart at them, so each part is hidden alone.
+        Templates that drop reasoning split the text at these markers, so each part is hidden separately.
         """
         if "think>" not in text:
             return self.hide(text)
         return "".join(part if part in THINKING_MARKERS else self.hide(part) for part in _THINKING.split(text))
 
     def hide(self, text: str) -> str:
-        """A message with placeholders for special tokens, and for parts of one at its ends. Most messages have none."""
+        """Replace special tokens in a message, and parts of them at its ends, by placeholders."""
         if not self._tokens:
             return text
-        stripped = text.strip()  # templates trim
+        stripped = text.strip()  # templates strip messages
         if 0 < len(stripped) < self._length_max and stripped in self._all_markers:
-            return text.replace(stripped, self._place(stripped[0]) + stripped[1:], 1)  # all of it could be the middle of one
+            # the whole text could be the middle of a marker
+            return text.replace(stripped, self._place(stripped[0]) + stripped[1:], 1)
         text = self._hideable.sub(lambda found: self._place(found[0]), text)
         begin = len(text) - len(text.lstrip())
         for end in range(min(begin + self._length_max, len(text)), begin, -1):
@@ -127,17 +130,17 @@ class ControlTokens:
         return text
 
     def revealed(self, rendered: str) -> str:
-        """Return a prompt whose messages were hidden with the text that they had."""
+        """Return the rendered prompt with placeholders replaced by their original text."""
         return self._placeholder.sub(lambda found: self._hidden[_number(found[1])], rendered)
 
     def encode(self, rendered: str, *, hidden: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a prompt whose messages were hidden: markers where the template wrote them.
+        """Return the token ids of a rendered prompt whose messages were hidden.
 
-        hidden: whether the prompt may contain placeholders. Raises `ChatTemplateFailed` if the template
-        has taken a placeholder apart, and if the tokenizer cannot encode a message without a marker.
+        hidden: whether the prompt may contain placeholders. Raises: ChatTemplateFailed if the
+        template split a placeholder, or if a message encodes to a marker.
         """
         if not hidden:
-            # A batch of one: only for batches does the library leave out offsets, a quarter of the time.
+            # A batch of one: only batch calls can omit offsets, which take a quarter of the time.
             [encoding] = self._backend.encode_batch_fast([rendered], add_special_tokens=False)
             ids = encoding.ids
             if self._markers_in(ids) == self._spelled_markers(rendered):
@@ -153,7 +156,7 @@ class ControlTokens:
         return self._markers_in(self._id_by_text[text] for text in self._marker.findall(rendered))
 
     def _encode_apart(self, rendered: str) -> tuple[int, ...]:
-        """Encode with the copy of the tokenizer that finds no markers in text."""
+        """Encode with a copy of the tokenizer that recognizes no markers in text."""
         if re.search(_DIGIT, self._placeholder.sub("", rendered)):
             raise ChatTemplateFailed("the chat template cuts a message within the text of a control token")
         copy, marker_id_by_twin = self._twins()
@@ -175,7 +178,9 @@ class ControlTokens:
         return self._twin_nonce + _digits(self._index_by_text[special], _INDEX_DIGITS)
 
     def _twins(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """Return the copy that takes markers for text, and the marker for each twin in it. Made when first needed."""
+        """Return the copy that treats markers as text, and its twin tokens' markers. Built on first
+        use.
+        """
         with self._lock:
             if self._copy is None:
                 copy = tokenizers.Tokenizer.from_str(_with_special(self._backend, self._id_by_text.values()))
@@ -194,9 +199,10 @@ class ControlTokens:
 
 
 def longest_of(texts: Iterable[str]) -> str:
-    """Return a regular expression for the longest of the texts at a place, as the tokenizer matches.
+    """Return a regular expression that matches the longest of the texts, as the tokenizer does.
 
-    Texts share their beginnings in it: of some hundred markers that begin alike, a plain alternation tries each at every `<`.
+    Common prefixes are shared: an alternation of hundreds of markers would try each of them at
+    every `<`.
     """
     root: dict[str, Any] = {}
     for text in texts:
@@ -216,7 +222,9 @@ def _pattern(node: Mapping[str, Any]) -> str:
 
 
 def _with_special(backend: tokenizers.Tokenizer, ids: Iterable[int]) -> str:
-    """Return the tokenizer's file with these added tokens flagged special: then encoding can take them for text."""
+    """Return the tokenizer's JSON with these tokens flagged special, so that encoding can treat
+    them as text.
+    """
     raw = json.loads(backend.to_str())
     flagged = frozenset(ids)
     for entry in raw.get("added_tokens", ()):
@@ -225,11 +233,11 @@ def _with_special(backend: tokenizers.Tokenizer, ids: Iterable[int]) -> str:
 
 
 def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the token that the model emits for what it does not know; None if it has none."""
+    """Return the id of the model's unknown token; None if it has none."""
     unknown = getattr(backend.model, "unk_token", None)
     if isinstance(unknown, str):
         return backend.token_to_id(unknown)
-    if isinstance(backend.model, models.Unigram):  # has no attribute for it
+    if isinstance(backend.model, models.Unigram):  # the class has no such attribute
         unknown = json.loads(backend.to_str())["model"].get("unk_id")
     return unknown if isinstance(unknown, int) else None
 

@@ -1,12 +1,13 @@
-"""Token ids to text while they come, and the search for stop sequences in it.
+"""Streaming detokenization, and the search for stop sequences.
 
-Whatever is given out is final: the pieces put together equal the text of all ids decoded at once. So a piece of text is held
-back while a later token could still change it (half an emoji) or turn it into a stop sequence, and no longer.
+Text that was emitted is final: the pieces joined equal the text of all ids decoded at once. So text
+is held back only while a later token could change it (half an emoji) or complete a stop sequence.
 
-Two families of tokenizers exist among Llama-like models, and each needs its own rule for what is final:
-- byte-level BPE: every token is a run of bytes, so the text is final up to the last complete UTF-8 character;
-- sentencepiece-like: tokens are text, but bytes of unknown characters are tokens of their own, and a run of those is decoded as
-  a whole: one invalid byte turns the whole run into replacement characters. So a run is final when another token follows.
+Llama-like models have two families of tokenizers, with different rules for final text:
+- byte-level BPE: tokens are byte strings, so text is final up to the last complete UTF-8 character;
+- sentencepiece-like: tokens are text, but unknown characters are encoded as byte tokens. A run of
+  byte tokens is decoded as a whole, since one invalid byte turns all of it into replacement
+  characters, so a run is final when another token follows.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _TEXT_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspa
 
 
 class TextDecoder:
-    """What a tokenizer's ids mean as text, prepared once per model; opens a `Detokenizer` per sequence."""
+    """Decoding tables of a tokenizer, built once per model; opens a `Detokenizer` per sequence."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_token_ids: frozenset[int], path: str) -> None:
-        """Raises `CheckpointInvalid` (for `path`) if the tokenizer's decoder follows rules that streaming would break."""
+        """Raises: CheckpointInvalid (for `path`) if the tokenizer's decoder cannot be streamed."""
         self._backend = backend
         self._special_token_ids = special_token_ids
         decoder_types = _decoder_types(backend)
@@ -48,7 +49,7 @@ class TextDecoder:
             raise CheckpointInvalid(path, f"decoder {decoder_types or 'none'} is not supported for streaming")
 
     def open(self, stop_sequences: Sequence[str] = ()) -> Detokenizer:
-        """stop_sequences: none of them empty."""
+        """Open a detokenizer. stop_sequences: must not be empty strings."""
         assert all(stop_sequences), "the caller has refused empty stop sequences"
         stops = tuple(stop_sequences)
         if self._bytes_by_id is not None:
@@ -57,7 +58,7 @@ class TextDecoder:
 
 
 class TextPiece(NamedTuple):
-    """Text that may be given out, and whether a stop sequence followed it."""
+    """Final text, and whether a stop sequence followed it."""
 
     text: str
     stopped: bool = False
@@ -65,23 +66,25 @@ class TextPiece(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Detokenizer(ABC):
-    """One sequence's output text: decoded, searched for stop sequences, held back where either needs it.
+    """Output text of one sequence: decoded, searched for stop sequences, held back where necessary.
 
-    The stop sequence that is complete first in the text wins; of two complete at the same character, the longer one. That does
-    not depend on how the text is cut into tokens. After it, nothing more is given out.
+    The stop sequence completed first wins, or the longer one if two end at the same character,
+    however the text is split into tokens. No text follows it.
     """
 
     stops: tuple[str, ...]
     special_token_ids: frozenset[int]
-    held: str = field(default="", init=False)  # final text whose end could be the beginning of a stop sequence
+    held: str = field(default="", init=False)  # text whose end could begin a stop sequence
 
     @abstractmethod
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        """The text that `token_id` lets go. may_stop: look for stop sequences in it; once True, always."""
+        """Return the text released by `token_id`. may_stop: search for stop sequences; once True,
+        always.
+        """
 
     @abstractmethod
     def finish(self) -> TextPiece:
-        """What is still held back, once no token follows; it may hold a stop sequence too."""
+        """Return the held-back text at the end; it may contain a stop sequence."""
 
     def _search(self, new_text: str) -> TextPiece:
         if not new_text:
@@ -119,11 +122,12 @@ class _ByteLevelDetokenizer(Detokenizer):
 
 @dataclass(slots=True, eq=False)
 class _TextTokenDetokenizer(Detokenizer):
-    """Decodes the pending tokens together with the last final one, since what precedes a token decides about its space."""
+    """Decodes pending tokens with the last final one, which determines their leading space."""
 
     backend: tokenizers.Tokenizer
     byte_token_ids: frozenset[int]
-    context: list[int] = field(init=False, default_factory=list)  # the last final token that has text, if any
+    # the last final token with text, if any
+    context: list[int] = field(init=False, default_factory=list)
     pending: list[int] = field(init=False, default_factory=list)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
@@ -142,7 +146,7 @@ class _TextTokenDetokenizer(Detokenizer):
     def _emit(self) -> str:
         if not self.pending:
             return ""
-        # Control tokens are not among these; a special token that is here is one that counts as text.
+        # Control tokens are filtered out before; a special token here counts as text.
         known = self.backend.decode(self.context, skip_special_tokens=False) if self.context else ""
         text = self.backend.decode(self.context + self.pending, skip_special_tokens=False)
         self.context, self.pending = self.pending[-1:], []
@@ -150,13 +154,13 @@ class _TextTokenDetokenizer(Detokenizer):
 
 
 def _first_completed(text: str, stops: Sequence[str]) -> int | None:
-    """Where the stop sequence that is complete first begins."""
+    """Return the start of the stop sequence that is completed first."""
     found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
 
 def _held_length(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins some stop sequence."""
+    """Return the length of the longest suffix of `text` that begins a stop sequence."""
     longest = min(len(text), max(map(len, stops)) - 1)
     for length in range(longest, 0, -1):
         end = text[-length:]
@@ -174,7 +178,9 @@ def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
 
 
 def _byte_level_table(backend: tokenizers.Tokenizer) -> list[bytes | None]:
-    """Bytes of each id. A token with a character outside the byte alphabet (an added one) stands for its own UTF-8."""
+    """Return the bytes of each id. A token outside the byte alphabet (an added one) is its own
+    UTF-8.
+    """
     vocabulary = backend.get_vocab(with_added_tokens=True)
     table: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
@@ -183,7 +189,9 @@ def _byte_level_table(backend: tokenizers.Tokenizer) -> list[bytes | None]:
 
 
 def token_bytes(token: str, byte_level: bool) -> bytes:
-    """What a token of the vocabulary stands for in text. byte_level: which of the two families it is of."""
+    """Return the text bytes of a vocabulary token. byte_level: whether the tokenizer is byte-level
+    BPE.
+    """
     if byte_level:
         bytes_by_character = byte_by_character()
         known = all(character in bytes_by_character for character in token)
@@ -194,7 +202,7 @@ def token_bytes(token: str, byte_level: bool) -> bytes:
 
 
 def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    """Whether every token is a run of bytes."""
+    """Return whether the tokenizer is byte-level BPE."""
     return _decoder_types(backend) == ["ByteLevel"]
 
 
@@ -204,7 +212,9 @@ def byte_by_character() -> dict[str, int]:
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """The visible character that byte-level BPE writes for each byte: itself if printable in Latin-1, else one from U+0100 on."""
+    """Return the character that byte-level BPE uses for each byte: itself if printable, else from
+    U+0100 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     alphabet = {byte: chr(byte) for byte in printable}
     for byte in range(256):

@@ -1,12 +1,15 @@
-"""Text to token ids and back, and conversations to prompts, as the checkpoint says.
+"""Tokenizer of a checkpoint: text to token ids and back, and conversations to prompts.
 
-Owns tokenizer.json; `chat_template.py` owns the templates, `control_tokens.py` keeps messages from imitating them. Imports no
-torch: the API process tokenizes with it, and the engine host takes its decoder from it.
+Reads tokenizer.json; `chat_template.py` renders templates, `control_tokens.py` keeps messages from
+forging control tokens. Imports no torch: the API process tokenizes with it, and the engine worker
+uses its decoder.
 
-`TokenBound` is a lower bound of the number of tokens of a text, found without encoding it. Each byte of a text gets the weight
-1/n, where n is the length of the longest token that contains the byte. A token of m bytes then weighs at most 1, so a text has at
-least as many tokens as its bytes weigh. That holds for tokenizers that encode every byte of the text and change it in no way but
-the ones below; for all others there is no bound."""
+`TokenBound` computes a lower bound of the number of tokens of a text without encoding it. Each byte
+has the weight 1/n, where n is the length of the longest token that contains it. A token of m bytes
+weighs at most 1, so a text has at least as many tokens as its bytes weigh. This holds for
+tokenizers that encode every byte and change the text only in the ways handled below; others have no
+bound.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,15 @@ from inference.text.control_tokens import ControlTokens, written_markers
 from inference.text.detokenizer import byte_by_character, is_byte_level, token_bytes
 from inference.text.tools import MARKERS, CallFormat, Tool, ToolCall
 
-# One prompt at a time is all that is encoded here. The library's own threads would take each over and hand it back.
+# Only one prompt at a time is encoded: the library's thread pool would only add handover costs.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-HEAD_CHARS_PER_TOKEN = 16  # of a text of which only the beginning is wanted, looked at first
-HEAD_TOKENS_MORE = 64  # tokens at the end of a head that are not relied on: what was cut off may change them
+HEAD_CHARS_PER_TOKEN = 16  # initial length of a head, when only the beginning of a text is needed
+HEAD_TOKENS_MORE = 64  # tokens discarded at the end of a head, which the cut may have changed
 
 
 class TokenLimitExceeded(Exception):
-    """A text was not encoded, since it has at least `least_token_count` tokens, more than asked for."""
+    """The text was not encoded: it has at least `least_token_count` tokens, more than the limit."""
 
     def __init__(self, least_token_count: int) -> None:
         super().__init__(f"at least {least_token_count} tokens")
@@ -48,26 +51,28 @@ class TokenLimitExceeded(Exception):
 class Tokenizer:
     """The tokenizer and chat template of one checkpoint.
 
-    Safe to use from several threads at once; encoding releases Python's lock, so a long prompt may be encoded in a thread.
+    Safe to use from several threads at once; encoding releases the GIL, so it can run in a thread.
     """
 
     def __init__(self, directory: Path, call_format: CallFormat | None = None) -> None:
-        """Load. call_format: how the model writes tool calls; None: as its template shows.
+        """Load the tokenizer. call_format: the model's tool call format; None detects it from the
+        template.
 
-        Raises `CheckpointInvalid` if tokenizer.json is absent or unreadable, or the template does not parse.
+        Raises: CheckpointInvalid if tokenizer.json is missing or unreadable, or the template does
+        not parse.
         """
         path = directory / "tokenizer.json"
         if not path.exists():
             raise CheckpointInvalid(str(path), "the file is missing")
         try:
-            # The underlying tokenizer, for the detokenizer alone. Not to be changed.
+            # The underlying tokenizer, for the detokenizer only. Must not be modified.
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every defect of the file
             raise CheckpointInvalid(str(path), f"not a tokenizer: {error}") from error
-        # Stored truncation or padding would silently change what is billed and computed.
+        # Stored truncation or padding would silently change the billed and computed tokens.
         self.backend.no_truncation()
         self.backend.no_padding()
-        # Control tokens: they add no text. Those that begin and end a tool call are not among them.
+        # Control tokens, which have no text. Tool call markers are not included.
         self.special_token_ids = frozenset(
             token_id
             for token_id, token in self.backend.get_added_tokens_decoder().items()
@@ -81,29 +86,35 @@ class Tokenizer:
         self.call_format = call_format or self._templates.call_format()
 
     def chars_max(self, token_count: int) -> int | None:
-        """The most characters that so many tokens can stand for; None if that cannot be told for this tokenizer."""
+        """Return the maximum number of characters in `token_count` tokens; None if there is no
+        bound.
+        """
         return self._bound.chars_max(token_count)
 
     def check_limit(self, text: str, token_count_max: int) -> None:
-        """Raises: TokenLimitExceeded if the text, by its bytes alone, has more tokens than that."""
+        """Raise TokenLimitExceeded if the text has more tokens by its lower bound, without encoding
+        it.
+        """
         if (least := self._bound.least_token_count(text, token_count_max)) > token_count_max:
             raise TokenLimitExceeded(least)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, token_count_max: int | None = None) -> tuple[int, ...]:
-        """Token ids of a plain prompt, with what the model expects around it (a BOS token, say) unless told otherwise.
+        """Encode a plain prompt. add_special_tokens: whether to add BOS etc. as the model expects.
 
-        Raises: TokenLimitExceeded where it is certain that there are more than `token_count_max`.
+        Raises: TokenLimitExceeded if the text certainly has more than `token_count_max` tokens.
         """
         if token_count_max is not None:
             self.check_limit(text, token_count_max)
-        # A batch of one: only for batches does the library leave out offsets, a quarter of the time, which nobody here asks for.
+        # A batch of one: only batch calls can omit offsets, which are not needed and take a quarter
+        # of the time.
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
     def encode_within(self, text: str, token_count_max: int) -> tuple[tuple[int, ...], bool]:
-        """As `encode`, but the end of a longer text is left out; and whether it was.
+        """Encode a text, truncated to `token_count_max` tokens. Returns the ids and whether it was
+        truncated.
 
-        What the model expects around a text is never left out.
+        Special tokens around the text are never truncated.
         """
         added_count = self.backend.num_special_tokens_to_add(is_pair=False)
         encoding = self._head(text, token_count_max)
@@ -112,7 +123,7 @@ class Tokenizer:
         return tuple(self.backend.post_process(encoding).ids), is_longer
 
     def _head(self, text: str, token_count: int) -> tokenizers.Encoding:
-        """As much of a text's beginning as has so many tokens, and some more; or all of it."""
+        """Encode a beginning of the text that has at least `token_count` tokens, or all of it."""
         chars = HEAD_CHARS_PER_TOKEN * (token_count + HEAD_TOKENS_MORE)
         while chars < len(text):
             head = self.backend.encode(text[:chars], add_special_tokens=False)
@@ -123,20 +134,20 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a whole sequence at once. For streams use `inference.text.detokenizer`."""
+        """Return the text of a complete sequence. For streams use `inference.text.detokenizer`."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for, which may be less than a character; empty for an id that is not in the vocabulary."""
+        """Return the bytes of one token, possibly a partial character; empty for an unknown id."""
         token = self.backend.id_to_token(token_id)
         return b"" if token is None else token_bytes(token, self._is_byte_level)
 
     def token_id(self, text: str) -> int | None:
-        """The token that is this text; None if there is none."""
+        """Return the id of the token with this text; None if there is none."""
         return self.backend.token_to_id(text)
 
     def shows_tools(self) -> bool:
-        """Whether the chat template puts tools before the model."""
+        """Return whether the chat template renders tools."""
         return self._templates.shows_tools()
 
     def switches_thinking(self, *, has_tools: bool = False) -> bool:
@@ -151,10 +162,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         thinking: bool | None = None,
     ) -> str:
-        """The conversation as the prompt text that the model was trained on. thinking: None leaves it to the template.
+        """Render a conversation as prompt text. thinking: None for the template's default.
 
-        Raises `ChatTemplateFailed` with the template's own words if it refuses the conversation, and if there is no template, or
-        none that shows the model tools and calls where there are some.
+        Raises: ChatTemplateFailed if the template rejects the conversation, is missing, or does not
+        render the tools and calls.
         """
         return self._templates.render(messages, tools, add_generation_prompt=add_generation_prompt, thinking=thinking)
 
@@ -167,10 +178,11 @@ class Tokenizer:
         token_count_max: int | None = None,
         thinking: bool | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a conversation: control tokens where the template writes them, and nowhere else.
+        """Encode a conversation. Only the template writes control tokens; those spelled in messages
+        are text.
 
-        The template has written the special tokens, so none are added. What a message, a call or a tool spells out is text.
-        Raises `ChatTemplateFailed`; `TokenLimitExceeded` where it is certain that there are more than `token_count_max`.
+        Raises: ChatTemplateFailed; TokenLimitExceeded if it certainly has more than
+        `token_count_max` tokens.
         """
         hidden = [self._hidden_message(message) for message in messages]
         hidden_tools = [self._hidden_tool(tool) for tool in tools]
@@ -182,7 +194,9 @@ class Tokenizer:
 
     @property
     def _control_tokens(self) -> ControlTokens:
-        """The markers of this tokenizer and its templates. Found when first needed: engines only detokenize."""
+        """Markers of this tokenizer and its templates. Computed on first use: engines only
+        detokenize.
+        """
         with self._control_tokens_lock:
             if self._control_tokens_made is None:
                 renderings, sources = self._templates.placeholder_renderings(), self._templates.sources()
@@ -206,7 +220,7 @@ class Tokenizer:
         return Tool(hide(tool.name), hide(tool.description), self._hidden_json(tool.parameters), tool.strict)
 
     def _hidden_json(self, source: str) -> str:
-        """The same document with every text in it hidden; the very same where nothing is to be hidden."""
+        """Return the JSON document with every string hidden; unchanged if there is nothing to hide."""
         document = json.loads(source)
         hidden = self._hidden_value(document)
         return source if hidden == document else json.dumps(hidden, ensure_ascii=False)
@@ -223,33 +237,38 @@ class Tokenizer:
 
 SPACE, SPACE_MARK = " ", "▁"
 
-NFC_CHARS_MAX = 4  # code points that NFC makes one of
-PIECE_CHARS = 65_536  # looked at together: counting takes eight times their memory
-WHITESPACE = frozenset(b"\t\n\v\f\r\x1c\x1d\x1e\x1f ")  # what tokens that strip may swallow, beside what is not ASCII
+NFC_CHARS_MAX = 4  # code points that NFC composes into one
+PIECE_CHARS = 65_536  # processed at once: counting takes eight times their memory
+# that stripping tokens may swallow, besides non-ASCII characters
+WHITESPACE = frozenset(b"\t\n\v\f\r\x1c\x1d\x1e\x1f ")
 
-# Of an added token that is matched in normalized text: its own text may be longer there.
+# Maximum growth of an added token by normalization, for tokens matched in normalized text.
 NORMALIZED_GROWTH = 3
 
 
 class TokenBound:
-    """The bound of one tokenizer. Safe to use from several threads."""
+    """Token count bounds of one tokenizer. Safe to use from several threads."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._marks_spaces = False
         self._composes = False
         self._weights = self._weights_of(backend)
         self._ascii_weight_max = 0.0 if self._weights is None else float(self._weights[:128].max())
-        # Of any token, in bytes; without an end where tokens swallow whitespace.
+        # Longest token in bytes; infinite if tokens swallow whitespace.
         self._longest = math.inf if self._weights is None or not self._weights.all() else 1 / float(self._weights.min())
 
     def chars_max(self, token_count: int) -> int | None:
-        """The most characters that so many tokens can stand for; None if there is no bound."""
+        """Return the maximum number of characters in `token_count` tokens; None if there is no
+        bound.
+        """
         if math.isinf(self._longest):
             return None
         return round(token_count * self._longest * (NFC_CHARS_MAX if self._composes else 1))
 
     def least_token_count(self, text: str, enough: float = math.inf) -> int:
-        """The text has at least so many tokens; 0 if there is no bound. Stops as soon as there are more than enough."""
+        """Return a lower bound of the text's tokens; 0 if there is none. Stops early above
+        `enough`.
+        """
         if self._weights is None:
             return 0
         weight = 0.0
@@ -260,7 +279,7 @@ class TokenBound:
         return math.ceil(weight * (1 - 1e-9))
 
     def _weight(self, piece: str) -> float:
-        """Of one piece of a text. Bytes are counted one by one, so the weights of pieces add up to that of the text."""
+        """Return the weight of a piece of text. Weights of pieces add up to that of the text."""
         assert self._weights is not None
         if self._marks_spaces:
             piece = piece.replace(SPACE, SPACE_MARK)
@@ -268,14 +287,15 @@ class TokenBound:
         counts = np.bincount(content, minlength=256)
         if not self._composes or piece.isascii():
             return float(counts @ self._weights)
-        # Composing takes at most one ASCII character for each other one, and makes one character of at most four.
+        # Each non-ASCII character composes at most one ASCII character; at most four characters
+        # become one.
         others = len(piece) - int(counts[:128].sum())
         ascii_weight = float(counts[:128] @ self._weights[:128]) - others * self._ascii_weight_max
-        # And the first of a piece may become one with the last of the piece before.
+        # The first character of a piece may compose with the last of the previous piece.
         return max(ascii_weight, len(piece) / NFC_CHARS_MAX / self._longest, 1.0) - 1.0
 
     def _weights_of(self, backend: tokenizers.Tokenizer) -> np.ndarray[Any, np.dtype[np.float64]] | None:
-        """By byte; None if the tokenizer may drop a part of a text, or make one token of very much of it."""
+        """Return the weight of each byte; None if the tokenizer drops text or has unbounded tokens."""
         model = backend.model
         if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
             return None
@@ -311,7 +331,7 @@ class TokenBound:
         return weights
 
     def _keeps_text(self, part: dict[str, Any]) -> bool:
-        """Whether a step of the tokenizer leaves all of a text there; notes what it does to it otherwise."""
+        """Return whether a step keeps all text, and record how it changes the text."""
         match part["type"]:
             case "NFC":
                 self._composes = True
@@ -329,7 +349,7 @@ class TokenBound:
 
 
 def longest_with_each_byte(tokens: list[tuple[int, bytes]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The length of the longest token that contains each byte; 1 where there is none."""
+    """Return the length of the longest token that contains each byte; 1 if there is none."""
     longest = np.ones(256, np.int64)
     missing = set(range(256))
     for length, token in sorted(tokens, reverse=True):
@@ -342,7 +362,9 @@ def longest_with_each_byte(tokens: list[tuple[int, bytes]]) -> np.ndarray[Any, n
 
 
 def parts_of(step: Any) -> list[dict[str, Any]] | None:
-    """The steps of a normalizer or a pre-tokenizer as tokenizer.json has them; None for one that says nothing of itself."""
+    """Return the steps of a normalizer or pre-tokenizer as in tokenizer.json; None if it cannot be
+    serialized.
+    """
     if step is None:
         return []
     try:
@@ -354,6 +376,6 @@ def parts_of(step: Any) -> list[dict[str, Any]] | None:
 
 
 def flat(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """A step, or those of a sequence of steps."""
+    """Flatten a step or a sequence of steps."""
     nested = part.get("normalizers", part.get("pretokenizers"))
     return [part] if nested is None else [each for inner in nested for each in flat(inner)]

@@ -1,6 +1,7 @@
-"""Tools that a model may call: their forms by family, the schemas and grammars that hold its answer to them, and the parser.
+"""Tool calls: formats by model family, schemas and grammars that constrain them, and the parser.
 
-The parser finds calls in an output as the text arrives, character by character."""
+The parser finds calls in streamed output, character by character.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One function that the model may call. parameters: the JSON schema of an object, as JSON text.
+    """A function that the model may call. parameters: JSON schema of an object, as JSON text.
 
-    strict: the arguments of its calls are kept to the schema also where the model is free.
+    strict: the arguments must match the schema even where the model is otherwise unconstrained.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that a model has made. arguments: a JSON object, as JSON text."""
+    """A call made by a model. arguments: a JSON object, as JSON text."""
 
     id: str
     name: str
@@ -37,11 +38,12 @@ class ToolCall:
 
 
 class CallFormat(StrEnum):
-    """How a model writes a call among its text.
+    """Syntax of calls in a model's output.
 
-    HERMES: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, also Qwen's. LLAMA: `{"name": …, "parameters": {…}}` as the
-    whole answer, or behind `<|python_tag|>`. MISTRAL: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`. JSON: what
-    `strict_calls` makes of any model: such an object, or a list of them, and nothing else.
+    HERMES: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, also used by Qwen.
+    LLAMA: `{"name": …, "parameters": {…}}` as the whole output, or after `<|python_tag|>`.
+    MISTRAL: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`.
+    JSON: only such an object or a list of them, as constrained by a schema for any model.
     """
 
     HERMES = "hermes"
@@ -52,10 +54,11 @@ class CallFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """What a form has around its calls.
+    """Delimiters of calls in one format.
 
-    opening, closing: around a call or a list of calls; empty if there is nothing. bare: one may begin the output without.
-    textless: there is nothing beside calls, so what is left of one that the output's end has cut off is no text either.
+    opening, closing: around a call or a list of calls; may be empty. bare: a call may begin the
+    output without `opening`. textless: the output consists of calls only, so a truncated call is
+    not text.
     """
 
     opening: str
@@ -71,14 +74,15 @@ CALL_SHAPES: Mapping[CallFormat, CallShape] = {
     CallFormat.JSON: CallShape("", bare=True, textless=True),
 }
 
-MODEL_CALL_FORMATS = (CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL)  # those that models know by themselves
+# formats that models are trained on
+MODEL_CALL_FORMATS = (CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL)
 
-# Where one of them is a special token of the tokenizer it is text all the same: without it a call could not be told from text.
+# Treated as text even if they are special tokens: otherwise calls could not be told from text.
 MARKERS = frozenset({"<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"})
 
 
 def format_in(template: str) -> CallFormat | None:
-    """The form of calls that a chat template shows to its model; None if it is none of those that are known here."""
+    """Return the call format that a chat template shows; None if it is not a supported one."""
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
         return CallFormat.HERMES
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template and "[CALL_ID]" not in template:
@@ -88,9 +92,9 @@ def format_in(template: str) -> CallFormat | None:
     return None
 
 
-CALL_COUNT_MAX = 16  # in one answer: a model that may go on would otherwise have no reason to end
+CALL_COUNT_MAX = 16  # per output: bounds models that repeat calls
 
-# Keywords whose values hold schemas: by themselves, in a list, and by names that are the caller's.
+# Keywords whose values are a schema, a list of schemas, or schemas by user-defined names.
 _SCHEMA = frozenset(
     {"additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then", "unevaluatedProperties"}
 )
@@ -100,9 +104,10 @@ _SCHEMAS_BY_NAME = frozenset({"$defs", "definitions", "dependentSchemas", "patte
 
 
 def calls_schema(tools: Sequence[Tool], *, single: bool, arguments_key: str) -> str:
-    """Of one call of these tools as an object, or if several are allowed of a list of them; JSON text.
+    """Return the JSON schema of one call of these tools, or of a list of calls if several are
+    allowed.
 
-    Each tool's schema stands under `$defs`, and its references are led there.
+    Each tool's schema is placed under `$defs`, and its references are adjusted.
     """
     calls = [
         {
@@ -125,7 +130,7 @@ def calls_schema(tools: Sequence[Tool], *, single: bool, arguments_key: str) -> 
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """The same schema with its references to itself led to another place."""
+    """Return the schema with its internal references moved to `place`."""
     if not isinstance(schema, Mapping):
         return schema
     moved: dict[str, Any] = {}
@@ -141,13 +146,16 @@ def _moved(schema: Any, place: str) -> Any:
     return moved
 
 
-# Blanks between JSON's tokens: room for an indented answer, but an end to a model that would write blanks for ever.
+# Whitespace between JSON tokens: enough for indentation, but bounded for models that repeat it
+# endlessly.
 JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A]{0,24}", "lenient": False}
 ANYTHING = '{"type": "object"}'
 
 
 def strict_calls(form: CallFormat, tools: Sequence[Tool], *, single: bool, token_id: Callable[[str], int | None]) -> str:
-    """The grammar. single: at most one call, which ends the answer. token_id: of a marker, None if it is no token of its own."""
+    """Return the Lark grammar. single: at most one call, ending the output. token_id: id of a
+    marker, or None.
+    """
     kept = [tool if tool.strict else replace(tool, parameters=ANYTHING) for tool in tools]
     schema = calls_schema(kept, single=True, arguments_key="parameters" if form is CallFormat.LLAMA else "arguments")
     call = json.dumps({**json.loads(schema), "x-guidance": JSON_OPTIONS}, ensure_ascii=False)
@@ -161,29 +169,30 @@ def strict_calls(form: CallFormat, tools: Sequence[Tool], *, single: bool, token
             rules = f"one: {opening} WS call WS {closing}\n{opening_rules}"
             first = ""
         case CallFormat.LLAMA:
-            tag = token_id("<|python_tag|>")  # all of these models have it; where it is none it is no opening
+            # all models of this format have it; without it there is no opening
+            tag = token_id("<|python_tag|>")
             start = "start: TEXT | WS called" + ("" if tag is None else f" | TEXT <[{tag}]> WS called")
             rules = "called: call" + ("" if single else f' (WS ";" WS call){{0,{rest}}}') + "\n"
-            first = r"[ \t\r\n]*[{\[](.|\n)*"  # what begins like this is a call in this form, or nothing
+            first = r"[ \t\r\n]*[{\[](.|\n)*"  # output that begins like this must be a call
         case CallFormat.MISTRAL:
             opening, opening_rules = _opening("[TOOL_CALLS]", token_id)
             start = f"start: TEXT | {opening} WS called"
             rules = 'called: "[" WS call' + ("" if single else f' (WS "," WS call){{0,{rest}}}') + f' WS "]"\n{opening_rules}'
             first = ""
         case _:
-            raise AssertionError(f"{form} is no form that a model writes by itself")
+            raise AssertionError(f"{form} is not a format that models are trained on")
     return f"%llguidance {{}}\n{start}\n{rules}{_text(form, first)}call: %json {call}\nWS: /[ \\n]{{0,8}}/\n"
 
 
 def _text(form: CallFormat, first: str) -> str:
-    """Any text without an opening in it, and that does not begin as a call does."""
+    """Return the rule for text that neither contains an opening nor begins like a call."""
     marker = {CallFormat.HERMES: "<tool_call>", CallFormat.LLAMA: "<|python_tag|>", CallFormat.MISTRAL: "[TOOL_CALLS]"}[form]
     without = rf"~/(.|\n)*{_escaped(marker)}(.|\n)*/"
     return f"TEXT: /(.|\\n)*/ & {without}" + (f" & ~/{first}/" if first else "") + "\n"
 
 
 def _opening(marker: str, token_id: Callable[[str], int | None]) -> tuple[str, str]:
-    """What stands before a call, with the text in front of it, and the rules that this needs."""
+    """Return the opening of a call with the text before it, and the rules it needs."""
     known = token_id(marker)
     if known is not None:
         return f"TEXT <[{known}]>", ""
@@ -206,19 +215,23 @@ _LITERALS = {"t": "true", "f": "false", "n": "null"}
 
 
 class JsonScanner:
-    """Reads one object, which begins with the first character that is given. No recursion: depth costs a list entry."""
+    """Scanner of one JSON object, starting at its first character. Not recursive: depth costs a
+    list entry.
+    """
 
     def __init__(self) -> None:
         self.complete = False
-        self._open: list[str] = []  # the closing characters that are still to come
-        self._word = ""  # of a literal: what is still to come
-        self._digits: list[str] = []  # of a number, which may be as long as the output
-        self._digits_left = 0  # of an escape by number
+        self._open: list[str] = []  # closing characters still expected
+        self._word = ""  # rest of the current literal
+        self._digits: list[str] = []  # of the current number, which may be as long as the output
+        self._digits_left = 0  # hexadecimal digits still expected in an escape
         self._is_key = False
         self._step: Callable[[str], bool] = self._begin
 
     def push(self, character: str) -> bool:
-        """Take one more character, not after the last one; whether what was given can still be an object."""
+        """Read one character. Returns whether the text can still be an object. Not called once
+        complete.
+        """
         return self._step(character)
 
     def _begin(self, character: str) -> bool:
@@ -314,12 +327,12 @@ class JsonScanner:
 
 
 ID_CHARACTERS = string.ascii_letters + string.digits
-ID_LENGTH = 9  # what Mistral's templates ask for, and no other minds
+ID_LENGTH = 9  # required by Mistral's templates, accepted by all
 
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """More of one call. index: among the calls of the output, from 0. id and name: with the first piece, and empty later."""
+    """Part of one call. index: of the call in the output, from 0. id, name: in the first part only."""
 
     index: int
     id: str
@@ -328,7 +341,7 @@ class CallPiece:
 
 
 class Parsed(NamedTuple):
-    """What became final: text, and pieces of calls in their order."""
+    """Final text, and parts of calls in order."""
 
     text: str
     calls: tuple[CallPiece, ...]
@@ -336,7 +349,7 @@ class Parsed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A `CallPiece` in the making."""
+    """A `CallPiece` under construction."""
 
     index: int
     id: str
@@ -348,12 +361,12 @@ class _Piece:
 
 
 def new_call_id() -> str:
-    """An id that no other call of a conversation has."""
+    """Return a random id, unique within a conversation."""
     return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
 
 
 class Findings:
-    """Of one output. call_count: calls that have begun."""
+    """Parsed text and calls of one output. call_count: calls that have begun."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self.call_count = 0
@@ -365,54 +378,57 @@ class Findings:
         self._text.append(text)
 
     def begin_call(self, name: str, arguments: str) -> None:
-        """A new call, and what is known of its arguments."""
+        """Begin a call with the arguments known so far."""
         self._pieces.append(_Piece(self.call_count, self._new_id(), name, [arguments]))
         self.call_count += 1
 
     def add_arguments(self, arguments: str) -> None:
-        """More arguments of the call that has begun last."""
+        """Add arguments to the last call."""
         if not (self._pieces and self._pieces[-1].index == self.call_count - 1):
             self._pieces.append(_Piece(self.call_count - 1, "", "", []))
         self._pieces[-1].arguments.append(arguments)
 
     def taken(self) -> Parsed:
-        """All that was found since the last time."""
+        """Return everything added since the previous call."""
         parsed = Parsed("".join(self._text), tuple(each.joined() for each in self._pieces))
         self._text, self._pieces = [], []
         return parsed
 
 
-HELD_CHARS_MAX = 16_384  # of what is neither text nor call yet: beyond it it is text, whatever follows
+HELD_CHARS_MAX = 16_384  # characters held back as undecided, beyond which they become text
 
-# What an object may have, and what it means. The last two are what some models write beside, and are read over.
+# Allowed keys of a call object and their meaning. "id" and "type" are written by some models and
+# ignored.
 KEYS: Mapping[str, str] = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}
 State = Callable[[str], None]
 
 
 def _behind_blanks(held: str, marker: str) -> str:
-    """What is held of a marker behind any number of blanks, which are not looked at again for each character."""
+    """Return the end of the held text that may begin a marker, without leading blanks."""
     return held[-max(len(marker), 1) :].lstrip(BLANKS)
 
 
 class ToolCallParser:
-    """One output of one request. complete_count: calls whose arguments are whole."""
+    """Parser of one output. complete_count: calls with complete arguments."""
 
     def __init__(
         self, form: CallFormat, names: Collection[str], new_id: Callable[[], str] = new_call_id, *, single: bool = False
     ) -> None:
-        """names: of the tools; other names are no calls. single: behind the first call there is nothing but text."""
+        """names: of the tools; other names are not calls. single: only text may follow the first
+        call.
+        """
         self.complete_count = 0
         self._shape = CALL_SHAPES[form]
         self._names = frozenset(names)
         self._single = single
         self._found = Findings(new_id)
-        self._held = ""  # was read, and is neither text nor call yet; in a call that has begun: what is neither argument nor text
-        self._word = ""  # a key or a name as far as it was read
+        self._held = ""  # undecided text; within a call, text that is not part of its arguments
+        self._word = ""  # the current key or name, as read so far
         self._is_list = False
-        self._seen: set[str] = set()  # keys of the object that is read
-        self._name: str | None = None  # of the call that is read
-        self._early = ""  # its arguments, if they stand before its name
-        self._has_begun = False  # whether what is read belongs to a call that was given out
+        self._seen: set[str] = set()  # keys of the current object
+        self._name: str | None = None  # of the current call
+        self._early = ""  # arguments that precede the name
+        self._has_begun = False  # whether the current call was emitted
         self._scanner = JsonScanner()
         self._between = self._fresh if self._shape.bare else self._outside
         self._state: State = self._between
@@ -422,7 +438,7 @@ class ToolCallParser:
         return self._found.call_count
 
     def push(self, text: str) -> Parsed:
-        """Take more of the output; what became final."""
+        """Parse more output and return what became final."""
         place = 0
         while place < len(text):
             place = self._skip_plain(text, place)
@@ -436,7 +452,7 @@ class ToolCallParser:
         return self._found.taken()
 
     def finish(self) -> Parsed:
-        """The rest, at the end; nothing may be pushed afterwards."""
+        """Return the rest at the end of the output. `push` must not follow."""
         held, self._held = self._held, ""
         if self._state == self._broken:
             self._found.add_arguments(held)
@@ -445,7 +461,9 @@ class ToolCallParser:
         return self._found.taken()
 
     def _skip_plain(self, text: str, place: int) -> int:
-        """Take plain text at once up to where a call may begin: the same as character by character, in a fraction of the time."""
+        """Add plain text up to a possible call at once, which is much faster than character by
+        character.
+        """
         if self._held or self._state != self._outside:
             return place
         found = text.find(self._shape.opening[0], place) if self._shape.opening else -1
@@ -454,13 +472,13 @@ class ToolCallParser:
         return place + len(plain)
 
     def _again(self, character: str) -> None:
-        """Look once more, in the present state, at what was held, and at one character more."""
+        """Parse the held text and one more character again, in the present state."""
         held, self._held = self._held, ""
         for each in held + character:
             self._state(each)
 
     def _go(self, character: str, wanted: str, state: State) -> None:
-        """Take the one character that may come here but for blanks."""
+        """Expect one character, skipping blanks."""
         if character == wanted:
             self._state = state
         elif character not in BLANKS:
@@ -469,7 +487,7 @@ class ToolCallParser:
         self._held += character
 
     def _fail(self, character: str) -> None:
-        """It is no call: what was held is text. Behind a call that has begun it is what follows it, an opening perhaps."""
+        """Handle a syntax error: the held text is text, or follows the call if one has begun."""
         if self._has_begun and self._shape.closing:
             self._state = self._closing
         elif self._has_begun:
@@ -487,7 +505,7 @@ class ToolCallParser:
     # Outside of calls.
 
     def _fresh(self, character: str) -> None:
-        """Where a call may stand without an opening: at the beginning, or behind another one."""
+        """Parse where a call may begin without an opening: at the start, or after another call."""
         if character in "{[":
             self._state = self._opened
             self._opened(character)
@@ -498,7 +516,7 @@ class ToolCallParser:
             self._again(character)
 
     def _outside(self, character: str) -> None:
-        """In text. Blanks, and what may be the beginning of an opening, are held."""
+        """Parse text. Blanks and a possible opening are held back."""
         opening, held = self._shape.opening, self._held + character
         part = _behind_blanks(held, opening)
         if opening.startswith(part):
@@ -580,7 +598,7 @@ class ToolCallParser:
         self._go(character, '"', self._in_aside)
 
     def _in_aside(self, character: str) -> None:
-        if character in "<[{\\" or character < " ":  # what an id has not, and what may begin a call
+        if character in "<[{\\" or character < " ":  # not in ids, and may begin a call
             self._fail(character)
             return
         self._held += character
@@ -641,7 +659,7 @@ class ToolCallParser:
         self._found.begin_call(self._name, arguments)
 
     def _broken(self, character: str) -> None:
-        """Arguments that are no JSON: all up to the closing, and where there is none to the end."""
+        """Read arguments that are not valid JSON: up to the closing, or to the end of the output."""
         closing, held = self._shape.closing, self._held + character
         while held and not closing.startswith(held):
             self._found.add_arguments(held[0])
