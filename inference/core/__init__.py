@@ -1,1 +1,1 @@
-"""The engine itself: sequences, KV blocks, and what each step computes. Knows no process and no socket."""
+"""Engine core: sequences, KV blocks, scheduling and model execution, without processes or sockets."""

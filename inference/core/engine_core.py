@@ -1,11 +1,12 @@
-"""The engine itself, without any process around it: sequences in, events out, one step at a time.
+"""Engine core without process or I/O: sequences in, events out, one step at a time.
 
-One step is `Scheduler.schedule`, `ModelRunner.run`, then `Scheduler.commit` and the new tokens' consequences. The host runs it in
-a child process; tests run it directly.
+One step is `Scheduler.schedule`, `ModelRunner.run`, `Scheduler.commit`, then appending the new
+tokens. The worker runs it in a child process; tests run it directly.
 
-`StepPace` limits how much of a prompt a step computes beside running streams. A fixed number of tokens cannot say it: 512 prompt
-tokens take 0.1 s on a model of 100 million parameters and more than a second on one ten times as large, and every running stream
-stands still meanwhile. So the pace is learnt from the steps themselves.
+`StepPace` limits the prompt tokens of a step while other streams decode. A fixed limit does not fit
+all models: 512 prompt tokens take 0.1 s with 100 million parameters and over a second with ten
+times as many, and every running stream pauses meanwhile. So the limit is estimated from the
+measured steps.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ from inference.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Choices:
-    """The sequences of one request. running: those that have not ended; ends: why the others did, by index. beams: of a search."""
+    """Sequences of one request. running: not ended; ends: finish reasons by index. beams: of a beam
+    search.
+    """
 
     first: Sequence
     running: list[Sequence]
@@ -54,15 +57,16 @@ class Choices:
     beams: BeamGroup | None = None
 
 
-CHECK_INTERVAL_S = 0.01  # seconds: every step of a model is longer; steps of a simulation that takes no time are not
+# seconds: steps of a model take longer; those of a simulation without delays do not
+CHECK_INTERVAL_S = 0.01
 NumberedEvent = tuple[int, SequenceEvent | SequenceRefused]
 
 
 class EngineCore:
-    """Scheduler, runner and sequences of one model. Not thread-safe: one thread calls everything.
+    """Scheduler, runner and sequences of one model. Not thread-safe: one thread makes all calls.
 
-    scheduler, pool: for checks; the core alone changes them. grammars: for whoever compiles outside the step loop; `add` does it
-    itself if nobody has.
+    scheduler, pool: public for checks only. grammars: compiles grammars outside the step loop;
+    `add` compiles missing ones.
     """
 
     def __init__(
@@ -73,9 +77,9 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Load the checkpoint. clock and sleep, in seconds, are replaced where a simulation's time is not this machine's.
+        """Load the checkpoint. clock, sleep: in seconds; replaced to simulate a different time.
 
-        Raises `CheckpointInvalid`, or `EngineStartFailed` if the device is not there.
+        Raises: CheckpointInvalid; EngineStartFailed if the device is missing.
         """
         self._clock = clock
         directory = Path(options.directory)
@@ -86,7 +90,7 @@ class EngineCore:
         self.grammars = GrammarCompiler(directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
         self.pool = BlockPool(options.block_count(config))
         self._limits = options.limits
-        # Return why a request could never run, or None; to be asked before `add`.
+        # Returns why a request can never run, or None; to be called before `add`.
         self.request_fault = partial(
             request_fault,
             limits=options.limits,
@@ -102,7 +106,7 @@ class EngineCore:
             self._runner = SimulatedRunner(options.simulation, tokenizer, clock=clock, sleep=sleep)
         self._requests: dict[int, Choices] = {}
         self._events: list[NumberedEvent] = []
-        self._seeds = random.Random()  # drawn for requests that have none
+        self._seeds = random.Random()  # for requests without a seed
         self._checked_at_s = -math.inf
         self._step_count = 0
         self._prompt_token_count = 0
@@ -111,22 +115,24 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        """Whether a step would have nothing to compute."""
+        """True if there is nothing to compute."""
         return not self._requests
 
     def add(
         self, number: int, request: GenerationRequest, arrived_at_s: float | None = None, grammar: Grammar | None = None
     ) -> bool:
-        """Queue a request's sequences; False if the queue is full. number: not used before. grammar: the request's, compiled.
+        """Queue a request's sequences; returns False if the queue is full. number: unused so far.
 
-        Raises `RequestImpossible` if its response format cannot be compiled.
+        grammar: the request's, compiled. Raises: RequestImpossible if its response format does not
+        compile.
         """
         if self.scheduler.waiting_is_full:
             return False
         if grammar is None and request.response_format is not None:
             grammar = self.grammars.compile(request.response_format)
         seed = self._seeds.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
-        sequence_count = request.choice_count if request.beam_search is None else 1  # beams follow when there is a prompt to share
+        # beams are forked after the prompt
+        sequence_count = request.choice_count if request.beam_search is None else 1
         model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
         arrived_at_s = self._clock() if arrived_at_s is None else arrived_at_s
         sequences = [
@@ -149,13 +155,16 @@ class EngineCore:
             if self._rotation_switch_tokens is not None:
                 sequence.rotary_offset = self._rotary_offset(sequence)
             self.scheduler.add(sequence)
-        if sequences[0].ended_before is not None:  # it is continued, and only its end had not been told
+        if sequences[0].ended_before is not None:
+            # a continued request of which only the end was unreported
             self._events.append((number, Scheduled(0)))
             self._end(sequences[0], sequences[0].ended_before, arrived_at_s)
         return True
 
     def cancel(self, number: int) -> None:
-        """End a request and free its blocks now; its events come with the next `step`. Unknown numbers have ended already."""
+        """End a request and free its blocks; the next `step` returns its events. Unknown numbers
+        are ignored.
+        """
         choices = self._requests.get(number)
         if choices is not None and choices.beams is not None:
             del self._requests[number]
@@ -170,7 +179,7 @@ class EngineCore:
             self.cancel(number)
 
     def step(self) -> list[NumberedEvent]:
-        """Compute one step, if there is anything to compute. Returns all events since the last call, in order."""
+        """Compute one step, if there is work. Returns all events since the previous call, in order."""
         if self._requests:
             plan = self.scheduler.schedule(self._pace.prompt_token_count_max())
             began_s = now_s = self._clock()
@@ -222,7 +231,9 @@ class EngineCore:
         return switch if switch is not None and len(sequence.token_ids) > switch else 0
 
     def _turn(self) -> None:
-        """Whoever has grown beyond longrope's original context is turned by its other table, from the first token on."""
+        """Recompute sequences that exceed longrope's original context with its other rotation
+        table.
+        """
         for sequence in self.scheduler.running:
             if sequence.rotary_offset == 0 and (offset := self._rotary_offset(sequence)):
                 self.scheduler.turn(sequence, offset)
@@ -231,14 +242,15 @@ class EngineCore:
         assert sequence.cached_token_count is not None, "the scheduler has counted"
         sequence.scheduled_at_s = now_s
         if sequence.choice_index > 0:
-            return  # the prompt is the first one's; what the others find of it in the cache is no saving of the caller's
+            # the first choice computes the prompt; cache hits of the others save the caller nothing
+            return
         self._prompt_token_count += sequence.prompt_token_count
         self._cached_token_count += sequence.cached_token_count
         self._events.append((sequence.number, Scheduled(sequence.cached_token_count)))
 
     def _append(self, sequence: Sequence, token: Chosen, now_s: float) -> None:
         if sequence.number not in self._requests:
-            return  # another choice has just broken the request
+            return  # the request was ended by an error in another choice
         fault = sequence.grammar.fault if sequence.grammar is not None else None
         if fault is not None:
             self._break(sequence, fault)
@@ -252,16 +264,17 @@ class EngineCore:
             self._end(sequence, appended.finish_reason, now_s)
 
     def _end(self, sequence: Sequence, reason: EngineFinishReason, now_s: float) -> None:
-        """A choice has ended by itself: its last token, or what stood at its end, says why."""
+        """End a choice that finished by itself, for the given reason."""
         rest = ""
         if reason is not EngineFinishReason.STOP_SEQUENCE:
             piece = sequence.detokenizer.finish()
-            # Bytes that only the end makes final may complete a stop sequence; it is cut off like any other.
+            # Bytes that become final at the end may complete a stop sequence, which is cut off as
+            # usual.
             reason, rest = (EngineFinishReason.STOP_SEQUENCE if piece.stopped else reason), piece.text
         self._finish(sequence, reason, rest, now_s)
 
     def _advance(self, group: BeamGroup, chosen: dict[Sequence, Chosen], now_s: float) -> None:
-        """All beams of a search have been computed."""
+        """Advance a beam search after all of its beams were computed."""
         number, before = group.beams[0].number, group.token_count
         self._events += [(number, event) for event in group.advance(self.scheduler, chosen, now_s)]
         self._output_token_count += group.token_count - before
@@ -269,15 +282,15 @@ class EngineCore:
             del self._requests[number]
 
     def _break(self, sequence: Sequence, fault: str) -> None:
-        """The chosen token means nothing: the grammar could not say what may follow, because that is too much to compute."""
+        """Fail a request whose grammar became too complex to follow; the chosen token is invalid."""
         assert sequence.request.response_format is not None
         for choice in self._requests.pop(sequence.number).running:
             self.scheduler.remove(choice)
-        broken = SequenceRefused(f"cannot be followed any further: {fault}", sequence.request.response_format.field)
+        broken = SequenceRefused(f"is too complex to follow: {fault}", sequence.request.response_format.field)
         self._events.append((sequence.number, broken))
 
     def _finish(self, sequence: Sequence, reason: EngineFinishReason, text: str, now_s: float) -> None:
-        """End a choice, and with the last one its request."""
+        """End a choice, and its request with the last choice."""
         if reason is EngineFinishReason.CANCELLED:
             text = sequence.detokenizer.finish().text
         self.scheduler.remove(sequence)
@@ -295,21 +308,23 @@ class EngineCore:
         self._events.append((sequence.number, finished))
 
 
-SMOOTHING = 0.2  # weight of the newest step: a pause of the machine moves the estimate by a fifth, and for some ten steps
-PROMPT_TOKENS_MIN = 64  # tokens: below that a step reads all weights for too little, and prompts would take longer in all
+# weight of the newest step: an outlier changes the estimate by a fifth, for about ten steps
+SMOOTHING = 0.2
+# tokens: smaller chunks read all weights for little work and slow prompts down
+PROMPT_TOKENS_MIN = 64
 
 
 class StepPace:
-    """What decoding and prompt tokens cost on this machine, from the steps so far. Times in seconds."""
+    """Estimated cost of decoding and of prompt tokens, from measured steps. Times in seconds."""
 
     def __init__(self, step_time_target_s: float | None) -> None:
-        """step_time_target_s: that a step with running streams should not exceed; None sets no limit."""
+        """step_time_target_s: maximum duration of a step with running streams; None for no limit."""
         self._target_s = step_time_target_s
-        self._decode_s: float | None = None  # a step that only decodes
+        self._decode_s: float | None = None  # duration of a step that only decodes
         self._prompt_token_s: float | None = None
 
     def prompt_token_count_max(self) -> int | None:
-        """Prompt tokens for the next step, if streams run; None for as many as its budget has. Before anything is known: few."""
+        """Return the maximum prompt tokens of a step with running streams; None for no limit."""
         if self._target_s is None:
             return None
         if self._prompt_token_s is None:
@@ -318,11 +333,12 @@ class StepPace:
         return max(int(spare_s / self._prompt_token_s), PROMPT_TOKENS_MIN)
 
     def note(self, decoded_count: int, prompt_token_count: int, duration_s: float) -> None:
-        """A step has computed so many sequences' next token and so many prompt tokens."""
+        """Record a step with these numbers of decoded sequences and prompt tokens."""
         if not prompt_token_count:
             before_s = duration_s if self._decode_s is None else self._decode_s
             self._decode_s = before_s + SMOOTHING * (duration_s - before_s)
-        elif prompt_token_count >= PROMPT_TOKENS_MIN:  # fewer would mostly measure the decoding beside them
+        elif prompt_token_count >= PROMPT_TOKENS_MIN:
+            # the time of smaller chunks is mostly that of decoding
             own_s = duration_s - (self._decode_s or 0.0) * bool(decoded_count)
             token_s = max(own_s, duration_s / 10) / prompt_token_count
             before_s = token_s if self._prompt_token_s is None else self._prompt_token_s

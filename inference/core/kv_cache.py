@@ -1,16 +1,18 @@
-"""Which KV block holds what: the block pool and its prefix cache. Numbers only; the tensors live in the model runner.
+"""KV block pool and prefix cache: bookkeeping only, the tensors are in the model runner.
 
-A block is `KV_BLOCK_TOKENS` consecutive positions of one sequence. Each block is in exactly one of three states:
+A block is `KV_BLOCK_TOKENS` consecutive positions of one sequence. Each block is in exactly one of
+three states:
 
     free    no content                        in `_free`
-    cached  content, nobody reads it          in `_evictable`, least recently used first
+    cached  content, without readers          in `_evictable`, least recently used first
     held    in at least one sequence's table  reference count above 0
 
     free + cached + held = total, and the reference counts add up to the entries of all tables: `check_conservation`.
 
-A full block whose KV is computed may be registered: later prompts that begin with the same tokens under the same salt find it
-by a chained hash. A hit is never believed on the hash alone: it must have the same tokens and follow the same block, so that a
-collision cannot serve another prompt's KV. No torch here: the parent process uses the hashes for its predictions.
+A full block whose KV is computed may be registered: later prompts that begin with the same tokens
+under the same salt find it by a chained hash. A hit must also have the same tokens and the same
+predecessor block, so that a hash collision cannot serve another prompt's KV. No torch here: the
+parent process uses the hashes for predictions.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ BlockHash = Callable[[int, tuple[int, ...]], int]
 
 
 def matchable_block_count(prompt_token_count: int) -> int:
-    """How many leading blocks a prefix hit may cover: never the last token, since its logits must be computed."""
+    """Return the maximum leading blocks of a prefix hit: the last token's logits must be computed."""
     return max(prompt_token_count - 1, 0) // KV_BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class BlockKey:
-    """What a full block is looked up by: the chained hash that finds it, and the tokens that prove it."""
+    """Lookup key of a full block: the chained hash, and the tokens to verify a hit."""
 
     key: int
     token_ids: tuple[int, ...]
 
 
 def block_keys(token_ids: Sequence[int], cache_salt: str, block_count: int, hash_block: BlockHash = chain_hash) -> list[BlockKey]:
-    """Keys of the first `block_count` full blocks of a sequence."""
+    """Return the keys of the first `block_count` full blocks of a sequence."""
     keys: list[BlockKey] = []
     chained = salt_hash(cache_salt)
     for start in range(0, block_count * KV_BLOCK_TOKENS, KV_BLOCK_TOKENS):
@@ -53,7 +55,7 @@ def block_keys(token_ids: Sequence[int], cache_salt: str, block_count: int, hash
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """What a registered block holds. `parent` is compared by identity: that, and not the hash, makes a chain exact."""
+    """Content of a registered block. `parent` is compared by identity, which makes chains exact."""
 
     key: int
     token_ids: tuple[int, ...]
@@ -63,7 +65,7 @@ class CachedBlock:
 
 
 class BlockPool:
-    """All KV blocks of one engine. Not thread-safe: only the step loop uses it."""
+    """All KV blocks of one engine. Not thread-safe: used by the step loop only."""
 
     def __init__(self, block_count: int, hash_block: BlockHash = chain_hash) -> None:
         """block_count: at least 1. hash_block: replaced in tests to force collisions."""
@@ -81,21 +83,25 @@ class BlockPool:
 
     @property
     def block_count_cached(self) -> int:
-        """Blocks with content that nobody reads now; given to whoever needs a block, least recently used first."""
+        """Blocks with content but no readers; evicted for new allocations, least recently used
+        first.
+        """
         return len(self._evictable)
 
     @property
     def block_count_held(self) -> int:
-        """Blocks in some sequence's table, counted afresh."""
+        """Number of blocks in sequences' tables, recounted."""
         return int(np.count_nonzero(self._reference_counts > 0))
 
     @property
     def block_count_available(self) -> int:
-        """Blocks that `allocate` could give."""
+        """Number of blocks that can be allocated."""
         return len(self._free) + len(self._evictable)
 
     def match(self, keys: Sequence[BlockKey], cache_salt: str) -> list[CachedBlock]:
-        """The longest run of leading blocks that are computed for this salt: valid until the pool changes, and no change of it."""
+        """Return the longest run of leading blocks cached for this salt; valid until the pool
+        changes.
+        """
         blocks: list[CachedBlock] = []
         parent: CachedBlock | None = None
         for key in keys:
@@ -106,11 +112,11 @@ class BlockPool:
         return blocks
 
     def evictable_count(self, matched: Sequence[CachedBlock]) -> int:
-        """How many of the matched blocks count as available now and will not once they are held."""
+        """Return how many of the matched blocks become unavailable once they are held."""
         return sum(block.block_id in self._evictable for block in matched)
 
     def hold(self, matched: Sequence[CachedBlock]) -> list[int]:
-        """Add a reader to each matched block; returns their ids, the head of the reader's table."""
+        """Add a reader to each matched block; returns their ids, the start of the reader's table."""
         for block in matched:
             if self._reference_counts[block.block_id] == 0:
                 del self._evictable[block.block_id]
@@ -121,21 +127,22 @@ class BlockPool:
         """Add a reader to each block of a running sequence's table; returns the new reader's table."""
         for block_id in block_ids:
             if self._reference_counts[block_id] == 0:
-                raise InvariantViolated(f"KV block {block_id} is shared, but nobody holds it")
+                raise InvariantViolated(f"KV block {block_id} is shared but not held")
             self._reference_counts[block_id] += 1
         return list(block_ids)
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether more than one sequence reads a block, so that none of them may write it."""
+        """Return whether several sequences read a block, so that none of them may write to it."""
         return bool(self._reference_counts[block_id] > 1)
 
     def allocate(self, block_count: int) -> list[int]:
-        """Blocks for new positions, each with one reader. Evicts cached ones if it must.
+        """Allocate blocks with one reader each, evicting cached blocks if necessary.
 
-        Raises `InvariantViolated` if there are not enough: the caller looks at `block_count_available` first.
+        Raises: InvariantViolated if there are not enough; callers check `block_count_available`
+        first.
         """
         if block_count > len(self._free) + len(self._evictable):
-            raise InvariantViolated(f"{block_count} KV blocks wanted, {self.block_count_available} available")
+            raise InvariantViolated(f"{block_count} KV blocks requested, {self.block_count_available} available")
         block_ids = []
         for _ in range(block_count):
             if self._free:
@@ -148,9 +155,9 @@ class BlockPool:
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Take one reader from each block of a table, the tail first.
+        """Remove one reader from each block of a table, the tail first.
 
-        So the tail is older than the head in the order of eviction, and a shared head outlives its tails.
+        The tail is then evicted before the head, so a shared head outlives its tails.
         """
         for block_id in reversed(block_ids):
             count = int(self._reference_counts[block_id]) - 1
@@ -167,10 +174,12 @@ class BlockPool:
     def register(
         self, block_id: int, token_ids: tuple[int, ...], cache_salt: str, parent: CachedBlock | None
     ) -> CachedBlock | None:
-        """Make a held block findable, since its KV is now computed; `parent` is what this returned for the block before.
+        """Make a held block with computed KV findable. parent: the return value for the previous
+        block.
 
-        Returns what the next block of the sequence follows. That is another block if one already has this content: then this
-        one stays private. None if it cannot be found by its hash, and so nothing after it can: the caller stops registering.
+        Returns the parent for the next block. If another block already has this content, it is that
+        one and this block stays private. None if the block cannot be indexed; the caller then stops
+        registering.
         """
         if parent is not None and self._index.get(parent.key) is not parent:
             return None
@@ -188,9 +197,10 @@ class BlockPool:
         return content
 
     def check_conservation(self, table_entry_count: int) -> None:
-        """Raise `InvariantViolated` unless every block is in one state and every reader is known.
+        """Raise InvariantViolated unless every block is in one state and every reader is known.
 
-        table_entry_count: entries of all sequences' tables together. Counts held blocks and readers afresh: some 30 µs at 10,000.
+        table_entry_count: total entries of all sequences' tables. Recounts in about 30 µs for
+        10,000 blocks.
         """
         free, cached = len(self._free), len(self._evictable)
         held, readers = int(np.count_nonzero(self._reference_counts > 0)), int(self._reference_counts.sum())
@@ -206,7 +216,9 @@ class BlockPool:
         return content if content.token_ids == key.token_ids and content.cache_salt == cache_salt else None
 
     def _drop_orphan(self, content: CachedBlock) -> bool:
-        """Forget content that no chain leads to any more, because the block before it was evicted; False if one does."""
+        """Drop content that is unreachable because its parent was evicted; False if it is
+        reachable.
+        """
         if content.parent is None or self._index.get(content.parent.key) is content.parent:
             return False
         self._forget(content.block_id)

@@ -1,6 +1,6 @@
-"""From a step's plan to its new tokens: builds the batch, runs the decoder, samples.
+"""Execution of a step: builds the batch, runs the decoder, samples the new tokens.
 
-Owns every tensor: the weights and the pools of keys and values. Knows nothing of queues or of who may run.
+Owns all tensors: the weights and the pools of keys and values. Scheduling is done elsewhere.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from inference.native.decoder import NativeDecoder, open_decoder, path_for, supp
 from inference.sampling.grammar import MaskWorker
 from inference.sampling.sampler import Chosen, choose
 
-# Of hidden states, keys and values. "int8" is that of the weights alone; they multiply bfloat16.
+# Of hidden states, keys and values. With "int8", only the weights have 8 bits; they multiply
+# bfloat16.
 _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
 
 
 class ModelRunner:
-    """One loaded model with its KV pools. Used by one thread."""
+    """A loaded model with its KV pools. Used by one thread."""
 
     def __init__(self, options: EngineOptions, config: DecoderConfig, on_progress: Callable[[float], None]) -> None:
-        """Load. on_progress: called with 0 to 1 while reading weights.
+        """Load the model. on_progress: called with 0 to 1 while reading weights.
 
-        Raises `CheckpointInvalid`, or `EngineStartFailed` if there is no such device.
+        Raises: CheckpointInvalid; EngineStartFailed if the device is missing.
         """
         directory, compute_dtype, packed = Path(options.directory), options.compute_dtype, options.packed
         context_window_tokens, block_count = options.limits.context_window_tokens, options.block_count(config)
         if options.device == "cuda" and not torch.cuda.is_available():
-            raise EngineStartFailed("the device is to be cuda, and torch finds none here")
+            raise EngineStartFailed("the device is set to cuda, but torch finds no CUDA device")
         self._device = torch.device(options.device)
         dtype = self._dtype = _TORCH_DTYPES[compute_dtype]
         self._config = config
@@ -79,15 +80,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
-        """Compute the plan's chunks. Returns the next token per sequence, for the chunks that complete.
+        """Compute the plan's chunks. Returns the next token of each sequence whose chunk completes
+        it.
 
-        Writes the pools at the chunks' positions and nowhere else. Raises `InvariantViolated` if the model's output is not finite:
-        what follows from it would be noise, and is not to be billed.
+        Writes the pools only at the chunks' positions. Raises: InvariantViolated if the model's
+        output is not finite, since further tokens would be noise and must not be billed.
         """
-        # For torch rows of one token first, in order of length: neighbours are computed by one attention.
+        # torch computes the attention of neighbouring rows together: single-token rows first,
+        # ordered by length.
         chunks = plan.chunks if self._native else sorted(plan.chunks, key=_length_class)
         finishing = [chunk.sequence for chunk in chunks if chunk.completes]
-        # Most rows take the largest logit, which the decoder finds on its way; the others are chosen among by themselves.
+        # Most rows take the largest logit, which the decoder computes anyway; only the others are
+        # sampled.
         rows = [row for row, sequence in enumerate(finishing) if not sequence.next_takes_best]
         draws = [finishing[row].draw() for row in rows]
         masks = self._mask_worker.begin([draw.grammar for draw in draws])
@@ -104,7 +108,9 @@ class ModelRunner:
         return chosen
 
     def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Give each second block the keys and values of the first, in all layers, one pair after the other."""
+        """Copy keys and values from the first to the second block of each pair, in order, in all
+        layers.
+        """
         if self._native:
             self._native.copy_blocks(pairs)
             return
@@ -114,7 +120,7 @@ class ModelRunner:
                 pool.values[target].copy_(pool.values[source])
 
     def _decode(self, chunks: list[Chunk]) -> Logits:
-        """Of the chunks that complete, where sampling wants them: on the CPU."""
+        """Return the logits of the chunks that complete, on the CPU."""
         if self._native:
             return self._native.forward(chunks)
         batch = self._batch(chunks)
@@ -148,10 +154,10 @@ class ModelRunner:
 
 
 def _allocate_pools(config: DecoderConfig, dtype: torch.dtype, block_count: int, device: torch.device) -> list[LayerPool]:
-    """Zeroed pools that take memory only where they are written.
+    """Allocate zeroed pools that use memory only where they are written.
 
-    Positions behind a sequence's end are read and multiplied by a weight of 0, so they must be finite: zeroed, that is. numpy
-    gets its zeros from the operating system page by page on first use; torch would write them all at start-up.
+    Positions after a sequence's end are read with weight 0, so they must be finite. numpy gets
+    zeroed pages from the operating system on first use; torch would write all of them at startup.
     """
     shape = (config.layer_count, 2, block_count, config.kv_head_count, KV_BLOCK_TOKENS, config.head_dim)
     if device.type == "cpu":
@@ -163,7 +169,7 @@ def _allocate_pools(config: DecoderConfig, dtype: torch.dtype, block_count: int,
 
 
 def _spans(chunks: list[Chunk], dtype: torch.dtype, window: int | None) -> Spans:
-    """A step's rows as layers with this window see them: chunks of one token first, in classes of their length."""
+    """Return a step's rows for layers with this window: single-token chunks first, by length class."""
     decodes = _decode_spans([chunk for chunk in chunks if chunk.token_count == 1], dtype, window)
     prefills, row = [], 0
     for chunk in chunks:
@@ -174,7 +180,9 @@ def _spans(chunks: list[Chunk], dtype: torch.dtype, window: int | None) -> Spans
 
 
 def _prefill_span(row: int, chunk: Chunk, window: int | None) -> PrefillSpan:
-    """Rows of one sequence. Its table begins with the block that the first row's window reaches back to."""
+    """Return the rows of one sequence. The table begins with the first block in the first row's
+    window.
+    """
     start, end = chunk.sequence.computed_token_count, chunk.sequence.computed_token_count + chunk.token_count
     first_block = 0 if window is None else max(0, start + 1 - window) // KV_BLOCK_TOKENS
     table = torch.tensor(chunk.sequence.block_table[first_block : blocks_for(end)])
@@ -189,14 +197,16 @@ def _prefill_span(row: int, chunk: Chunk, window: int | None) -> PrefillSpan:
 
 
 def _length_class(chunk: Chunk) -> int:
-    """Rows of one class are padded to the longest among them: at most to twice their length. Prefill comes last."""
+    """Return the length class. Rows of a class are padded to at most twice their length; prefill is
+    last.
+    """
     if chunk.token_count > 1:
         return sys.maxsize
     return (blocks_for(chunk.sequence.computed_token_count + 1) - 1).bit_length()
 
 
 def _decode_spans(chunks: list[Chunk], dtype: torch.dtype, window: int | None) -> tuple[DecodeSpan, ...]:
-    """One span per class, so that one long context does not make every short one read as much."""
+    """Return one span per length class, so that a long context does not pad all short ones."""
     spans: list[DecodeSpan] = []
     for _, group in itertools.groupby(chunks, key=_length_class):
         row_start = spans[-1].row_end if spans else 0
@@ -205,9 +215,10 @@ def _decode_spans(chunks: list[Chunk], dtype: torch.dtype, window: int | None) -
 
 
 def _decode_span(row_start: int, chunks: list[Chunk], dtype: torch.dtype, window: int | None) -> DecodeSpan:
-    """Tables of rows with one token, from the block where each one's window begins.
+    """Return block tables of single-token rows, from the first block in each row's window.
 
-    Padded with block 0, which exists; the mask hides it, and what lies before the window.
+    Padded with block 0, which always exists; the mask hides padding and positions before the
+    window.
     """
     lengths = np.array([chunk.sequence.computed_token_count + 1 for chunk in chunks])
     begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)

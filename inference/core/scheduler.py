@@ -1,24 +1,24 @@
-"""Decides what each step computes: in-flight batching, chunked prefill, admission, preemption.
+"""Scheduler: in-flight batching, chunked prefill, admission, preemption.
 
-Owns the waiting queue, the running list and the sequences' use of the block pool. One step is `schedule`, then the model runner,
-then `commit`. Rules, in the order in which they are applied:
+Owns the waiting queue, the running list and the sequences' use of the block pool. One step is
+`schedule`, then the model runner, then `commit`. Rules, in the order of application:
 
-1. Decoding sequences get their one token first, so a long prompt never stalls running streams; the rest of the step's token
-   budget, or what of it the time allows (`StepPace`), goes to prompts in order of rank and then of arrival, those that run already
-   and those that enter alike; a long one in several chunks.
-2. A waiting sequence enters in that order, when its tokens and a share of the output that it and all running ones still owe fit
-   the pool. Nobody else enters before one that does not fit.
-3. One that finds no place or no blocks takes them from running ones that come after it by more than its own prompt's tokens, the
-   last one first. Their full blocks stay in the prefix cache, so that going on costs them little.
-4. One whose next prefix block is being computed by a running sequence that comes before it is passed over until that block is
-   there: a prefix that fifty requests share is computed once. The wait is bounded, since the running one gets on.
-5. If blocks run out all the same, the last running sequence gives its blocks back, waits at its old place, and is computed again
-   later. The first is never evicted for those after it, and `request_fault` has seen to it that it fits alone: no deadlock.
-6. A sequence that still waits, for a place or for its prompt, is overtaken by at most as many later ones as may wait at once. From
-   then on nobody comes before it who came after it, whatever the ranks: nobody starves.
+1. Decoding sequences get their one token first, so a long prompt never stalls running streams. The rest of
+   the step's token budget, limited by the time allowed (`StepPace`), goes to prompts, running and entering
+   ones alike, in order of rank and then arrival; long prompts are split into chunks.
+2. Waiting sequences enter in that order, if their tokens and a share of the output still owed by them and all
+   running sequences fit the pool. A sequence that does not fit blocks those after it.
+3. A sequence without a place or blocks takes them from running sequences that come after it by more than its
+   own prompt's tokens, the last first. Their full blocks stay in the prefix cache, so resuming is cheap.
+4. A sequence whose next prefix block is being computed by a running sequence before it is skipped until the
+   block is ready: a prefix shared by fifty requests is computed once. The wait ends as the other progresses.
+5. If blocks run out anyway, the last running sequence releases its blocks, waits at its old position, and is
+   recomputed later. The first is never evicted, and `request_fault` ensures that it fits alone: no deadlock.
+6. A sequence waiting for a place or for its prompt is overtaken at most `waiting_sequence_count_max` times.
+   Afterwards no later sequence precedes it, whatever the ranks: no starvation.
 
-`Commitments` is what running sequences will still need, by which the scheduler decides who may enter: KV blocks for tokens to come,
-and the prefix blocks that they are about to compute.
+`Commitments` holds what running sequences still need, to decide on admission: KV blocks for future
+tokens, and the prefix blocks they are about to compute.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _precedence = attrgetter("precedence")
 
 
 class Chunk(NamedTuple):
-    """The next `token_count` uncomputed tokens of a sequence, to be computed in this step.
+    """The next `token_count` uncomputed tokens of a sequence, computed in this step.
 
-    completes: nothing is uncomputed afterwards, so that the next token is wanted. copied: a KV block and the one that its content
-    goes to before anything is computed: beams share the first and write their own.
+    completes: no token is uncomputed afterwards, so the next one is sampled. copied: source and
+    target KV block to copy before computing, for beams that write to a shared block.
     """
 
     sequence: Sequence
@@ -61,9 +61,10 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a step computes.
+    """Work of one step.
 
-    token_count: rows of the step's batch, at most token_count_max. entered: sequences that left the queue for the first time.
+    token_count: rows of the batch, at most token_count_max. entered: sequences admitted for the
+    first time.
     """
 
     token_count_max: int = sys.maxsize
@@ -72,69 +73,72 @@ class StepPlan:
     token_count: int = 0
 
     def add(self, sequence: Sequence, token_count: int, copied: tuple[int, int] | None = None) -> None:
-        """Compute so many more tokens of a sequence. copied: see `Chunk`."""
+        """Add `token_count` tokens of a sequence. copied: see `Chunk`."""
         completes = sequence.computed_token_count + token_count == len(sequence.token_ids)
         self.chunks.append(Chunk(sequence, token_count, completes, copied))
         self.token_count += token_count
 
     def drop(self, sequence: Sequence) -> None:
-        """Compute nothing of a sequence after all."""
+        """Remove a sequence from the step."""
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
         self.token_count = sum(chunk.token_count for chunk in self.chunks)
 
 
 class Scheduler:
-    """Queues and blocks of one engine. Not thread-safe: only the step loop uses it."""
+    """Queues and blocks of one engine. Not thread-safe: used by the step loop only."""
 
     def __init__(self, pool: BlockPool, limits: EngineLimits) -> None:
         self._pool = pool
         self._limits = limits
-        self._waiting: list[Sequence] = []  # in order of precedence, the preempted ones too
+        self._waiting: list[Sequence] = []  # in order of precedence, including preempted ones
         self._running: list[Sequence] = []  # in order of precedence
-        self.preemption_count = 0  # how often a running sequence had to give its blocks back
+        self.preemption_count = 0  # number of preemptions so far
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
-        """Sequences without a place, the first to enter first."""
+        """Waiting sequences, in order of admission."""
         return tuple(self._waiting)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """Sequences with a place, the one that gives it up last first."""
+        """Running sequences, in order of precedence; the last is preempted first."""
         return tuple(self._running)
 
     def counts(self) -> tuple[int, int]:
-        """Sequences without a place, and with one."""
+        """Return the numbers of waiting and of running sequences."""
         return len(self._waiting), len(self._running)
 
     @property
     def waiting_is_full(self) -> bool:
-        """Whether the queue takes no more. Preempted sequences do not count: they were let in before."""
+        """True if the queue is full. Preempted sequences do not count: they were admitted before."""
         limit = self._limits.waiting_sequence_count_max
         return len(self._waiting) >= limit and sum(each.cached_token_count is None for each in self._waiting) >= limit
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence into the queue, where its rank and its number place it."""
+        """Queue a new sequence by rank and number."""
         sequence.prefix_keys = self._prefix_keys(sequence)
         bisect.insort(self._waiting, sequence, key=_precedence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence wherever it is, and take its blocks back: it finished or was cancelled."""
+        """Remove a finished or cancelled sequence and release its blocks."""
         queue = self._running if sequence in self._running else self._waiting
         queue.remove(sequence)
         self._release(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child of a running parent run too. It shares all blocks; who writes into one that is shared gets a copy first."""
+        """Start a child of a running parent. All blocks are shared; writing to a shared block
+        copies it first.
+        """
         child.block_table = self._pool.share(parent.block_table)
         child.computed_token_count = parent.computed_token_count
         child.registered_block_count, child.registered_tip = parent.registered_block_count, parent.registered_tip
         bisect.insort(self._running, child, key=_precedence)
 
     def schedule(self, prompt_token_count_max: int | None = None) -> StepPlan:
-        """Choose the next step's work and allocate its blocks. Empty only if there is no sequence at all.
+        """Choose the next step's work and allocate its blocks. Empty only without any sequences.
 
-        prompt_token_count_max: tokens of prompts if there are sequences that decode; None for as many as the step takes.
+        prompt_token_count_max: limit on prompt tokens while sequences decode; None for the step's
+        limit.
         """
         plan = StepPlan(self._limits.step_token_count_max)
         preemption_count = self.preemption_count
@@ -149,14 +153,14 @@ class Scheduler:
                 self._plan_chunk(plan, sequence)
         if plan.chunks and prompt_token_count_max is not None:
             plan.token_count_max = min(plan.token_count_max, plan.token_count + prompt_token_count_max)
-        # Who has just been preempted must not come back at once.
+        # Sequences preempted in this step must not re-enter at once.
         self._plan_prompts(plan, filling, list(self._waiting) if self.preemption_count == preemption_count else [])
         if not plan.chunks and (self._running or self._waiting):
             raise InvariantViolated("the scheduler found no work although sequences wait")
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        """Note that the plan's chunks are computed: their full blocks become findable for others."""
+        """Record the plan's chunks as computed and register their full blocks in the prefix cache."""
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.computed_token_count += chunk.token_count
@@ -164,13 +168,15 @@ class Scheduler:
                 self._register(sequence)
 
     def check_conservation(self) -> None:
-        """Raise `InvariantViolated` unless every block is free, cached or held, and held by a running sequence."""
+        """Raise InvariantViolated unless every block is free, cached or held by a running sequence."""
         self._pool.check_conservation(sum(len(sequence.block_table) for sequence in self._running))
         if any(sequence.block_table for sequence in self._waiting):
             raise InvariantViolated("a waiting sequence holds KV blocks")
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
-        """Add what the budget allows of a running sequence, preempting those after it while blocks are short."""
+        """Add a running sequence's tokens within the budget, preempting later ones if blocks are
+        short.
+        """
         token_count = min(sequence.plannable_token_count, plan.token_count_max - plan.token_count)
         if token_count <= 0 or sequence not in self._running:
             return
@@ -186,44 +192,48 @@ class Scheduler:
         plan.add(sequence, token_count, copied)
 
     def _writes_shared_block(self, sequence: Sequence) -> bool:
-        """Whether its next token goes into a block that another beam reads as well."""
+        """Return whether its next token is written to a block that another beam reads."""
         if sequence.group is None:
             return False
         index, slot = divmod(sequence.computed_token_count, KV_BLOCK_TOKENS)
         return slot > 0 and self._pool.is_shared(sequence.block_table[index])
 
     def _own_last_block(self, sequence: Sequence) -> tuple[int, int]:
-        """Give it a block in place of the shared one that it is to write; which one, and by which."""
+        """Replace the shared block that it will write to. Returns the old and the new block."""
         *others, shared = sequence.block_table
         [own] = self._pool.allocate(1)
         self._pool.release([shared])
-        sequence.block_table = [*others, own]  # a new list: a table that others have seen only grows
+        sequence.block_table = [*others, own]  # a new list: shared tables are append-only
         return shared, own
 
     def turn(self, sequence: Sequence, rotary_offset: int) -> None:
-        """Turn all positions of a running sequence otherwise, and of all beams of its group: they are to be computed anew."""
+        """Change the rotation of a running sequence and its beams, which requires recomputing all
+        positions.
+        """
         for each in [sequence] if sequence.group is None else sequence.group.beams:
             each.rotary_offset = rotary_offset
         self._requeue(sequence)
 
     def _preempt(self, sequence: Sequence) -> list[Sequence]:
-        """Take all blocks back, since others want them. Returns who has lost theirs."""
+        """Release all blocks for other sequences. Returns the preempted sequences."""
         self.preemption_count += 1
         return self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> list[Sequence]:
-        """Take all blocks back, of beams together with those of all others. Returns who has lost theirs."""
+        """Release all blocks, of all beams of a group together. Returns the requeued sequences."""
         preempted = [sequence] if sequence.group is None else list(sequence.group.beams)
         for each in preempted:
             self._running.remove(each)
             self._release(each)
         waiting = sequence if sequence.group is None else sequence.group.collapse()
-        waiting.prefix_keys = self._prefix_keys(waiting)  # its own output may be found again too
+        waiting.prefix_keys = self._prefix_keys(waiting)  # its own output may be cached too
         bisect.insort(self._waiting, waiting, key=_precedence)
         return preempted
 
     def _plan_prompts(self, plan: StepPlan, filling: list[Sequence], waiting: list[Sequence]) -> None:
-        """Compute what the budget allows of prompts that run, and let waiting ones enter while there are places and blocks."""
+        """Plan prompts of running sequences within the budget, and admit waiting ones while there
+        is room.
+        """
         entering, passed_over = set(waiting), set[Sequence]()
         commitments = Commitments(self._limits)
         for sequence in self._running if entering else ():
@@ -241,12 +251,13 @@ class Scheduler:
             if commitments.has_in_progress(sequence, matched):
                 passed_over.add(sequence)
             elif sequence is not next(each for each in self._waiting if each not in passed_over):
-                entering.clear()  # another is next by now: it was displaced, or overtaken for the last time
+                # the order changed: the sequence was displaced or must not be overtaken again
+                entering.clear()
             elif not self._let_in(sequence, matched, plan, commitments):
                 entering.clear()
 
     def _let_in(self, sequence: Sequence, matched: list[CachedBlock], plan: StepPlan, commitments: Commitments) -> bool:
-        """Let a waiting sequence enter, if there is room or if it may take that of others."""
+        """Admit a waiting sequence if there is room, or if it may displace others."""
         missing_places = commitments.place_count + sequence.place_count - self._limits.running_sequence_count_max
         wanted = commitments.owed_by(sequence, len(matched)) + self._pool.evictable_count(matched)
         missing_blocks = commitments.owed_block_count + wanted - self._pool.block_count_available if self._running else 0
@@ -266,9 +277,10 @@ class Scheduler:
     def _displaceable(
         self, sequence: Sequence, matched: list[CachedBlock], places: int, blocks: int, commitments: Commitments
     ) -> list[Sequence]:
-        """The last running sequences that give so many places and blocks, if a waiting one may take these; else nobody.
+        """Return the last running sequences that free enough places and blocks, if it may displace
+        them; else none.
 
-        Beams stay: they would have to be computed anew, all of them.
+        Beams are not displaced: all of them would have to be recomputed.
         """
         kept = {block.block_id for block in matched}
         displaced: list[Sequence] = []
@@ -292,14 +304,14 @@ class Scheduler:
         sequence.registered_block_count = len(matched)
         sequence.registered_tip = matched[-1] if matched else None
         if sequence.cached_token_count is None:
-            # Of a sequence that is continued output may be found too.
+            # The cached prefix of a continued sequence may include output.
             sequence.cached_token_count = min(sequence.computed_token_count, sequence.prompt_token_count)
             plan.entered.append(sequence)
         self._note_overtaking(sequence)
         self._plan_chunk(plan, sequence)
 
     def _note_overtaking(self, entered: Sequence) -> None:
-        """Count for whom a later one has entered first; who was overtaken often enough comes before all that follow."""
+        """Count the sequences just overtaken; those at the limit precede all later ones."""
         first = entered.precedence
         after = self._waiting[bisect.bisect(self._waiting, first, key=_precedence) :]
         after += self._running[bisect.bisect(self._running, first, key=_precedence) :]
@@ -316,7 +328,7 @@ class Scheduler:
         while sequence.registered_block_count < full_block_count:
             index = sequence.registered_block_count
             if index > 0 and sequence.registered_tip is None:
-                return  # an earlier block could not be made findable, so nothing after it can
+                return  # an earlier block could not be registered, so later ones cannot be either
             tokens = tuple(sequence.token_ids[index * KV_BLOCK_TOKENS : (index + 1) * KV_BLOCK_TOKENS])
             tip = self._pool.register(sequence.block_table[index], tokens, sequence.cache_salt, sequence.registered_tip)
             sequence.registered_tip = tip
@@ -335,13 +347,14 @@ class Scheduler:
 
 
 class Commitments:
-    """Those of the sequences that were added."""
+    """Future needs of the added sequences."""
 
     def __init__(self, limits: EngineLimits) -> None:
         self.owed_block_count = 0
-        self.place_count = 0  # with places of beams that are to come
+        self.place_count = 0  # including places of future beams
         self._limits = limits
-        self._in_progress: dict[int, Sequence] = {}  # the first that computes a prefix block, by its key
+        # first sequence computing a prefix block, by block key
+        self._in_progress: dict[int, Sequence] = {}
 
     def add(self, sequence: Sequence) -> None:
         self.owed_block_count += self.owed_by(sequence, len(sequence.block_table))
@@ -352,16 +365,18 @@ class Commitments:
                 self._in_progress[block.key] = sequence
 
     def owed_by(self, sequence: Sequence, covered_block_count: int) -> int:
-        """Blocks that a sequence, and beams that it is to have, still need for tokens and the reserved share of future output."""
+        """Return the blocks a sequence and its future beams need for tokens and their share of
+        future output.
+        """
         owed_output = min(sequence.owed_output_token_count, self._limits.owed_output_token_count_max)
         needed = blocks_for(len(sequence.token_ids) + owed_output)
         of_beams = (sequence.place_count - 1) * (needed - len(sequence.token_ids) // KV_BLOCK_TOKENS)
         return max(needed - covered_block_count, 0) + of_beams
 
     def has_in_progress(self, sequence: Sequence, matched: list[CachedBlock]) -> bool:
-        """Whether the next prefix block of a waiting sequence is being computed by one that comes before it.
+        """Return whether an earlier sequence is computing the next prefix block of a waiting one.
 
-        One that comes after it does not count: that one may get on only when this one has.
+        Later sequences do not count: they may be blocked by the waiting one.
         """
         if len(matched) >= len(sequence.prefix_keys):
             return False

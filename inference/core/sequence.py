@@ -1,19 +1,20 @@
-"""One sequence inside the engine: its tokens, its blocks, and how far each has come.
+"""State of one sequence in the engine: tokens, KV blocks and progress.
 
     token_ids      [ prompt .................... | output ......... ]
     positions      [ computed: KV in the blocks of `block_table` | uncomputed ]
                                                   ^ computed_token_count
 
-A step computes some uncomputed tokens. When none is left, the logits of the last give the next token, which is uncomputed
-again: a decoding sequence is one with a single uncomputed token, and prefill, decode and recomputing are the same thing.
+A step computes some uncomputed tokens. When none is left, the logits of the last one give the next
+token, which is uncomputed again. A decoding sequence has a single uncomputed token, so prefill,
+decode and recomputing are the same operation.
 
-`BeamGroup` has the sequences of one beam search. A beam is a `Sequence` of its own, so that it is batched like any other; what
-beams have in common, they have in common KV blocks. Three phases follow each other:
+`BeamGroup` holds the sequences of one beam search. Each beam is a `Sequence`, batched like any
+other; beams share the KV blocks of their common tokens. Three phases:
 
-    computing the prompt    one sequence, as if it were alone
-    searching               a beam each, all of equal length and all computed in the same step: `ready`
-    preempted               all at once: one sequence with the tokens that all share waits in their place. When it has been computed
-                            again, the beams share its blocks and compute what is their own: not `ready` until all have
+    prompt       one sequence, as without a search
+    search       one sequence per beam, of equal length and computed in the same step: `ready`
+    preempted    all at once: one sequence with the shared tokens waits in their place. After it is recomputed, the
+                 beams share its blocks and compute their own tokens; not `ready` until all have
 
 Owned by the step loop.
 """
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class AppendedToken(NamedTuple):
-    """What one new token did: text let go, and why the sequence is over if it is."""
+    """Result of appending a token: released text, and the finish reason if it is the last."""
 
     text: str
     finish_reason: EngineFinishReason | None
@@ -55,13 +56,14 @@ class AppendedToken(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """State of one sequence; changed only by the step loop.
+    """State of one sequence; modified by the step loop only.
 
-    number: the order of arrival, and the handle that the host and its parent share; choices of one request share it too.
-    end_token_ids: ids that end it, the model's and the request's. seed: the drawn one if the request had none. grammar: its
-    response format's. group: those of the beam search that it is one of. rotary_offset: row of the rotation tables that turns its
-    position 0. rank: the request's, until it was overtaken often enough (overtaken_count). ended_before: why nothing is left to
-    generate of a sequence that is continued. Times are `time.monotonic()` seconds.
+    number: order of arrival and handle, shared with the parent process and by all choices of a
+    request. end_token_ids: end tokens of the model and the request. seed: a random one if the
+    request has none. grammar: of its response format. group: its beam search. rotary_offset: row of
+    the rotation tables for position 0. rank: the request's, until it was overtaken too often
+    (overtaken_count). ended_before: finish reason of a continued sequence that is already complete.
+    Times are `time.monotonic()` seconds.
     """
 
     number: int
@@ -100,53 +102,56 @@ class Sequence:
         is_plain = not (penalises or sampling.logit_bias) and sampling.top_logprobs is None and self.grammar is None
         self.takes_best = is_plain and sampling.temperature == 0.0 and self.request.beam_search is None
         for token_id in self.request.output_token_ids:
-            # Its text was given out where the token was generated; what was held back there is held back here.
+            # The previous engine already sent this text; text that it held back is held back here
+            # too.
             self.ended_before = self.append(token_id, None).finish_reason
 
     @property
     def precedence(self) -> tuple[float, int, int]:
-        """Orders sequences by rank, and those of equal rank by arrival: the lower, the sooner."""
+        """Sort key: by rank, then by arrival; lower comes first."""
         return self.rank, self.number, self.choice_index
 
     @property
     def output_token_count(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.token_ids) - self.prompt_token_count
 
     @property
     def uncomputed_token_count(self) -> int:
-        """Tokens whose KV is not in the pool yet; at least 1 while the sequence lives."""
+        """Tokens whose KV is not in the pool; at least 1 while the sequence runs."""
         return len(self.token_ids) - self.computed_token_count
 
     @property
     def owed_output_token_count(self) -> int:
-        """Output tokens that may still come."""
+        """Maximum number of output tokens still to come."""
         return self.request.stop.max_output_tokens - len(self.token_ids) + self.prompt_token_count
 
     @property
     def cache_salt(self) -> str:
-        """The request's; what is turned otherwise is cached apart."""
+        """The request's salt, extended by the rotary offset: different rotations are cached
+        separately.
+        """
         salt = self.request.cache_salt
         return f"{salt}\0{self.rotary_offset}" if self.rotary_offset else salt
 
     @property
     def place_count(self) -> int:
-        """Places in the batch that it takes, those of beams to come included."""
+        """Places in the batch, including those of future beams."""
         return 1 if self.group is None else self.group.place_count(self)
 
     @property
     def may_decode(self) -> bool:
-        """Whether its last token may be computed now: that of a beam together with those of all others."""
+        """True if its last token may be computed now; beams compute theirs together."""
         return len(self.token_ids) - self.computed_token_count == 1 and (self.group is None or self.group.ready)
 
     @property
     def has_room(self) -> bool:
-        """Whether its next token goes into a block that it has, and that nobody else reads."""
+        """True if its next token goes to an allocated block that no other sequence reads."""
         return self.computed_token_count % KV_BLOCK_TOKENS > 0 and self.group is None
 
     @property
     def plannable_token_count(self) -> int:
-        """Tokens that may be computed now: of one of several beams the last one only together with those of all others."""
+        """Tokens that may be computed now; the last token of a beam waits for all other beams."""
         uncomputed_token_count = len(self.token_ids) - self.computed_token_count
         if self.group is None or len(self.group.beams) == 1 or self.may_decode:
             return uncomputed_token_count
@@ -154,18 +159,18 @@ class Sequence:
 
     @property
     def next_takes_best(self) -> bool:
-        """Whether its next token is the one with the largest logit, and nothing else is asked of the row."""
+        """True if its next token is the largest logit, and nothing else of the row is needed."""
         return self.takes_best and len(self.token_ids) - self.prompt_token_count >= self.request.stop.min_output_tokens
 
     def draw(self) -> Draw:
-        """How the next token is sampled."""
+        """Return the sampling parameters of the next token."""
         index = self.output_token_count
         held_off = tuple(self.end_token_ids) if index < self.request.stop.min_output_tokens else ()
         candidate_count = 0 if self.group is None else self.group.candidate_count
         return Draw(self.request.sampling, self.seed, index, self.seen, held_off, self.grammar, candidate_count)
 
     def twin(self) -> Sequence:
-        """Another sequence with the same tokens, which grows by itself; without blocks, and nothing of it computed."""
+        """Return a copy with the same tokens, without blocks or computed tokens."""
         twin = copy.copy(self)
         twin.token_ids = list(self.token_ids)
         twin.seen = None if self.seen is None else self.seen.copy()
@@ -175,13 +180,15 @@ class Sequence:
         return twin
 
     def take(self, token_id: int) -> None:
-        """One more output token, and nothing but that."""
+        """Append an output token without further effects."""
         self.token_ids.append(token_id)
         if self.seen is not None:
             self.seen.add(token_id)
 
     def append(self, token_id: int, now_s: float | None) -> AppendedToken:
-        """Take the next output token and decide whether it is the last. now_s: None for one that was generated elsewhere."""
+        """Append an output token and check for the end. now_s: None for a token generated
+        elsewhere.
+        """
         if self.grammar is not None:
             self.grammar.advance(token_id)
         if self.first_token_at_s is None:
@@ -196,7 +203,9 @@ class Sequence:
         return AppendedToken(piece.text, EngineFinishReason.LENGTH if output_token_count >= stop.max_output_tokens else None)
 
     def finished(self, reason: EngineFinishReason, text: str, generated_token_count: int, now_s: float) -> SequenceFinished:
-        """The last event of the request whose first choice this is. A phase that was not reached takes no time."""
+        """Return the request's last event, for its first choice. A phase that was not reached takes
+        no time.
+        """
         scheduled_s = now_s if self.scheduled_at_s is None else self.scheduled_at_s
         first_token_s = now_s if self.first_token_at_s is None else self.first_token_at_s
         timings = EngineTimings(
@@ -209,19 +218,19 @@ class Sequence:
 
 
 class BeamGroup:
-    """One request's beams. `beams` are those that the scheduler has, in the order of the search."""
+    """Beams of one request. `beams` are the scheduled sequences, in the order of the search."""
 
     def __init__(self, first: Sequence, open_detokenizer: Callable[[], Detokenizer]) -> None:
-        """first: the sequence that computes the prompt; it gets to know its group."""
+        """first: the sequence that computes the prompt; its `group` is set."""
         params = first.request.beam_search
-        assert params is not None, "the request asks for it"
+        assert params is not None, "the request has a beam search"
         self.beams = [first]
         self.width = params.width
-        self._first = first  # keeps the request's times
+        self._first = first  # holds the request's times
         self._search = BeamSearch(params, first.end_token_ids, first.request.stop.max_output_tokens)
-        self._preempted: list[Sequence] = []  # beams whose shared tokens are being computed again
+        self._preempted: list[Sequence] = []  # beams whose shared tokens are being recomputed
         self._detokenizers = [open_detokenizer() for _ in range(first.request.choice_count)]
-        self._told_count = 0  # tokens that each choice has been told
+        self._told_count = 0  # tokens reported for each choice
         first.group = self
 
     @property
@@ -234,20 +243,22 @@ class BeamGroup:
 
     @property
     def ended(self) -> bool:
-        """Whether the outputs are decided. The group has no sequence any more then."""
+        """True if the outputs are decided; the group then has no sequences."""
         return self._search.ended
 
     @property
     def ready(self) -> bool:
-        """Whether the next step may choose: every beam lacks one token's KV."""
+        """True if the next step may choose: each beam has one uncomputed token."""
         return all(beam.uncomputed_token_count == 1 for beam in self.beams)
 
     def place_count(self, beam: Sequence) -> int:
-        """Places in the batch that a beam stands for: those of beams that are yet to come are kept by the first."""
+        """Return the batch places of a beam; the first beam reserves those of future beams."""
         return self.width - len(self.beams) + 1 if beam is self.beams[0] else 1
 
     def collapse(self) -> Sequence:
-        """All are preempted, and have given their blocks back. Returns the sequence that waits in their place."""
+        """Preempt all beams, whose blocks are released. Returns the sequence that waits in their
+        place.
+        """
         if len(self.beams) == 1:
             return self.beams[0]
         self._preempted = self.beams
@@ -257,7 +268,9 @@ class BeamGroup:
         return waiting
 
     def advance(self, queue: Scheduler, chosen: Mapping[Sequence, Chosen], now_s: float) -> list[SequenceEvent]:
-        """The step has computed all beams. chosen: of at least these. Returns what the request is told of it."""
+        """Process a step that computed all beams. chosen: includes all beams. Returns the request's
+        events.
+        """
         if self._preempted:
             self._return_to_search(queue)
             return []
@@ -272,13 +285,15 @@ class BeamGroup:
         return self._tell_end(now_s)
 
     def cancel(self, queue: Scheduler, now_s: float) -> list[SequenceEvent]:
-        """End the search with what every choice has been told."""
+        """End the search with the tokens reported so far."""
         for beam in self.beams:
             queue.remove(beam)
         return self._finished([EngineFinishReason.CANCELLED] * len(self._detokenizers), now_s)
 
     def _follow(self, queue: Scheduler, parents: list[int]) -> None:
-        """Make the sequences those of the living hypotheses: a beam's first child goes on in its place, others share its blocks."""
+        """Make the sequences match the living hypotheses: a beam's first child replaces it, others
+        share its blocks.
+        """
         before, followed = self.beams, set[int]()
         after = []
         for parent in parents:
@@ -320,7 +335,7 @@ class BeamGroup:
         return events + self._finished(reasons, now_s)
 
     def _tell(self, choice: int, hypothesis: Hypothesis, start: int, end: int) -> list[SequenceEvent]:
-        """Events of some tokens, one each, so that a lease may end between any two."""
+        """Return one event per token, so that a lease can end between any two."""
         events: list[SequenceEvent] = []
         for index in range(start, end):
             token_id = hypothesis.token_ids[index]
@@ -339,7 +354,7 @@ class BeamGroup:
 
 
 def _shared_count(lists: list[list[int]]) -> int:
-    """How many first entries all have in common."""
+    """Return the length of the longest common prefix."""
     for index, entries in enumerate(zip(*lists, strict=False)):
         if any(entry != entries[0] for entry in entries):
             return index

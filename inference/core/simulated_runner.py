@@ -1,8 +1,8 @@
-"""In the place of a model, for load tests: computes nothing, and takes the time that a cost model says.
+"""Model runner for load tests: computes nothing, and takes the time given by a cost model.
 
-Everything around it is the engine's own: scheduler, KV blocks, prefix cache, preemption, stop sequences, host process. So
-requests wait, share prefixes and are cancelled as on the hardware that is simulated, and only the tokens mean nothing: every
-answer repeats a sentence that says so.
+Everything else is the real engine: scheduler, KV blocks, prefix cache, preemption, stop sequences,
+worker process. Requests wait, share prefixes and are cancelled as on the simulated hardware; only
+the tokens are meaningless: every output repeats a sentence that says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SENTENCE = "This answer is simulated: no model has computed it. "
 
 
 class SimulatedRunner:
-    """Answers a plan as `ModelRunner` does. What is chosen depends on the sequence's seed and position alone."""
+    """Replaces `ModelRunner`. Tokens depend on the sequence's seed and position only."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SimulatedRunner:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """clock and sleep, both in seconds, are replaced in tests."""
+        """clock, sleep: in seconds; replaced in tests."""
         self._cost = cost
         self._sentence = tokenizer.encode(SENTENCE, add_special_tokens=False)
         self._clock = clock
@@ -41,10 +41,13 @@ class SimulatedRunner:
         self._due_s = -math.inf
 
     def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
-        """Let the step's time pass. Returns the next token per sequence, for the chunks that complete."""
+        """Wait for the step's duration. Returns the next token of each sequence whose chunk
+        completes it.
+        """
         now_s = self._clock()
         follows = any(chunk.sequence.computed_token_count != chunk.sequence.cached_token_count for chunk in plan.chunks)
-        # A step that continues others follows them at once: what scheduling takes here is hidden behind the GPU's work there.
+        # A step that continues others starts when they end: scheduling overlaps with the GPU's
+        # work.
         begin_s = self._due_s if follows else now_s
         context_token_count = sum(chunk.sequence.computed_token_count for chunk in plan.chunks)
         self._due_s = max(begin_s + self._cost.step_s(plan.token_count, context_token_count), now_s)
@@ -53,7 +56,9 @@ class SimulatedRunner:
         return {chunk.sequence: self._next(chunk.sequence) for chunk in plan.chunks if chunk.completes}
 
     def _next(self, sequence: Sequence) -> Chosen:
-        """Each token may be the last with the same probability, so that lengths scatter around the mean."""
+        """Choose the next token. Each may be the last with equal probability, so lengths vary
+        around the mean.
+        """
         index, stop = sequence.output_token_count, sequence.request.stop
         may_end = sequence.end_token_ids and index >= max(stop.min_output_tokens, 1)
         if may_end and uniform(sequence.seed, index) * self._cost.output_token_count_mean < 1:
@@ -63,5 +68,5 @@ class SimulatedRunner:
         count = sequence.request.sampling.top_logprobs
         if count is None:
             return Chosen(token_id)
-        certain = TokenLogprob(token_id, 0.0)  # nothing else could have come
+        certain = TokenLogprob(token_id, 0.0)  # the only possible token
         return Chosen(token_id, TokenLogprobs(certain, (certain,)[:count]))

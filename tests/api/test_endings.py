@@ -43,7 +43,7 @@ ERRORS: dict[Cause, list[Exception | None]] = {
     Cause.COMPLETION: [],
     Cause.CLIENT: [
         InvalidRequest([FieldViolation("credit.token_count", "must be at least 1, got -1")]),
-        RequestImpossible("cannot be followed any further", "response_format.lark"),
+        RequestImpossible("is too complex to follow", "response_format.lark"),
         CancelledEarly("before its texts were embedded"),
         SiblingEnded(Cause.CLIENT),
     ],

@@ -26,7 +26,7 @@ def test_a_device_that_is_not_there_is_named(tiny: TinyCheckpoint) -> None:
     if torch.cuda.is_available():
         pytest.skip("here it is there")
 
-    with pytest.raises(EngineStartFailed, match="to be cuda, and torch finds none"):
+    with pytest.raises(EngineStartFailed, match="set to cuda, but torch finds no CUDA device"):
         EngineCore(EngineOptions(str(tiny.directory), EngineLimits(512), device="cuda"))
 
 

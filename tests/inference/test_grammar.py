@@ -286,7 +286,7 @@ def test_a_format_that_becomes_too_much_to_compute_ends_its_own_sequence(
 
     events = [event for _ in range(12) for event in core.step()]
 
-    assert (0, SequenceRefused("cannot be followed any further: too many items", "response_format.json_schema")) in events
+    assert (0, SequenceRefused("is too complex to follow: too many items", "response_format.json_schema")) in events
     assert [number for number, _ in events].count(0) == 1
     assert [number for number, _ in events].count(1) >= 9
     assert core.pool.block_count_held == 0

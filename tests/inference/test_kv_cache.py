@@ -119,7 +119,7 @@ def test_content_whose_head_was_evicted_does_not_block_its_successor() -> None:
 def test_allocating_too_much_is_refused() -> None:
     pool = BlockPool(2)
 
-    with pytest.raises(InvariantViolated, match="3 KV blocks wanted, 2 available"):
+    with pytest.raises(InvariantViolated, match="3 KV blocks requested, 2 available"):
         pool.allocate(3)
 
 
