@@ -1,1 +1,3 @@
-"""What prompts and outputs are checked for: rules here, classifiers in a process of their own."""
+"""Safety checks of prompts and outputs: regular expression rules, and classifiers in a child
+process.
+"""

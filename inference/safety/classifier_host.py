@@ -1,8 +1,9 @@
-"""The classifier process: `python -m inference.safety.classifier_host --fd N`, a child of the API process.
+"""Classifier process: `python -m inference.safety.classifier_host --fd N`, a child of the API
+process.
 
-Holds sequence-classification checkpoints and scores texts with them: one thread, at low priority, one batch at a time. Reads what
-lies in the checkpoints' directories and nothing else: no hub, no code of the checkpoint's own, no pickles. It ends when its socket
-does.
+Loads sequence-classification checkpoints and scores texts: one thread, low priority, one batch at a
+time. Reads only the checkpoints' directories: no hub access, no code from checkpoints, no pickles.
+It exits when its socket is closed.
 """
 
 from __future__ import annotations
@@ -21,23 +22,27 @@ from inference.workers.protocol import LoadFailed, Message, Ready, decoder_to_wo
 if TYPE_CHECKING:
     from torch import Tensor
 
-NICENESS = 10  # a tenth of the weight of an engine's threads where both want a core
-ROW_TOKENS_MAX = 512  # tokens per row: what BERT-like models take; a longer text is scored in overlapping rows
-OVERLAP_PARTS = 4  # a quarter of a row is in the next one again, so that nothing is cut in two everywhere
-FORWARD_TOKENS_MAX = 2048  # tokens, padding included, per forward pass: beyond that a batch gains nothing on one core
+NICENESS = 10  # a tenth of the weight of an engine's threads when both need a core
+# tokens per row, as in BERT-like models; longer texts are scored in overlapping rows
+ROW_TOKENS_MAX = 512
+OVERLAP_PARTS = 4  # rows overlap by a quarter, so that short passages are whole in one of them
+# tokens with padding per forward pass: larger batches gain nothing on one core
+FORWARD_TOKENS_MAX = 2048
 _log = logging.getLogger("weir.inference.safety")
 
 
 class LoadClassifiers(Message, tag="load_classifiers", frozen=True):
-    """The first message: checkpoint directories; later messages name them by index."""
+    """First message: checkpoint directories, which later messages reference by index."""
 
     directories: list[str]
 
 
 class ClassifyBatch(Message, tag="classify", frozen=True):
-    """Texts to score, each with the index of its classifier. number: of the batch; its answer bears the same.
+    """Texts to score, each with the index of its classifier. number: of the batch, repeated in the
+    answer.
 
-    The parent sends the next one when the last one's scores have come: so what nobody waits for any more is never computed.
+    The parent sends the next batch after the scores of the last, so abandoned texts are never
+    computed.
     """
 
     number: int
@@ -45,9 +50,10 @@ class ClassifyBatch(Message, tag="classify", frozen=True):
 
 
 class BatchScored(Message, tag="scored", frozen=True):
-    """Scores from 0 to 1 for every text, in the order of the classifier's labels. The highest over all parts of a long text.
+    """Scores from 0 to 1 per text, in the order of the classifier's labels; of a long text the
+    maximum over its rows.
 
-    fault: why there are none; then `scores` is empty.
+    fault: the reason if scoring failed; `scores` is then empty.
     """
 
     number: int
@@ -56,10 +62,10 @@ class BatchScored(Message, tag="scored", frozen=True):
 
 
 class Classifier:
-    """One loaded checkpoint."""
+    """A loaded checkpoint."""
 
     def __init__(self, directory: Path) -> None:
-        """Load and try it once. Raises `CheckpointInvalid`."""
+        """Load the checkpoint and score a test text. Raises: CheckpointInvalid."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         only_local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -68,12 +74,12 @@ class Classifier:
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 str(directory), use_safetensors=True, dtype="float32", output_loading_info=True, **only_local
             )
-        except Exception as error:  # the library raises of every kind
+        except Exception as error:  # the library raises exceptions of any type
             raise CheckpointInvalid(str(directory), f"cannot be loaded as a classifier: {error}") from error
         self._model: Any = model.eval()
         missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-        if missing:  # the library would go on with random numbers
-            raise CheckpointInvalid(str(directory), f"weights are missing or of a wrong shape: {', '.join(missing[:3])}")
+        if missing:  # the library would continue with random weights
+            raise CheckpointInvalid(str(directory), f"weights are missing or have a wrong shape: {', '.join(missing[:3])}")
         if not self._tokenizer.is_fast:
             raise CheckpointInvalid(str(directory), "needs a tokenizer.json")
         self._several_labels = model.config.problem_type == "multi_label_classification" or model.config.num_labels == 1
@@ -87,7 +93,9 @@ class Classifier:
             raise CheckpointInvalid(str(directory), f"gives {len(scores[0])} scores for {len(model.config.id2label)} labels")
 
     def score(self, texts: Sequence[str]) -> list[list[float]]:
-        """For every text the highest score of each label over its rows. Raises ArithmeticError for scores that are no numbers."""
+        """Return each label's highest score over a text's rows. Raises: ArithmeticError for scores
+        that are not finite.
+        """
         encoded = self._tokenizer(
             list(texts),
             truncation=True,
@@ -100,7 +108,7 @@ class Classifier:
         highest: list[list[float]] = [[] for _ in texts]
         by_length = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         while by_length:
-            # The longest first, so that all others of a pass are padded to it.
+            # The longest rows first: the others of a pass are padded to their length.
             width = len(rows[by_length[-1]])
             count = 1 if self._pad_id is None else max(FORWARD_TOKENS_MAX // width, 1)
             taken, by_length = by_length[-count:], by_length[:-count]
@@ -122,26 +130,27 @@ class Classifier:
             logits: Tensor = self._model(input_ids=input_ids, attention_mask=attention_mask).logits.float()
         scores = logits.sigmoid() if self._several_labels else logits.softmax(dim=-1)
         if not bool(torch.isfinite(scores).all()):
-            raise ArithmeticError("the scores are not finite; are the weights intact?")  # NaN is below every threshold
+            # NaN would be below every threshold
+            raise ArithmeticError("the scores are not finite; are the weights intact?")
         return [[float(score) for score in row] for row in scores]
 
     def _row_limit(self) -> int:
-        """Tokens that the model takes at once."""
+        """Return the maximum number of tokens per row."""
         limits = [ROW_TOKENS_MAX, self._tokenizer.model_max_length]
         for name, module in self._model.named_modules():
             if name.endswith("position_embeddings") and hasattr(module, "num_embeddings"):
-                # RoBERTa and its kin count positions from behind the padding's.
+                # RoBERTa-like models number positions from behind the padding's.
                 first = 0 if module.padding_idx is None else module.padding_idx + 1
                 limits.append(module.num_embeddings - first)
         return int(min(limits))
 
 
 def serve(connection: socket.socket) -> int:
-    """Load, then score batch after batch until the parent is gone; the exit status."""
+    """Load, then score batches until the parent closes the socket. Returns the exit status."""
     os.nice(NICENESS)
     inbox: Inbox[Message] = Inbox(connection, decoder_to_worker(LoadClassifiers, ClassifyBatch))
     load = inbox.wait()
-    assert isinstance(load, LoadClassifiers), "the first message says what to load"
+    assert isinstance(load, LoadClassifiers), "the first message must be LoadClassifiers"
     import torch
 
     torch.set_num_threads(1)
@@ -154,12 +163,12 @@ def serve(connection: socket.socket) -> int:
     connection.sendall(encode(Ready(kv_block_count=0)))
     while True:
         batch = inbox.wait()
-        assert isinstance(batch, ClassifyBatch), "what is loaded stays"
+        assert isinstance(batch, ClassifyBatch), "later messages must be ClassifyBatch"
         connection.sendall(encode(score_batch(classifiers, batch)))
 
 
 def score_batch(classifiers: Sequence[Classifier], batch: ClassifyBatch) -> BatchScored:
-    """The scores of a batch, text by text in its order, or why there are none."""
+    """Return the scores of a batch in the order of its texts, or the fault."""
     scores: list[list[float]] = [[] for _ in batch.texts]
     try:
         for wanted, classifier in enumerate(classifiers):

@@ -1,8 +1,8 @@
-"""The safety stage: what a prompt and an output are checked for, and what a check answers.
+"""Safety stage: interfaces of prompt and output checkers, and their combination.
 
-Off unless configured. A checker sees text only; what follows from a hit is its caller's business. The output is checked while it
-comes: text is let go once its checker has found nothing in it. Rules, classifiers and the file that names them are in
-`safety_file.py`.
+Disabled unless configured. A checker sees text only; the caller acts on a hit. Output is checked
+while streaming: text is released once its checker has cleared it. Rules, classifiers and their
+configuration file are in `safety_file.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# An escape, two that are one character, and at the end of the text what may become one.
+# An escape, a surrogate pair of escapes, or an incomplete escape at the end of the text.
 _ESCAPE = re.compile(
     r"\\(?:u(?P<high>[dD][89abAB][0-9a-fA-F]{2})\\u(?P<low>[dD][c-fC-F][0-9a-fA-F]{2})"
     r"|(?P<part>(?:u(?:[0-9a-fA-F]{0,3}|[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?))?\Z)"
@@ -23,17 +23,17 @@ _ESCAPE = re.compile(
 )
 
 _SHORT = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
-_NO_CHARACTER = "\ufffd"  # for half a pair of surrogates, which no classifier's tokenizer takes
+_NO_CHARACTER = "\ufffd"  # replaces lone surrogates, which classifiers' tokenizers reject
 
 
 class Unescaper:
-    """Reads the escapes of JSON in text that comes in pieces. All else stays as it is, also what is no JSON."""
+    """Streaming decoder of JSON escapes. All other text is unchanged, even if it is not valid JSON."""
 
     def __init__(self) -> None:
-        self.pending = ""  # the beginning of an escape, which is not read yet
+        self.pending = ""  # an incomplete escape
 
     def push(self, text: str) -> str:
-        """More text; what of it can be read now."""
+        """Add text and return what can be decoded so far."""
         text, self.pending = self.pending + text, ""
         return _ESCAPE.sub(self._read, text)
 
@@ -51,14 +51,15 @@ class Unescaper:
 
 
 class SafetyRulesInvalid(ValueError):
-    """The file of rules and classifiers cannot be used; the message names the file, the entry, and what to mend."""
+    """The safety file is invalid; the message names the file, the entry, and how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check of output knows after another piece of text.
+    """Result of an output check after a piece of text.
 
-    safe_char_count: how much of all text so far may be given out; never shrinks. hit: what was found; nothing more is safe.
+    safe_char_count: length of the output that may be released; never decreases. hit: name of the
+    match; nothing more is safe.
     """
 
     safe_char_count: int
@@ -66,35 +67,39 @@ class Verdict:
 
 
 class OutputCheck(Protocol):
-    """Checks one output while it comes. One call at a time."""
+    """Checks one output while it is streamed. One call at a time."""
 
     async def push(self, text: str) -> Verdict:
-        """More text. Raises `SafetyUnavailable` if it cannot be checked and must be."""
+        """Check more text. Raises: SafetyUnavailable if it could not be checked and checks are
+        required.
+        """
         ...
 
     async def finish(self) -> Verdict:
-        """No more text comes: all of it is safe, or something was found. Raises `SafetyUnavailable`."""
+        """Check the end of the output: all text is safe, or there is a hit. Raises:
+        SafetyUnavailable.
+        """
         ...
 
     def fork(self) -> OutputCheck:
-        """Another check that has seen the same so far, and goes on by itself."""
+        """Return an independent check in the same state."""
         ...
 
 
 class SafetyChecker(Protocol):
-    """Checks prompts and outputs, any number at once. What would hold up the event loop is done elsewhere."""
+    """Checks prompts and outputs concurrently. Blocking work runs outside the event loop."""
 
     async def check_prompt(self, text: str) -> str | None:
-        """What forbids the prompt, by name; None if nothing does. Raises `SafetyUnavailable`."""
+        """Return the name of what forbids the prompt, or None. Raises: SafetyUnavailable."""
         ...
 
     def open_output(self) -> OutputCheck | None:
-        """A check for a new output; None if outputs are not checked."""
+        """Return a check for a new output, or None if outputs are not checked."""
         ...
 
 
 class SafetyStage:
-    """Implements `SafetyChecker` by several: what one of them finds is found. The cheap ones stand first."""
+    """Combines several checkers; the first hit counts. Cheap checkers come first."""
 
     def __init__(self, checkers: Sequence[SafetyChecker]) -> None:
         self._checkers = tuple(checkers)
@@ -114,7 +119,7 @@ class SafetyStage:
 
 
 class _SeveralOutputChecks:
-    """Text is safe as far as it is for all checks."""
+    """Combines checks: text is safe once it is safe for all of them."""
 
     def __init__(self, checks: Sequence[OutputCheck]) -> None:
         self._checks = tuple(checks)
@@ -133,7 +138,7 @@ class _SeveralOutputChecks:
         return twin
 
     async def _ask(self, text: str | None) -> Verdict:
-        """Ask all, the first hit wins. text: None at the end."""
+        """Run all checks until the first hit. text: None at the end."""
         safe_char_counts = []
         for check in self._checks:
             if self._hit is not None:
@@ -141,28 +146,31 @@ class _SeveralOutputChecks:
             verdict = await check.finish() if text is None else await check.push(text)
             safe_char_counts.append(verdict.safe_char_count)
             self._hit = verdict.hit
-        if len(safe_char_counts) == len(self._checks):  # one that was not asked has said nothing about this text
+        if len(safe_char_counts) == len(self._checks):
+            # a skipped check has no result for this text
             self._safe_char_count = max(self._safe_char_count, min(safe_char_counts))
         return Verdict(self._safe_char_count, self._hit)
 
 
 class EscapedOutputCheck:
-    r"""A check of an output that is JSON or has JSON in it: as the model writes it, and as whoever parses it reads it.
+    r"""Checks an output that contains JSON both as written and with its escapes decoded.
 
-    `forbidden\u0020topic` in the arguments of a call is a forbidden topic for whoever makes the call. So a second check sees the
-    same output with its escapes read. Up to the first escape both see the same, and there is but one.
+    `forbidden\u0020topic` in a call's arguments is a forbidden topic once parsed. So a second check
+    sees the decoded output; until the first escape, both are the same and there is only one.
     """
 
     def __init__(self, check: OutputCheck) -> None:
-        """check: of an output from its beginning."""
+        """check: has seen no output yet."""
         self._as_written = check
-        self._as_read: OutputCheck | None = None  # from the first escape on
+        self._as_read: OutputCheck | None = None  # created at the first escape
         self._unescaper = Unescaper()
-        self._char_count = 0  # of all text so far; of that what is known to be safe as it is read:
+        # length of all text so far, and of its part that is safe when decoded:
+        self._char_count = 0
         self._safe_char_count = 0
         self._read_char_count = 0
-        self._common_char_count = 0  # before the first escape, where both are the same
-        self._ends: deque[tuple[int, int]] = deque()  # of pieces: characters as written, and how many as read must be safe for them
+        self._common_char_count = 0  # length before the first escape
+        # of pieces: length as written, and the decoded length that must be safe to release it
+        self._ends: deque[tuple[int, int]] = deque()
 
     async def push(self, text: str) -> Verdict:
         if self._as_read is None and "\\" in text:
@@ -174,7 +182,7 @@ class EscapedOutputCheck:
             return verdict
         read = self._unescaper.push(text)
         self._read_char_count += len(read)
-        # What an escape has begun must not leave before the character that it becomes may.
+        # The beginning of an escape is released only with the character that it encodes.
         self._ends.append((self._char_count, self._read_char_count + bool(self._unescaper.pending)))
         return self._both(verdict, await self._as_read.push(read))
 

@@ -1,18 +1,18 @@
-"""Rules and classifiers as checkers of prompts and outputs, and the file that names them.
+"""Checkers that use rules and classifiers, and the file that configures them.
 
-Rules are regular expressions. A span of output that one matches never leaves, not even its beginning: text is let go once no rule
-can begin in it any more.
+Rules are regular expressions. No part of a matching span is released: text is released once no rule
+can match from there.
 
-Classifiers run in a process of their own. Whatever happens there, callers wait a bounded time and get scores or
-`SafetyUnavailable`; nobody else waits at all. A process that ends or hangs is started again after a pause.
+Classifiers run in a child process. Callers wait a bounded time for scores or `SafetyUnavailable`;
+other requests are not delayed. A process that ends or hangs is restarted after a delay.
 
-    output   [ given out ... | context | window ]      scored together: context and window; let go after it: the window
-                                                       held: never more than a window and a token's text
+    output   [ released ... | context | window ]      context and window are scored together; then the window is released
+                                                      held back: at most a window and a token's text
 
-Prompts are scored in overlapping pieces, a few at a time, so that a long one takes turns with others.
+Prompts are scored in overlapping pieces, a few at a time, so that long prompts do not block others.
 
-The file has `[[rule]]` and `[[classifier]]` tables, and `[classifiers]` with how the latter are asked. Everything that can be known
-without loading a checkpoint is checked when it is read, so that a mistake is told at start and by name.
+The file has `[[rule]]` and `[[classifier]]` tables, and `[classifiers]` with their settings. It is
+validated when read, except for loading checkpoints, so that errors are reported at startup.
 """
 
 from __future__ import annotations
@@ -41,16 +41,20 @@ from inference.workers.batches import BatchQueue
 from inference.workers.process import HostProcess, Watchdog, open_host
 from inference.workers.protocol import LoadFailed, Message, ProtocolBroken, Ready, decoder_to_parent
 
-HELD_CHARS_MAX = 1024  # characters that may wait for the end of a match: a rule for longer spans would stop all streaming
-CONTEXT_CHARS = 256  # characters before the held text that look-behind and word borders can see
-SEARCH_TIMEOUT_S = 0.25  # far above any sane rule on a piece of output; beyond it the text is refused unread
+# characters held back for the end of a match: longer spans would stop streaming
+HELD_CHARS_MAX = 1024
+# characters before the held text that are visible to look-behinds and word boundaries
+CONTEXT_CHARS = 256
+# far above any reasonable rule on a piece of output; after it the text counts as a match
+SEARCH_TIMEOUT_S = 0.25
 THREAD_COUNT = 2  # for long prompts
-QUICK_CHARS_MAX = 16_384  # a prompt up to here is checked in well under a millisecond per rule, beside the requests of others
+# prompts up to this length take well below 1 ms per rule, so they are checked in the event loop
+QUICK_CHARS_MAX = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One regular expression with a name, and what it is searched for in."""
+    """A named regular expression, and the texts it applies to."""
 
     name: str
     pattern: regex.Pattern[str]
@@ -59,15 +63,18 @@ class Rule:
 
 
 class RuleChecker:
-    """Implements `SafetyChecker` by regular expressions."""
+    """Implement `SafetyChecker` with regular expressions."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._prompt_rules = tuple(rule for rule in rules if rule.in_prompt)
         self._output_rules = tuple(rule for rule in rules if rule.in_output)
-        self._threads = ThreadPoolExecutor(THREAD_COUNT, "weir-safety")  # prompts wait for each other alone
+        # long prompts delay only each other
+        self._threads = ThreadPoolExecutor(THREAD_COUNT, "weir-safety")
 
     async def check_prompt(self, text: str) -> str | None:
-        """See `SafetyChecker.check_prompt`. A rule that takes too long to search counts as matched. Long ones go into a thread."""
+        """Implement `SafetyChecker.check_prompt`. A search timeout counts as a match. Long prompts
+        use a thread.
+        """
         if len(text) > QUICK_CHARS_MAX:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._search_prompt, text)
         return self._search_prompt(text)
@@ -86,10 +93,11 @@ class RuleChecker:
 
 
 class RuleOutputCheck:
-    """Implements `OutputCheck`, at once: a piece of output is a few characters beside at most `HELD_CHARS_MAX` held ones.
+    """Implement `OutputCheck` synchronously: each piece is short, and at most `HELD_CHARS_MAX` are
+    held.
 
-    text   [ forgotten | context, given out | held: a match may begin here ]
-                       ^ base               ^ base + _context_length       ^ end
+    text   [ dropped | context, released | held: a match may begin here ]
+                     ^ base              ^ base + _context_length       ^ end
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:
@@ -118,13 +126,14 @@ class RuleOutputCheck:
                 break
             held_from = min(held_from, self._first_possible(rule, final=final))
         if self._hit is None:
-            # Beyond the bound the beginning of a match is let go: a rule that waits for ever must not hold all of an output.
+            # Beyond the limit the start of a match is released: an endless match must not hold back
+            # all output.
             held_from = max(held_from, len(self._text) - HELD_CHARS_MAX)
         self._let_go(max(held_from, self._context_length))
         return Verdict(self._base + self._context_length, self._hit)
 
     def _first_possible(self, rule: Rule, *, final: bool) -> int:
-        """Where a match of the rule may begin that more text could complete; notes a match that is complete."""
+        """Return where a match that needs more text may begin; records a complete match."""
         try:
             found = rule.pattern.search(self._text, pos=self._context_length, partial=not final, timeout=SEARCH_TIMEOUT_S)
         except TimeoutError:
@@ -132,7 +141,7 @@ class RuleOutputCheck:
             return self._context_length
         if found is None:
             return len(self._text)
-        # A match at the very end may not be one when the next character is there: a word border, a look-ahead.
+        # A match at the very end may depend on the next character (word boundary, look-ahead).
         if not found.partial and (final or found.end() < len(self._text)):
             self._hit = rule.name
         return found.start()
@@ -144,10 +153,10 @@ class RuleOutputCheck:
         self._context_length = position - forgotten
 
 
-WAITING_COUNT_MAX = 256  # texts: more than that cannot be scored within any sane timeout on one core
-BATCH_CHARS_MAX = 4000  # some 1,000 tokens: a larger batch makes everybody wait longer and computes no faster on one core
+WAITING_COUNT_MAX = 256  # texts: more cannot be scored within a reasonable timeout on one core
+BATCH_CHARS_MAX = 4000  # about 1,000 tokens: larger batches only increase latency on one core
 LOAD_TIMEOUT_S = 120.0
-HANG_TIMEOUTS = 4  # a batch that takes so many times what a caller waits is not slow, it hangs
+HANG_TIMEOUTS = 4  # a batch that takes this many caller timeouts counts as hanging
 
 RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX = 0.2, 30.0
 STABLE_AFTER_S = 60.0
@@ -165,27 +174,29 @@ _log = logging.getLogger("weir.inference.safety")
 
 
 class ClassifierProcess:
-    """All classifiers of this API process, in one child. Belongs to one event loop. queue: of texts; restart_count: of children."""
+    """All classifiers of this API process in one child process. Bound to one event loop.
+    restart_count: of the child.
+    """
 
     def __init__(self, directories: Sequence[Path], *, timeout_s: float) -> None:
-        """Starts nothing. timeout_s: what a caller waits for scores."""
+        """Start no process yet. timeout_s: seconds that callers wait for scores."""
         self._directories = tuple(directories)
         self._timeout_s = timeout_s
         self._child: HostProcess | None = None
         self.queue: BatchQueue[tuple[int, str], list[float]] = BatchQueue(BATCH_CHARS_MAX)
         self.restart_count = 0
         self._reason = "they are being loaded"
-        self._tried = asyncio.Event()  # the first attempt to load is over
+        self._tried = asyncio.Event()  # set after the first attempt to load
         self._first_failure: str | None = None
         self._watchdog = Watchdog(HANG_TIMEOUTS * timeout_s, self._kill_hanging)
 
     @property
     def pid(self) -> int | None:
-        """The child's process id; None while there is none that scores."""
+        """Process id of the child; None while it is not serving."""
         return None if self._child is None else self._child.pid
 
     async def score(self, asks: Sequence[tuple[int, str]]) -> list[list[float]]:
-        """Scores of each text by the classifier of that index. Raises `SafetyUnavailable`."""
+        """Return scores of texts by classifier index. Raises: SafetyUnavailable."""
         if self.queue.waiting_count + len(asks) > WAITING_COUNT_MAX:
             raise SafetyUnavailable(f"{self.queue.waiting_count} texts wait for the safety classifiers", self._timeout_s)
         waiting = self.queue.put((ask, len(ask[1])) for ask in asks)
@@ -202,12 +213,12 @@ class ClassifierProcess:
             self.queue.drop(waiting)
 
     async def loaded(self) -> str | None:
-        """Wait until the first attempt to load is over, which `serve` makes; why it failed, None if it did not."""
+        """Wait for the first attempt to load in `serve`. Returns the failure, or None on success."""
         await self._tried.wait()
         return self._first_failure
 
     async def serve(self) -> None:
-        """Keep a child alive until cancelled."""
+        """Keep a child process running until cancelled."""
         backoff, clock = Backoff(RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX), asyncio.get_running_loop().time
         while True:
             started_at_s = clock()
@@ -222,7 +233,7 @@ class ClassifierProcess:
             await asyncio.sleep(backoff.next_s())
 
     async def _run_child(self) -> None:
-        """One life of a child. Leaves the reason of its end."""
+        """Run one child process until it ends, and record the reason."""
         try:
             async with open_host("inference.safety.classifier_host", CHILD_ENVIRONMENT) as child:
                 try:
@@ -237,7 +248,7 @@ class ClassifierProcess:
             self._reason = f"their process could not be started: {error}"
 
     async def _load(self, child: HostProcess) -> bool:
-        """Whether the child has loaded everything; else `_reason` tells."""
+        """Return whether the child loaded everything; otherwise set `_reason`."""
         child.send(LoadClassifiers([str(directory) for directory in self._directories]))
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
@@ -272,13 +283,15 @@ class ClassifierProcess:
         self._send_next()
 
     def _send_next(self) -> None:
-        """Send what waits, as far as it fits one batch, unless a batch is under way."""
+        """Send the next batch of waiting texts, unless a batch is in progress."""
         if self._child is not None and (batch := self.queue.take_batch()):
             self._watchdog.heard()
             self._child.send(ClassifyBatch(self.queue.batch_count, batch))
 
     def _lose(self, child: HostProcess) -> None:
-        """The child is gone: what it had fails, since it may be the cause; what waits goes on waiting for the next one."""
+        """Handle the end of the child: its batch, a possible cause, fails; waiting texts wait for
+        the next child.
+        """
         if self._child is child:
             self._child = None
             self._watchdog.disarm()
@@ -293,17 +306,18 @@ class ClassifierProcess:
             self._child.kill()
 
 
-HOLD_S_MAX = 1.0  # seconds: text of a slow model is checked after so long, though its window is not full
-PIECE_CHARS = 1000  # of a prompt: some 250 tokens, one row of any classifier in most scripts
-PIECE_OVERLAP_CHARS = 200  # so that what lies across a border is whole in one of both pieces
-PIECES_AT_ONCE = 4  # of one prompt in the queue: the rest of it comes after what others have put there meanwhile
+HOLD_S_MAX = 1.0  # seconds after which text of a slow model is checked before its window is full
+PIECE_CHARS = 1000  # of a prompt: about 250 tokens, one classifier row in most scripts
+PIECE_OVERLAP_CHARS = 200  # so that passages across a border are whole in one piece
+PIECES_AT_ONCE = 4  # queued per prompt: the rest is queued after other callers' texts
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifierRule:
-    """Which scores of one classifier forbid a text.
+    """Score thresholds of one classifier.
 
-    index: of the classifier in its process. thresholds: (place of the label in the scores, label, lowest score that forbids).
+    index: of the classifier in its process. thresholds: (index of the label in the scores, label,
+    lowest forbidden score).
     """
 
     name: str
@@ -313,7 +327,7 @@ class ClassifierRule:
     in_output: bool
 
     def hit(self, scores: Sequence[float]) -> str | None:
-        """The forbidden label with its classifier's name; None if none reaches its threshold."""
+        """Return classifier name and label of the first threshold reached; None if there is none."""
         for place, label, threshold in self.thresholds:
             if scores[place] >= threshold:
                 return f"{self.name}: {label}"
@@ -322,7 +336,7 @@ class ClassifierRule:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierTerms:
-    """How outputs are cut, and what happens when no answer comes. Durations in seconds."""
+    """Windows of output checks, and behaviour without an answer. Durations in seconds."""
 
     window_chars: int = 200
     context_chars: int = 400
@@ -331,7 +345,7 @@ class ClassifierTerms:
 
 
 class ClassifierChecker:
-    """Implements `SafetyChecker` by asking the classifier process."""
+    """Implement `SafetyChecker` with the classifier process."""
 
     def __init__(self, process: ClassifierProcess, rules: Sequence[ClassifierRule], terms: ClassifierTerms) -> None:
         self._process = process
@@ -368,7 +382,7 @@ class ClassifierChecker:
 
 
 class ClassifierOutputCheck:
-    """Implements `OutputCheck`: window by window."""
+    """Implement `OutputCheck` window by window."""
 
     def __init__(
         self,
@@ -376,7 +390,7 @@ class ClassifierOutputCheck:
         terms: ClassifierTerms,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """find: what is wrong with a text, if anything."""
+        """find: returns the name of a match in a text, or None."""
         self._find = find
         self._terms = terms
         self._clock = clock
@@ -387,7 +401,7 @@ class ClassifierOutputCheck:
         self._hit: str | None = None
 
     async def push(self, text: str) -> Verdict:
-        """See `OutputCheck.push`. Waits for the classifier when the window is full, or its oldest text old."""
+        """Implement `OutputCheck.push`. Waits for the classifier when the window is full or old."""
         if text and not self._window:
             self._window_since_s = self._clock()
         self._window += text
@@ -416,28 +430,30 @@ class ClassifierOutputCheck:
 
 
 def pieces_of(text: str) -> list[str]:
-    """The text in overlapping pieces; one if it is short."""
+    """Split a text into overlapping pieces; one if it is short."""
     step = PIECE_CHARS - PIECE_OVERLAP_CHARS
     return [text[start : start + PIECE_CHARS] for start in range(0, max(len(text) - PIECE_OVERLAP_CHARS, 1), step)]
 
 
-RULE_COUNT_MAX = 256  # each is searched for in every piece of text
-CLASSIFIER_COUNT_MAX = 8  # each scores every piece of text, on one core for all
+RULE_COUNT_MAX = 256  # every rule is searched in every piece of text
+CLASSIFIER_COUNT_MAX = 8  # every classifier scores every piece of text, on one core
 PATTERN_CHARS_MAX = 2048
-WINDOW_CHARS_MAX = 2000  # beyond it a reader waits longer for a window than for the answer
+WINDOW_CHARS_MAX = 2000  # larger windows delay readers more than the answer takes
 TIMEOUT_S_MAX = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Safety:
-    """What a file asks for; nothing without one. classifiers: to be served as long as the checker is used."""
+    """Checker configured by a file, None without one. classifiers: process to serve while the
+    checker is used.
+    """
 
     checker: SafetyChecker | None = None
     classifiers: ClassifierProcess | None = None
 
 
 def read_safety(path: Path) -> Safety:
-    """Rules and classifiers of a file; starts nothing.
+    """Read rules and classifiers from a file; starts no process.
 
     Raises: SafetyRulesInvalid.
     """
@@ -510,12 +526,12 @@ def _rule(entry: Mapping[str, Any], where: str) -> Rule:
     except regex.error as error:
         raise SafetyRulesInvalid(f"{where}: {error}") from error
     if pattern.search(""):
-        raise SafetyRulesInvalid(f"{where}: matches nothing at all, so it would match everything")
+        raise SafetyRulesInvalid(f"{where}: matches the empty text, so it would match everything")
     return Rule(entry["name"], pattern, *_applies_to(entry, where))
 
 
 def _directory(entry: Mapping[str, Any], base: Path, where: str) -> Path:
-    """Where the checkpoint lies; a relative path is one from the file's own directory."""
+    """Return the checkpoint directory; relative paths start at the file's directory."""
     given = entry.get("directory")
     if not isinstance(given, str) or not given:
         raise SafetyRulesInvalid(f"{where}: needs the directory of a checkpoint on this machine")
@@ -544,7 +560,7 @@ def _classifier(entry: Mapping[str, Any], index: int, directory: Path, where: st
 
 
 def _labels(directory: Path, where: str) -> dict[str, int]:
-    """A checkpoint's labels with their places in its scores."""
+    """Return a checkpoint's labels with their indices in its scores."""
     try:
         config = read_json(directory / "config.json")
     except CheckpointInvalid as error:
@@ -553,10 +569,11 @@ def _labels(directory: Path, where: str) -> dict[str, int]:
     if not architecture.endswith("ForSequenceClassification"):
         raise SafetyRulesInvalid(f"{where}: {directory} holds {architecture}, not a sequence classifier")
     if config.get("auto_map"):
-        raise SafetyRulesInvalid(f"{where}: {directory} wants to run code of its own, which is not done here")
+        raise SafetyRulesInvalid(f"{where}: {directory} requires custom code (auto_map), which is not supported")
     if config.get("problem_type") == "regression":
         raise SafetyRulesInvalid(f"{where}: {directory} estimates a number and has no labels to compare")
-    id2label = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}  # what the library takes an absent entry for
+    # the library's default for a missing entry
+    id2label = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
     if not isinstance(id2label, dict) or sorted(map(str, id2label)) != sorted(map(str, range(len(id2label)))):
         raise SafetyRulesInvalid(f"{where}: id2label of {directory / 'config.json'} is not a table of labels")
     return {str(label): int(place) for place, label in id2label.items()}

@@ -1,1 +1,1 @@
-"""From logits to the next tokens: rules, grammars, chance and beams."""
+"""Token selection from logits: rules, grammars, sampling and beam search."""

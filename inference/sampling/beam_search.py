@@ -1,13 +1,14 @@
-"""Beam search as a rule about scores: which continuations live, which finished ones are kept, and when nothing better can come.
+"""Beam search over scores: selects living and finished hypotheses, and detects the end of the
+search.
 
-The definition is that of `generate(num_beams=...)` in transformers 5, whose outputs it equals:
+The definition is that of `generate(num_beams=...)` in transformers 5, with equal outputs:
 - a score is the sum of the log-probabilities of the output's tokens; bias and penalties act on log-probabilities, not on logits;
-- at each step the `(1 + end ids) * width`, at least `2 * width`, best continuations of all beams are looked at; those of the first
-  `width` that end are finished, and the best `width` that do not end live on;
-- finished ones compete by score / tokens ** length_penalty, and the best `width` are kept;
-- `EarlyStopping` says when the search is over; at the longest output it always is.
+- each step considers the `(1 + end ids) * width`, at least `2 * width`, best continuations of all beams; of the
+  first `width`, those that end are finished; of the others, the best `width` that do not end stay alive;
+- finished hypotheses are ranked by score / tokens ** length_penalty, and the best `width` are kept;
+- `EarlyStopping` decides when the search ends, at the latest at the maximum output length.
 
-Numbers only: no tensors, no KV blocks, no text. Owned by one `BeamGroup`.
+Works on numbers only: no tensors, KV blocks or text. Owned by one `BeamGroup`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from inference.engine import BeamSearchParams, EarlyStopping, TokenLogprob, Toke
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The best continuations of one beam, the best first, all of them possible.
+    """Best continuations of one beam, in descending order; only tokens with finite scores.
 
-    scores: log-probabilities after bias and penalties. logprobs: the model's own. top: the likeliest tokens, if they are reported.
+    scores: log-probabilities after bias and penalties. logprobs: the model's own. top: the most
+    likely tokens, if requested.
     """
 
     token_ids: Sequence[int]
@@ -35,7 +37,7 @@ class Candidates:
 
 @dataclass(slots=True)
 class Hypothesis:
-    """One output. score: of a living one the sum, of a finished one over its length's power. logprobs: if they are reported."""
+    """One output. score: sum, or length-penalized once finished. logprobs: only if requested."""
 
     token_ids: list[int] = field(default_factory=list)
     score: float = 0.0
@@ -44,7 +46,9 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class _Continuation:
-    """A beam's index, and the index of one of its candidates. total: score of the whole output, in fp32 as transformers sums it."""
+    """Candidate of a beam, by indices. total: score of the whole output, summed in fp32 as in
+    transformers.
+    """
 
     beam: int
     candidate: int
@@ -53,24 +57,28 @@ class _Continuation:
 
 
 class BeamSearch:
-    """The state of one search. `living` are the beams, the best first; `finished` the best ended outputs, the best first."""
+    """State of a search. `living` (the beams) and `finished` are in descending order of score."""
 
     def __init__(self, params: BeamSearchParams, end_token_ids: frozenset[int], max_output_tokens: int) -> None:
         self.living = [Hypothesis()]
         self.finished: list[Hypothesis] = []
         self.ended = False
-        self.token_count = 0  # of all beams: each token that extended or ended one
+        self.token_count = 0  # of all beams: every token that extended or ended one
         self._params = params
         self._end_token_ids = end_token_ids
         self._max_output_tokens = max_output_tokens
 
     @property
     def candidate_count(self) -> int:
-        """How many candidates of each beam are looked at: so many that `width` remain even if all ends are among the best."""
+        """Candidates considered per beam: `width` of them remain even if all end tokens are among
+        them.
+        """
         return max(2, 1 + len(self._end_token_ids)) * self._params.width
 
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:
-        """Take one more token. candidates: of each living beam, in order. Returns, for each that lives now, whom it follows."""
+        """Advance by one token. candidates: per living beam, in order. Returns the parent of each
+        living beam.
+        """
         width, length = self._params.width, len(self.living[0].token_ids) + 1
         best = self._best(candidates)
         last = length >= self._max_output_tokens
@@ -87,7 +95,9 @@ class BeamSearch:
         return [each.beam for each in going]
 
     def certain_token_count(self, choice_count: int, known_count: int) -> int:
-        """How many first tokens all outputs share that can still be among the best `choice_count`; at least known_count."""
+        """Return the length of the prefix shared by all possible best outputs; at least
+        known_count.
+        """
         possible = [one.token_ids for one in (*self.finished[:choice_count], *self.living)]
         first, count = possible[0], known_count
         while all(len(one) > count and one[count] == first[count] for one in possible):
@@ -114,13 +124,14 @@ class BeamSearch:
         return Hypothesis([*before.token_ids, continuation.token_id], continuation.total, logprobs)
 
     def _is_decided(self, length: int) -> bool:
-        """Whether no living beam may displace a finished one any more, as far as `early_stopping` wants that to be known."""
+        """Return whether the finished hypotheses are final, as defined by `early_stopping`."""
         params = self._params
         if len(self.finished) < params.width:
             return False
         if params.early_stopping is EarlyStopping.WHEN_FULL:
             return True
-        # A positive penalty favours long outputs, so the most that a beam may reach is what its score would be worth at the end.
+        # A positive penalty favours long outputs, so the best possible score is the one at maximum
+        # length.
         looks_ahead = params.early_stopping is EarlyStopping.NEVER and params.length_penalty > 0
         reached = self._max_output_tokens if looks_ahead else length
         best_possible = np.float32(self.living[0].score) / np.float32(reached**params.length_penalty)

@@ -1,13 +1,15 @@
-"""Structured output: from a response format to the set of tokens that may come next.
+"""Structured output: computes the allowed next tokens for a response format.
 
-A grammar is compiled once, by `llguidance`, and copied for each sequence; the copy follows the sequence's tokens. What it allows
-keeps the output a beginning of an answer in the format, byte by byte, so a character split over tokens is no special case. The
-model's own end tokens are allowed exactly where the answer is complete, and alone where nothing can follow.
+A grammar is compiled once by `llguidance` and copied for each sequence, whose tokens the copy
+follows. Allowed tokens keep the output a prefix of a valid answer, byte by byte, so characters
+split over tokens need no special case. The model's end tokens are allowed exactly where the answer
+is complete, and exclusively where nothing can follow.
 
-Imported by the engine host only, and `llguidance` with the first request that needs it.
+Imported by the engine worker only; `llguidance` is imported with the first request that needs it.
 
-`GrammarThread` compiles off the step thread, so that a large schema delays its own request only. It is bounded like the inbox:
-the parent sends no more sequences than the waiting queue takes."""
+`GrammarThread` compiles off the step thread, so that a large schema delays only its own request.
+Its queue is bounded: the parent sends at most as many sequences as the waiting queue takes.
+"""
 
 from __future__ import annotations
 
@@ -34,44 +36,46 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
-COMPILED_COUNT_MAX = 64  # grammars kept: applications send the same few schemas; each takes some 100 kB
-ERROR_CHARS_MAX = 500  # of the library's words: enough for the reason, not for a dump of its state
+COMPILED_COUNT_MAX = 64  # cached grammars of about 100 kB: applications reuse few schemas
+ERROR_CHARS_MAX = 500  # of the library's message, which may contain a dump of its state
 _ISO_RULE = re.compile(r"^\s*\w+\s*=[^;]*;\s*$", re.MULTILINE)
 Mask = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
 
 class Grammar:
-    """Where one sequence stands in its format. Changed by the step loop; `fill` may run in another thread meanwhile."""
+    """Grammar state of one sequence. Modified by the step loop; `fill` may run in another thread."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     @property
     def fault(self) -> str | None:
-        """Why it cannot be followed any further; None while it can. Nothing may be chosen by its mask then."""
+        """Reason why the grammar failed, or None. After a failure its mask is invalid."""
         return _short(self._matcher.get_error()) if self._matcher.is_error() else None
 
     @property
     def complete(self) -> bool:
-        """Whether the output so far is an answer in the format."""
+        """True if the output so far is a complete answer in the format."""
         return self._matcher.is_accepting()
 
     def copy(self) -> Grammar:
-        """Another one that stands at the same place, for another sequence."""
+        """Return an independent copy in the same state."""
         return Grammar(self._matcher.deep_copy())
 
     def fill(self, mask: Mask, row: int) -> None:
-        """Write which tokens may come next into a row of bits, 32 to a word."""
+        """Write the mask of allowed next tokens into a row, one bit per token, 32 per word."""
         words = mask[row]
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     def advance(self, token_id: int) -> None:
-        """The token has been chosen."""
+        """Update the state with the chosen token."""
         self._matcher.consume_token(token_id)
 
 
 class GrammarCompiler:
-    """Compiles response formats for one model's vocabulary, and keeps the latest. Safe to use from several threads."""
+    """Compiles response formats for one vocabulary, with an LRU cache. Safe to use from several
+    threads.
+    """
 
     def __init__(self, tokenizer_path: Path, vocabulary_size: int, end_token_ids: frozenset[int]) -> None:
         self._tokenizer_path = tokenizer_path
@@ -82,7 +86,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, response_format: ResponseFormat) -> Grammar:
-        """A grammar at its beginning. Raises: RequestImpossible with the reason and its field."""
+        """Return the grammar in its initial state. Raises: RequestImpossible with the reason and
+        the field.
+        """
         with self._lock:
             matcher = self._compiled.get(response_format) or self._build(response_format)
             self._compiled[response_format] = matcher
@@ -107,7 +113,7 @@ class GrammarCompiler:
         return matcher
 
     def _check_beginning(self, matcher: LLMatcher, response_format: ResponseFormat) -> None:
-        """Refuse a grammar that fails at the first token: its request would have been computed up to there in vain."""
+        """Reject a grammar that allows no first token, before the prompt is computed."""
         probe = Grammar(matcher.deep_copy())
         mask: Mask = np.zeros((1, mask_word_count(self._vocabulary_size)), dtype=np.int32)
         probe.fill(mask, 0)
@@ -125,15 +131,15 @@ class GrammarCompiler:
             try:
                 ends = sorted(self._end_token_ids)
                 self._tokenizer = LLTokenizer(str(self._tokenizer_path), n_vocab=self._vocabulary_size, eos_token=ends)
-            except Exception as error:  # the library raises whatever its parts raise
+            except Exception as error:  # the library raises exceptions of any type
                 raise RequestImpossible(f"this model's tokenizer does not support response formats: {error}", field) from error
         return self._tokenizer
 
 
 class MaskWorker:
-    """Computes masks beside the forward pass: they depend on the tokens before it, not on its result.
+    """Computes masks in parallel with the forward pass, on whose result they do not depend.
 
-    One thread, so that masks take at most one core from the pass; the library releases Python's lock while it computes.
+    Uses one thread, so at most one core; the library releases the GIL while it computes.
     """
 
     def __init__(self, vocabulary_size: int) -> None:
@@ -141,7 +147,7 @@ class MaskWorker:
         self._thread: ThreadPoolExecutor | None = None
 
     def begin(self, grammars: Sequence[Grammar | None]) -> PendingMasks | None:
-        """Start on one mask per grammar; None if there is no grammar among them."""
+        """Start computing one mask per grammar; returns None if there are no grammars."""
         if all(grammar is None for grammar in grammars):
             return None
         if self._thread is None:
@@ -151,7 +157,7 @@ class MaskWorker:
 
 
 class PendingMasks:
-    """Masks that are being computed, one per constrained row of a batch."""
+    """Masks being computed, one per constrained row of a batch."""
 
     def __init__(self, by_row: dict[int, Grammar], mask: Mask, thread: ThreadPoolExecutor) -> None:
         self._by_row = by_row
@@ -159,14 +165,16 @@ class PendingMasks:
         self._filled = thread.submit(self._fill)
 
     def apply(self, logits: Tensor) -> None:
-        """Set to minus infinity, in place, what the constrained rows of logits (R, V) must not choose.
+        """Set forbidden tokens to minus infinity, in place, in the constrained rows of logits (R,
+        V).
 
-        A row whose grammar has failed is left as it is: its sequence ends with the fault instead of a token.
+        Rows whose grammar failed are unchanged: their sequences end with the fault.
         """
         self._filled.result()
         bits = np.unpackbits(~self._mask.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
         forbidden = torch.from_numpy(bits).view(torch.bool)
-        # Row by row and in place: gathering rows and scattering them again cost twice as much, measured at 128,000 tokens.
+        # Row by row and in place: gathering and scattering rows took twice as long with 128,000
+        # tokens.
         for index, (row, grammar) in enumerate(self._by_row.items()):
             if grammar.fault is None:
                 logits[row].masked_fill_(forbidden[index], float("-inf"))
@@ -177,7 +185,7 @@ class PendingMasks:
 
 
 def mask_word_count(vocabulary_size: int) -> int:
-    """Return how many words of 32 bits have one bit for each token."""
+    """Return the number of 32-bit words that hold one bit per token."""
     return -(-vocabulary_size // 32)
 
 
@@ -189,7 +197,7 @@ def _grammar_source(response_format: ResponseFormat) -> str:
             schema = json.loads(response_format.source)
             if not isinstance(schema, dict | bool):
                 raise ValueError("a schema is an object or a boolean")
-            # An extension of the library that would let a schema overrule our options.
+            # "x-guidance" is a library extension that would override our options.
             plain = schema if isinstance(schema, bool) else {name: part for name, part in schema.items() if name != "x-guidance"}
             return json.dumps({"grammars": [{"json_schema": _with_options(plain)}]})
         case GrammarKind.REGEX:
@@ -204,18 +212,16 @@ def _with_options(schema: dict[str, object] | bool) -> dict[str, object]:
 
 
 def _remedy(response_format: ResponseFormat) -> str:
-    """What to do about a grammar in another notation that goes by the name of EBNF too; empty if it is none that is known."""
+    """Return a hint for a grammar in another EBNF notation; empty if it is not a known one."""
     if response_format.kind is not GrammarKind.LARK:
         return ""
     if "::=" in response_format.source:
         return (
-            "rules with ::= are GBNF, and Lark is wanted here: write start: for root ::=, name: for other rules, /[a-z]/ for [a-z]"
+            "rules with ::= are GBNF, but Lark is required: write start: for root ::=, name: for other rules, /[a-z]/ for [a-z]"
             " and // for # comments; python -m llguidance.gbnf_to_lark converts a file; "
         )
     if _ISO_RULE.search(response_format.source):
-        return (
-            "rules with = and ; are ISO EBNF, and Lark is wanted here: one rule a line, start: a b without commas or semicolons; "
-        )
+        return "rules with = and ; are ISO EBNF, but Lark is required: one rule per line, start: a b without commas or semicolons; "
     return ""
 
 
@@ -225,24 +231,24 @@ def _short(message: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What came of a request's response format: a grammar, or why there is none."""
+    """Result of compiling a request's response format: a grammar or an error."""
 
     number: int
     result: Grammar | RequestImpossible
 
 
 class GrammarThread:
-    """One thread that compiles in order of arrival."""
+    """Thread that compiles grammars in order of arrival."""
 
     def __init__(self, compiler: GrammarCompiler, deliver: Callable[[Compiled], None]) -> None:
-        """deliver: called in the thread, with each result."""
+        """deliver: called in the thread with each result."""
         self._compiler = compiler
         self._deliver = deliver
         self._jobs: queue.SimpleQueue[tuple[int, ResponseFormat]] = queue.SimpleQueue()
         self._started = False
 
     def begin(self, number: int, response_format: ResponseFormat) -> None:
-        """Compile a request's response format; the thread starts with the first."""
+        """Compile a request's response format. The first call starts the thread."""
         self._jobs.put((number, response_format))
         if not self._started:
             self._started = True

@@ -1,29 +1,32 @@
-"""Chooses next tokens: greedy or by chance, row by row once the whole batch's rules have acted.
+"""Sampling of next tokens: greedy or random, row by row, after the rules were applied to the batch.
 
-Chance comes from a counter: the number for output token i of a sequence is a hash of its seed and i. So what a sequence draws
-depends on its seed alone, not on its neighbours, on the step, or on whether it was preempted and computed again.
+Random numbers are counter-based: the number for output token i of a sequence is a hash of its seed
+and i. So results depend on the seed alone, not on other rows, the step, or preemption and
+recomputation.
 
-`RowLogprobs` has the log-probabilities of output tokens, for the rows that asked for them. They are the model's own: the
-log-softmax of its logits before bias, penalties, constraint, temperature and cuts, as in OpenAI's API. So they tell what the
-model thought, whatever it was made to say, and a token's value does not depend on how it was sampled.
+`RowLogprobs` computes the requested log-probabilities of output tokens. As in OpenAI's API, they
+are the log-softmax of the model's logits before bias, penalties, constraints, temperature and
+truncation, so they do not depend on the sampling parameters.
 
-`draw_token` draws one token from one row of logits, at the cost of looking at the likely tokens only. The cuts `top_k`, `top_p`
-and `min_p` are of a ranked list, and ranking a whole vocabulary costs more than a small model's forward pass. So a bound is found
-first that at least so many tokens reach; only those are ranked, and more if the nucleus turns out to be larger. The result is the
-one that ranking all of them gives, bit for bit: sums run from the likeliest token on, so they do not depend on how many follow,
-and what they are compared with is summed over the whole row in either case.
+`draw_token` samples one token from a row of logits, looking at the likely tokens only. `top_k`,
+`top_p` and `min_p` need ranked tokens, and ranking a whole vocabulary costs more than a small
+model's forward pass. So a lower bound of the likely logits is computed first; only tokens above it
+are ranked, and more if the nucleus is larger. The result equals that of a full ranking, bit for
+bit: sums run from the most likely token on, so they do not depend on the number of ranked tokens,
+and the total is summed over the whole row in either case.
 
-It uses numpy, row by row: a row's numbers stay in the processor's cache, and what a row draws cannot depend on its neighbours.
+It uses numpy row by row: a row fits the processor's cache, and results cannot depend on other rows.
 
-What a request asks to be changed in the logits first (bias, penalties, tokens held off) acts on the whole batch at once and only
-on the entries that change: a row without any of this costs nothing.
+Rules that change logits (bias, penalties, suppressed tokens) are applied to the whole batch at
+once, only to the affected entries: rows without rules cost nothing.
 
-Formulas, in the order in which they act (that of `transformers`, whose greedy search gives the same tokens):
+Formulas, in the order of application (as in `transformers`, whose greedy search gives the same
+tokens):
 - bias: logit + bias, as in OpenAI's `logit_bias`;
-- repetition penalty r over prompt and output: logit / r if positive, else logit * r (Keskar et al. 2019, section 4.1, with the sign
-  rule that `transformers` and vLLM use);
-- frequency and presence penalty over the output alone: logit - count * frequency - (count > 0) * presence (OpenAI's definition);
-- held off: minus infinity, for ids that would end the output before it has `min_output_tokens`.
+- repetition penalty r over prompt and output: logit / r if positive, else logit * r (Keskar et al. 2019,
+  section 4.1, with the sign rule of `transformers` and vLLM);
+- frequency and presence penalty over the output: logit - count * frequency - (count > 0) * presence (OpenAI);
+- suppressed tokens: minus infinity, for end tokens before `min_output_tokens`.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ from inference.sequences import uniform
 
 
 class SeenTokens:
-    """The distinct token ids of a sequence, and how often each one is in its output. Grows by a token at constant cost."""
+    """Distinct token ids of a sequence with their counts in its output. Adding a token takes
+    constant time.
+    """
 
     def __init__(self, prompt_token_ids: Iterable[int]) -> None:
         self._slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(prompt_token_ids))}
@@ -55,16 +60,16 @@ class SeenTokens:
 
     @property
     def token_ids(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Each id once. A view: valid until the next `add`."""
+        """Distinct ids. A view: valid until the next `add`."""
         return self._ids[: len(self._slots)]
 
     @property
     def output_counts(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        """Occurrences in the output of each of `token_ids`; 0 for one that is in the prompt only."""
+        """Counts in the output of each of `token_ids`; 0 for tokens that are in the prompt only."""
         return self._counts[: len(self._slots)]
 
     def copy(self) -> SeenTokens:
-        """Another one with the same tokens, for a sequence that goes on from here."""
+        """Return an independent copy."""
         other = SeenTokens(())
         other._slots, other._ids, other._counts = dict(self._slots), self._ids.copy(), self._counts.copy()
         return other
@@ -80,10 +85,10 @@ class SeenTokens:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is sampled. seed: any integer; index: of the output token, from 0.
+    """Sampling parameters of one row. seed: any integer; index: of the output token, from 0.
 
-    seen: there if the parameters penalise. held_off_ids: ids that must not be chosen now. grammar: what the output has to follow,
-    where it stands now. candidate_count: of a beam, how many continuations are wanted; 0 for all others.
+    seen: set if there are penalties. held_off_ids: suppressed token ids. grammar: in its current
+    state. candidate_count: continuations needed for a beam; 0 otherwise.
     """
 
     params: SamplingParams
@@ -96,7 +101,7 @@ class Draw:
 
 
 def apply_rules(logits: Tensor, rows: Sequence[Draw]) -> None:
-    """Change logits (R, V) fp32 in place as each row's request asks."""
+    """Apply each row's rules to logits (R, V) fp32, in place."""
     biased = [row for row, ruled in enumerate(rows) if ruled.params.logit_bias]
     if biased:
         _add_biases(logits, biased, [rows[row].params for row in biased])
@@ -134,7 +139,9 @@ def _penalise(logits: Tensor, rows: list[int], ruled: list[Draw]) -> None:
 
 
 class Chosen(NamedTuple):
-    """A row's next token. logprobs: if its parameters ask for them. candidates: of a beam, whose search decides instead."""
+    """A row's next token. logprobs: if requested. candidates: for a beam, whose search decides
+    instead.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -142,15 +149,17 @@ class Chosen(NamedTuple):
 
 
 def choose(logits: Tensor, draws: Sequence[Draw], masks: PendingMasks | None = None) -> list[Chosen]:
-    """One token per row of logits (R, V) fp32, which are changed: rules, then masks, then `sample`.
+    """Choose one token per row of logits (R, V) fp32, modified in place by rules, then masks, then
+    `sample`.
 
-    Log-probabilities are of before. masks: of the draws' grammars, if there are any.
+    Log-probabilities are computed before the modifications. masks: of the draws' grammars, if any.
     """
     told = {row: draw.params.top_logprobs for row, draw in enumerate(draws) if draw.params.top_logprobs is not None}
     searched = {row: draw.candidate_count for row, draw in enumerate(draws) if draw.candidate_count}
     report, beams = RowLogprobs(logits, told), RowLogprobs(logits, searched)
     if beams.counts:
-        logits[list(beams.counts)] = beams.logprobs  # since in beam search rules act on that
+        # in beam search rules apply to log-probabilities
+        logits[list(beams.counts)] = beams.logprobs
     apply_rules(logits, draws)
     if masks is not None:
         masks.apply(logits)
@@ -161,10 +170,11 @@ def choose(logits: Tensor, draws: Sequence[Draw], masks: PendingMasks | None = N
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token id per row of logits (R, V) fp32.
+    """Sample one token id per row of logits (R, V) fp32.
 
-    Temperature divides, then `top_k` keeps the k largest, then `top_p` the fewest of those whose probability reaches p, then
-    `min_p` those at least so many times as likely as the likeliest. Ties at the border of top_k fall to whichever comes first.
+    Logits are divided by the temperature, then `top_k` keeps the k largest, `top_p` the smallest
+    set of those that reaches probability p, and `min_p` those at least that fraction as likely as
+    the most likely one. Ties at the border of top_k go to the lower id.
     """
     rows = logits.numpy()
     chosen = []
@@ -177,16 +187,18 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 class RowLogprobs:
-    """Log-softmax of rows of a step's logits, taken before anything changes them; asked when the tokens are chosen."""
+    """Log-softmax of rows of a step's logits, computed before the logits are modified."""
 
     def __init__(self, logits: Tensor, counts: Mapping[int, int]) -> None:
-        """logits: (R, V) fp32. counts: by row, how many of the likeliest tokens are wanted. Copies those rows, and only those."""
+        """logits: (R, V) fp32. counts: number of top tokens to report, by row. Copies only those
+        rows.
+        """
         self.counts = counts
         if counts:
             self.logprobs = logits[list(counts)].log_softmax(dim=-1)
 
     def reports(self, chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
-        """By row. chosen: the token of every row."""
+        """Return the log-probabilities by row. chosen: the token of every row."""
         if not self.counts:
             return {}
         picked = [chosen[row] for row in self.counts]
@@ -200,13 +212,16 @@ class RowLogprobs:
         return reports
 
     def candidates(self, scores: Tensor, reports: Mapping[int, TokenLogprobs]) -> dict[int, Candidates]:
-        """By row of a beam. scores: the same logits, after the rules. reports: of the rows that report log-probabilities."""
+        """Return candidates by row of a beam. scores: logits after the rules. reports:
+        log-probabilities by row.
+        """
         if not self.counts:
             return {}
         count = min(max(self.counts.values()), scores.shape[-1])
         best = scores[list(self.counts)].topk(count, dim=-1)
         own = self.logprobs.gather(-1, best.indices)
-        possible = torch.isfinite(best.values).sum(dim=-1).tolist()  # what is held off has no finite score, and comes last
+        # suppressed tokens have infinite scores and sort last
+        possible = torch.isfinite(best.values).sum(dim=-1).tolist()
         found = {}
         rows = zip(self.counts.items(), best.indices.tolist(), best.values.tolist(), own.tolist(), possible, strict=True)
         for (row, wanted), token_ids, values, logprobs, most in rows:
@@ -216,19 +231,21 @@ class RowLogprobs:
         return found
 
 
-FIRST_RANKED_COUNT = 256  # tokens: most nuclei of real models are smaller
-RANKED_GROWTH = 8  # how many times as many are ranked next
-GROUPS_PER_TOKEN = 4  # of which one maximum each is looked at for the bound: hardly two of the likeliest tokens fall into one
-BORDER_SLACK = 1e-3  # of a logit: min_p's border in logits is kept so far from its border in weights, whose rounding decides
+FIRST_RANKED_COUNT = 256  # tokens: larger than most nuclei of real models
+RANKED_GROWTH = 8  # factor by which the ranking is extended
+GROUPS_PER_TOKEN = 4  # groups, whose maxima give the bound: the likely tokens rarely share a group
+# in logits: tolerance for rounding differences between logits and weights at min_p's border
+BORDER_SLACK = 1e-3
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def draw_token(row: Row, params: SamplingParams, uniform: float, ranked_count: int = FIRST_RANKED_COUNT) -> int:
-    """The token that a number from [0, 1) stands for. row: (V,) logits, not all minus infinity. params: temperature above 0.
+    """Return the token for a random number from [0, 1). row: (V,) logits, not all minus infinity.
+    params: temperature above 0.
 
-    ranked_count: how many to rank at first; changes nothing but the cost.
+    ranked_count: number of tokens ranked first; affects only the speed.
     """
     if params.top_k > 0 or params.top_p < 1.0:
         ids, weights = _nucleus(row, params, ranked_count)
@@ -238,13 +255,15 @@ def draw_token(row: Row, params: SamplingParams, uniform: float, ranked_count: i
         weights = _weights(row[ids], float(row.max()), params.temperature)
     else:
         return _pick(_weights(row, float(row.max()), params.temperature), uniform)
-    if params.min_p > 0:  # the likeliest token's weight is 1
+    if params.min_p > 0:  # the most likely token has weight 1
         weights[weights < params.min_p] = 0.0
     return int(ids[_pick(weights, uniform)])
 
 
 def _nucleus(row: Row, params: SamplingParams, ranked_count: int) -> tuple[Ids, Numbers]:
-    """Tokens that `top_k` and `top_p` leave, the likeliest first, and their weights. Equal ones in the order of their ids."""
+    """Return the tokens kept by `top_k` and `top_p` with their weights, ranked by weight, ties by
+    id.
+    """
     most = min(params.top_k or len(row), len(row))
     count = min(most, ranked_count) if params.top_p < 1.0 and not params.top_k else most
     largest = float(row.max())
@@ -257,16 +276,16 @@ def _nucleus(row: Row, params: SamplingParams, ranked_count: int) -> tuple[Ids, 
             total = sums[-1] if params.top_k else _weights(row, largest, params.temperature).sum()
             border = float(params.top_p * total)
         if sums[-1] >= border or len(ids) == most:
-            # Those before which less than the border is reached; so at least the first.
+            # Keep tokens until the border is reached, at least one.
             kept = 1 + int(np.searchsorted(sums[:-1], border, side="left")) if params.top_p < 1.0 else len(ids)
             return ids[:kept], weights[:kept]
         count *= RANKED_GROWTH
 
 
 def _likeliest(row: Row, count: int) -> Ids:
-    """Ids, ascending, of at least so many tokens, and of all that are as likely as any of them.
+    """Return, in ascending order, the ids of at least `count` most likely tokens, including ties.
 
-    Tokens are dealt into groups; of as many groups as tokens are wanted, the largest logits reach the bound.
+    Tokens are dealt into groups; the `count` largest group maxima give the bound.
     """
     group_tokens = len(row) // (GROUPS_PER_TOKEN * count)
     if group_tokens < 2:
@@ -278,8 +297,10 @@ def _likeliest(row: Row, count: int) -> Ids:
 
 
 def _ranked(row: Row, ids: Ids) -> Ids:
-    """By falling logit, equal ones by rising id: one sort of whole numbers, several times as fast as a stable one of floats."""
-    bits = (row[ids] + np.float32(0.0)).view(np.int32)  # adding turns -0.0 into 0.0, which is equal to it
+    """Sort by descending logit, then id: sorting integers is several times as fast as a stable
+    float sort.
+    """
+    bits = (row[ids] + np.float32(0.0)).view(np.int32)  # the addition turns -0.0 into the equal 0.0
     rising = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits).astype(np.int64)
     keys = (~rising << 32) | ids
     keys.sort()
@@ -287,7 +308,9 @@ def _ranked(row: Row, ids: Ids) -> Ids:
 
 
 def _weights(logits: Row, largest: float, temperature: float) -> Numbers:
-    """Probabilities as multiples of the likeliest token's. fp64: a running sum in fp32 would give the last tokens a wrong share."""
+    """Return probabilities relative to the most likely token's, in fp64: fp32 sums would distort
+    small ones.
+    """
     weights: Any = logits.astype(np.float64)
     weights -= largest
     weights /= temperature
@@ -295,8 +318,10 @@ def _weights(logits: Row, largest: float, temperature: float) -> Numbers:
 
 
 def _pick(weights: Numbers, uniform: float) -> int:
-    """Index of the first entry whose running sum passes uniform x total; never one of weight 0."""
+    """Return the index of the first entry whose running sum exceeds uniform x total; its weight is
+    not 0.
+    """
     sums = weights.cumsum()
     index = np.searchsorted(sums, uniform * sums[-1], side="right")
-    # Rounding can put the target at the total itself; the last entry with weight is then meant.
+    # Rounding can make the target equal to the total, which means the last entry with weight.
     return int(min(index, np.searchsorted(sums, sums[-1], side="left")))

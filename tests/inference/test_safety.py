@@ -144,7 +144,7 @@ def test_rules_apply_where_they_say(tmp_path: Path) -> None:
         ("[[rule]]\npattern = 'a'", "rule 1: needs a name"),
         ("[[rule]]\nname = 'x'", r"rule 1 \(x\): needs a pattern"),
         ("[[rule]]\nname = 'x'\npattern = '('", r"rule 1 \(x\)"),
-        ("[[rule]]\nname = 'x'\npattern = 'a*'", "matches nothing at all"),
+        ("[[rule]]\nname = 'x'\npattern = 'a*'", "matches the empty text"),
         ("[[rule]]\nname = 'x'\npattern = 'a'\napplies_to = 'all'", "applies_to"),
         ("[[rule]]\nname = 'x'\npattern = 'a'\nignore_case = 1", "ignore_case"),
         ("[[rule]]\nname = 'x'\npattern = 'a'\nseverity = 1", "severity"),
