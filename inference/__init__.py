@@ -1,4 +1,5 @@
-"""Tokens: engines, their scheduling and caching, and the protocol through which the rest of Weir drives them.
+"""Engines: scheduling, caching and execution of models, and the protocol by which the rest of Weir
+uses them.
 
-Knows nothing of tenants, quotas, money or the wire. Must never import `api` or `metering`.
+Independent of tenants, quotas, money and the wire. Must never import `api` or `metering`.
 """

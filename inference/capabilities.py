@@ -1,8 +1,8 @@
-"""Which fields of a request an engine honours, and the refusal of those that it would ignore.
+"""Request fields that an engine supports, and the rejection of the others.
 
-Each engine declares its `Capabilities` once, on its `ModelInfo`. The API checks a request against them
-before it holds anything, and the engine checks again on entering. A field that an engine honours is
-translated into the engine's own request; every other one is refused by its name on the wire.
+Each engine declares its `Capabilities` once, on its `ModelInfo`. The API checks a request against
+them before it makes a hold, and the engine checks again on submission. Supported fields are
+translated to the engine's own request; all others are rejected by their name on the wire.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inference.sequences import GenerationRequest, SamplingParams
 
 
 class RequestField(StrEnum):
-    """A field of the start frame that some engine may not honour. The value is its name there."""
+    """A field of the start frame that some engines do not support. The value is its name there."""
 
     TOP_P = "sampling.top_p"
     TOP_K = "sampling.top_k"
@@ -44,7 +44,9 @@ _NEUTRAL = SamplingParams()
 
 
 def is_used(field: RequestField, request: GenerationRequest) -> bool:
-    """Return whether the request's answer depends on the field. Without a temperature nothing is drawn."""
+    """Return whether the output depends on the field. At temperature 0, sampling fields have no
+    effect.
+    """
     section, _, name = field.rpartition(".")
     if field in _FORMATS:
         return request.response_format is not None and request.response_format.kind == name
@@ -61,11 +63,11 @@ def _in_order(fields: frozenset[RequestField]) -> tuple[RequestField, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Request fields that an engine honours.
+    """Request fields that an engine supports.
 
-    unsupported: fields that it would ignore. top_logprobs_max: likeliest tokens that it reports for
-    each one; None for as many as Weir allows. sampled_logprobs: whether it reports log-probabilities
-    also above a temperature of 0. logit_bias_max: the largest bias, both ways.
+    unsupported: fields that it would ignore. top_logprobs_max: maximum top tokens reported per
+    token; None for Weir's own limit. sampled_logprobs: whether it reports log-probabilities at a
+    temperature above 0. logit_bias_max: maximum absolute bias.
     """
 
     unsupported: frozenset[RequestField] = frozenset()
@@ -74,7 +76,9 @@ class Capabilities:
     logit_bias_max: float = inf
 
     def check(self, request: GenerationRequest, engine: str) -> None:
-        """Raise `RequestImpossible` with the field if the engine would ignore one. engine: its name, for the message."""
+        """Raise RequestImpossible, with the field, if the engine would ignore it. engine: name for
+        the message.
+        """
         sampling = request.sampling
         for field in _in_order(self.unsupported):
             if (request.response_format is not None or field not in _FORMATS) and is_used(field, request):
@@ -82,10 +86,10 @@ class Capabilities:
         if sampling.top_logprobs is not None:
             most = self.top_logprobs_max
             if most is not None and sampling.top_logprobs > most:
-                said = f"must be at most {most}, not {sampling.top_logprobs}: this model's engine ({engine}) reports no more"
+                said = f"must be at most {most} on this model's engine ({engine}), got {sampling.top_logprobs}"
                 raise RequestImpossible(said, RequestField.TOP_LOGPROBS)
             if sampling.temperature > 0 and not self.sampled_logprobs:
-                said = f"needs a temperature of 0: this model's engine ({engine}) does not report the tokens that it draws"
+                said = f"needs a temperature of 0: this model's engine ({engine}) does not report sampled tokens"
                 raise RequestImpossible(said, RequestField.TOP_LOGPROBS)
         for _, bias in sampling.logit_bias:
             if abs(bias) > self.logit_bias_max:
@@ -94,13 +98,15 @@ class Capabilities:
 
     def _refusal(self, request: GenerationRequest, field: RequestField, engine: str) -> RequestImpossible:
         name = field.rpartition(".")[2]
-        said = f"this model's engine ({engine}) does not honour {name}: leave it out, or use a model on an engine that does"
+        said = f"this model's engine ({engine}) does not support {name}: omit it, or use a model whose engine does"
         if request.response_format is not None and field.startswith("response_format."):
             return RequestImpossible(said, request.response_format.field)
         return RequestImpossible(said, field)
 
     def honoured(self, defaults: SamplingParams) -> tuple[SamplingParams, frozenset[RequestField]]:
-        """Return a checkpoint's default sampling without what the engine ignores, and the fields that were left out."""
+        """Return a checkpoint's default sampling without unsupported fields, and the omitted
+        fields.
+        """
         left_out = set()
         for field in self.unsupported:
             section, _, name = field.partition(".")
@@ -111,7 +117,7 @@ class Capabilities:
 
 
 def combined(capabilities: Iterable[Capabilities]) -> Capabilities:
-    """Return what at least one of several replicas honours: a replica that does not is passed over."""
+    """Return what at least one of several replicas supports: routing skips the others."""
     each = tuple(capabilities)
     limits = [one.top_logprobs_max for one in each]
     return Capabilities(
@@ -122,8 +128,8 @@ def combined(capabilities: Iterable[Capabilities]) -> Capabilities:
     )
 
 
-# The default sampler of TensorRT-LLM's PyTorch backend, 1.2 and the 1.3 release candidates, accepts these
-# and ignores them. Of several end tokens it holds off one only, so a minimum of tokens is not kept.
+# TensorRT-LLM's default PyTorch sampler (1.2 and 1.3 release candidates) accepts and ignores these.
+# It suppresses only one of several end tokens, so a minimum of tokens is not enforced.
 TENSORRT_LLM_IGNORES = frozenset(
     {
         RequestField.MIN_P,

@@ -1,11 +1,11 @@
-"""The engine protocol: all that the rest of Weir may know about how tokens are made.
+"""The engine protocol: the interface between token generation and the rest of Weir.
 
-What a sequence is asked for and what it tells stands in `sequences.py`, and is imported from here. Implementations:
-`torch_engine.TorchEngine` (a child process around the step loop). `Encoder` stands beside `Engine`, for models that embed;
-`Backend` is what both have in common.
+Requests and events are defined in `sequences.py` and re-exported here. `torch_engine.TorchEngine`
+runs the step loop in a child process; other engines are in `adapters/`. `Encoder` is the
+counterpart of `Engine` for embedding models; `Backend` is their common base.
 
-Life of an engine: the composition root runs `serve` as a task of its `TaskGroup`, so that everything an engine does in the
-background has a parent. The first `start` loads the model, `close` ends it, and `serve` returns.
+Lifecycle: the composition root runs `serve` as a task of its `TaskGroup`, which owns all background
+work of the engine. The first `start` loads the model; after `close`, `serve` returns.
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
@@ -82,43 +82,46 @@ __all__ = [
 ]
 
 
-# Told of a sequence: its events in order, `Scheduled`, any number of `TokensGenerated` and `ChoiceFinished`, then as the last one
-# `SequenceFinished`, or an error if the engine failed or went away. Called on the event loop, never by `submit` itself. Must not
-# block; what it raises becomes an incident, and the sequence goes on.
+# Receives a sequence's events in order: `Scheduled`, any number of `TokensGenerated` and
+# `ChoiceFinished`, last `SequenceFinished`, or an error if the engine failed. Called on the event
+# loop, never from `submit`. Must not block; exceptions are reported as incidents, and the sequence
+# continues.
 Tell = Callable[[SequenceEvent | EngineError], None]
 
 
 def tell_nobody(event: SequenceEvent | EngineError) -> None:
-    """A `Tell` for a sequence that nobody follows."""
+    """Ignore the events of a sequence; a `Tell` without a receiver."""
 
 
 class Sequence(Protocol):
-    """A running sequence as its caller sees it. The caller closes it in the end, whatever it was told."""
+    """A running sequence. The caller closes it in the end, whatever its events."""
 
     @property
     def outputs(self) -> list[list[int]]:
-        """Token ids of each choice so far, those of the request's `output_token_ids` included; known after the end too."""
+        """Token ids of each choice so far, including the request's `output_token_ids`; kept after
+        the end.
+        """
         ...
 
     def cancel(self) -> None:
-        """Ask the engine to stop; idempotent, never blocks.
+        """Ask the engine to stop. Idempotent, never blocks.
 
-        The engine answers with `SequenceFinished(CANCELLED)` within one step; if the sequence ended by itself before the
-        request to cancel arrived, with how it ended.
+        The engine answers within one step with `SequenceFinished(CANCELLED)`, or with the regular
+        end if the sequence had already finished.
         """
         ...
 
     def close(self) -> None:
-        """Forget it, and cancel what still runs: nothing is told from now on. Idempotent, never blocks."""
+        """Stop all events, and cancel the sequence if it is running. Idempotent, never blocks."""
         ...
 
 
 class EngineStatistics(msgspec.Struct, array_like=True, frozen=True):
-    """What the engine told after its last step. Counts in blocks, sequences and tokens.
+    """Engine state after its last step. Counts in blocks, sequences and tokens.
 
-    running_sequence_count_max: places in the batch; 0 where they are not known. replica_count: engines that take requests now and
-    whose counts these are the sums of; step_count is then their mean pace. migration_count: sequences that went on elsewhere after
-    their first token; replacement_count: that began anew elsewhere before it.
+    running_sequence_count_max: places in the batch; 0 if unknown. replica_count: ready engines
+    whose counts are summed here; step_count is then their mean. migration_count: sequences moved to
+    another engine after their first token; replacement_count: before it.
     """
 
     waiting_sequence_count: int = 0
@@ -140,13 +143,15 @@ class EngineStatistics(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the API needs to know of a loaded checkpoint.
+    """Facts about a loaded checkpoint.
 
-    directory holds tokenizer and chat template, so that the API can tokenize without the engine. continues_output: whether the
-    engine takes requests with `output_token_ids`. continues_exactly: it counts them as its own output; otherwise they are a part of
-    the prompt there, and requests for which that makes a difference are refused (`SamplingParams.counts_output`).
-    capabilities: which fields of a request the engine honours; it refuses all others.
-    embedding_dimension: floats of a vector; 0 of a model that generates. Of one that embeds, context_window_tokens bounds a text.
+    directory: contains tokenizer and chat template, so that the API can tokenize without the
+    engine. continues_output: whether the engine accepts requests with `output_token_ids`.
+    continues_exactly: it counts them as its own output; otherwise they become part of the prompt,
+    and requests affected by the difference are refused (`SamplingParams.counts_output`).
+    capabilities: supported request fields; the engine refuses all others. embedding_dimension:
+    vector length, 0 for generating models. For embedding models, context_window_tokens limits a
+    text.
     """
 
     name: str
@@ -162,14 +167,16 @@ class ModelInfo:
     capabilities: Capabilities = field(default_factory=Capabilities)
 
     def can_continue(self, request: GenerationRequest) -> bool:
-        """Whether an engine of this model could take a request up in mid-output, and go on with it as it began."""
+        """Return whether an engine of this model can continue the request mid-output without a
+        difference.
+        """
         if not (request.may_be_continued and self.continues_output):
             return False
         return self.continues_exactly or not request.sampling.counts_output
 
 
 class EngineState(StrEnum):
-    """Where an engine is in its life."""
+    """State in an engine's lifecycle."""
 
     COLD = "cold"
     LOADING = "loading"
@@ -181,12 +188,13 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineCondition:
-    """What an engine is doing now, for progress frames, readiness and the operator.
+    """Current state of an engine, for progress frames, readiness checks and operators.
 
-    LOADING also holds while a restarted engine loads again; RESTARTING is the pause before that. FAILED needs a person: the
-    checkpoint is unusable, and no retry is under way. loading_fraction: 0 to 1, 1 when READY. loading_stage: what is being
-    loaded, one word. retry_after_s: the engine's own guess of when it takes requests. reason: why it is not READY.
-    starts_on_demand: it is COLD or LOADING by design, and whoever calls `start` now will be served.
+    LOADING includes reloading after a restart; RESTARTING is the delay before it. FAILED requires
+    an operator: the checkpoint is unusable, and nothing is retried. loading_fraction: 0 to 1, 1
+    when READY. loading_stage: part being loaded, one word. retry_after_s: estimated time until
+    READY. reason: why it is not READY. starts_on_demand: COLD or LOADING by design; calling `start`
+    makes it ready.
     """
 
     state: EngineState
@@ -198,75 +206,78 @@ class EngineCondition:
 
 
 class Backend(Protocol):
-    """One model somewhere, whatever it does: what health checks, routing and supervision need to know."""
+    """A model on some backend: the interface for health checks, routing and supervision."""
 
     @property
     def model(self) -> ModelInfo:
-        """The checkpoint that is served; known before `start`."""
+        """The served checkpoint; known before `start`."""
         ...
 
     async def serve(self) -> None:
-        """Be the engine for its life: wait for the first `start`, run, restart after a crash, return after `close`.
+        """Run the engine: wait for the first `start`, restart after crashes, return after `close`.
 
-        A task of the caller's `TaskGroup`, run once. An engine that cannot load does not raise here, so that it takes no other
-        engine down: `start`, `submit` and `condition` tell. Cancelled, it stops the engine at once.
+        Run once, as a task of the caller's `TaskGroup`. A load failure is not raised here, where it
+        would stop other engines, but by `start` and `submit`, and shown by `condition`.
+        Cancellation stops the engine at once.
         """
         ...
 
     async def start(self) -> None:
-        """Load the model; returns when the engine takes requests.
+        """Load the model; returns when the engine accepts requests.
 
-        Needs `serve` to be running or about to run. Idempotent, and safe to call from many tasks at once: all wait for the same
-        loading. Raises `EngineStartFailed` with the reason if it cannot load, `EngineUnavailable` if it was closed.
+        Needs a running or scheduled `serve`. Idempotent; concurrent calls wait for the same
+        loading. Raises: EngineStartFailed with the reason if loading fails, EngineUnavailable if it
+        was closed.
         """
         ...
 
     def statistics(self) -> EngineStatistics:
-        """The last that the engine told; never blocks."""
+        """Return the last reported statistics; never blocks."""
         ...
 
     def healthy(self) -> bool:
-        """Whether requests are taken now; the same as `condition().state` being READY."""
+        """Return whether requests are accepted, that is, `condition().state` is READY."""
         ...
 
     def condition(self) -> EngineCondition:
-        """What the engine is doing now; never blocks."""
+        """Return the current state; never blocks."""
         ...
 
     async def close(self) -> None:
-        """Cancel everything and give all memory back; idempotent.
+        """Cancel everything and free all memory. Idempotent.
 
-        What runs ends as `submit` and `embed` say. A closed engine is not started again: build a new one.
+        Running work ends as described in `submit` and `embed`. A closed engine cannot be restarted.
         """
         ...
 
 
 class Engine(Backend, Protocol):
-    """One model that generates, on one backend."""
+    """A text generation model on one backend."""
 
     def submit(self, request: GenerationRequest, tell: Tell) -> Sequence:
-        """Begin one sequence. tell: called with its events, later.
+        """Start a sequence. tell: called with its events, after this returns.
 
-        Raises `RequestImpossible` if it could never run here, `EngineOverloaded` if the engine's queue is full,
-        `EngineUnavailable` while it is down (cold, loading, restarting), `EngineStartFailed` if it needs a person. Running
-        sequences of an engine that is closed end with `SequenceFinished(CANCELLED)`.
+        Raises: RequestImpossible if it can never run on this engine, EngineOverloaded if the queue
+        is full, EngineUnavailable while the engine is cold, loading or restarting,
+        EngineStartFailed if an operator must act. When the engine is closed, running sequences end
+        with `SequenceFinished(CANCELLED)`.
         """
         ...
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
-        """Prompt tokens that the prefix cache would probably serve now: a hint from what was sent before."""
+        """Predict the prompt tokens in the prefix cache, from prompts sent before; not exact."""
         ...
 
 
-Vector: TypeAlias = "array[float]"  # of the type code "f": four bytes a float
+Vector: TypeAlias = "array[float]"  # type code "f": four bytes per float
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """Texts to embed, as token ids with all special tokens.
+    """Texts to embed, as token ids including special tokens.
 
-    rank: who is next, the lowest first, and of equal ones the first to arrive. on_begin: called once, when the encoder begins with
-    the first of them.
+    rank: position in the queue, lowest first, then by arrival. on_begin: called once, when the
+    first text starts.
     """
 
     inputs: tuple[tuple[int, ...], ...]
@@ -276,7 +287,9 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """One vector for each text, in their order. Durations in ms: until the encoder began with the first text; from then on."""
+    """One vector per text, in order. Durations in ms: until the first text started, and from then
+    on.
+    """
 
     vectors: tuple[Vector, ...]
     queue_ms: float
@@ -284,17 +297,19 @@ class Embeddings:
 
 
 class Encoder(Backend, Protocol):
-    """One model that embeds, on one backend.
+    """An embedding model on one backend.
 
-    `model.context_window_tokens` bounds each text, and `model.embedding_dimension` is above 0. `statistics` counts texts as
-    sequences, batches as steps, and embedded tokens as those of prompts.
+    `model.context_window_tokens` limits each text, and `model.embedding_dimension` is above 0.
+    `statistics` counts texts as sequences, batches as steps, and embedded tokens as prompt tokens.
     """
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
-        """Embed all texts of a request, in batches with those of others. Cancelled, it takes out what has not begun.
+        """Embed all texts of a request, batched with other requests. Cancellation removes texts not
+        yet started.
 
-        Raises: `RequestImpossible` with the text's field if one could never run here, `EngineOverloaded` if the queue is full,
-        `EngineUnavailable` while the encoder is down or when it is closed, `EngineStartFailed` if it needs a person, `EngineFailed`
-        if it broke; then nothing was embedded.
+        Raises: RequestImpossible with the field of a text that can never be embedded,
+        EngineOverloaded if the queue is full, EngineUnavailable while the encoder is down or
+        closed, EngineStartFailed if an operator must act, EngineFailed if it broke; then nothing
+        was embedded.
         """
         ...

@@ -1,6 +1,7 @@
-"""KV blocks as every part of the engine counts and keys them, and a guess of what an engine's prefix cache holds. No torch.
+"""KV block size and hashes, and a prediction of an engine's prefix cache. No torch.
 
-`PrefixHint` is a hint for routing and quotes: eviction in the engine is not seen here. Bills use the engine's own exact count.
+`PrefixHint` serves routing and quotes and does not see evictions. Billing uses the engine's exact
+count.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
-KV_BLOCK_TOKENS = 16  # tokens: small enough that a 200-token prefix shares 96 % of itself, large enough for fast copies
+# tokens: a 200-token prefix shares 96 % of itself, and blocks are large enough for fast copies
+KV_BLOCK_TOKENS = 16
 
 
 def chain_hash(parent_hash: int, token_ids: tuple[int, ...]) -> int:
-    """Key of a block after a block. Python's own: the same in one process, and a collision costs a miss, never a wrong hit."""
+    """Return a block's key. Uses Python's hash, constant within a process; a collision only costs a
+    cache miss.
+    """
     return hash((parent_hash, token_ids))
 
 
 @functools.lru_cache(maxsize=4096)  # one per tenant
 def salt_hash(cache_salt: str) -> int:
-    """Key before the first block. Equal salts give equal keys in every process, whatever PYTHONHASHSEED is."""
+    """Return the key before the first block, equal in every process, whatever PYTHONHASHSEED is."""
     return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=7).digest(), "big")
 
 
@@ -29,17 +33,17 @@ def blocks_for(token_count: int) -> int:
 
 
 class PrefixHint:
-    """The block hashes of recent sequences, least recently used first, at most as many as the engine has blocks."""
+    """LRU set of the block hashes of recent sequences, limited to the engine's number of blocks."""
 
     def __init__(self, block_count_max: int, block_tokens: int) -> None:
-        """block_tokens: how many tokens the engine caches as one."""
+        """block_tokens: tokens per cache block of the engine."""
         self._block_count_max = block_count_max
         self._block_tokens = block_tokens
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     def note(self, token_ids: Sequence[int], cache_salt: str) -> None:
-        """The engine has computed these tokens."""
-        # The tail first, as the engine frees it: a shared head is then the last to be forgotten.
+        """Record tokens computed by the engine."""
+        # The tail first, as in the engine's eviction order: a shared head is evicted last.
         for key in reversed(block_hashes(tuple(token_ids), cache_salt, self._block_tokens)):
             self._recent[key] = None
             self._recent.move_to_end(key)
@@ -47,7 +51,9 @@ class PrefixHint:
             self._recent.popitem(last=False)
 
     def predict(self, prompt_token_ids: Sequence[int], cache_salt: str) -> int:
-        """Leading prompt tokens that were computed before under this salt; whole blocks, never the whole prompt."""
+        """Return the leading prompt tokens computed before under this salt: whole blocks, not the
+        whole prompt.
+        """
         count = 0
         if not self._recent:
             return 0
@@ -61,10 +67,10 @@ class PrefixHint:
         self._recent.clear()
 
 
-# A prompt is keyed for its price, for its replica and when it is computed, all within a moment.
+# Pricing, routing and submission hash the same prompt within a short time.
 @functools.lru_cache(maxsize=64)
 def block_hashes(token_ids: tuple[int, ...], cache_salt: str, block_tokens: int) -> tuple[int, ...]:
-    """Chained hashes of all full blocks, as in `block_keys`, but without the tokens that would prove a hit."""
+    """Return chained hashes of all full blocks, as in `block_keys` but without the tokens."""
     chained, keys = salt_hash(cache_salt), []
     for end in range(block_tokens, len(token_ids) + 1, block_tokens):
         chained = chain_hash(chained, token_ids[end - block_tokens : end])

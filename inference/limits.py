@@ -1,6 +1,6 @@
-"""What one engine takes: its bounds, and the check of a request against them.
+"""Limits of an engine, and validation of requests against them.
 
-Shared by the parent, which refuses on entering, and the host, which trusts nobody. No torch.
+Used by the parent on submission, and again by the worker. No torch.
 """
 
 from __future__ import annotations
@@ -14,23 +14,29 @@ from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 CHOICE_COUNT_MAX = 16  # per request: each takes a place in the batch
 BEAM_WIDTH_MAX = 16  # each takes a place in the batch
-LENGTH_PENALTY_MAX = 10.0  # both ways: beyond it the length alone would decide
-TOP_LOGPROBS_MAX = 20  # per token: what others offer; each costs some 20 bytes of every frame
+LENGTH_PENALTY_MAX = 10.0  # absolute value: above it the length alone would decide
+TOP_LOGPROBS_MAX = 20  # per token: common in other APIs; each takes about 20 bytes per frame
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Bounds of one engine, each in the unit that its name says."""
+    """Limits of one engine, with units in the names."""
 
     context_window_tokens: int
-    step_token_count_max: int = 512  # tokens: bounds a step's memory, and its time where nothing runs beside a prompt
-    step_time_target_s: float | None = None  # seconds: how long prompts may hold up running streams; None sets no limit
-    running_sequence_count_max: int = 64  # sequences: the reference workload's 50 at once, and some
-    waiting_sequence_count_max: int = 256  # sequences: beyond that a caller is better told to go elsewhere
-    owed_output_token_count_max: int = 256  # tokens of still owed output reserved per sequence; more is left to preemption
+    # tokens: limits a step's memory, and its time if only prompts run
+    step_token_count_max: int = 512
+    # seconds: time limit of prompts while streams run; None for no limit
+    step_time_target_s: float | None = None
+    running_sequence_count_max: int = 64  # sequences: the reference workload has 50 at once
+    # sequences: beyond this, callers should use another server
+    waiting_sequence_count_max: int = 256
+    # tokens reserved per sequence for future output; preemption handles more
+    owed_output_token_count_max: int = 256
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a step could not serve every running sequence: some would then never get on."""
+        """Raise ValueError if a step could not serve every running sequence, or a limit is not
+        positive.
+        """
         if min(self.context_window_tokens, self.running_sequence_count_max, self.waiting_sequence_count_max) < 1:
             raise ValueError("the context window and both sequence counts must be at least 1")
         if self.step_token_count_max < self.running_sequence_count_max:
@@ -40,7 +46,7 @@ class EngineLimits:
 
 
 def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_size: int, block_count: int) -> str | None:
-    """Why a request could never run on such an engine; None if it could. block_count: KV blocks in all."""
+    """Return why a request can never run on this engine, or None. block_count: total KV blocks."""
     prompt, output_token_count = request.prompt_token_ids, request.stop.max_output_tokens
     if not prompt:
         return "the prompt has no tokens"
@@ -81,16 +87,18 @@ def _continuation_fault(request: GenerationRequest, vocabulary_size: int) -> str
 
 
 def outside_continuation_fault(request: GenerationRequest) -> str | None:
-    """Why output begun elsewhere would go on otherwise on an engine that can only be given it as a part of the prompt."""
+    """Return why the engine, which treats output as prompt, would continue it differently; None if
+    it would not.
+    """
     if not (request.output_token_ids and request.sampling.counts_output):
         return None
     if request.sampling.presence_penalty or request.sampling.frequency_penalty:
         return "this engine cannot count output that was generated elsewhere"
-    return "this engine cannot enter a random sequence in its middle"
+    return "this engine cannot resume a seeded random sequence"
 
 
 def _beam_fault(request: GenerationRequest, limits: EngineLimits, block_count: int) -> str | None:
-    """Comparisons are written so that NaN fails too."""
+    """Return the fault of a beam search, or None. Comparisons are written so that NaN fails too."""
     params, sampling, stop = request.beam_search, request.sampling, request.stop
     assert params is not None
     width, prompt_token_count = params.width, len(request.prompt_token_ids)
@@ -120,7 +128,9 @@ def _stop_fault(stop: StopCriteria, vocabulary_size: int) -> str | None:
 
 
 def sampling_fault(sampling: SamplingParams, vocabulary_size: int) -> str | None:
-    """What of the parameters nothing can be sampled by. Comparisons are written so that NaN fails too."""
+    """Return the fault of sampling parameters, or None. Comparisons are written so that NaN fails
+    too.
+    """
     if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p <= 1):
         return "temperature must be at least 0, top_p above 0 and at most 1, top_k at least 0, min_p from 0 to 1"
     if sampling.seed is not None and not -(1 << 63) <= sampling.seed < 1 << 63:
@@ -131,14 +141,14 @@ def sampling_fault(sampling: SamplingParams, vocabulary_size: int) -> str | None
         return "presence_penalty and frequency_penalty must be numbers"
     for token_id, bias in sampling.logit_bias:
         if not (0 <= token_id < vocabulary_size and math.isfinite(bias)):
-            return f"logit_bias must be a number for each of its token ids, and those from 0 to {vocabulary_size - 1}"
+            return f"logit_bias must map token ids from 0 to {vocabulary_size - 1} to finite numbers"
     if sampling.top_logprobs is not None and not 0 <= sampling.top_logprobs <= TOP_LOGPROBS_MAX:
         return f"top_logprobs must be from 0 to {TOP_LOGPROBS_MAX}"
     return None
 
 
 def embedding_fault(request: EmbeddingRequest, model: ModelInfo) -> RequestImpossible | None:
-    """Why texts could never be embedded by the model; None if they could."""
+    """Return why the model can never embed these texts, or None."""
     limit, size = model.context_window_tokens, model.vocabulary_size
     for index, token_ids in enumerate(request.inputs):
         if not 1 <= len(token_ids) <= limit:

@@ -298,7 +298,7 @@ async def test_what_hangs_on_which_tokens_are_output_is_continued_exactly_or_ref
     settings = backend()
     async with serving(settings) as engine:
         if used_fields(request) & engine.model.capabilities.unsupported:
-            with pytest.raises(RequestImpossible, match="does not honour") as refused:
+            with pytest.raises(RequestImpossible, match="does not support") as refused:
                 await run(engine, request)
             assert refused.value.field in used_fields(request)
             return

@@ -396,7 +396,7 @@ async def test_only_the_right_certificates_meet(tiny: TinyCheckpoint, remote_ser
     ]
     for tls in unwelcome:
         async with remote_engine(secured(settings, tls), started=False) as engine:
-            with pytest.raises(EngineStartFailed, match="a call to .* failed"):
+            with pytest.raises(EngineStartFailed, match=r"a call to .* failed"):
                 await engine.start()
 
     async with connected(RemoteWorld(remote_server, secured(settings, right))) as engine:
