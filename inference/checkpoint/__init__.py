@@ -1,1 +1,1 @@
-"""What a directory in Hugging Face's layout says and holds: its settings, and its tensors where they lie."""
+"""Checkpoints in Hugging Face layout: configuration files and memory-mapped tensors."""

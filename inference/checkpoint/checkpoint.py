@@ -1,15 +1,17 @@
-"""What a checkpoint directory says about itself: sizes, positions, end tokens, default sampling.
+"""Configuration of a decoder checkpoint: sizes, positions, end tokens, default sampling.
 
-Reads the JSON files of the Hugging Face layout, never the weights, and imports no torch: the API process uses it too. Anything
-that this engine would compute wrongly is refused here by name, so that nobody gets a fluent wrong answer.
+Reads the JSON files of the Hugging Face layout, never the weights, and imports no torch, since the
+API process uses it too. Settings that this engine would compute wrongly are rejected by name, so
+that no model gives fluent wrong answers.
 
-`Architecture` has what sets the supported architectures apart. An entry of config.json that it does not know might change what
-the model computes. It is refused by name rather than passed over, unless it is null or false, which turns a feature off. No
-torch.
+`Family` holds the differences between the supported architectures. An unknown entry of config.json
+might change the computation, so it is rejected, unless it is null or false, which disables a
+feature.
 
-Rotary position embedding is the base and at most one scaling to longer contexts. Both spellings are read: `rope_theta` +
-`rope_scaling` (transformers 4) and `rope_parameters` (transformers 5). Every entry is either understood or refused by name;
-`model.rotary_tables` computes what this says."""
+Rotary position embedding is a base with at most one scaling to longer contexts. Both spellings are
+read: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
+`model.rotary_tables` computes it.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,20 @@ from inference.engine import ModelInfo, SamplingParams
 from inference.errors import CheckpointInvalid
 from inference.limits import sampling_fault
 
-DEFAULT_ROPE_THETA = 10_000.0  # radians per position, the base of Su et al. 2021; configurations without it mean this
+# radians per position, from Su et al. 2021; the default of configurations
+DEFAULT_ROPE_THETA = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """All positions divided by a factor."""
+    """Division of all positions by a factor."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """A base that grows with the position once that is beyond the original context, in tokens ("dynamic NTK")."""
+    """Base that grows with positions beyond the original context, in tokens ("dynamic NTK")."""
 
     factor: float
     original_context_tokens: int
@@ -47,7 +50,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Rotary frequencies stretched for long contexts, as Llama 3.1 does. Lengths in tokens."""
+    """Llama 3.1's stretching of rotary frequencies for long contexts. Lengths in tokens."""
 
     factor: float
     low_freq_factor: float
@@ -57,10 +60,12 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Slow rotations stretched, fast ones kept, and attention sharpened (Peng et al. 2023). Lengths in tokens.
+    """YaRN: slow rotations stretched, fast ones kept, attention sharpened (Peng et al. 2023).
+    Lengths in tokens.
 
-    beta_fast, beta_slow: turns within the original context above which a rotation is kept, and below which it is stretched in full.
-    attention_factor: on queries and keys alike. truncate: whether the bounds are rounded to whole dimensions.
+    beta_fast, beta_slow: turns within the original context above which a rotation is kept, and
+    below which it is fully stretched. attention_factor: multiplies queries and keys. truncate:
+    whether bounds are rounded to whole dimensions.
     """
 
     factor: float
@@ -75,10 +80,12 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Each rotation slowed by a factor of its own, by one of two lists (Ding et al. 2024). Lengths in tokens.
+    """LongRoPE: each rotation slowed by its own factor, from one of two lists (Ding et al. 2024).
+    Lengths in tokens.
 
-    A sequence within the original context is turned by the short factors, a longer one by the long factors, from its first token
-    on. attention_factor: on queries and keys alike, in both; None: it follows from factor.
+    A sequence within the original context uses the short factors, a longer one the long factors,
+    from its first token on. attention_factor: multiplies queries and keys in both cases; None
+    derives it from factor.
     """
 
     factor: float
@@ -90,7 +97,7 @@ class LongRopeScaling:
 
 RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
-# What each kind of scaling may say; anything else could change what is computed.
+# Supported entries by kind of scaling; others could change the computation.
 _ENTRIES: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -122,7 +129,9 @@ class RopeConfig:
 
 
 def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) -> RopeConfig:
-    """context_window_tokens: `max_position_embeddings`. Raises `CheckpointInvalid`, and KeyError for a missing entry."""
+    """Read the RoPE entries. context_window_tokens: `max_position_embeddings`. Raises:
+    CheckpointInvalid; KeyError.
+    """
     for entry in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(entry) or {}, Mapping):
             raise CheckpointInvalid(str(path), f"entry {entry} = {raw[entry]!r} is not an object")
@@ -135,7 +144,7 @@ def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) ->
         neutral = name == "partial_rotary_factor" and value == 1
         if name not in _ENTRIES[kind] | _COMMON_ROPE_ENTRIES and value is not None and not neutral:
             raise CheckpointInvalid(str(path), f"RoPE scaling {kind} has an unsupported entry: {name} = {value!r}")
-    # Next to the parameters it wins, as it does in transformers.
+    # The top-level entry overrides the parameters, as in transformers.
     original = raw.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
     scaling = _read_scaling(kind, parameters, original, context_window_tokens)
     if not (theta > 0 and math.isfinite(theta)) or (
@@ -146,7 +155,9 @@ def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) ->
 
 
 def stretched_context_tokens(rope: RopeConfig, context_window_tokens: int) -> int:
-    """Positions that a model serves: `max_position_embeddings`, which two scalings extend rather than include."""
+    """Return the context window: `max_position_embeddings`, extended by the dynamic and YaRN
+    scalings.
+    """
     match rope.scaling:
         case (
             DynamicScaling(factor=factor, original_context_tokens=original)
@@ -158,7 +169,9 @@ def stretched_context_tokens(rope: RopeConfig, context_window_tokens: int) -> in
 
 
 def rotation_switch_tokens(rope: RopeConfig, context_window_tokens: int) -> int | None:
-    """The length beyond which all positions of a sequence are turned otherwise, if the window reaches there."""
+    """Return the length above which longrope uses other factors; None if the window does not exceed
+    it.
+    """
     scaling = rope.scaling
     if not isinstance(scaling, LongRopeScaling) or scaling.original_context_tokens >= context_window_tokens:
         return None
@@ -166,7 +179,7 @@ def rotation_switch_tokens(rope: RopeConfig, context_window_tokens: int) -> int 
 
 
 def refuse_wrong_factors(rope: RopeConfig, head_dim: int, path: Path) -> None:
-    """Raises `CheckpointInvalid` unless longrope has one factor above 0 for each pair of a head's dimensions."""
+    """Raise CheckpointInvalid unless longrope has one positive factor per pair of head dimensions."""
     if not isinstance(rope.scaling, LongRopeScaling):
         return
     for name, factors in (("short_factor", rope.scaling.short_factors), ("long_factor", rope.scaling.long_factors)):
@@ -197,7 +210,8 @@ def _read_scaling(kind: str, parameters: Mapping[str, Any], original: int | None
                 attention_factor=_optional(parameters, "attention_factor"),
                 mscale=_optional(parameters, "mscale"),
                 mscale_all_dim=_optional(parameters, "mscale_all_dim"),
-                beta_fast=_optional(parameters, "beta_fast") or 32.0,  # the paper's choice for Llama models
+                # the paper's value for Llama models
+                beta_fast=_optional(parameters, "beta_fast") or 32.0,
                 beta_slow=_optional(parameters, "beta_slow") or 1.0,
                 truncate=bool(parameters.get("truncate", True)),
             )
@@ -235,8 +249,8 @@ _SIZES = (
 class DecoderConfig:
     """Sizes of a Llama-family decoder. All counts are of heads, layers or floats.
 
-    layer_windows: positions that each layer looks back on, the row's own included; None where it sees all.
-    qk_norm: each head's queries and keys are normalized before they are rotated.
+    layer_windows: attention window of each layer in positions, including the row's own; None for
+    all. qk_norm: whether each head's queries and keys are normalized before rotation.
     """
 
     architecture: str
@@ -260,7 +274,9 @@ class DecoderConfig:
 
 
 def read_config(directory: Path) -> DecoderConfig:
-    """Read config.json and generation_config.json. Raises `CheckpointInvalid` naming the file and what to mend."""
+    """Read config.json and generation_config.json. Raises: CheckpointInvalid naming the file and
+    the fix.
+    """
     path = directory / "config.json"
     raw = read_json(path)
     named = raw.get("architectures") or ["(none)"]
@@ -284,7 +300,7 @@ def read_config(directory: Path) -> DecoderConfig:
             str(path), f"{config.head_count} attention heads cannot share {config.kv_head_count} key-value heads evenly"
         )
     if config.head_dim < 2 or config.head_dim % 2:
-        raise CheckpointInvalid(str(path), f"head_dim = {config.head_dim} is not even, and rotations turn pairs")
+        raise CheckpointInvalid(str(path), f"head_dim = {config.head_dim} must be even, since rotations apply to pairs")
     refuse_wrong_factors(config.rope, config.head_dim, path)
     if any(not 0 <= end < config.vocabulary_size for end in config.end_token_ids):
         raise CheckpointInvalid(
@@ -296,7 +312,7 @@ def read_config(directory: Path) -> DecoderConfig:
 def _read_sizes(raw: Mapping[str, Any], architecture: str, end_token_ids: frozenset[int], path: Path) -> DecoderConfig:
     family = ARCHITECTURES[architecture]
     head_count, layer_count = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
-    # An explicit null means the plain value in all families; an absent entry means the family's own.
+    # An explicit null means the generic default; an absent entry means the architecture's default.
     kv_head_count = raw.get("num_key_value_heads", family.kv_head_count) or head_count
     head_dim = raw.get("head_dim", family.head_dim) or int(raw["hidden_size"]) // head_count
     positions = int(raw.get("max_position_embeddings", family.context_window_tokens))
@@ -332,7 +348,7 @@ def read_model_info(
     context_window_tokens_max: int | None = None,
     capabilities: Capabilities | None = None,
 ) -> ModelInfo:
-    """What the API tells of a checkpoint before it is loaded. Raises `CheckpointInvalid`."""
+    """Return the facts about a checkpoint before it is loaded. Raises: CheckpointInvalid."""
     config = read_config(directory)
     window = min(config.context_window_tokens, context_window_tokens_max or config.context_window_tokens)
     capabilities = capabilities or Capabilities()
@@ -350,7 +366,7 @@ def read_model_info(
 
 @contextlib.contextmanager
 def entries_of(path: Path) -> Iterator[None]:
-    """Read entries of a file. Raises `CheckpointInvalid` for one that is missing or has a wrong type."""
+    """Convert errors of reading entries to CheckpointInvalid, for missing entries and wrong types."""
     try:
         yield
     except KeyError as error:
@@ -360,7 +376,7 @@ def entries_of(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises `CheckpointInvalid` if it is absent or not an object."""
+    """Read a JSON object from a file. Raises: CheckpointInvalid if it is missing or not an object."""
     value = _read_json_value(path)
     if not isinstance(value, dict):
         raise CheckpointInvalid(str(path), "the file does not hold a JSON object")
@@ -368,7 +384,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:
-    """A list of JSON objects from a file. Raises `CheckpointInvalid` if it is absent or something else."""
+    """Read a list of JSON objects from a file. Raises: CheckpointInvalid if it is missing or not a
+    list.
+    """
     value = _read_json_value(path)
     if not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
         raise CheckpointInvalid(str(path), "the file does not hold a list of JSON objects")
@@ -385,7 +403,9 @@ def _read_json_value(path: Path) -> object:
 
 
 def read_end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int]:
-    """Tokens that end an output. raw: of config.json. generation_config.json wins, since instruction tuning adds some there."""
+    """Return the end tokens. raw: config.json. generation_config.json overrides it: instruct models
+    add some.
+    """
     ends = _read_generation_config(directory).get("eos_token_id")
     ends = raw.get("eos_token_id") if ends is None else ends
     if ends is None:
@@ -394,9 +414,9 @@ def read_end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int
 
 
 def read_default_sampling(directory: Path, vocabulary_size: int, capabilities: Capabilities, engine: str) -> SamplingParams:
-    """Return the checkpoint's own defaults, without those that the engine would ignore: these are logged.
+    """Return the checkpoint's default sampling, without unsupported fields, which are logged.
 
-    Raises `CheckpointInvalid` for defaults that no request could be run with.
+    Raises: CheckpointInvalid for defaults out of range.
     """
     path = directory / "generation_config.json"
     with entries_of(path):
@@ -405,15 +425,16 @@ def read_default_sampling(directory: Path, vocabulary_size: int, capabilities: C
         raise CheckpointInvalid(str(path), fault)
     sampling, left_out = capabilities.honoured(sampling)
     if left_out:
-        _log.warning("%s: the engine %s does not honour %s: requests run without", path, engine, ", ".join(sorted(left_out)))
+        _log.warning("%s: the engine %s does not support %s: requests run without", path, engine, ", ".join(sorted(left_out)))
     return sampling
 
 
 def _read_sampling(raw: Mapping[str, Any]) -> SamplingParams:
-    repetition_penalty = float(raw.get("repetition_penalty") or 1.0)  # acts on greedy search too
+    # also applies to greedy decoding
+    repetition_penalty = float(raw.get("repetition_penalty") or 1.0)
     if not raw.get("do_sample", False):
         return SamplingParams(repetition_penalty=repetition_penalty)
-    # `or` would turn an explicit temperature of 0 into 1; only an absent or null entry means the default.
+    # `or` would turn an explicit temperature of 0 into 1; only an absent or null entry means 1.
     temperature = raw.get("temperature")
     return SamplingParams(
         temperature=1.0 if temperature is None else float(temperature),
@@ -431,11 +452,11 @@ def _read_generation_config(directory: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture. The defaults are what transformers takes an absent entry for.
+    """One architecture. The defaults for absent entries are those of transformers.
 
-    kv_head_count: None means as many as there are attention heads. head_dim: None means hidden size / heads.
-    qkv_bias, attention_out_bias: None means that the entry `attention_bias` decides.
-    windows: whether layers may look at a sliding window; sliding_window: its default in tokens.
+    kv_head_count: None for the number of attention heads. head_dim: None for hidden size / heads.
+    qkv_bias, attention_out_bias: None if decided by the entry `attention_bias`.
+    windows: which layers use a sliding window; sliding_window: its default in tokens.
     """
 
     kv_head_count: int | None
@@ -474,15 +495,15 @@ ARCHITECTURES: dict[str, Family] = {
     ),
 }
 
-# Read for every architecture.
+# Read for all architectures.
 _READ = """
     architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act
     rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings original_max_position_embeddings
     tie_word_embeddings eos_token_id quantization_config
 """
 
-# Says how the model was made or trained, or is to be run elsewhere, and nothing about what it computes; at the end the defaults of
-# generation from the time before generation_config.json.
+# Metadata, training and runtime settings without effect on the computation; at the end, generation
+# defaults from before generation_config.json.
 _WITHOUT_EFFECT = """
     model_type torch_dtype dtype transformers_version name_or_path initializer_range use_cache attention_dropout pretraining_tp
     bos_token_id pad_token_id sep_token_id tokenizer_class id2label label2id problem_type finetuning_task task_specific_params
@@ -497,10 +518,13 @@ _COMMON_ENTRIES = frozenset(_READ.split())
 
 
 def refuse_entries_beside(known: frozenset[str], raw: Mapping[str, Any], architecture: str, path: Path) -> None:
-    """Raises `CheckpointInvalid` with the first entry that is neither known nor without effect on what a model computes."""
+    """Raise CheckpointInvalid for the first entry that is neither known nor known to have no
+    effect.
+    """
     known |= _ENTRIES_WITHOUT_EFFECT
     for name, value in raw.items():
-        # Empty objects and lists configure nothing, and a leading underscore marks a note of the library to itself.
+        # Empty objects and lists configure nothing, and a leading underscore marks internal notes
+        # of the library.
         off = value is None or value is False or value in ({}, [])
         neutral = name == "partial_rotary_factor" and value == 1
         if not (name in known or name.startswith("_") or off or neutral):
@@ -510,7 +534,7 @@ def refuse_entries_beside(known: frozenset[str], raw: Mapping[str, Any], archite
 
 
 def read_layer_windows(raw: Mapping[str, Any], family: Family, layer_count: int, path: Path) -> tuple[int | None, ...]:
-    """Positions that each layer looks back on, the row's own included; None where it sees all of them."""
+    """Return each layer's attention window in positions, including the row's own; None for all."""
     window = raw.get("sliding_window", family.sliding_window)
     if family.windows == "none" or window is None or (family.windows == "layers" and not raw.get("use_sliding_window", False)):
         window = None

@@ -1,6 +1,7 @@
-"""Tensors of a checkpoint: files mapped into memory, read by name, and linear layers in their own type or in 8 bits.
+"""Checkpoint tensors: memory-mapped files read by name, and linear layers, plain or in 8 bits.
 
-`project` is the one place that multiplies by weights in the torch path, so that a faster kernel has one place to go.
+`project` is the only multiplication by weights in the torch path, so a faster kernel can be added
+there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch.nn.functional import linear
 from inference.checkpoint.checkpoint import read_json
 from inference.errors import CheckpointInvalid
 
-# Types that convert into each other by value. Others (float8, integers) mean a quantization that is not undone here.
+# Types that convert to each other by value. Others (float8, integers) indicate an unsupported
+# quantization.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -36,21 +38,24 @@ class _Entry:
 
 
 class MappedFile:
-    """The tensors of one file by name."""
+    """Tensors of one memory-mapped file, by name."""
 
     def __init__(self, path: Path) -> None:
-        """Map and check. Raises `CheckpointInvalid` if it is not an intact safetensors file."""
+        """Map and validate the file. Raises: CheckpointInvalid if it is not an intact safetensors
+        file.
+        """
         self.path = path
         try:
             with safe_open(path, framework="pt", device="cpu"):
-                pass  # the library has checked the header: every tensor within the file, none over another
+                # the library validates the header: tensors are within the file and do not overlap
+                pass
             with path.open("rb") as file:
-                # Private and writable, as torch asks of a buffer; nobody writes, so no page is ever copied.
+                # torch requires a writable buffer; nothing writes to it, so no page is copied.
                 self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (SafetensorError, OSError, ValueError) as error:
             if _begins_with(path, _LFS_POINTER):
                 raise CheckpointInvalid(str(path), "a Git LFS pointer, not the weights: fetch them with `git lfs pull`") from error
-            raise CheckpointInvalid(str(path), f"not a safetensors file, or torn: {error}") from error
+            raise CheckpointInvalid(str(path), f"not a safetensors file, or truncated: {error}") from error
         header_bytes = int.from_bytes(self._mapping[:8], "little")
         header = json.loads(self._mapping[8 : 8 + header_bytes])
         start = 8 + header_bytes
@@ -65,12 +70,12 @@ class MappedFile:
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor; None if it is not in this file."""
+        """Return a tensor's shape, or None if it is not in this file."""
         entry = self._entries.get(name)
         return None if entry is None else entry.shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor that is there. Raises `CheckpointInvalid` for one that holds other than plain floats."""
+        """Return a tensor's type. Raises: CheckpointInvalid for types other than plain floats."""
         dtype_name = self._entries[name].dtype_name
         if dtype_name not in _DTYPES:
             raise CheckpointInvalid(
@@ -79,12 +84,14 @@ class MappedFile:
         return _DTYPES[dtype_name]
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the mapping, not to be written."""
+        """Return a view of the mapping; must not be written."""
         entry = self._entries[name]
         return self._view(name, entry.begin, entry.end).view(entry.shape)
 
     def adjacent(self, names: list[str]) -> Tensor | None:
-        """Tensors of one type and row length as one, stacked along the first dimension; None if they do not lie so."""
+        """Return adjacent tensors stacked along the first dimension; None if they are not adjacent
+        or differ in type or row length.
+        """
         entries = [self._entries[name] for name in names]
         first = entries[0]
         for before, after in itertools.pairwise(entries):
@@ -93,9 +100,10 @@ class MappedFile:
         return self._view(names[0], first.begin, entries[-1].end).view(-1, *first.shape[1:])
 
     def give_back(self, name: str) -> None:
-        """Take a tensor's pages out of memory; whoever reads it again gets them from the file."""
+        """Release a tensor's pages from memory; later reads load them from the file."""
         entry = self._entries[name]
-        begin = -(-entry.begin // mmap.PAGESIZE) * mmap.PAGESIZE  # only whole pages: the edges hold others' data too
+        # whole pages only: edges contain other tensors' data
+        begin = -(-entry.begin // mmap.PAGESIZE) * mmap.PAGESIZE
         length = entry.end // mmap.PAGESIZE * mmap.PAGESIZE - begin
         if length > 0:
             self._mapping.madvise(mmap.MADV_DONTNEED, begin, length)
@@ -104,7 +112,7 @@ class MappedFile:
         dtype = self.dtype(name)
         if begin == end:
             return torch.empty(0, dtype=dtype)
-        if begin % dtype.itemsize:  # legal, and never written by the library itself
+        if begin % dtype.itemsize:  # legal, but never written by the library itself
             return torch.frombuffer(bytearray(self._mapping[begin:end]), dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=begin)
 
@@ -118,13 +126,16 @@ def _begins_with(path: Path, beginning: bytes) -> bool:
 
 
 INT8_MAX = 127  # symmetric: -128 stays unused, so that negating a row is exact
-PACKED_ROWS_MAX = 128  # rows of input: up to here torch's int8 kernel costs less than widening weights (measured, 2048 x 4096)
-WIDEN_COUNT = 1 << 20  # weights widened at once: bounds the extra memory, and keeps it within the caches of a server
+# input rows up to which torch's int8 kernel is faster than widening (measured, 2048 x 4096)
+PACKED_ROWS_MAX = 128
+WIDEN_COUNT = 1 << 20  # weights widened at once: bounds the extra memory and fits server caches
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """weight (out, in), bias (out,) or None. scales: (out,), and weight is int8 to be multiplied by them; None: it is plain."""
+    """weight (out, in), bias (out,) or None. scales: (out,) factors of an int8 weight; None for a
+    plain weight.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -135,7 +146,9 @@ Held = TypeVar("Held")
 
 
 def on_device(held: Held, device: torch.device) -> Held:
-    """A dataclass, tuple or mapping with every tensor in it on a device; those that are there already stay where they lie."""
+    """Move all tensors in a dataclass, tuple or mapping to a device; tensors already there are not
+    copied.
+    """
     value: Any = held
     kind: Any = type(held)
     if isinstance(value, Tensor):
@@ -150,7 +163,7 @@ def on_device(held: Held, device: torch.device) -> Held:
 
 
 def project(rows: Tensor, weights: LinearWeights) -> Tensor:
-    """rows (N, in) -> (N, out), in the type of the rows."""
+    """Multiply rows (N, in) by weights -> (N, out), in the type of the rows."""
     if weights.scales is None:
         return linear(rows, weights.weight, weights.bias)
     product = _multiply_int8(rows, weights.weight, weights.scales)
@@ -158,9 +171,10 @@ def project(rows: Tensor, weights: LinearWeights) -> Tensor:
 
 
 def quantize_rows(weight: Tensor, bias: Tensor | None = None) -> LinearWeights:
-    """Symmetric int8 by output channel: the largest magnitude of a row becomes 127. Scales keep the type of the weight.
+    """Quantize to symmetric int8 by output channel: the largest magnitude of a row becomes 127.
+    Scales keep the weight's type.
 
-    Works on some rows at a time, so that a large matrix is never there in fp32 as a whole.
+    Processes a few rows at a time, so that a large matrix is never entirely in fp32.
     """
     quantized = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0], dtype=weight.dtype)
@@ -170,14 +184,17 @@ def quantize_rows(weight: Tensor, bias: Tensor | None = None) -> LinearWeights:
         rows = slice(start, min(start + row_count, weight.shape[0]))
         wide = scratch[: rows.stop - start].copy_(weight[rows])
         lowest, highest = torch.aminmax(wide, dim=1)
-        # Rounded to its stored type first: the integers must fit the scale that will be multiplied.
+        # Round the scale to its stored type first, since the integers are multiplied by the rounded
+        # scale.
         scales[rows] = (torch.maximum(-lowest, highest) / INT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
         quantized[rows] = wide.div_(scales[rows].float()[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX)
     return LinearWeights(quantized, bias, scales)
 
 
 def _multiply_int8(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """(N, in), (out, in) int8, (out,) -> (N, out). Integers up to 127 are exact in bfloat16, so only the scale is rounded."""
+    """Multiply (N, in), (out, in) int8, (out,) -> (N, out). Integers up to 127 are exact in
+    bfloat16.
+    """
     if rows.device.type == "cpu" and rows.dtype is torch.bfloat16 and len(rows) <= PACKED_ROWS_MAX:
         return torch._weight_int8pack_mm(rows, weight, scales)
     row_count = _widened_row_count(weight)
@@ -194,7 +211,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class TensorReader:
-    """Finds tensors by name in one file or in the shards of an index, and knows which have been asked for."""
+    """Reads tensors by name from one file or the shards of an index, and tracks unread tensors."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, quantize: bool) -> None:
         self._directory = directory
@@ -209,7 +226,9 @@ class TensorReader:
         return self._file_by_name.keys()
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor, converted. Raises `CheckpointInvalid` if it is not there or has another shape."""
+        """Read and convert one tensor. Raises: CheckpointInvalid if it is missing or has another
+        shape.
+        """
         file = self._find(name, shape)
         tensor = self._finite(file, name)
         if tensor.dtype == self._dtype:
@@ -219,7 +238,7 @@ class TensorReader:
         return converted
 
     def read_stacked(self, rows_by_name: dict[str, int], columns: int, biased: bool) -> LinearWeights:
-        """Several linear layers with the same input as one."""
+        """Read several linear layers with the same input as one."""
         shapes = [(f"{name}.weight", (rows, columns)) for name, rows in rows_by_name.items()]
         weight = self._read_rows(shapes)
         bias = self._read_rows([(f"{name}.bias", (rows,)) for name, rows in rows_by_name.items()]) if biased else None
@@ -231,12 +250,16 @@ class TensorReader:
         return quantized
 
     def drop_copy(self, name: str, original: Tensor) -> None:
-        """Take a tensor for read that must equal another, if it is there at all."""
+        """Mark a tensor as read that must equal another, if present. Raises: CheckpointInvalid if
+        it differs.
+        """
         if name in self._file_by_name and not torch.equal(self.read(name, tuple(original.shape)), original):
             raise CheckpointInvalid(str(self._directory), f"tensor {name} differs from the embedding that config.json ties it to")
 
     def refuse_unread(self, architecture: str, ignored: re.Pattern[str]) -> None:
-        """A weight without a place means that the model is another one than config.json says. ignored: names that need none."""
+        """Raise CheckpointInvalid for unused weights: the model differs from config.json. ignored:
+        allowed names.
+        """
         for name in self._unread:
             if not ignored.fullmatch(name):
                 raise CheckpointInvalid(
@@ -244,7 +267,7 @@ class TensorReader:
                 )
 
     def _read_rows(self, shape_by_name: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
-        """Tensors one below the other: in place where they lie so in one file, else as a copy."""
+        """Stack tensors by rows: without a copy if they are adjacent in one file."""
         files = [self._find(name, shape) for name, shape in shape_by_name]
         names = [name for name, _ in shape_by_name]
         if all(file is files[0] for file in files) and files[0].dtype(names[0]) == self._dtype:
@@ -261,16 +284,18 @@ class TensorReader:
         return joined
 
     def _finite(self, file: MappedFile, name: str) -> Tensor:
-        """A tensor whose numbers all are some, in the type that is computed with too.
+        """Return a tensor after checking that all values are finite in the compute type.
 
-        One that is not would end the engine at the first prompt that meets it, and again after every restart. Reading runs at the
-        speed of memory, and the pages are given back.
+        Other values would fail the engine at some prompt, and again after every restart. The check
+        runs at memory speed, and the pages are released.
         """
         tensor = file.tensor(name)
-        lowest, highest = torch.aminmax(tensor)  # NaN if there is one
+        lowest, highest = torch.aminmax(tensor)  # NaN if a value is NaN
         limit = torch.finfo(self._dtype).max
         if not (-limit <= float(lowest) and float(highest) <= limit):
-            raise CheckpointInvalid(str(file.path), f"tensor {name} holds values that are not finite; is the file intact?")
+            raise CheckpointInvalid(
+                str(file.path), f"tensor {name} holds values that are not finite; check that the file is intact"
+            )
         file.give_back(name)
         return tensor
 
@@ -302,7 +327,7 @@ class TensorReader:
     def _open(self, file_name: str) -> MappedFile:
         if file_name not in self._files:
             path = self._directory / file_name
-            # An index is input: it must not reach files outside its own directory.
+            # An index is untrusted: it must not reach files outside its directory.
             if Path(file_name).name != file_name or not path.exists():
                 raise CheckpointInvalid(str(path), "the weights file is missing")
             self._files[file_name] = MappedFile(path)

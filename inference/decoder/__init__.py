@@ -1,1 +1,1 @@
-"""The Llama family in plain torch: one function from a batch to logits, over paged keys and values."""
+"""Llama-family decoder in plain torch: from a batch to logits, with paged keys and values."""

@@ -1,16 +1,16 @@
-"""The Llama decoder as one function of a batch: hidden states in, logits out, keys and values into the pool.
+"""Llama decoder as a function of a batch: computes logits and writes keys and values to the pool.
 
-Shapes on the lines: N rows (tokens of all sequences of a step), E hidden size, H heads, H_kv key-value heads, D head size,
-V vocabulary. Checked token for token against `transformers` in the tests.
+Shapes in comments: N rows (tokens of all sequences of a step), E hidden size, H heads, H_kv
+key-value heads, D head size, V vocabulary. Tests compare it with `transformers` token by token.
 
-Attention over paged keys and values. The pool of one layer is K and V, each (blocks, H_kv, T, D) with T = `KV_BLOCK_TOKENS`: a
-block's rows of one head lie together, so that gathering a sequence's blocks head by head yields the layout which batched
-multiplication wants, in one copy.
+Attention uses paged keys and values. The pool of one layer is K and V, each (blocks, H_kv, T, D)
+with T = `KV_BLOCK_TOKENS`: a block's rows of one head are contiguous, so gathering a sequence's
+blocks by head gives the layout for batched multiplication in one copy.
 
-Weights are read into a fused layout: query, key and value are one matrix, gate and up another, so that one large multiplication
-does the work of three or two. Files are memory-mapped: a tensor in its own type stays where it lies in the file, and what must be
-changed (another type, rows brought together, int8) is changed tensor by tensor, whose pages are then given back. So a checkpoint is
-never in memory twice.
+Weights are fused: query, key and value are one matrix, gate and up another, for fewer and larger
+multiplications. Files are memory-mapped: tensors in the compute type stay in the file; others are
+converted (type, stacking, int8) one by one, and their pages released. So a checkpoint is never in
+memory twice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from inference.checkpoint.checkpoint import (
 from inference.checkpoint.tensors import LinearWeights, TensorReader, project, quantize_rows
 from inference.kv_blocks import KV_BLOCK_TOKENS
 
-# Left in files by older versions of transformers; follows from the configuration.
+# In files of older transformers versions; derived from the configuration.
 IGNORED_NAMES = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
@@ -62,7 +62,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights. embedding: (vocabulary, hidden). lm_head has the same memory when they are tied, unless it is quantized."""
+    """All weights. embedding: (vocabulary, hidden). lm_head shares its memory if tied and not
+    quantized.
+    """
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -78,9 +80,11 @@ def load_weights(
     *,
     quantize: bool = False,
 ) -> DecoderWeights:
-    """Read all weights as `dtype`. on_progress: called with 0 to 1 after each layer. quantize: matrices become int8, by rows.
+    """Read all weights as `dtype`. on_progress: called with 0 to 1 after each layer. quantize: int8
+    by rows.
 
-    Raises: CheckpointInvalid, naming the file and the tensor that is missing, not to be used, or has a wrong shape.
+    Raises: CheckpointInvalid, naming the file and the tensor that is missing, unexpected, or of a
+    wrong shape.
     """
     reader = TensorReader(directory, dtype, quantize)
     vocabulary_shape = (config.vocabulary_size, config.hidden_size)
@@ -129,10 +133,11 @@ class LayerPool:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """One sequence's rows in a batch, to be computed at once.
+    """Rows of one sequence in a batch, computed together.
 
-    rows: start and end in the batch. table: (M,) block ids that cover all its positions. position: of the first row.
-    mask: (rows, M * T) True where a row may look, or None if the whole prompt begins at position 0 (plain causal).
+    rows: start and end in the batch. table: (M,) block ids of all its positions. position: of the
+    first row. mask: (rows, M * T), True for visible positions; None if the whole prompt begins at
+    position 0 (causal).
     """
 
     row_start: int
@@ -144,10 +149,10 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpan:
-    """Rows of a batch that have one new token each and contexts of similar length, to be computed at once.
+    """Rows of a batch with one new token each and contexts of similar length, computed together.
 
-    rows: start and end in the batch, B of them. tables: (B, M) block ids, padded with any valid id. mask: (B, M * T), 0 where the
-    row may look, -inf elsewhere.
+    rows: start and end in the batch, B of them. tables: (B, M) block ids, padded with any valid id.
+    mask: (B, M * T), 0 for visible positions, -inf elsewhere.
     """
 
     row_start: int
@@ -164,13 +169,15 @@ def write(pool: LayerPool, rows: Tensor, keys: Tensor, values: Tensor) -> None:
 
 
 def row_indices(block_ids: Tensor, offsets: Tensor, kv_head_count: int) -> Tensor:
-    """Where in the pool, seen as rows of D floats, the heads of each token lie: (N,), (N,) -> (N * H_kv,)."""
+    """Return the pool rows of D floats for each token's heads: (N,), (N,) -> (N * H_kv,)."""
     heads = torch.arange(kv_head_count)
     return ((block_ids[:, None] * kv_head_count + heads) * KV_BLOCK_TOKENS + offsets[:, None]).flatten()
 
 
 def gather(pool: Tensor, tables: Tensor) -> Tensor:
-    """Blocks of each table, head by head: (blocks, H_kv, T, D), (B, M) -> (B, H_kv, M * T, D). One copy."""
+    """Gather the blocks of each table by head: (blocks, H_kv, T, D), (B, M) -> (B, H_kv, M * T, D).
+    One copy.
+    """
     block_count, kv_head_count, block_tokens, head_dim = pool.shape
     batch, width = tables.shape
     indices = tables[:, None, :] * kv_head_count + torch.arange(kv_head_count, device=tables.device)[:, None]  # (B, H_kv, M)
@@ -179,10 +186,10 @@ def gather(pool: Tensor, tables: Tensor) -> Tensor:
 
 
 def attend_decode(queries: Tensor, pool: LayerPool, span: DecodeSpan) -> Tensor:
-    """Attention of one new token per sequence over all its positions, this one included.
+    """Compute attention of one new token per sequence over all its positions, including its own.
 
-    Shapes: queries (B, H, D); returns (B, H, D). Reads the pool, which must hold the new token's key and value already.
-    The heads that share keys stand as query rows of one head, so grouped queries cost no repeated keys.
+    Shapes: queries (B, H, D); returns (B, H, D). The pool must already hold the new token's key and
+    value. Heads that share keys are query rows of one head, so grouped queries repeat no keys.
     """
     batch, head_count, head_dim = queries.shape
     kv_head_count = pool.keys.shape[1]
@@ -193,9 +200,11 @@ def attend_decode(queries: Tensor, pool: LayerPool, span: DecodeSpan) -> Tensor:
 
 
 def attend_prefill(queries: Tensor, pool: LayerPool, span: PrefillSpan) -> Tensor:
-    """Attention of a run of new tokens of one sequence over all its positions up to each of them.
+    """Compute attention of consecutive new tokens of one sequence, each over all positions up to
+    its own.
 
-    Shapes: queries (R, H, D); returns (R, H, D). Reads the pool, which must hold the new keys and values already.
+    Shapes: queries (R, H, D); returns (R, H, D). The pool must already hold the new keys and
+    values.
     """
     row_count = queries.shape[0]
     keys, values = gather(pool.keys, span.table[None]), gather(pool.values, span.table[None])  # (1, H_kv, S, D)
@@ -212,8 +221,8 @@ NOT_FINITE = -1  # in place of a token id
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """values: (R, V) fp32, on the CPU. best: per row the id with the largest logit, the first of equal ones; `NOT_FINITE` if one of
-    the row's logits is infinite or no number: whatever follows from that row would be noise.
+    """values: (R, V) fp32, on the CPU. best: per row the first id with the largest logit, or
+    `NOT_FINITE` if a logit of the row is infinite or NaN.
     """
 
     values: Tensor
@@ -221,7 +230,7 @@ class Logits:
 
     @classmethod
     def of(cls, values: Tensor) -> Logits:
-        """With the best looked for in rows that come without."""
+        """Build from values, computing `best`."""
         numbers = values.numpy()  # its argmax is 7 times as fast as torch's at 50 rows
         best = numbers.argmax(axis=-1)
         best[~np.isfinite(numbers).all(axis=-1)] = NOT_FINITE
@@ -230,7 +239,9 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """A step's rows as attention takes them: first one row per decoding sequence, then the runs of those in prefill."""
+    """A step's rows for attention: first one row per decoding sequence, then the rows of prefilling
+    ones.
+    """
 
     decodes: tuple[DecodeSpan, ...]
     prefills: tuple[PrefillSpan, ...]
@@ -238,11 +249,11 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's rows.
+    """Rows of one step.
 
-    token_ids: (N,). rotary_rows: (N,) of the rotation tables. pool_rows: (N * H_kv,) where the rows' keys and values go.
-    spans: by the window that layers look through, in positions; None for those that see all. logit_rows: (R,) rows whose next
-    token is wanted.
+    token_ids: (N,). rotary_rows: (N,) of the rotation tables. pool_rows: (N * H_kv,) targets of
+    keys and values. spans: by attention window in positions; None for all. logit_rows: (R,) rows
+    whose logits are needed.
     """
 
     token_ids: Tensor
@@ -253,7 +264,7 @@ class Batch:
 
 
 class Decoder:
-    """Weights with their configuration. Holds no state between calls; the pool belongs to the runner."""
+    """Weights with their configuration. Stateless between calls; the runner owns the pool."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, context_window_tokens: int) -> None:
         self._config = config
@@ -262,7 +273,9 @@ class Decoder:
         self._cosines, self._sines = (table.to(weights.embedding.device) for table in tables)
 
     def forward(self, batch: Batch, pools: list[LayerPool]) -> Tensor:
-        """Logits (R, V) in fp32 for `batch.logit_rows`. Writes the keys and values of all rows into the pools."""
+        """Return logits (R, V) in fp32 for `batch.logit_rows`. Writes the keys and values of all
+        rows to the pools.
+        """
         hidden = embedding(batch.token_ids, self._weights.embedding)  # (N, E)
         rotation = (self._cosines[batch.rotary_rows][:, None, :], self._sines[batch.rotary_rows][:, None, :])  # (N, 1, D)
         for layer, pool, window in zip(self._weights.layers, pools, self._config.layer_windows, strict=True):
@@ -288,7 +301,7 @@ class Decoder:
         config = self._config
         head_count, kv_head_count = config.head_count, config.kv_head_count
         mixed = project(hidden, layer.qkv).view(-1, head_count + 2 * kv_head_count, config.head_dim)
-        # Queries and keys are neighbours in the stacked rows, so one rotation serves both.
+        # Queries and keys are adjacent in the stacked rows, so they are rotated together.
         turning = mixed[:, : head_count + kv_head_count]
         if layer.query_norm is not None and layer.key_norm is not None:
             queries, keys = turning[:, :head_count], turning[:, head_count:]
@@ -311,18 +324,21 @@ class Decoder:
 
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotary embedding of (N, heads, D) by (N, 1, D) tables: dimension i turns with i + D/2, as Llama checkpoints store it."""
+    """Rotate (N, heads, D) by (N, 1, D) tables: dimensions i and i + D/2 are a pair, as in Llama
+    checkpoints.
+    """
     half = heads.shape[-1] // 2
     turned = torch.cat((-heads[..., half:], heads[..., :half]), dim=-1)
     return heads * cosines + turned * sines
 
 
 def rotary_tables(rope: RopeConfig, head_dim: int, position_count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (rows, D), computed in fp32. Source: Su et al. 2021, and each scaling's own.
+    """Return cosines and sines (rows, D), computed in fp32. Source: Su et al. 2021, and each
+    scaling's paper.
 
-    A row depends on its position alone, so that no token's key depends on how its sequence was cut, cached or continued.
-    With longrope beyond its original context there are two tables, one after the other: that of the positions of sequences within
-    it, and from row `rotation_switch_tokens` on that of all positions of longer ones.
+    A row depends only on its position, so keys do not depend on chunking, caching or continuation.
+    Longrope beyond its original context has two tables: first that for sequences within it, and
+    from row `rotation_switch_tokens` on that for longer ones.
     """
     scaling, switch = rope.scaling, rotation_switch_tokens(rope, position_count)
     if isinstance(scaling, LongRopeScaling) and switch is not None:
@@ -357,17 +373,21 @@ def rotary_tables(rope: RopeConfig, head_dim: int, position_count: int, dtype: t
 
 
 def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Slow rotations are slowed by `factor`, fast ones kept, those between blended by how often they turn in the old context."""
+    """Slow down slow rotations by `factor`, keep fast ones, and blend those between by turns in the
+    old context.
+    """
     turns = scaling.original_context_tokens * frequencies / (2 * math.pi)
     blend = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
     return frequencies * (blend + (1.0 - blend) / scaling.factor)
 
 
 def _grow(theta: float, scaling: DynamicScaling, positions: Tensor, exponents: Tensor) -> Tensor:
-    """Each position turns as fast as in a sequence that ends with it; (positions, D/2).
+    """Return (positions, D/2) frequencies: each position rotates as in a sequence that ends with
+    it.
 
-    That is what transformers computes for tokens that come one by one. For a prompt beyond the original context it takes the whole
-    prompt's length for all of its tokens, which no cache of prefixes could follow.
+    This equals transformers for tokens generated one by one. For a prompt beyond the original
+    context, transformers uses the prompt's length for all of its tokens, which is incompatible with
+    prefix caching.
     """
     lengths = (positions + 1).clamp_min(float(scaling.original_context_tokens))
     dimensions = 2 * len(exponents)
@@ -377,11 +397,13 @@ def _grow(theta: float, scaling: DynamicScaling, positions: Tensor, exponents: T
 
 
 def _stretch_slow(theta: float, scaling: YarnScaling, exponents: Tensor) -> Tensor:
-    """Peng et al. 2023, section 3.2: a ramp over the dimensions, from those kept to those slowed by `factor`."""
+    """Return frequencies with a ramp from kept to slowed dimensions; Peng et al. 2023, section 3.2."""
     pair_count = len(exponents)
 
     def pair_that_turns(turns: float) -> float:
-        """The dimension, as a fraction, that turns so often within the original context."""
+        """Return the fractional dimension that makes this number of turns within the original
+        context.
+        """
         return pair_count * math.log(scaling.original_context_tokens / (turns * 2 * math.pi)) / math.log(theta)
 
     first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
@@ -389,14 +411,14 @@ def _stretch_slow(theta: float, scaling: YarnScaling, exponents: Tensor) -> Tens
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pair_count - 1)
     if first == last:
-        last += 0.001  # no ramp is a step, and must not divide by zero
+        last += 0.001  # avoids a division by zero; the ramp is a step
     slowed = ((torch.arange(pair_count, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
     bases = theta**exponents
     return (1.0 / (scaling.factor * bases)) * slowed + (1.0 / bases) * (1.0 - slowed)
 
 
 def _longrope_sharpening(scaling: LongRopeScaling) -> float:
-    """Ding et al. 2024, as Phi-3 applies it: what queries and keys are multiplied by, within the original context too."""
+    """Return the factor for queries and keys at all lengths; Ding et al. 2024, as in Phi-3."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.factor <= 1.0:
@@ -405,7 +427,7 @@ def _longrope_sharpening(scaling: LongRopeScaling) -> float:
 
 
 def _sharpening(scaling: YarnScaling) -> float:
-    """What queries and keys are multiplied by, so that attention over a longer context stays as pointed as it was."""
+    """Return the factor for queries and keys that keeps attention sharp over longer contexts."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     growth = math.log(max(scaling.factor, 1.0))

@@ -1,1 +1,1 @@
-"""Embeddings: texts of token ids to one vector each, in a child process of its own."""
+"""Embedding models: converts texts, as token ids, to vectors in a child process."""

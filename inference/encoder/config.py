@@ -1,7 +1,8 @@
-"""What an encoder's checkpoint directory says about itself: sizes, positions, and how token vectors become one.
+"""Configuration of an encoder checkpoint: sizes, positions and pooling.
 
-Reads the JSON files of the Hugging Face layout and of sentence-transformers, never the weights, and imports no torch. What this
-encoder would compute wrongly is refused here by name: a wrong vector looks as good as a right one.
+Reads the JSON files of the Hugging Face layout and of sentence-transformers, never the weights, and
+imports no torch. Unsupported settings are rejected by name, since a wrong vector looks as good as a
+right one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 
 class Pooling(StrEnum):
-    """How the vectors of a text's tokens become one."""
+    """Reduction of a text's token vectors to one vector."""
 
     MEAN = "mean"
     CLS = "cls"
@@ -28,12 +29,12 @@ class Pooling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """One architecture: how its entries in config.json and its tensors are called, and where positions begin.
+    """One architecture: names of its config.json entries and tensors, and its position numbering.
 
-    prefix: of the tensors, where the file holds the encoder within another model. sizes: entries by the name that BERT gives them;
-    entries: all that are understood. skips_padding_positions: positions begin behind that of the padding token.
-    position_offset: where they begin, whatever the padding token is. relative_positions: attention also depends on how far apart
-    two tokens are.
+    prefix: of the tensor names if the file holds a larger model. sizes: entry names by their name
+    in BERT; entries: all supported ones. skips_padding_positions: positions begin after that of the
+    padding token. position_offset: first position otherwise. relative_positions: attention also
+    depends on token distances.
     """
 
     prefix: str
@@ -74,8 +75,8 @@ FAMILIES: dict[str, EncoderFamily] = {
         "mpnet.", _MPNET_SIZES, f"{_BERT_ENTRIES} relative_attention_num_buckets", position_offset=2, relative_positions=True
     ),
 }
-RELATIVE_BUCKETS = 32  # of distances between tokens: the reference computes with these, whatever the configuration says
-# Of every family; the last two are about heads that no vector depends on.
+RELATIVE_BUCKETS = 32  # of token distances: fixed in the reference implementation
+# Common to all families; the last two concern heads that vectors do not depend on.
 _ENTRIES = """
     architectures model_type vocab_size max_position_embeddings pad_token_id quantization_config tie_word_embeddings eos_token_id
 """
@@ -85,9 +86,9 @@ _ENTRIES = """
 class EncoderConfig:
     """Sizes of an encoder, in heads, layers, floats and tokens.
 
-    directory: where tokenizer and weights are. input_tokens_max: of one text, special tokens included. position_offset: the row of
-    the first position in the table. has_relative_positions: attention also depends on distances. token_type_count: rows of the
-    table of token types; 0 where there is none.
+    directory: location of tokenizer and weights. input_tokens_max: per text, including special
+    tokens. position_offset: table row of the first position. has_relative_positions: attention
+    depends on distances. token_type_count: rows of the token type table; 0 without one.
     """
 
     directory: Path
@@ -110,12 +111,14 @@ class EncoderConfig:
 
     @property
     def prefix(self) -> str:
-        """Of tensors in a file that holds the encoder within another model."""
+        """Prefix of the tensor names if the file holds a larger model."""
         return FAMILIES[self.model_type].prefix
 
 
 def read_encoder_config(directory: Path) -> EncoderConfig:
-    """Read a directory in the layout of sentence-transformers. Raises `CheckpointInvalid` naming the file and what to mend."""
+    """Read a directory in sentence-transformers layout. Raises: CheckpointInvalid naming the file
+    and the fix.
+    """
     modules = _Modules.read(directory)
     path = modules.transformer / "config.json"
     raw = read_json(path)
@@ -129,7 +132,7 @@ def read_encoder_config(directory: Path) -> EncoderConfig:
 
 
 def read_encoder_info(directory: Path, *, name: str) -> ModelInfo:
-    """What the API tells of an encoder before it is loaded. Raises `CheckpointInvalid`."""
+    """Return the facts about an encoder before it is loaded. Raises: CheckpointInvalid."""
     config = read_encoder_config(directory)
     return ModelInfo(
         name=name,
@@ -150,7 +153,7 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
     if raw.get("quantization_config"):
         raise CheckpointInvalid(str(path), "quantized checkpoints are not supported; use the unquantized one")
     refuse_entries_beside(frozenset(f"{_ENTRIES} {family.entries}".split()), raw, model_type, path)
-    # Positions that are learnt as vectors and added; other kinds change what attention computes.
+    # Only learned absolute positions are supported; other kinds change the attention.
     if raw.get("position_embedding_type", "absolute") != "absolute" or raw.get("sinusoidal_pos_embds"):
         kind = raw.get("position_embedding_type", "sinusoidal")
         raise CheckpointInvalid(str(path), f"position embeddings of the kind {kind!r} are not supported; supported: 'absolute'")
@@ -193,7 +196,9 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
 
 @dataclass(frozen=True, slots=True)
 class _Modules:
-    """What modules.json and the files that it names say: where the encoder is, and what follows it."""
+    """Contents of modules.json and the files it names: the encoder's directory and the following
+    modules.
+    """
 
     transformer: Path
     pooling_path: Path
@@ -204,10 +209,12 @@ class _Modules:
 
     @classmethod
     def read(cls, directory: Path) -> _Modules:
-        """Raises `CheckpointInvalid` for modules other than an encoder, its pooling and a normalization."""
+        """Read the modules. Raises: CheckpointInvalid for any but encoder, pooling and
+        normalization.
+        """
         path = directory / "modules.json"
         if not path.exists():
-            why = "it says how token vectors become one; save the model by sentence-transformers"
+            why = "it defines the pooling of token vectors; save the model with sentence-transformers"
             raise CheckpointInvalid(str(path), f"the file is missing: {why}")
         modules = read_json_list(path)
         kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
@@ -224,7 +231,7 @@ class _Modules:
 
 
 def _inside(directory: Path, place: str, path: Path) -> Path:
-    """A module's directory. modules.json is input: it must not reach files elsewhere."""
+    """Return a module's directory. modules.json is untrusted and must not reach other files."""
     if Path(place).is_absolute() or ".." in Path(place).parts:
         raise CheckpointInvalid(str(path), f"path {place!r} is outside the checkpoint")
     return directory / place
@@ -244,7 +251,7 @@ def _read_pooling(path: Path) -> tuple[Pooling, int | None]:
 
 
 def _read_input_limit(directory: Path) -> int | None:
-    """Tokens of a text at most, where the checkpoint says so."""
+    """Return the maximum tokens per text, if the checkpoint has a limit."""
     path = directory / "sentence_bert_config.json"
     if not path.exists():
         return None
@@ -258,10 +265,10 @@ def _read_input_limit(directory: Path) -> int | None:
 
 
 def _refuse_prompt(path: Path) -> None:
-    """A text that is put before every other one is the client's to send: it would be billed, and nobody would see why."""
+    """Reject a default prompt: it would be billed invisibly, so clients must send it themselves."""
     raw = read_json(path) if path.exists() else {}
     name, prompts = raw.get("default_prompt_name"), raw.get("prompts") or {}
     if name is not None and prompts.get(name):
         raise CheckpointInvalid(
-            str(path), f"default_prompt_name = {name!r} is not supported: let clients put that text before theirs"
+            str(path), f"default_prompt_name = {name!r} is not supported: clients must prepend that text themselves"
         )

@@ -1,4 +1,6 @@
-"""An encoder in a child process, as the API process sees it: the queue of texts, the batches, and who waits for which vectors."""
+"""An encoder in a child process, seen from the API process: text queue, batches, and pending
+results.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,15 @@ from inference.workers.life import BackendLife, HostKind, Worker
 from inference.workers.process import CHILD_ENVIRONMENT
 from inference.workers.protocol import Message, ProtocolBroken, Ready, Shutdown, decoder_to_parent
 
-OVERLOAD_WAIT_S_MIN = 0.5  # below it callers would spin
+OVERLOAD_WAIT_S_MIN = 0.5  # shorter delays would make callers retry in a tight loop
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderSettings:
-    """How to run an encoder's checkpoint. Every bound has a default that suits a small model on a laptop.
+    """Settings of an encoder checkpoint. All defaults suit a small model on a laptop.
 
-    name: what clients call the model. compute_dtype, device, torch_thread_count: as those of `TorchEngineSettings`.
+    name: the model name for clients. compute_dtype, device, torch_thread_count: as in
+    `TorchEngineSettings`.
     """
 
     directory: Path
@@ -35,20 +38,24 @@ class EncoderSettings:
     compute_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     torch_thread_count: int = 0
-    batch_token_count_max: int = 1024  # tokens: a larger batch computes no faster on some cores, and the next one waits for it
-    batch_window_s: float = 0.001  # seconds that a first text waits for company: far less than it takes to compute
-    waiting_token_count_max: int = 1 << 20  # tokens: minutes of work on a laptop; whoever comes later is better told to
+    # tokens: larger batches gain no speed on a few cores and delay the next
+    batch_token_count_max: int = 1024
+    # seconds that a batch is held open: far less than its computation
+    batch_window_s: float = 0.001
+    # tokens: minutes of work on a laptop; further requests are refused
+    waiting_token_count_max: int = 1 << 20
     load_timeout_s: float = 600.0  # seconds: a large checkpoint from a cold disk
-    step_timeout_s: float = 120.0  # seconds without an answer to a batch: the host hangs, and is killed
+    # seconds without an answer to a batch, after which the worker is killed
+    step_timeout_s: float = 120.0
     close_timeout_s: float = 5.0  # seconds for the last batch to end
     restart_delay_s_min: float = 0.2
     restart_delay_s_max: float = 30.0
-    stable_after_s: float = 60.0  # seconds of service after which the restart delay begins anew
+    stable_after_s: float = 60.0  # seconds of service after which the restart delay is reset
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One `embed`. began_at_s: when a batch first had a text of it, by the loop's clock."""
+    """One `embed`. began_at_s: start of the first batch with one of its texts, by the loop's clock."""
 
     request: EmbeddingRequest
     came_at_s: float
@@ -62,10 +69,10 @@ class _Text:
 
 
 class TorchEncoder(BackendLife):
-    """One encoder on torch. See `Encoder` for the contract."""
+    """Implement `Encoder` on torch."""
 
     def __init__(self, settings: EncoderSettings) -> None:
-        """Reads the checkpoint's configuration and starts nothing. Raises `CheckpointInvalid`."""
+        """Read the checkpoint's configuration; starts no process. Raises: CheckpointInvalid."""
         load = LoadEncoder(
             str(settings.directory), settings.compute_dtype, settings.device, settings.torch_thread_count or os.cpu_count() or 1
         )
@@ -77,14 +84,14 @@ class TorchEncoder(BackendLife):
         self._options = settings
         self._queue: BatchQueue[_Text, Vector] = BatchQueue(settings.batch_token_count_max, self._taken)
         self._window: asyncio.TimerHandle | None = None
-        self._batch_token_count = 0  # of the batch under way
+        self._batch_token_count = 0  # of the current batch
         self._token_count = 0  # embedded since the child's start
         self._tokens_per_s = 0.0  # of the last full batch; 0 before one
         self._sent_at_s = -math.inf
 
     @property
     def host_pid(self) -> int | None:
-        """The child's process id, for operators and tests; None while there is none."""
+        """Process id of the child, for operators and tests; None without one."""
         return self._worker.pid
 
     def statistics(self) -> EngineStatistics:
@@ -109,18 +116,18 @@ class TorchEncoder(BackendLife):
             vectors = await asyncio.gather(*(piece.result for piece in pieces))
         finally:
             self._queue.drop(pieces)
-        assert call.began_at_s is not None, "what is done was begun"
+        assert call.began_at_s is not None, "a finished call has begun"
         queue_ms = (call.began_at_s - call.came_at_s) * 1e3
         return Embeddings(tuple(vectors), queue_ms, (clock() - call.began_at_s) * 1e3)
 
     def _overload_wait_s(self) -> float:
-        """What it takes to embed half of what waits, at the pace of the last batch."""
+        """Return the seconds to embed half of the queue at the pace of the last batch."""
         if not self._tokens_per_s:
             return OVERLOAD_WAIT_S_MIN
         return max(self._queue.waiting_size / 2 / self._tokens_per_s, OVERLOAD_WAIT_S_MIN)
 
     def _send_soon(self) -> None:
-        """Send a batch: at once if it is full, else when those had time to come that are on their way."""
+        """Send a batch: at once if it is full, else after the batching window."""
         if self._queue.under_way_count:
             return
         if self._queue.waiting_size >= self._options.batch_token_count_max:
@@ -181,7 +188,7 @@ class TorchEncoder(BackendLife):
 
 
 def vector_of(floats: bytes) -> Vector:
-    """Four bytes a float."""
+    """Convert bytes to a vector, four bytes per float."""
     vector = array("f")
     vector.frombytes(floats)
     return vector

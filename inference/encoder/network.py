@@ -1,10 +1,10 @@
-"""The encoder's arithmetic, token ids to one vector per text, and its weights.
+"""Computation of an encoder, from token ids to one vector per text, and its weights.
 
-A tensor stays where it lies in the mapped file if it has the type that is computed with.
+Tensors already in the compute type stay in the mapped file.
 
-Nothing is padded. All tokens of a batch are rows of one matrix, so that each multiplication by weights runs over the whole batch;
-attention, the one place where texts must be kept apart, runs over all texts of equal length at once. So what a text is batched with
-changes its vector by no more than the rounding of a matrix product.
+Nothing is padded. All tokens of a batch are rows of one matrix, so each multiplication by weights
+covers the whole batch; attention, which must separate texts, covers all texts of equal length at
+once. So batching changes a text's vector only by the rounding of matrix products.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from inference.encoder.config import RELATIVE_BUCKETS, EncoderConfig, Pooling
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """A layer normalization: (hidden,) each."""
+    """Weights of a layer normalization: (hidden,) each."""
 
     weight: Tensor
     bias: Tensor
@@ -33,7 +33,7 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayerWeights:
-    """One layer: attention and what follows it, the network and what follows it."""
+    """Weights of one layer: attention and its output, feed-forward network and its output."""
 
     query: LinearWeights
     key: LinearWeights
@@ -47,9 +47,11 @@ class EncoderLayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class EncoderWeights:
-    """All weights. words (vocabulary, hidden), positions (position_count, hidden); token_type (hidden,), or None without any.
+    """All weights. words (vocabulary, hidden), positions (position_count, hidden); token_type
+    (hidden,) or None.
 
-    distance_biases (buckets of distances, heads): what is added to attention's scores; None where distances do not matter.
+    distance_biases (distance buckets, heads): added to attention scores; None without relative
+    positions.
     """
 
     words: Tensor
@@ -60,7 +62,7 @@ class EncoderWeights:
     distance_biases: Tensor | None
 
 
-# How a family calls its layers, and in one the tensors of each field of `EncoderLayerWeights`.
+# Tensor names by family: of the layers, and within a layer by field of `EncoderLayerWeights`.
 _BERT_NAMES = {
     "layer": "encoder.layer",
     "query": "attention.self.query",
@@ -92,7 +94,7 @@ _MPNET_NAMES = _BERT_NAMES | {
 }
 _NAMES = {"distilbert": _DISTIL_NAMES, "mpnet": _MPNET_NAMES}
 
-# Heads of other tasks, and what follows from the configuration: no vector depends on them.
+# Heads of other tasks, and values derived from the configuration: vectors do not depend on them.
 _IGNORED_NAMES = re.compile(r"(.*\.)?(embeddings\.(position_ids|token_type_ids)|pooler\..*|cls\..*|lm_head\..*|vocab_\w+\..*)")
 
 
@@ -103,9 +105,11 @@ def load_encoder_weights(
     *,
     quantize: bool = False,
 ) -> EncoderWeights:
-    """Read all weights as `dtype`. on_progress: called with 0 to 1 after each layer. quantize: matrices become int8, by rows.
+    """Read all weights as `dtype`. on_progress: called with 0 to 1 after each layer. quantize: int8
+    by rows.
 
-    Raises: CheckpointInvalid, naming the file and the tensor that is missing, not to be used, or has a wrong shape.
+    Raises: CheckpointInvalid, naming the file and the tensor that is missing, unexpected, or of a
+    wrong shape.
     """
     reader = TensorReader(config.directory, dtype, quantize)
     prefix = config.prefix if f"{config.prefix}embeddings.word_embeddings.weight" in reader.names else ""
@@ -151,7 +155,7 @@ def _read_norm(reader: TensorReader, name: str, size: int) -> NormWeights:
     return NormWeights(reader.read(f"{name}.weight", (size,)), reader.read(f"{name}.bias", (size,)))
 
 
-FARTHEST = 128  # tokens: distances beyond it are in one bucket
+FARTHEST = 128  # tokens: all larger distances share a bucket
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
     "gelu_new": lambda rows: gelu(rows, approximate="tanh"),
@@ -162,7 +166,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Texts of one length in a batch: rows [begin, end) hold text after text."""
+    """Texts of equal length in a batch: rows [begin, end) hold them one after another."""
 
     begin: int
     end: int
@@ -171,7 +175,7 @@ class _Group:
 
 
 class EncoderNetwork:
-    """A loaded encoder. One thread uses it."""
+    """A loaded encoder. Used by one thread."""
 
     def __init__(self, config: EncoderConfig, weights: EncoderWeights, device: torch.device) -> None:
         self._config = config
@@ -181,7 +185,9 @@ class EncoderNetwork:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Vectors of texts: (texts, hidden) on the CPU in fp32, in their order. Each text has 1 to `input_tokens_max` tokens."""
+        """Return vectors (texts, hidden) in fp32 on the CPU, in order. Texts have 1 to
+        `input_tokens_max` tokens.
+        """
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         groups = _groups([len(texts[index]) for index in order])
         rows = self._embed_tokens([texts[index] for index in order])
@@ -196,7 +202,7 @@ class EncoderNetwork:
         return vectors
 
     def _embed_tokens(self, texts: list[Sequence[int]]) -> Tensor:
-        """(tokens, hidden): words, positions and the token type of a first sentence."""
+        """Return (tokens, hidden): sum of word, position and first-sentence token type embeddings."""
         weights, offset = self._weights, self._config.position_offset
         token_ids = torch.tensor([token_id for text in texts for token_id in text], device=self._device)
         positions = torch.cat([torch.arange(offset, offset + len(text)) for text in texts]).to(self._device)
@@ -206,7 +212,9 @@ class EncoderNetwork:
         return self._norm(rows, weights.embedding_norm)
 
     def _distance_biases(self, groups: list[_Group]) -> Tensor | None:
-        """(heads, longest, longest): what is added to the scores of two tokens so far apart; None where that does not matter."""
+        """Return (heads, longest, longest) biases for attention scores; None without relative
+        positions.
+        """
         weights = self._weights.distance_biases
         if weights is None:
             return None
@@ -214,14 +222,14 @@ class EncoderNetwork:
         return weights[distance_buckets(positions[None, :] - positions[:, None])].permute(2, 0, 1).contiguous()
 
     def _run_layer(self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group], biases: Tensor | None) -> Tensor:
-        """(tokens, hidden) -> (tokens, hidden)."""
+        """Run one layer: (tokens, hidden) -> (tokens, hidden)."""
         attended = project(self._attend(layer, rows, groups, biases), layer.attention_out)
         rows = self._norm(attended + rows, layer.attention_norm)
         widened = self._activation(project(rows, layer.up))
         return self._norm(project(widened, layer.down) + rows, layer.output_norm)
 
     def _attend(self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group], biases: Tensor | None) -> Tensor:
-        """(tokens, hidden): each token's mixture of the values of its own text."""
+        """Return (tokens, hidden): the attention output of each token over its own text."""
         query, key, value = (project(rows, weights) for weights in (layer.query, layer.key, layer.value))
         mixed = torch.empty_like(query)
         for group in groups:
@@ -232,11 +240,11 @@ class EncoderNetwork:
         return mixed
 
     def _heads(self, rows: Tensor, group: _Group) -> Tensor:
-        """(texts x length, hidden) -> (texts, heads, length, head size)."""
+        """Reshape (texts x length, hidden) -> (texts, heads, length, head size)."""
         return rows.view(group.text_count, group.length, self._config.head_count, -1).transpose(1, 2)
 
     def _pool(self, rows: Tensor, group: _Group) -> Tensor:
-        """(texts x length, hidden) -> (texts, hidden)."""
+        """Pool (texts x length, hidden) -> (texts, hidden)."""
         by_text = rows.view(group.text_count, group.length, -1)
         return by_text[:, 0] if self._config.pooling is Pooling.CLS else by_text.mean(dim=1)
 
@@ -245,10 +253,11 @@ class EncoderNetwork:
 
 
 def distance_buckets(distances: Tensor) -> Tensor:
-    """The bucket of each distance from a token to another: near ones have their own, far ones share, those behind come last.
+    """Return the bucket of each token distance: small distances have their own, large ones share
+    one.
 
-    distances: in tokens, above 0 to those that follow. Source: the T5 scheme as MPNet uses it, with 32 buckets and 128 tokens as
-    the farthest that is told apart.
+    distances: in tokens, positive to later tokens. Source: the T5 scheme as used by MPNet, with 32
+    buckets and a maximum of 128 tokens.
     """
     half = RELATIVE_BUCKETS // 2
     exact = half // 2
@@ -258,7 +267,7 @@ def distance_buckets(distances: Tensor) -> Tensor:
 
 
 def _groups(lengths: list[int]) -> list[_Group]:
-    """Texts in order of their lengths, by length."""
+    """Group texts, sorted by length, by equal length."""
     groups: list[_Group] = []
     begin = 0
     for length, same in groupby(lengths):

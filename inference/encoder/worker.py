@@ -1,7 +1,8 @@
-"""The encoder's host: `python -m inference.encoder.worker --fd N`, a child of the API process that holds one encoder.
+"""Encoder worker: `python -m inference.encoder.worker --fd N`, a child process that holds one
+encoder.
 
-The main thread loads it and computes batch after batch; a thread ends the process when the parent is gone, in the middle
-of a batch too.
+The main thread loads it and computes the batches; another thread ends the process when the parent
+is gone, even during a batch.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from inference.workers.protocol import (
 if TYPE_CHECKING:
     from inference.encoder.network import EncoderNetwork
 
-IMPORT_FRACTION = 0.6  # share of loading that importing torch takes, measured on a model of 23 million parameters
+IMPORT_FRACTION = 0.6  # share of the loading time for importing torch, measured with 23M parameters
 _log = logging.getLogger("weir.inference.encoder")
 
 
 class LoadEncoder(Message, tag="load_encoder", frozen=True):
-    """The first message: what to load and how. See `EncoderSettings`."""
+    """First message: the encoder to load and its options. See `EncoderSettings`."""
 
     directory: str
     compute_dtype: Literal["float32", "bfloat16", "int8"]
@@ -48,16 +49,16 @@ class LoadEncoder(Message, tag="load_encoder", frozen=True):
 
 
 class EncodeBatch(Message, tag="encode", frozen=True):
-    """Texts to embed, as token ids. number: of the batch; its answer bears the same."""
+    """Texts to embed, as token ids. number: of the batch, repeated in the answer."""
 
     number: int
     texts: list[tuple[int, ...]]
 
 
 class BatchEncoded(Message, tag="encoded", frozen=True):
-    """The vectors of a batch in the order of its texts, each as its floats in the machine's own fp32.
+    """Vectors of a batch in the order of its texts, each as bytes of native fp32 floats.
 
-    fault: why there are none; then `vectors` is empty.
+    fault: the reason if embedding failed; `vectors` is then empty.
     """
 
     number: int
@@ -66,7 +67,7 @@ class BatchEncoded(Message, tag="encoded", frozen=True):
 
 
 def serve(connection: socket.socket) -> int:
-    """Load, then embed batch after batch until told to stop; the exit status."""
+    """Load, then embed batches until shutdown. Returns the exit status."""
 
     def send(message: Message) -> None:
         connection.sendall(encode(message))
@@ -92,7 +93,9 @@ def serve(connection: socket.socket) -> int:
 
 
 def load_network(load: LoadEncoder, on_progress: Callable[[str, float], None]) -> EncoderNetwork:
-    """Import torch, read the weights, and embed a text of full length once. Raises: CheckpointInvalid, EngineStartFailed."""
+    """Import torch, read the weights, and embed a text of maximum length. Raises:
+    CheckpointInvalid, EngineStartFailed.
+    """
     on_progress("import", 0.0)
     import torch
 
@@ -100,7 +103,7 @@ def load_network(load: LoadEncoder, on_progress: Callable[[str, float], None]) -
 
     torch.set_num_threads(load.torch_thread_count)
     if load.device == "cuda" and not torch.cuda.is_available():
-        raise EngineStartFailed("device cuda: torch finds no GPU; use device cpu, or a torch that is built for CUDA")
+        raise EngineStartFailed("device cuda: torch finds no GPU; use device cpu, or a torch build with CUDA")
     config = read_encoder_config(Path(load.directory))
     dtype = torch.float32 if load.compute_dtype == "float32" else torch.bfloat16
     on_progress("weights", IMPORT_FRACTION)
@@ -113,14 +116,16 @@ def load_network(load: LoadEncoder, on_progress: Callable[[str, float], None]) -
     network = EncoderNetwork(config, weights, torch.device(load.device))
     vectors = network.embed([[0] * config.input_tokens_max])
     if not bool(torch.isfinite(vectors).all()):
-        raise CheckpointInvalid(str(config.directory), "gives vectors that are not finite; are the files intact?")
+        raise CheckpointInvalid(str(config.directory), "computes vectors that are not finite; check that the files are intact")
     gc.collect()
-    gc.freeze()  # what stands now stands to the end
+    gc.freeze()  # loaded objects live for the whole process
     return network
 
 
 def encode_batch(network: EncoderNetwork, batch: EncodeBatch) -> BatchEncoded:
-    """The vectors of a batch, or why there are none. A vector that holds no numbers is a fault: noise is not to be billed."""
+    """Return the vectors of a batch, or the fault. Vectors that are not finite are a fault: they
+    must not be billed.
+    """
     import torch
 
     try:

@@ -1,5 +1,5 @@
-"""The decoder's forward pass as machine code: used where it can be, and never required.
+"""Optional native implementation of the decoder's forward pass.
 
-`decoder.cpp` is the code, `build.py` compiles it for images, `loader.py` finds it or compiles it once
-per machine, `decoder.py` calls it. Torch stays the reference.
+`decoder.cpp` is the code, `build.py` compiles it for images, `loader.py` finds it or compiles it
+once per machine, `decoder.py` calls it. Torch is the reference.
 """

@@ -1,9 +1,10 @@
-"""The native decoder: owns its packed weights and its KV pool, computes a step in one call.
+"""Native decoder: owns packed weights and a KV pool, and computes a step in one call.
 
-The same contract as the torch decoder, from chunks to logits, and the same results: equal tokens in fp32; in bfloat16 the residual
-stream and all sums stay in fp32, so it is nearer to exact than torch, which rounds after every operator.
+Same interface and results as the torch decoder: equal tokens in fp32. In bfloat16 the residual
+stream and all sums are in fp32, so it is more exact than torch, which rounds after every operator.
 
-`open_decoder` takes packed weights where a file has them, else a checkpoint's, which are then packed and kept for the next.
+`open_decoder` uses a file of packed weights if there is one, else packs the checkpoint's and stores
+them.
 """
 
 from __future__ import annotations
@@ -74,13 +75,17 @@ class _Step(ctypes.Structure):
 
 
 def supports(config: DecoderConfig, dtype: torch.dtype) -> bool:
-    """Whether the native code computes this shape; it leaves odd ones to torch. Loads the library."""
+    """Return whether the native code supports this shape; torch computes the others. Loads the
+    library.
+    """
     even = config.hidden_size % 2 == 0 and config.intermediate_size % 2 == 0
     return dtype in DTYPES and config.head_dim % 16 == 0 and even and loader.load() is not None
 
 
 class CachedTokens(Protocol):
-    """A sequence as this decoder reads it: its tokens, how many of them have KV, where that lies, and how it is rotated."""
+    """Fields of a sequence that this decoder reads: tokens, number with KV, block table, and
+    rotation.
+    """
 
     @property
     def token_ids(self) -> list[int]: ...
@@ -93,7 +98,7 @@ class CachedTokens(Protocol):
 
 
 class Rows(Protocol):
-    """The next `token_count` uncomputed tokens of a sequence, to be computed in this step."""
+    """The next `token_count` uncomputed tokens of a sequence, computed in this step."""
 
     @property
     def sequence(self) -> CachedTokens: ...
@@ -102,7 +107,7 @@ class Rows(Protocol):
 
 
 class NativeDecoder:
-    """Used by one thread; the code inside spreads a step over as many as torch is set to."""
+    """Called by one thread; computes a step with as many threads as torch is configured for."""
 
     def __init__(
         self,
@@ -112,13 +117,14 @@ class NativeDecoder:
         context_window_tokens: int,
         block_count: int,
     ) -> None:
-        """Pack the weights, which may be forgotten afterwards, and lay out a pool of so many blocks. `supports` must be true.
+        """Pack the weights, which can be freed afterwards, and allocate `block_count` blocks.
+        Requires `supports`.
 
-        weights: as a file holds them if they were packed before; they are read where they lie. Raises: ValueError if they are not
-        this decoder's.
+        weights: a file of packed weights is used in place. Raises: ValueError if it does not fit
+        this model.
         """
         library = loader.load()
-        assert library is not None, "supports() was asked"
+        assert library is not None, "supports() is true"
         self._library = library
         self._config = config
         self._thread_count = torch.get_num_threads()
@@ -143,7 +149,7 @@ class NativeDecoder:
         if not self._handle:
             raise MemoryError("no memory for the native decoder")
         weakref.finalize(self, library.weir_decoder_close, self._handle)
-        self._file: PackedFile | None = None  # kept alive while the decoder reads it
+        self._file: PackedFile | None = None  # must outlive the decoder
         if isinstance(weights, PackedFile):
             self.adopt(weights)
         else:
@@ -154,12 +160,13 @@ class NativeDecoder:
         self._step = _Step(logits_stride=self._logits_stride)
 
     def forward(self, chunks: Sequence[Rows]) -> Logits:
-        """Logits (R, V) of the chunks that complete, in their order; valid until the next call.
+        """Return logits (R, V) of the chunks that complete, in order; valid until the next call.
 
-        Writes the pool at the chunks' positions and nowhere else.
+        Writes the pool only at the chunks' positions.
         """
         token_ids = array("i")
-        spans = array("i")  # of each chunk: first row, rows, position, place in the tables, row of the rotation tables
+        # per chunk: first row, row count, position, table start, rotation table row
+        spans = array("i")
         wanted = array("i")
         row = 0
         for chunk, start in zip(chunks, self._tables.starts(chunks), strict=True):
@@ -185,45 +192,53 @@ class NativeDecoder:
         return Logits(self._logits, best.tolist())
 
     def parts(self) -> Iterator[Part]:
-        """What was packed, where it lies; valid as long as this decoder."""
+        """Yield the packed buffers; valid as long as this decoder."""
         byte_count = ctypes.c_int64()
         for layer in range(self._config.layer_count + 1):
-            for kind in range(_EMBEDDING_KIND + (layer == self._config.layer_count)):  # the embedding belongs to no layer
+            for kind in range(_EMBEDDING_KIND + (layer == self._config.layer_count)):
+                # the embedding belongs to no layer
                 address = self._library.weir_decoder_part(self._handle, layer, kind, ctypes.byref(byte_count))
                 if address and byte_count.value:
                     yield Part(layer, kind, address, byte_count.value)
 
     def adopt(self, file: PackedFile) -> None:
-        """Read the weights where they lie in a file, and give back those that were packed here. Raises: ValueError."""
+        """Use the weights in a file and free those packed here. Raises: ValueError if they do not
+        fit.
+        """
         if missing := self._needed_parts() - {(part.layer, part.kind - part.kind % 2) for part in file.parts()}:
             raise ValueError(f"{len(missing)} parts of this model are missing")
         for part in file.parts():
             if not 0 <= part.layer <= self._config.layer_count or not 0 <= part.kind <= _EMBEDDING_KIND:
                 raise ValueError(f"no part {part.kind} of layer {part.layer} in this model")
             if self._library.weir_decoder_adopt(self._handle, part.layer, part.kind, part.address, part.byte_count):
-                raise ValueError(f"part {part.kind} of layer {part.layer} has {part.byte_count} bytes, which is not this model's")
+                raise ValueError(
+                    f"part {part.kind} of layer {part.layer} has {part.byte_count} bytes, which does not fit this model"
+                )
         self._file = file
 
     def _needed_parts(self) -> set[tuple[int, int]]:
-        """Layer and kind of what no model is without: matrices, packed or quantized, which are neighbours, and the embedding."""
+        """Return layer and kind of required parts: matrices (packed or quantized) and the
+        embedding.
+        """
         above = self._config.layer_count
         head = len(_LINEARS) - 1
         matrices = {(layer, kind * _LINEAR_PARTS) for layer in range(above) for kind in range(head)}
         return matrices | {(above, head * _LINEAR_PARTS), (above, _EMBEDDING_KIND - _EMBEDDING_KIND % 2)}
 
     def _make_logits(self, row_count: int) -> None:
-        """A view of so many rows without their padding; kept, since most steps want as many as the one before."""
+        """Make a view of `row_count` rows without padding; reused, since the count rarely changes."""
         if row_count > len(self._logits_memory):
             self._logits_memory = torch.empty(row_count, self._logits_stride)
         self._logits = self._logits_memory[:row_count, : self._config.vocabulary_size]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Give each second KV block the content of the first, in all layers, one pair after the other."""
+        """Copy the first to the second KV block of each pair, in all layers, in order."""
         blocks = np.array(pairs, dtype=np.int64)
         self._library.weir_decoder_copy_blocks(self._handle, blocks.ctypes.data, len(pairs))
 
     def _pack(self, weights: DecoderWeights) -> None:
-        for layer, held in enumerate((*weights.layers, weights)):  # what is above all layers comes last
+        for layer, held in enumerate((*weights.layers, weights)):
+            # parts above all layers come last
             for name in _KINDS:
                 if (value := getattr(held, name, None)) is not None:
                     self._set(layer, name, value)
@@ -242,25 +257,26 @@ def _in_fp32(tensor: Tensor | None) -> Tensor | None:
 
 
 class TableRows:
-    """Block tables as one array (rows, M), kept from step to step, since a decoding sequence adds a block in 16 steps at most.
+    """Block tables as one array (rows, M), kept between steps, since sequences rarely add a block.
 
-    A row belongs to one list: a table only grows, and a sequence that is preempted gets a new one.
+    A row belongs to one list: tables only grow, and a preempted sequence gets a new list.
     """
 
     def __init__(self, width: int) -> None:
-        """width: blocks of the longest table."""
+        """width: maximum blocks per table."""
         self._width = width
         self._rows = np.zeros((0, width), dtype=np.int32)
-        self._kept: dict[int, tuple[int, int, list[int]]] = {}  # id of a table -> row, blocks written, the table itself
+        # table id -> row, blocks written, table
+        self._kept: dict[int, tuple[int, int, list[int]]] = {}
         self._free: list[int] = []
 
     @property
     def address(self) -> int:
-        """Of the first row; valid until `starts` is called again."""
+        """Address of the first row; valid until the next call of `starts`."""
         return self._rows.ctypes.data
 
     def starts(self, chunks: Sequence[Rows]) -> list[int]:
-        """For each chunk, where its sequence's table begins, in entries from `address`; the rows hold all its blocks."""
+        """Return each chunk's table start, in entries from `address`, after writing all its blocks."""
         tables = [chunk.sequence.block_table for chunk in chunks]
         if sum(id(table) not in self._kept for table in tables) > len(self._free):
             self._make_room(tables)
@@ -272,12 +288,14 @@ class TableRows:
                     raise InvariantViolated(f"a sequence holds {len(table)} KV blocks, its context has {self._width}")
                 first = min(count, len(table))
                 self._rows[row, first : len(table)] = table[first:]
-                self._kept[id(table)] = (row, len(table), table)  # kept alive, so that its id stays its own
+                self._kept[id(table)] = (row, len(table), table)  # a reference keeps the id unique
             starts.append(row * self._width)
         return starts
 
     def _make_room(self, wanted: Sequence[list[int]]) -> None:
-        """Forget the tables that this step does not read, and grow if that is not enough for those that it does."""
+        """Drop tables that this step does not read, and grow the array if there are still too few
+        rows.
+        """
         ids = set(map(id, wanted))
         self._kept = {key: kept for key, kept in self._kept.items() if key in ids}
         row_count = max(len(self._rows), 2 * len(ids))
@@ -287,7 +305,8 @@ class TableRows:
         self._free = [row for row in range(row_count) if row not in used]
 
 
-PACKED_BYTES_MIN = 64 << 20  # of weights in a checkpoint: packing fewer takes less than importing torch varies, and few are private
+# of checkpoint weights: packing fewer takes less time than importing torch varies
+PACKED_BYTES_MIN = 64 << 20
 _log = logging.getLogger("weir.inference.native")
 
 
@@ -297,10 +316,11 @@ def open_decoder(
     load: Callable[[], DecoderWeights],
     make: Callable[[DecoderWeights | PackedFile], NativeDecoder],
 ) -> NativeDecoder:
-    """One that reads the file at `path`, which is written if it is not there; with private weights if that fails, or path is None.
+    """Open a decoder on the packed file at `path`, written if missing; on failure or without a
+    path, with private weights.
 
-    bytes_max: of all files beside it, with it; others go where there are more. load: reads and checks the checkpoint. make: lays
-    out a decoder.
+    bytes_max: of all files in the directory, for removing old ones. load: reads the checkpoint.
+    make: builds a decoder.
     """
     if path is None:
         return make(load())
@@ -317,13 +337,15 @@ def open_decoder(
             if (file := open_packed(path)) is not None:
                 decoder.adopt(file)
         except OSError as error:
-            _log.warning("packed weights are not kept, each host has its own: %s", error)
+            _log.warning("packed weights are not stored, each worker has its own copy: %s", error)
     trim_packed(path.parent, bytes_max)
     return decoder
 
 
 def path_for(place: PackedPlace | None, checkpoint: Path, compute_dtype: str) -> Path | None:
-    """Where packed weights of a checkpoint belong; None if they are not to be kept, or are too few for it to matter."""
+    """Return the path of a checkpoint's packed weights; None if storing is disabled or they are too
+    small.
+    """
     if place is None:
         return None
     try:
@@ -332,5 +354,5 @@ def path_for(place: PackedPlace | None, checkpoint: Path, compute_dtype: str) ->
             return None
         return packed_path(Path(place.directory), checkpoint, compute_dtype, library_name())
     except OSError as error:
-        _log.warning("packed weights are not kept: %s", error)
+        _log.warning("packed weights are not stored: %s", error)
         return None

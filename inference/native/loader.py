@@ -1,11 +1,12 @@
-"""Finds the library of `decoder.cpp`, or compiles it for this very machine, and loads it.
+"""Loads the library of `decoder.cpp`, compiled for this machine if necessary.
 
-An image has no compiler, so its build makes libraries for several instruction sets (`build.py`) in `prebuilt/` beside this file.
-The best one that this processor can run is used if it was made of these very sources. Elsewhere the library is compiled once.
+Images have no compiler, so their build makes libraries for several instruction sets (`build.py`) in
+`prebuilt/` beside this file. The best one for this processor is used if it was built from the
+present sources. Elsewhere the library is compiled once.
 
-It is then kept in a cache directory under a name that says what it was made of: source, flags, compiler, processor. So a new
-version, another compiler or another machine on the same home directory compile anew, and nothing is ever stale. Without a
-compiler, without a writable cache, or with `WEIR_NATIVE=0`, `load` returns None after saying why, and torch computes instead.
+Compiled libraries are cached under a name that hashes source, flags, compiler and processor, so the
+cache is never stale. Without a compiler or a writable cache, or with `WEIR_NATIVE=0`, `load` logs
+the reason and returns None, and torch computes instead.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import NamedTuple
 
 from inference.kv_blocks import KV_BLOCK_TOKENS
 
-SWITCH = "WEIR_NATIVE"  # environment: 0 computes with torch alone
-CACHE_DIRECTORY = "WEIR_NATIVE_CACHE"  # environment: where libraries are kept, instead of the user's cache directory
+SWITCH = "WEIR_NATIVE"  # environment variable: 0 disables the native code
+CACHE_DIRECTORY = "WEIR_NATIVE_CACHE"  # environment variable: cache directory for libraries
 COMPILERS = ("c++", "g++", "clang++")
-COMPILE_TIMEOUT_S = 180.0  # seconds: 20 times what it takes on an idle core
+COMPILE_TIMEOUT_S = 180.0  # seconds: 20 times the time on an idle core
 SOURCE = Path(__file__).with_name("decoder.cpp")
 FLAGS = (
     "-std=c++20",
@@ -36,16 +37,17 @@ FLAGS = (
     "-shared",
     "-fPIC",
     "-pthread",
-    # No caller looks at errno or at floating-point traps; what is not finite stays so, and is looked for in the logits.
+    # Nothing reads errno or floating-point traps; values that are not finite propagate to the
+    # logits, which are checked.
     "-fno-math-errno",
     "-fno-trapping-math",
 )
 THIS_PROCESSOR = ("-march=native",)
-PREBUILT = Path(__file__).with_name("prebuilt")  # filled when an image is built
+PREBUILT = Path(__file__).with_name("prebuilt")  # filled by the image build
 
 
 class InstructionSet(NamedTuple):
-    """One processor generation to compile for. cpu_flags: what Linux must list for a processor that can run it."""
+    """A processor generation to compile for. cpu_flags: required flags in Linux's processor list."""
 
     name: str
     machine: str
@@ -55,7 +57,7 @@ class InstructionSet(NamedTuple):
 
 _V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-# The best first.
+# Best first.
 INSTRUCTION_SETS = (
     InstructionSet("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
     InstructionSet("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
@@ -68,9 +70,11 @@ _log = logging.getLogger("weir.inference.native")
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | None:
-    """The library with its argument types declared; None if this process does without. Says which in the log, once."""
+    """Load the library and declare its argument types; None if it is not used. Logs the outcome
+    once.
+    """
     if os.environ.get(SWITCH, "1") == "0":
-        _log.info("native kernels are switched off by %s=0; computing with torch", SWITCH)
+        _log.info("native kernels are disabled by %s=0; computing with torch", SWITCH)
         return None
     try:
         path = prebuilt(PREBUILT) or compiled(cache_directory())
@@ -86,14 +90,14 @@ def load() -> ctypes.CDLL | None:
 
 
 def library_name() -> str:
-    """What the library in use was made of, in its file's name. `load` must have returned one."""
+    """Return the file name, without suffix, of the loaded library, which identifies its build."""
     library = load()
-    assert library is not None, "there is a library"
+    assert library is not None, "the library was loaded"
     return Path(str(library._name)).stem
 
 
 class NativeUnavailable(Exception):
-    """Why there is no library. Never leaves this package."""
+    """The library is unavailable, with the reason. Not raised outside this package."""
 
 
 def cache_directory() -> Path:
@@ -104,7 +108,7 @@ def cache_directory() -> Path:
 
 
 def prebuilt(directory: Path) -> Path | None:
-    """Return the library of an image for this processor; None if there is none that was made of these sources."""
+    """Return an image's library for this processor; None if there is none built from these sources."""
     if not directory.is_dir():
         return None
     cpu_flags = _cpu_flags()
@@ -112,17 +116,17 @@ def prebuilt(directory: Path) -> Path | None:
         library = directory / prebuilt_name(each)
         if each.machine == platform.machine() and each.cpu_flags <= cpu_flags and library.exists():
             return library
-    _log.warning("%s has no native kernels of this version for this processor", directory)
+    _log.warning("%s has no native kernels for this version and processor", directory)
     return None
 
 
 def prebuilt_name(instruction_set: InstructionSet) -> str:
-    """Return the file name of a library made in advance: what for, and of which sources."""
+    """Return the file name of a prebuilt library, which names instruction set and sources."""
     return f"decoder-{instruction_set.name}-{_digest(*_sources(), ' '.join(FLAGS + instruction_set.flags).encode())}.so"
 
 
 def compile_library(compiler: str, flags: tuple[str, ...], library: Path) -> None:
-    """Compile the sources into a file. Raises `NativeUnavailable`; then nothing is left of it."""
+    """Compile the sources into a file. Raises: NativeUnavailable, leaving no file."""
     try:
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=library.parent) as own:
@@ -131,13 +135,15 @@ def compile_library(compiler: str, flags: tuple[str, ...], library: Path) -> Non
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
             made.replace(library)
     except subprocess.CalledProcessError as error:
-        raise NativeUnavailable(f"{compiler} refuses {SOURCE.name}: {error.stderr.decode(errors='replace')[:500]}") from error
+        raise NativeUnavailable(
+            f"{compiler} failed to compile {SOURCE.name}: {error.stderr.decode(errors='replace')[:500]}"
+        ) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"compiling into {library.parent} failed: {error}") from error
 
 
 def find_compiler() -> str:
-    """Return the C++ compiler of this machine. Raises `NativeUnavailable`."""
+    """Return the C++ compiler of this machine. Raises: NativeUnavailable."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise NativeUnavailable(f"none of {', '.join(COMPILERS)} is installed")
@@ -145,28 +151,28 @@ def find_compiler() -> str:
 
 
 def compiled(directory: Path) -> Path:
-    """The library for this machine, compiled if it is not there. Raises `NativeUnavailable`.
+    """Return the library for this machine, compiled if missing. Raises: NativeUnavailable.
 
-    Processes that find it missing at the same time all compile it, and the last one's file, which is as good, stays: each writes
-    under a name of its own and renames, so nobody loads half a file.
+    Concurrent processes may compile it several times: each writes to its own file and renames it,
+    so no incomplete file is loaded.
     """
     compiler = find_compiler()
     library = directory / f"decoder-{_fingerprint(compiler)}.so"
     if library.exists():
         return library
     started_s = time.monotonic()
-    _log.info("compiling native kernels, once for this machine: the engine starts after it")
+    _log.info("compiling native kernels, once for this machine; the engine starts afterwards")
     compile_library(compiler, THIS_PROCESSOR, library)
     _log.info("compiled native kernels in %.1f s", time.monotonic() - started_s)
     return library
 
 
 def _fingerprint(compiler: str) -> str:
-    """Everything that the library depends on, as 20 hexadecimal digits."""
+    """Return a hash of everything the library depends on, 20 hexadecimal digits."""
     try:
         version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise NativeUnavailable(f"{compiler} does not tell its version: {error}") from error
+        raise NativeUnavailable(f"{compiler} does not report its version: {error}") from error
     flags = " ".join(FLAGS + THIS_PROCESSOR).encode()
     return _digest(*_sources(), flags, version, platform.machine().encode(), _processor())
 
@@ -180,13 +186,13 @@ def _digest(*parts: bytes) -> str:
 
 
 def _cpu_flags() -> frozenset[str]:
-    """The instruction sets of this processor by Linux's names; empty elsewhere."""
+    """Return this processor's instruction sets in Linux's names; empty on other systems."""
     lines = (line.partition(b":") for line in _processor().splitlines())
     return frozenset(flag.decode() for name, _, flags in lines if name.strip() in (b"flags", b"Features") for flag in flags.split())
 
 
 def _processor() -> bytes:
-    """Model and instruction sets, as Linux lists them for the first core; empty elsewhere."""
+    """Return model and instruction sets of the first core on Linux; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().split(b"\n\n", 1)[0].splitlines()
     except OSError:
@@ -196,7 +202,7 @@ def _processor() -> bytes:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Argument types of every function: a wrong call fails in Python, not in memory."""
+    """Declare the argument types of all functions, so that wrong calls fail in Python."""
 
     pointer, index, kind = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     signatures: dict[str, tuple[object, list[object]]] = {

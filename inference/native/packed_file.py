@@ -1,8 +1,10 @@
-"""Packed weights in a file: written by the first host that packs them, mapped by all, so that they are in memory once.
+"""Files of packed weights: written by the first worker that packs them, and mapped by all, so they
+are in memory once.
 
-A file says in its name what it was made of: the checkpoint's files as they were (size, times and inode of each), the type, and the
-library, which knows the layout. Whatever changes makes another name, and the old file is removed when the new one is written. So
-nothing is ever stale; and nothing is torn, since a file gets its name when it is whole.
+The file name hashes its sources: the checkpoint's files (size, times and inode of each), the type,
+and the library, which defines the layout. A change gives a new name, and writing the new file
+removes the old one, so files are never stale. Files are renamed when complete, so they are never
+truncated.
 
     magic, bytes of the header (8, little-endian), header (JSON: [layer, kind, offset, bytes] of each part), parts on whole pages
 """
@@ -29,7 +31,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class PackedPlace:
-    """A directory for all hosts of a machine. bytes_max: of all files in it; those that a host has mapped are kept beyond it."""
+    """Directory shared by all workers of a machine. bytes_max: total size; mapped files are kept
+    beyond it.
+    """
 
     directory: str
     bytes_max: int
@@ -44,7 +48,7 @@ _log = logging.getLogger("weir.inference.native")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of a decoder's buffers, by layer and kind: where it lies, and its bytes."""
+    """Address and size of one of a decoder's buffers, by layer and kind."""
 
     layer: int
     kind: int
@@ -53,7 +57,7 @@ class Part:
 
 
 def packed_path(directory: Path, checkpoint: Path, dtype: str, library: str) -> Path:
-    """Where the packed weights of a checkpoint, as it is now, are to be found. Raises: OSError if its files cannot be looked at."""
+    """Return the path for a checkpoint's present files. Raises: OSError if they cannot be read."""
     whose = _digest(str(checkpoint.resolve()), dtype)
     files = sorted(path for path in checkpoint.iterdir() if path.suffix in (".safetensors", ".json"))
     made_of = [library]
@@ -64,7 +68,7 @@ def packed_path(directory: Path, checkpoint: Path, dtype: str, library: str) -> 
 
 
 def write_packed(path: Path, parts: Iterable[Part]) -> None:
-    """Write and name it; other versions of the same checkpoint's are removed. Raises: OSError, and leaves nothing then."""
+    """Write the file and remove other versions of the checkpoint. Raises: OSError, leaving no file."""
     parts = list(parts)
     offsets, end = [], 0
     for part in parts:
@@ -72,7 +76,8 @@ def write_packed(path: Path, parts: Iterable[Part]) -> None:
         end += -(-part.byte_count // mmap.PAGESIZE) * mmap.PAGESIZE
     header = json.dumps([[part.layer, part.kind, at, part.byte_count] for part, at in zip(parts, offsets, strict=True)]).encode()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for left in path.parent.glob(f"{_UNFINISHED}*"):  # by processes that were killed while they wrote, or that write now
+    for left in path.parent.glob(f"{_UNFINISHED}*"):
+        # from processes killed while writing, or still writing
         with contextlib.suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > _STALE_S:
                 shutil.rmtree(left, ignore_errors=True)
@@ -94,17 +99,20 @@ def write_packed(path: Path, parts: Iterable[Part]) -> None:
 
 
 class PackedFile:
-    """A file in the address space, read-only: its pages are the system's, shared by all that map it. Lives while they are read."""
+    """A read-only mapped file, whose pages all processes share. Must outlive the use of its parts."""
 
     def __init__(self, path: Path) -> None:
-        """Map it, and bring its pages in at once. Raises: OSError or ValueError if it is not there or no such file."""
+        """Map the file and read its pages. Raises: OSError or ValueError if it is missing or
+        invalid.
+        """
         with path.open("rb") as file:
-            # The lock is held by the mapping, which has the file open too, and tells `trim_packed` that it is there.
-            with contextlib.suppress(OSError):  # where the disk knows no locks nothing is removed
+            # The mapping holds the lock, which tells `trim_packed` that the file is in use.
+            with contextlib.suppress(OSError):  # without file locks nothing is removed
                 fcntl.flock(file, fcntl.LOCK_SH)
             with contextlib.suppress(OSError):
-                os.utime(path)  # last used now
-            populate = getattr(mmap, "MAP_POPULATE", 0)  # else the first tokens would wait for each page by itself
+                os.utime(path)  # marks the file as recently used
+            # otherwise the first tokens would wait for every page
+            populate = getattr(mmap, "MAP_POPULATE", 0)
             self._mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ)
         if self._mapping[: len(_MAGIC)] != _MAGIC:
             raise ValueError(f"{path} holds no packed weights")
@@ -113,10 +121,10 @@ class PackedFile:
         self._table = [tuple(map(int, row)) for row in json.loads(self._mapping[start : start + length])]
         self._begin = _begin_of_parts(length)
         if any(self._begin + offset + count > len(self._mapping) for _, _, offset, count in self._table):
-            raise ValueError(f"{path} is torn")
+            raise ValueError(f"{path} is truncated")
 
     def parts(self) -> Iterator[Part]:
-        """All of them, where they lie now."""
+        """Yield all parts with their addresses."""
         address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
         for layer, kind, offset, count in self._table:
             yield Part(layer, kind, address + self._begin + offset, count)
@@ -133,9 +141,10 @@ def open_packed(path: Path) -> PackedFile | None:
 
 
 def trim_packed(directory: Path, bytes_max: int) -> None:
-    """Remove files, the least recently used first, until all together have no more bytes; none that somebody has mapped.
+    """Remove unmapped files, least recently used first, until the total size is at most
+    `bytes_max`.
 
-    Never raises for files: what cannot be removed stays.
+    Ignores files that cannot be removed.
     """
     found = []
     for path in directory.glob(f"*{_SUFFIX}"):
@@ -147,12 +156,12 @@ def trim_packed(directory: Path, bytes_max: int) -> None:
         if total <= bytes_max:
             return
         if _removed_unmapped(path):
-            _log.info("packed weights in %s are removed: they were used last of all, and %d bytes are too many", path, total)
+            _log.info("removed the least recently used packed weights, %s: %d bytes exceed the limit", path, total)
             total -= size
 
 
 def _removed_unmapped(path: Path) -> bool:
-    """Remove a file unless somebody has it mapped. Whoever opens it meanwhile has it mapped to its end, and it is gone then."""
+    """Remove a file unless it is mapped. A process that opened it meanwhile keeps its mapping."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -35,7 +35,7 @@ def change(path: Path, **entries: Any) -> None:
         ({"sliding_window": 512}, "sliding_window = 512 is not supported for LlamaForCausalLM"),
         ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping = 50\.0 is not supported"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5 is not supported"),
-        ({"head_dim": 15}, "head_dim = 15 is not even"),
+        ({"head_dim": 15}, "head_dim = 15 must be even"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
         ({"hidden_act": "gelu"}, "gelu is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized"),

@@ -113,9 +113,9 @@ def put(name: str, value: float) -> Spoil:
 
 
 WEIGHTS: dict[str, tuple[Spoil, str]] = {
-    "torn tail": (tear("model.safetensors", -64), "model.safetensors: not a safetensors file, or torn"),
-    "torn header": (tear("model.safetensors", 100), "model.safetensors: not a safetensors file, or torn"),
-    "empty": (tear("model.safetensors", 0), "model.safetensors: not a safetensors file, or torn"),
+    "torn tail": (tear("model.safetensors", -64), "model.safetensors: not a safetensors file, or truncated"),
+    "torn header": (tear("model.safetensors", 100), "model.safetensors: not a safetensors file, or truncated"),
+    "empty": (tear("model.safetensors", 0), "model.safetensors: not a safetensors file, or truncated"),
     "absent": (lambda directory: (directory / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "pickled": (
         lambda directory: (directory / "model.safetensors").rename(directory / "pytorch_model.bin"),
@@ -137,7 +137,7 @@ WEIGHTS: dict[str, tuple[Spoil, str]] = {
     "overlap": (header(data_offsets=[0, 64 * 160 * 4]), "not a safetensors file"),
 }
 SHARDS: dict[str, tuple[Spoil, str]] = {
-    "torn": (tear(SHARD, -64), f"{SHARD}: not a safetensors file, or torn"),
+    "torn": (tear(SHARD, -64), f"{SHARD}: not a safetensors file, or truncated"),
     "absent": (lambda directory: (directory / SHARD).unlink(), f"{SHARD}: the weights file is missing"),
     "lacks a tensor": (tensors(lambda found: found.pop(next(iter(found))), SHARD), f"{SHARD}: tensor .* is missing"),
     "index without a map": (write("model.safetensors.index.json", "{}"), "index.json: entry weight_map is missing"),

@@ -156,7 +156,7 @@ def test_switched_off_computes_with_torch_and_says_so(
 
     assert len(outcome.token_ids) == 4
     assert [record.getMessage() for record in caplog.records] == [
-        "native kernels are switched off by WEIR_NATIVE=0; computing with torch"
+        "native kernels are disabled by WEIR_NATIVE=0; computing with torch"
     ]
 
 
@@ -239,7 +239,7 @@ def test_a_broken_source_is_reported_with_the_compilers_words(monkeypatch: pytes
     broken.write_text("this is no C++", encoding="utf-8")
     monkeypatch.setattr(loader, "SOURCE", broken)
 
-    with pytest.raises(loader.NativeUnavailable, match=r"refuses decoder\.cpp"):
+    with pytest.raises(loader.NativeUnavailable, match=r"failed to compile decoder\.cpp"):
         loader.compiled(tmp_path / "cache")
 
     assert list((tmp_path / "cache").iterdir()) == [], "nothing half-made stays"
