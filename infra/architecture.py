@@ -1,7 +1,7 @@
-"""The rules of the code's structure that a machine can hold: who may import whom, who may start a task, what a file may say.
+"""Rules of the code's structure: allowed imports, parents of tasks, contents of files.
 
-Reads source, never runs it. `tests/test_architecture.py` applies every rule to the repository and shows each one a planted fault.
-A rule about the product leaves the tests alone: they stand outside the layers and may look into all of them.
+Reads source and never runs it. `tests/test_architecture.py` applies every rule to the repository
+and to a planted fault. Rules about the product exempt the tests, which may import every layer.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the repository: its path from the root, with `/`, and its text."""
+    """File of the repository: its path from the root, with `/`, and its text."""
 
     path: str
     text: str
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The module, parsed. For Python files only."""
+        """Parsed module; for Python files only."""
         return ast.parse(self.text, self.path)
 
     @property
@@ -38,7 +38,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A broken rule and where."""
+    """Violation of a rule, with its location."""
 
     path: str
     line: int
@@ -54,7 +54,7 @@ RepositoryRule = Callable[[Iterable[Source]], Iterator[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Names that files under `inside` must not import, but for the files under `save_for` and the names under `but`."""
+    """Imports forbidden under `inside`, except in files under `save_for` and of names in `but`."""
 
     imported: tuple[str, ...]
     inside: tuple[str, ...]
@@ -81,7 +81,7 @@ METERING_PACKAGES = (
     "export",
     "proof",
 )
-# What the API must know of models' text: it tokenizes prompts, and reads tool calls out of outputs.
+# The API tokenizes prompts and parses tool calls in outputs.
 TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools"))
 BORDERS = (
     Border(
@@ -91,74 +91,74 @@ BORDERS = (
         but=("inference.engine", "inference.routing.router", "inference.errors", "inference.safety.safety", *TEXT_FOR_API),
         why="the API knows the engine protocol; only the composition roots build concrete engines",
     ),
-    Border(("api", "inference", "metering", "migrations"), inside=("common/",), why="what all share knows none of them"),
-    Border(("api", "metering", "migrations"), inside=("inference/",), why="engines know nothing of tenants, money or the wire"),
+    Border(("api", "inference", "metering", "migrations"), inside=("common/",), why="shared code is independent of its users"),
+    Border(("api", "metering", "migrations"), inside=("inference/",), why="engines are independent of tenants, money and the wire"),
     Border(
         ("grpc",),
         inside=("inference/",),
         save_for=("inference/adapters/remote_",),
-        why="engines know nothing of the wire, but for remote ones",
+        why="engines are independent of the wire, except remote ones",
     ),
     Border(
         ("smg_grpc_proto",),
         inside=PRODUCT,
         save_for=("inference/adapters/remote_",),
-        why="an optional package: remote engines alone need it",
+        why="an optional package that only remote engines need",
     ),
-    Border(("sqlalchemy", "psycopg", "alembic"), inside=("inference/",), why="engines keep nothing in the database"),
-    Border(("api", "inference", "migrations"), inside=("metering/",), why="metering counts what it is told"),
-    Border(("grpc",), inside=("metering/",), why="metering knows nothing of the wire"),
+    Border(("sqlalchemy", "psycopg", "alembic"), inside=("inference/",), why="engines do not use the database"),
+    Border(("api", "inference", "migrations"), inside=("metering/",), why="metering is independent of its callers"),
+    Border(("grpc",), inside=("metering/",), why="metering is independent of the wire"),
     Border(
         ("metering",),
         inside=("metering/core/",),
         but=("metering.core",),
-        why="what every package of metering imports imports none of them",
+        why="every package of metering imports core, so core imports none of them",
     ),
     Border(
         tuple(f"metering.{package}" for package in METERING_PACKAGES),
         inside=("metering/store/",),
-        why="the way to the database knows nothing of what is kept in it",
+        why="database access is independent of the stored data",
     ),
     Border(
         ("metering.ledger", "metering.plans", "metering.invoicing", "metering.reports", "metering.export"),
         inside=("metering/tenants/", "metering/quotas/", "metering/holds/", "metering/control/"),
-        why="admission knows what a token costs, and nothing of ledger, invoices or who bills",
+        why="admission uses prices, and is independent of ledger, invoices and billing",
     ),
     Border(
         ("metering.alerts",),
         inside=tuple(f"metering/{each}/" for each in ("tenants", "quotas", "holds", "control", *BILLING_PACKAGES)),
-        why="what is counted and billed knows nothing of who is told; a look at the counters finds it",
+        why="counting and billing are independent of alerts, which poll the counters",
     ),
-    Border(("metering.holds",), inside=("metering/receipts/",), why="a receipt says what was settled, and knows nothing of how"),
+    Border(("metering.holds",), inside=("metering/receipts/",), why="receipts are independent of how usage is settled"),
     Border(
         ("cryptography",),
         inside=PRODUCT,
         save_for=("metering/receipts/signing.py", "api/generation/peers.py", "sdk/"),
-        why="one place signs, one identifies processes",
+        why="one module signs, and one identifies processes",
     ),
     Border(
         ("metering.export", "metering.configuration"),
         inside=tuple(f"metering/{each}/" for each in BILLING_PACKAGES),
-        why="what is owed is the same whoever collects it",
+        why="amounts due are independent of how they are collected",
     ),
     Border(
         ("metering.proof",),
         inside=("metering/",),
         save_for=("metering/proof/", "metering/tasks.py"),
-        why="the books do not depend on who audits them",
+        why="the ledger is independent of its audit",
     ),
     Border(
         tuple(f"metering.{package}" for package in METERING_PACKAGES if package != "proof"),
         inside=("metering/proof/",),
-        why="a proof that uses what it judges repeats its mistakes",
+        why="an audit that uses the audited code repeats its mistakes",
     ),
     Border(
         ("api", "common", "inference", "metering", "weir", "weir_cli", "weir_client"),
         inside=("migrations/",),
         save_for=("migrations/env.py",),
-        why="a revision must mean the same for ever, whatever becomes of today's code",
+        why="a revision must keep its meaning when the code changes",
     ),
-    Border(("api", "inference", "weir"), inside=("migrations/env.py",), why="env.py reads the models and nothing else of ours"),
+    Border(("api", "inference", "weir"), inside=("migrations/env.py",), why="env.py uses only the models"),
     Border(
         ("api", "common", "inference", "metering", "migrations", "weir_commands"), inside=("sdk/",), why="the SDK installs alone"
     ),
@@ -177,76 +177,76 @@ BORDERS = (
             "infra/walk.py",
             *("bench/adversary_attacks.py", "bench/adversary_load.py"),
         ),
-        why="generated messages stay at the edge",
+        why="only the edge uses generated messages",
     ),
     Border(
         ("torch",),
         inside=PRODUCT,
         save_for=("inference/", "demo/", "bench/engine.py", "bench/steps.py", "bench/embeddings.py"),
-        why="tensors live in the engine",
+        why="only engines use tensors",
     ),
     Border(
         ("torch", "tensorrt_llm"),
         inside=("inference/routing/", "inference/workers/", "inference/adapters/", "inference/text/"),
         save_for=("inference/adapters/torch_worker.py", "inference/adapters/tensorrt_library.py"),
-        why="the API process places sequences, talks to those who compute them, and computes nothing",
+        why="the API process places sequences and talks to workers, which do the computing",
     ),
     Border(
         ("inference.core", "inference.workers", "inference.routing", "inference.adapters"),
         inside=("inference/checkpoint/", "inference/decoder/", "inference/sampling/", "inference/text/"),
-        why="what a step is made of knows nothing of who takes the step",
+        why="the parts of a step are independent of the engine that runs it",
     ),
     Border(
         ("inference.workers", "inference.routing", "inference.adapters", "socket", "asyncio"),
         inside=("inference/core/",),
-        why="the engine is the same in any process and in none",
+        why="the engine is independent of processes",
     ),
     Border(
         ("api.generation", "api.admin", "api.billing", "api.openai", "grpc", "weir", "metering"),
         inside=("api/queue/",),
         but=("metering.core.models",),
-        why="who is next is decided without sockets and without the database",
+        why="the queue decides the order without sockets and without the database",
     ),
     Border(
         ("metering", "inference", "sqlalchemy", "psycopg"),
         inside=("api/console/",),
-        why="the page is told what the calls of the contract answer, and nothing is decided or looked up beside them",
+        why="the console uses only the calls of the contract",
     ),
     Border(
         ("api.console",),
         inside=("api/",),
         save_for=("api/console/", "api/composition.py", "api/cli/"),
-        why="everything works the same without a page",
+        why="everything works without the console",
     ),
     Border(
         ("api",),
         inside=("api/core/",),
         but=("api.core",),
-        why="what every package of the API imports imports none of them",
+        why="every package of the API imports core, so core imports none of them",
     ),
     Border(
         ("api.admin", "api.billing", "api.openai", "api.cli", "api.chaos"),
         inside=("api/access/", "api/queue/", "api/generation/", "api/fleet/"),
-        why="a request runs the same whoever administers, bills, or asked for it",
+        why="requests are independent of administration, billing and clients",
     ),
     Border(
         ("sqlalchemy",),
         inside=("api/",),
         save_for=("api/chaos/",),
         but=("sqlalchemy.ext", "sqlalchemy.exc", "sqlalchemy.engine"),
-        why="statements stand in metering, beside the tables that they read; the API passes sessions on",
+        why="statements are in metering, beside the tables that they read; the API passes sessions on",
     ),
     Border(
         ("weir_cli", "weir_client"),
         inside=("api/", "common/", "inference/", "metering/"),
         save_for=("api/cli/", "api/chaos/"),
-        why="the server is no client of its own; the command is one",
+        why="the server does not call itself as a client; only commands do",
     ),
     Border(
         ("transformers",),
         inside=PRODUCT,
         save_for=("inference/safety/classifier_host.py", "bench/engine.py", "bench/embeddings.py"),
-        why="an optional package: the classifiers' own process alone needs it",
+        why="an optional package that only the classifiers' process needs",
     ),
     Border(
         ("tensorrt_llm",),
@@ -258,7 +258,7 @@ BORDERS = (
         ("celery", "kombu"),
         inside=PRODUCT,
         save_for=("metering/celery_app.py", "metering/tasks.py"),
-        why="tasks are thin; what they do is callable without a broker",
+        why="tasks are thin; the functions that they call work without a broker",
     ),
     Border(
         ("aiohttp",),
@@ -273,35 +273,35 @@ BORDERS = (
                 "bench/door_load.py",
             ),
         ),
-        why="HTTP is the business of one API, of the console, of what operators ask, and of what tells alerts",
+        why="only OpenAI's API, console, metrics, alert webhooks and Stripe's webhooks use HTTP",
     ),
     Border(
         ("opentelemetry",),
         inside=PRODUCT,
         save_for=("api/observability/otlp.py", "bench/observations.py"),
-        why="an optional package: whoever sends spans alone needs it",
+        why="an optional package that only the export of spans needs",
     ),
     Border(
         ("prometheus_client",),
         inside=PRODUCT,
         save_for=("api/metrics/", "bench/observations.py"),
-        why="what is counted is counted in plain numbers, and becomes metrics where somebody asks",
+        why="counters are plain numbers, which become metrics when they are scraped",
     ),
-    Border(("openai",), inside=PRODUCT, save_for=("bench/door.py",), why="the clients of the door test it, and are no part of it"),
-    Border(("reportlab",), inside=PRODUCT, save_for=("metering/invoicing/invoice_pdf.py",), why="invoices alone are drawn"),
+    Border(("openai",), inside=PRODUCT, save_for=("bench/door.py",), why="OpenAI's client only tests the HTTP API"),
+    Border(("reportlab",), inside=PRODUCT, save_for=("metering/invoicing/invoice_pdf.py",), why="one module draws invoices"),
     Border(("stripe",), inside=PRODUCT, save_for=("metering/export/stripe_gateway.py",), why="one gateway wraps Stripe"),
 )
 
 
 def within(name: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a dotted name is one of `prefixes` or lies inside one."""
+    """Return whether a dotted name is one of `prefixes` or inside one."""
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
 def imports(source: Source, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of all that the nodes of a module import.
+    """Yield line and full dotted name of every import in the nodes of a module.
 
-    Relative imports are resolved, and `import_module("x")` and `__import__("x")` count like `import x`.
+    Resolves relative imports; `import_module("x")` and `__import__("x")` count like `import x`.
     """
     package = source.path.removesuffix(".py").split("/")[:-1]
     for node in nodes:
@@ -318,7 +318,7 @@ def imports(source: Source, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str
 
 
 def borders_hold(source: Source) -> Iterator[Finding]:
-    """No module reaches across a border; each one that was crossed early had to be paid back with a rewrite."""
+    """Find imports across a border; each one so far has cost a rewrite later."""
     for line, name in imports(source, ast.walk(source.tree)):
         for border in BORDERS:
             if border.is_crossed_by(source.path, name):
@@ -326,48 +326,48 @@ def borders_hold(source: Source) -> Iterator[Finding]:
 
 
 def tensorrt_is_imported_late(source: Source) -> Iterator[Finding]:
-    """TensorRT-LLM is imported inside a function: importing it takes seconds and fails on every machine without a GPU."""
+    """Find module-level imports of TensorRT-LLM, which take seconds and fail without a GPU."""
     for line, name in imports(source, outside_functions(source.tree)):
         if source.path.startswith(PRODUCT) and within(name, ("tensorrt_llm",)):
-            yield Finding(source.path, line, f"imports {name} at its own import: do it where the engine is built")
+            yield Finding(source.path, line, f"imports {name} at module level: import it where the engine is built")
 
 
 def outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when the module is imported: all but those inside functions."""
+    """Yield the nodes that run when the module is imported: all outside functions."""
     for node in ast.iter_child_nodes(tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
             yield from outside_functions(node)
 
 
-# Files that may start a task without a TaskGroup, each with the reason why its tasks cannot be lost.
+# Files that may start a task without a TaskGroup, each with the reason.
 DETACHED_TASKS: dict[str, str] = {"common/incidents.py": "defines a TaskGroup; its tasks are that group's"}
 
 
 def tasks_have_parents(source: Source) -> Iterator[Finding]:
-    """A task is started on a TaskGroup and on nothing else.
+    """Find tasks that are not started on a TaskGroup.
 
-    The event loop keeps only a weak reference to a task: one without a parent can vanish half-way, its exception is seen by
-    nobody, and it outlives the request that it works for.
+    The event loop keeps only a weak reference to a task: one without a parent can be collected
+    while it runs, its exception is lost, and it outlives the request that it works for.
     """
     if source.path.startswith(PRODUCT) and source.path not in DETACHED_TASKS:
         yield from detached_tasks(source)
 
 
 def detached_tasks(source: Source) -> Iterator[Finding]:
-    """Every call that starts a task on something else than a name that this module knows to be a TaskGroup."""
+    """Find calls that start a task on anything but a known TaskGroup of the module."""
     groups = task_groups(source.tree)
     for node in ast.walk(source.tree):
         match node:
             case ast.Call(func=ast.Attribute(value=on, attr="create_task")):
                 if last_name(on) not in groups:
-                    yield Finding(source.path, node.lineno, f"{ast.unparse(node.func)} starts a task that has no parent")
+                    yield Finding(source.path, node.lineno, f"{ast.unparse(node.func)} starts a task without a parent")
             case ast.Attribute(attr="ensure_future") | ast.Name(id="ensure_future" | "create_task"):
-                yield Finding(source.path, node.lineno, f"{ast.unparse(node)} starts a task that has no parent")
+                yield Finding(source.path, node.lineno, f"{ast.unparse(node)} starts a task without a parent")
 
 
 def task_groups(tree: ast.Module) -> set[str]:
-    """Names of variables, attributes and parameters that hold a TaskGroup: by `async with`, by annotation or by assignment."""
+    """Return the names that hold a TaskGroup by `async with`, annotation or assignment."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -387,7 +387,7 @@ def task_groups(tree: ast.Module) -> set[str]:
 
 
 def makes_group(value: ast.expr) -> bool:
-    """Whether an expression is a new TaskGroup, or one entered on an exit stack."""
+    """Return whether an expression is a new TaskGroup, or one entered on an exit stack."""
     match value:
         case ast.Await(value=inner):
             return makes_group(inner)
@@ -399,7 +399,7 @@ def makes_group(value: ast.expr) -> bool:
 
 
 def last_name(expression: ast.expr) -> str:
-    """`c` of `a.b.c`; empty where an expression has no such name."""
+    """Return `c` of `a.b.c`, or an empty string for an expression without such a name."""
     match expression:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -410,9 +410,9 @@ MOMENT = re.compile(r"_(at|at_s|since|since_s|used_s|until|until_s|due_s)$")
 
 
 def moments_start_at_no_number(source: Source) -> Iterator[Finding]:
-    """A point in time that has not happened yet is `-math.inf` or None, not 0.0.
+    """Find points in time with a number as initial value, instead of `-math.inf` or None.
 
-    A monotonic clock may start at zero when the machine boots, so `clock() - 0.0` can mean "just now".
+    A monotonic clock may start at zero at boot, so `clock() - 0.0` can mean "just now".
     """
     if not source.path.startswith(PRODUCT):
         return
@@ -426,7 +426,7 @@ def moments_start_at_no_number(source: Source) -> Iterator[Finding]:
 
 
 def modules_say_what_they_are(source: Source) -> Iterator[Finding]:
-    """Every module opens with what it is and what it owns."""
+    """Find modules without a docstring."""
     if source.is_python and not ast.get_docstring(source.tree):
         yield Finding(source.path, 1, "has no module docstring")
 
@@ -435,8 +435,8 @@ UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
 
 
 def nothing_is_left_undone(source: Source) -> Iterator[Finding]:
-    """What is to be done is an issue, where somebody will find it, and not a note in a file."""
-    yield from lines_with(UNFINISHED, source, "leaves {} behind: write an issue")
+    """Find notes on unfinished work, which belongs in an issue."""
+    yield from lines_with(UNFINISHED, source, "contains {}: write an issue instead")
 
 
 MACHINE_PATH = re.compile(r"(?<![\w.~*-])/(?:work|opt|root|home|Users)/[\w.-]+|fi" + r"le://")
@@ -446,22 +446,23 @@ PACKAGE_SOURCE = re.compile(
 
 
 def nothing_names_one_machine(source: Source) -> Iterator[Finding]:
-    """The repository works wherever it is cloned: no path of one machine, and no word on where packages come from."""
-    yield from lines_with(MACHINE_PATH, source, "names a place on one machine: {}")
-    yield from lines_with(PACKAGE_SOURCE, source, "says where packages come from: {}; that is the business of pip's own settings")
+    """Find paths of one machine, and addresses of package indexes."""
+    yield from lines_with(MACHINE_PATH, source, "names a path of one machine: {}")
+    yield from lines_with(PACKAGE_SOURCE, source, "names a source of packages: {}; leave that to pip's settings")
 
 
-# PyPI's `weir` is another project, and neither client is published: these lines would install a stranger's package or nothing.
+# PyPI's `weir` is another project, and neither client is published: these commands would fail or
+# install an unrelated package.
 UNPUBLISHED_PACKAGE = re.compile(
     r"\bweir(?:-client)?\[[a-z]"
     r"|\bpip3? install [^\n]*?(?<![\w./@-])weir(?:-client)?(?![\w./-])"
     r"|\bnpm (?:install|i|add) [^\n]*?@weir/client"
 )
-RELEASE_NOTES = "CHANGELOG.md"  # keeps what past versions said
+RELEASE_NOTES = "CHANGELOG.md"  # describes past versions
 
 
 def packages_are_installed_from_a_clone(source: Source) -> Iterator[Finding]:
-    """No instruction installs Weir or its clients from a package index before a release is published there."""
+    """Find instructions to install Weir or its clients from an index where none is published."""
     if source.path != RELEASE_NOTES:
         remedy = "{} is not published: install from a clone, as in pip install -e sdk/python -e '.[otel]'"
         yield from lines_with(UNPUBLISHED_PACKAGE, source, remedy)
@@ -473,24 +474,24 @@ def lines_with(pattern: re.Pattern[str], source: Source, what: str) -> Iterator[
             yield Finding(source.path, number, what.format(found[0]))
 
 
-PACKAGED = ("api/", "inference/", "metering/")  # folders whose packages are ordered; a module beside the packages counts as one
+PACKAGED = ("api/", "inference/", "metering/")  # folders without cycles of packages and modules
 Place = tuple[str, int]  # a file and a line
 
 
 def packages_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
-    """The packages of a top-level folder form a directed acyclic graph, with imports for type checking counted.
+    """Find cycles of packages in a top-level folder, including imports for type checking.
 
-    A reader who opens one package of a cycle has to understand all of them, and none of them can be moved or tested alone.
+    The packages of a cycle can be understood, moved and tested only together.
     """
     imported = package_imports(sources)
     for package, places in imported.items():
         for target, (path, line) in places.items():
             if package in reachable(imported, target):
-                yield Finding(path, line, f"{package} imports {target}, which imports {package} or leads to it")
+                yield Finding(path, line, f"{package} imports {target}, which imports {package}, maybe indirectly")
 
 
 def package_imports(sources: Iterable[Source]) -> dict[str, dict[str, Place]]:
-    """For each package, the other packages of its folder that it imports, and where it does so first."""
+    """Return for each package its imports of other packages of the folder, with the first place."""
     modules = [source for source in sources if source.is_python and source.path.startswith(PACKAGED) and package_of(source)]
     imported: dict[str, dict[str, Place]] = {package_of(source): {} for source in modules}
     for source in modules:
@@ -502,23 +503,23 @@ def package_imports(sources: Iterable[Source]) -> dict[str, dict[str, Place]]:
 
 
 def package_of(source: Source) -> str:
-    """`api.queue` of a module below `api/queue/`, `api.server` of `api/server.py`; empty for `api/__init__.py`."""
+    """Return `api.queue` for `api/queue/x.py`, `api.server` for `api/server.py`, else ""."""
     parts = source.path.removesuffix(".py").split("/")[:2]
     return "" if parts[-1] == "__init__" else ".".join(parts)
 
 
 def reachable(imported: dict[str, dict[str, Place]], package: str) -> set[str]:
-    """Packages that a package imports, directly or by way of others."""
-    found, unread = set[str](), [package]
+    """Return the packages that a package imports, directly or indirectly."""
+    seen, unread = set[str](), [package]
     while unread:
-        new = imported[unread.pop()].keys() - found
-        found |= new
+        new = imported[unread.pop()].keys() - seen
+        seen |= new
         unread += new
-    return found
+    return seen
 
 
 def borders_guard_something(sources: Iterable[Source]) -> Iterator[Finding]:
-    """Every file and module that a border names exists. One that did not move with the code would guard nothing."""
+    """Find borders that name files or modules which do not exist, and so have no effect."""
     paths = [source.path for source in sources]
     modules = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths if path.endswith(".py")]
     tops = {module.split(".")[0] for module in modules}
@@ -534,7 +535,7 @@ NAMED_PATH = re.compile(r"`((?:api|bench|common|demo|docs|inference|infra|meteri
 
 
 def page_names_what_exists(sources: Iterable[Source]) -> Iterator[Finding]:
-    """Every path in docs/architecture.md exists, and every package of the product stands there."""
+    """Find paths in docs/architecture.md that do not exist, and packages that it does not name."""
     sources = list(sources)
     paths = [source.path for source in sources]
     page = next((source for source in sources if source.path == PAGE), Source(PAGE, ""))
@@ -553,12 +554,12 @@ MODULES_MAX, LINES_MAX = 253, 60_238
 
 
 def product_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
-    """The product has no more modules and lines than it has today: what a new feature adds, a simplification takes away."""
+    """Find growth of the product in modules or lines: a new feature needs a simplification."""
     modules = [source for source in sources if source.is_python and source.path.startswith(PACKAGED)]
     line_count = sum(source.text.count("\n") for source in modules)
-    for what, count, most in (("modules", len(modules), MODULES_MAX), ("lines", line_count, LINES_MAX)):
-        if count > most:
-            yield Finding("infra/architecture.py", 1, f"the product has {count} {what}, and at most {most} are allowed")
+    for what, count, limit in (("modules", len(modules), MODULES_MAX), ("lines", line_count, LINES_MAX)):
+        if count > limit:
+            yield Finding("infra/architecture.py", 1, f"the product has {count} {what}, and at most {limit} are allowed")
 
 
 PYTHON_RULES: tuple[Rule, ...] = (
@@ -578,7 +579,7 @@ REPOSITORY_RULES: tuple[RepositoryRule, ...] = (
 
 
 def repository() -> list[Source]:
-    """Every text file that is tracked or would be on `git add`; generated code and files that are not UTF-8 are left out."""
+    """Return all text files that git tracks or would add, except generated code and non-UTF-8."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     sources: list[Source] = []
@@ -593,5 +594,5 @@ def repository() -> list[Source]:
 
 
 def broken(rule: Rule, sources: list[Source]) -> list[Finding]:
-    """What a rule has against the files that it applies to."""
+    """Return the findings of a rule in the files that it applies to."""
     return [finding for source in sources if source.is_python or rule in TEXT_RULES for finding in rule(source)]

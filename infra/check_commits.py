@@ -64,7 +64,7 @@ def git(repository: Path, *arguments: str) -> str:
 
 
 def succeeds(repository: Path, *arguments: str) -> bool:
-    """Return whether a git command has exit status 0."""
+    """Return whether a git command exits with status 0."""
     return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True).returncode == 0
 
 
@@ -111,7 +111,7 @@ def check(repository: Path, commit_range: str | None = None, start: str = START)
 
 
 def main() -> int:
-    """Print the findings; the exit status."""
+    """Print the findings; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("range", nargs="?", metavar="RANGE", help="commits to check, as `git log` takes them: v0.1.0..HEAD")
     options = parser.parse_args()

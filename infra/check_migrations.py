@@ -1,9 +1,9 @@
-"""Run every migration up, down and up again on a real PostgreSQL, then compare the columns with the mapped classes.
+"""Run every migration up, down and up again on PostgreSQL; compare columns with mapped classes.
 
-Run as `make migrations-check`. A revision that cannot be undone, that leaves something behind, that loses or changes a row, that
-reads or rewrites a large table while nobody else can use it, or that differs from the mapped classes fails here and
-not in an operator's terminal. `make migration NAME="..."` (`--write`) drafts a revision from the difference instead. The server
-lives in a temporary directory and is gone afterwards; no configured database is touched. `migrated_rows.py` looks at the rows.
+Run as `make migrations-check`. Detects revisions that cannot be undone, leave objects behind, lose
+or change rows, read or rewrite a large table under an exclusive lock, or differ from the mapped
+classes. `make migration NAME="..."` (`--write`) drafts a revision from the difference instead. Uses
+a temporary server and no configured database. `migrated_rows.py` compares the rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from metering.store.db import sqlalchemy_url
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What a downgrade to nothing must have removed: all that a migration could have made, but for Alembic's own table.
+# Objects that a full downgrade must remove: of all kinds, except Alembic's own table.
 LEFT_OVER = text("""
     SELECT format('%s %s', CASE WHEN relkind IN ('r', 'p') THEN 'table' ELSE 'relation' END, relname) FROM pg_class
      WHERE relnamespace = 'public'::regnamespace AND relname NOT LIKE 'alembic_version%'
@@ -41,7 +41,7 @@ LEFT_OVER = text("""
 
 @contextlib.contextmanager
 def database() -> Iterator[str]:
-    """The URL of an empty database on a server of its own, which is stopped and deleted at the end."""
+    """Yield the URL of an empty database on a temporary server, which is deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="weir-migrations-") as scratch:
         server = embedded_postgres.start(Path(scratch, "postgres"))
         try:
@@ -51,7 +51,7 @@ def database() -> Iterator[str]:
 
 
 def left_over(url: str) -> list[str]:
-    """Tables, sequences, functions and types that are still in the schema."""
+    """Return the tables, sequences, functions and types in the schema."""
     engine = create_engine(sqlalchemy_url(url))
     try:
         with engine.connect() as connection:
@@ -61,14 +61,14 @@ def left_over(url: str) -> list[str]:
 
 
 def configuration(url: str) -> Config:
-    """Alembic's settings, for the database at `url` and without its chatter."""
+    """Return Alembic's settings for the database at `url`, without output."""
     config = Config(str(ROOT / "alembic.ini"), stdout=io.StringIO())
     config.attributes["database_url"] = url
     return config
 
 
 def complaints(url: str) -> Iterator[str]:
-    """What is wrong with the migrations, tried on the empty database at `url`."""
+    """Yield the faults of the migrations, run on the empty database at `url`."""
     config = configuration(url)
     command.upgrade(config, "head")
     command.downgrade(config, "base")
@@ -77,11 +77,11 @@ def complaints(url: str) -> Iterator[str]:
     try:
         command.check(config)
     except CommandError as difference:
-        yield f"the models are not what the migrations build: {difference}"
+        yield f"the models differ from the migrated schema: {difference}"
 
 
 def draft(url: str, name: str) -> Path:
-    """Write the revision that makes the migrations equal the models; whoever asked for it reads and corrects it."""
+    """Write a draft of the revision that makes the schema equal the models; return its path."""
     config = configuration(url)
     command.upgrade(config, "head")
     head = ScriptDirectory.from_config(config).get_current_head() or "0000"
@@ -91,7 +91,7 @@ def draft(url: str, name: str) -> Path:
 
 
 def main() -> int:
-    """Check or draft; the exit status."""
+    """Check or draft; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", metavar="NAME", help="draft a revision of this name from the difference instead")
     name = parser.parse_args().write

@@ -1,11 +1,12 @@
-"""Hold the published contract to buf's rules: lint, one format, and no change that breaks a client of the last release.
+"""Check the published contract with buf: lint, format, and breaking changes since the last release.
 
-Run as `make proto-check`. The rules are in `proto/buf.yaml`. `proto/baseline/weir-v1.binpb` is the contract of the last release,
-written by `make proto-baseline` (`--freeze`) at a release and at no other time: refreshing it to get past this check is
-exactly the breaking change that it is there to stop.
+Run as `make proto-check`. The rules are in `proto/buf.yaml`. `proto/baseline/weir-v1.binpb` is the
+contract of the last release. `make proto-baseline` (`--freeze`) writes it, at a release only:
+refreshing it to pass this check would hide a breaking change.
 
-buf wants every imported file in its workspace, and google.rpc is not ours to lint; so each run builds a throw-away workspace of
-two modules, ours and a copy of google.rpc from googleapis-common-protos. Nothing is fetched.
+buf needs every imported file in its workspace, but must not lint google.rpc. So each run builds a
+temporary workspace of two modules, the contract and a copy of google.rpc from
+googleapis-common-protos. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ BUF = Path(sys.executable).parent / "buf"
 
 
 class Workspace:
-    """A directory that buf takes as a whole, and what buf says of our module in it."""
+    """Workspace directory of buf, with the results of buf's commands."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def lint(self) -> str:
-        """Complaints about names, structure and missing comments, one per line; empty if there is none."""
+        """Return complaints about names, structure and missing comments, one per line."""
         return self._buf("lint", "proto")
 
     def unformatted(self) -> str:
-        """The diff that `buf format` would make; empty if there is none."""
+        """Return the diff that `buf format` would make; empty if there is none."""
         return self._buf("format", "--diff", "--exit-code", "proto")
 
     def breaking(self, baseline: Path) -> str:
-        """What a client built from `baseline` would trip over, one change per line; empty if there is none."""
+        """Return the changes that break clients built from `baseline`, one per line."""
         return self._buf("breaking", "proto", "--against", str(baseline.resolve()))
 
     def freeze(self, baseline: Path) -> None:
-        """Write the contract as it is, without comments, to `baseline`.
+        """Write the current contract, without comments, to `baseline`.
 
         Raises: ValueError if buf cannot read the contract.
         """
@@ -62,7 +63,7 @@ class Workspace:
 
 @contextmanager
 def workspace(proto_root: Path) -> Iterator[Workspace]:
-    """A workspace of the contract under `proto_root` and of google.rpc, removed at the end."""
+    """Yield a temporary workspace of the contract under `proto_root` and of google.rpc."""
     with tempfile.TemporaryDirectory(prefix="weir-buf-") as scratch:
         root = Path(scratch)
         for source, module in ((proto_root / "weir", "proto/weir"), (GOOGLE_ROOT / "google/rpc", "google/google/rpc")):
@@ -76,7 +77,7 @@ def workspace(proto_root: Path) -> Iterator[Workspace]:
 
 
 def complaints(proto_root: Path, baseline: Path) -> Iterator[str]:
-    """Everything that buf has against the contract under `proto_root`, headed by which of the three checks says so."""
+    """Yield buf's complaints about the contract under `proto_root`, a text per failed check."""
     with workspace(proto_root) as contract:
         if said := contract.lint():
             yield f"lint:\n{said}"
@@ -87,11 +88,11 @@ def complaints(proto_root: Path, baseline: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Check, format or freeze; the exit status."""
+    """Check, format or freeze; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     act = parser.add_mutually_exclusive_group()
-    act.add_argument("--format", action="store_true", help="bring the .proto files into buf's format instead")
-    act.add_argument("--freeze", action="store_true", help="make today's contract the baseline instead")
+    act.add_argument("--format", action="store_true", help="format the .proto files instead")
+    act.add_argument("--freeze", action="store_true", help="make the current contract the baseline instead")
     options = parser.parse_args()
     if options.format:
         return subprocess.run([BUF, "format", "--write", str(PROTO_ROOT)]).returncode

@@ -1,7 +1,7 @@
 """Generate the Python code of the contract beside its `.proto` files.
 
-Run as `make proto`. `make proto-check` runs it with `--check`, which fails if the committed code is not what the `.proto` files
-give.
+Run as `make proto`. `make proto-check` runs it with `--check`, which fails if the committed code is
+out of date.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from google.rpc import status_pb2
 
 PROTO_ROOT = Path(__file__).resolve().parent.parent / "proto"
-GOOGLE_ROOT = Path(status_pb2.__file__).parents[2]  # googleapis-common-protos installs `google/rpc/*.proto` beside its code
+GOOGLE_ROOT = Path(status_pb2.__file__).parents[2]  # googleapis-common-protos has `google/rpc/*.proto` beside its code
 
 
 def generate(out: Path) -> None:
-    """Write `*_pb2.py`, `*_pb2.pyi`, and for services `*_pb2_grpc.py`, `*_pb2_grpc.pyi`, under `out`."""
+    """Write `*_pb2.py`, `*_pb2.pyi` and, for services, `*_pb2_grpc.py` and `.pyi` under `out`."""
     protos = sorted(PROTO_ROOT.glob("weir/v1/*.proto"))
     services = [proto for proto in protos if "\nservice " in proto.read_text()]
     messages_to = [f"--python_out={out}", f"--mypy_out=quiet:{out}"]
@@ -30,7 +30,7 @@ def generate(out: Path) -> None:
 
 
 def protoc(arguments: list[str]) -> None:
-    """Run the pinned protoc of grpcio-tools, with mypy-protobuf's plugins from the same environment."""
+    """Run the pinned protoc of grpcio-tools, with mypy-protobuf's plugins of this environment."""
     well_known = files("grpc_tools") / "_proto"
     scripts = Path(sys.executable).parent
     plugins = [f"--plugin={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
@@ -39,12 +39,12 @@ def protoc(arguments: list[str]) -> None:
 
 
 def generated(root: Path) -> dict[Path, bytes]:
-    """The generated files under `root`, by their path in it."""
+    """Return the generated files under `root` by relative path."""
     return {path.relative_to(root): path.read_bytes() for path in root.rglob("*_pb2*.py*") if path.suffix != ".pyc"}
 
 
 def main() -> int:
-    """Generate or compare; the exit status."""
+    """Generate or compare; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     check = parser.parse_args().check
@@ -53,7 +53,7 @@ def main() -> int:
         new, old = generated(Path(scratch)), generated(PROTO_ROOT)
     stale = sorted(path for path in new.keys() | old.keys() if new.get(path) != old.get(path))
     if check and stale:
-        print("generated code is not what the .proto files give, run `make proto`:", file=sys.stderr)
+        print("generated code is out of date, run `make proto`:", file=sys.stderr)
     for path in stale:
         print(f"  proto/{path}")
         if not check and path in new:

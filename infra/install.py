@@ -1,7 +1,7 @@
 """Install Weir, editable and from pinned versions only, into a virtual environment of its own.
 
-Run by `make setup` and `make setup-dev` with whatever Python the machine has, so it needs the standard library alone and says what
-is wrong where that Python is too old. Where packages come from is left to pip's own settings.
+Run by `make setup` and `make setup-dev` with any installed Python, so it imports only the standard
+library, and reports a Python that is too old. Package indexes are left to pip's settings.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ DOCUMENTATION = ("--group", "docs")
 
 
 def create(venv: Path) -> None:
-    """Make a virtual environment at `venv` unless a working one is there; a broken one is made anew.
+    """Create a virtual environment at `venv` unless a working one exists; replace a broken one.
 
-    Raises: SystemExit if something else is at that place, or if this Python cannot make one.
+    Raises: SystemExit if the path is something else, or if this Python cannot create one.
     """
     python = venv / "bin" / "python"
     if python.exists() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0:
         return
     if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
-        raise SystemExit(f"{venv} is not a virtual environment: move it away, or name another place with make VENV=...")
+        raise SystemExit(f"{venv} is not a virtual environment: move it away, or choose another path with make VENV=...")
     if subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)]).returncode != 0:
-        raise SystemExit("This Python cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv")
+        raise SystemExit("This Python cannot create virtual environments. On Debian and Ubuntu: apt install python3-venv")
 
 
 def install(venv: Path, *what: str) -> None:
-    """`pip install` into `venv`, with one moving line on a terminal and silence elsewhere.
+    """Run `pip install` in `venv`, with a progress line on a terminal and no output elsewhere.
 
-    Raises: SystemExit with all that pip said, if it fails.
+    Raises: SystemExit with pip's output if it fails.
     """
     command = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
     said: list[str] = []
@@ -72,13 +72,13 @@ def install(venv: Path, *what: str) -> None:
 
 
 def show(doing: str) -> None:
-    """Replace the moving line of a terminal."""
+    """Replace the progress line on a terminal."""
     if sys.stdout.isatty():
         print(f"\r\033[K  {doing[:70]}" if doing else "\r\033[K", end="", flush=True)
 
 
 def main() -> int:
-    """Install; the exit status."""
+    """Install; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("venv", type=Path)
     parser.add_argument("--pip", required=True, metavar="VERSION", help="the pip to install with")
@@ -97,7 +97,7 @@ def main() -> int:
         create(options.venv)
         install(options.venv, f"pip=={options.pip}")
         install(options.venv, "-c", str(LOCK), *RUN_TIME)
-        if not (options.venv / "bin" / "weir").exists():  # pip removed it with a version of the server that still owned it
+        if not (options.venv / "bin" / "weir").exists():  # an upgrade from a server that owned it removes it
             install(options.venv, "--force-reinstall", "--no-deps", "-e", "sdk/python")
     print(f"Installed in {time.monotonic() - started:.0f} s.", flush=True)
     return 0

@@ -1,11 +1,13 @@
-"""Pin every dependency, direct and transitive, in `requirements/constraints.txt`, and those of the documentation in `docs.txt`.
+"""Pin all dependencies in `requirements/constraints.txt`, those of the documentation in `docs.txt`.
 
-Run as `make lock`: it installs what the two `pyproject.toml` files ask for into a fresh virtual environment and writes down what
-pip chose. `make lock KEEP=1` starts from the present pins, so that adding one dependency does not move the others.
+Run as `make lock`: installs the requirements of the two `pyproject.toml` files into a new virtual
+environment and writes the versions that pip chose. `make lock KEEP=1` starts from the current pins,
+so that adding one dependency does not change the others.
 
-The file holds names and versions only, never where a package comes from: that is the business of the machine's own pip settings.
-It holds no hashes: `pip --require-hashes` refuses editable packages and demands the hash of every file of every platform, and
-indexes differ in theirs (`torch` for CPUs has other files than `torch` of PyPI). See docs/how-to/deploy.md for hashes.
+The files hold names and versions, no package indexes: those belong to the machine's pip settings.
+They hold no hashes: `pip --require-hashes` rejects editable packages and needs the hash of every
+file of every platform, and indexes differ in files (`torch` for CPUs is other than `torch` of
+PyPI). See docs/how-to/deploy.md for hashes.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ HEADER = """\
 
 
 def pins(freeze: str) -> list[str]:
-    """The `name==version` lines of `pip freeze`, without what holds on the machine only that ran it.
+    """Return the `name==version` lines of `pip freeze` that hold on every machine.
 
-    Our own editable packages are left out, and `+cpu`-like local versions cut off: `==2.13.0` matches every build of 2.13.0.
-    Raises: ValueError for a package that was installed from a file or an address, because that cannot be pinned by version.
+    Skips editable packages, removes local versions such as `+cpu`: `==2.13.0` matches every build
+    of 2.13.0. Raises: ValueError for packages from files or URLs, which have no version to pin.
     """
     kept: list[str] = []
     for line in freeze.splitlines():
@@ -42,7 +44,7 @@ def pins(freeze: str) -> list[str]:
 
 
 def resolve(pip_version: str, keep: bool) -> tuple[list[str], list[str]]:
-    """Pins of the run-time and the development dependencies, and of what the documentation needs besides."""
+    """Return the pins for run time and development, and additional ones of documentation."""
     with tempfile.TemporaryDirectory(prefix="weir-lock-") as scratch:
         create(Path(scratch))
         install(Path(scratch), f"pip=={pip_version}")
@@ -55,16 +57,16 @@ def resolve(pip_version: str, keep: bool) -> tuple[list[str], list[str]]:
 
 
 def freeze(venv: Path) -> str:
-    """What `pip freeze` prints."""
+    """Return the output of `pip freeze`."""
     command = [str(venv / "bin" / "python"), "-m", "pip", "freeze", "--exclude-editable"]
     return subprocess.run(command, check=True, text=True, capture_output=True).stdout
 
 
 def main() -> int:
-    """Write the locks; the exit status."""
+    """Write the locks; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pip", required=True, metavar="VERSION", help="the pip to install with")
-    parser.add_argument("--keep", action="store_true", help="hold the present pins where they still fit")
+    parser.add_argument("--keep", action="store_true", help="keep the current pins where possible")
     options = parser.parse_args()
     for lock, lines in zip((LOCK, DOCS_LOCK), resolve(options.pip, options.keep), strict=True):
         lock.write_text(HEADER + "\n".join(lines) + "\n")

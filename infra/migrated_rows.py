@@ -1,9 +1,9 @@
-"""What migrations do to rows that are there: nothing is lost or changed, up and down, and no large table is locked for long.
+"""Check of migrations on rows: no row is lost or changed, no large table is locked for long.
 
 `rows_0008.sql` is a small installation at revision 0008, the schema of release 0.1.0, with rows in
-every table. From there each later revision is run by itself. It must neither read nor rewrite the
-rows of a table that grows with every request, since it locks the table until it ends: a constraint
-is added NOT VALID and validated by a later revision, an index is built CONCURRENTLY.
+every table. Each later revision is run on it separately. It must not read or rewrite tables that
+grow with every request, since it locks them until it ends: constraints are added NOT VALID and
+validated by a later revision, and indexes are built CONCURRENTLY.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p') AND NOT re
 GROUP BY 1 ORDER BY 1
 """
 DRAWN = "SELECT sequencename, coalesce(last_value, 0) FROM pg_sequences WHERE schemaname = 'public'"
-# What a revision makes anew of a large table, or of its partitions that stay. A new file is a table that was rewritten.
+# Constraints, indexes and files of large tables and their partitions; a new file means a rewrite.
 MADE = f"""
 WITH large AS (SELECT c.oid, c.relname FROM pg_class c LEFT JOIN pg_inherits ON inhrelid = c.oid
                WHERE c.oid = ANY({LARGE}) OR inhparent = ANY({LARGE}))
@@ -49,63 +49,62 @@ Contents = dict[str, tuple[list[str], Counter[str]]]
 
 
 def complaints(url: str, config: Config) -> Iterator[str]:
-    """What the revisions from `REVISION` on do to rows that they must not. Leaves the empty database at `url` at the head."""
+    """Yield the faults of revisions after `REVISION`. Migrates the empty database to the head."""
     command.upgrade(config, REVISION)
     with psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection:
         connection.execute(ROWS.read_bytes())
         before, drawn = contents(connection), numbers(connection)
-        yield from (
-            f"no row of {table} shows what happens to it: add one to {ROWS.name}" for table in before if not rows_of(before, table)
-        )
+        yield from (f"{table} has no row to check: add one to {ROWS.name}" for table in before if not rows_of(before, table))
         for revision in revisions(config):
-            made, unread = things(connection, MADE), things(connection, VALIDATED)
+            made, unread = objects(connection, MADE), objects(connection, VALIDATED)
             command.upgrade(config, revision)
-            yield from (f"{revision}: {told} while it is locked" for told, _ in sorted(things(connection, MADE) - made - unread))
-        yield from lost(connection, before, drawn, "on the way up")
+            new = sorted(objects(connection, MADE) - made - unread)
+            yield from (f"{revision}: {description} while it is locked" for description, _ in new)
+        yield from lost(connection, before, drawn, "after the upgrade")
         command.downgrade(config, REVISION)
-        yield from lost(connection, before, drawn, "on the way down")
+        yield from lost(connection, before, drawn, "after the downgrade")
         command.upgrade(config, "head")
-        yield from lost(connection, before, drawn, "on the way up again")
+        yield from lost(connection, before, drawn, "after the second upgrade")
 
 
 def revisions(config: Config) -> list[str]:
-    """Those after `REVISION`, in their order."""
+    """Return the revisions after `REVISION`, in order."""
     script = ScriptDirectory.from_config(config)
     return [each.revision for each in script.iterate_revisions("head", REVISION)][::-1]
 
 
-def things(connection: Connection, query: str) -> set[tuple[str, str]]:
-    """What there is, in words and by an id."""
-    return {(str(told), str(number)) for told, number in connection.execute(query.encode())}
+def objects(connection: Connection, query: str) -> set[tuple[str, str]]:
+    """Return the objects that a query lists, as descriptions and ids."""
+    return {(str(description), str(number)) for description, number in connection.execute(query.encode())}
 
 
 def contents(connection: Connection, columns: dict[str, list[str]] | None = None) -> Contents:
-    """The rows of every table by their columns; only of some tables and columns where they are given."""
-    found: Contents = {}
+    """Return the rows of these tables and columns, by default of all."""
+    rows_by_table: Contents = {}
     for table, names in (columns or columns_of(connection)).items():
         row = ", ".join(f'"{name}"::text' for name in names)
         rows = connection.execute(f"SELECT ARRAY[{row}]::text FROM {table}".encode()).fetchall()
-        found[table] = names, Counter(str(text) for (text,) in rows)
-    return found
+        rows_by_table[table] = names, Counter(str(text) for (text,) in rows)
+    return rows_by_table
 
 
 def columns_of(connection: Connection) -> dict[str, list[str]]:
-    """The columns of every table."""
+    """Return the columns of every table."""
     return {str(table): list(map(str, names)) for table, names in connection.execute(COLUMNS.encode()) if isinstance(names, list)}
 
 
-def rows_of(found: Contents, table: str) -> Counter[str]:
-    """Each with how often it is there."""
-    return found[table][1]
+def rows_of(rows_by_table: Contents, table: str) -> Counter[str]:
+    """Return the rows of a table with their counts."""
+    return rows_by_table[table][1]
 
 
 def numbers(connection: Connection) -> dict[str, int]:
-    """How far each sequence has counted."""
+    """Return the last value of each sequence."""
     return {str(name): int(str(value)) for name, value in connection.execute(DRAWN.encode())}
 
 
 def lost(connection: Connection, before: Contents, drawn: dict[str, int], when: str) -> Iterator[str]:
-    """What was there before and is not any more, or is something else."""
+    """Yield columns, rows and sequence values that are gone or changed."""
     present = columns_of(connection)
     kept: dict[str, list[str]] = {}
     for table, (names, _) in before.items():

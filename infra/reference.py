@@ -1,7 +1,8 @@
-"""Reference tables of the documentation, made from the source: `make docs` puts them into the pages of `docs/`.
+"""Reference tables of the documentation, generated from the source by `make docs`.
 
-A page names a table in a comment, `<!-- reference: settings -->`. `python -m infra.reference settings` prints it. MkDocs loads this
-module as a hook, which also leads links between files of the repository to their pages in the site.
+A page includes a table with the comment `<!-- reference: settings -->`, and `python -m
+infra.reference settings` prints it. MkDocs loads this module as a hook, which also rewrites links
+between files of the repository to links between pages of the site.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def sentence(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One environment variable. processes: which read it; range: what is allowed, empty where any text is."""
+    """Environment variable. processes: those that read it. range: allowed values, if limited."""
 
     variable: str
     processes: str
@@ -142,7 +143,7 @@ HEADINGS = {
 
 
 def every_setting() -> list[Setting]:
-    """All settings, in the order of the source."""
+    """Return all settings, in the order of the source."""
     comments = comments_of(settings.Settings)
     ours = [
         Setting(
@@ -159,8 +160,8 @@ def every_setting() -> list[Setting]:
 
 
 def comments_of(kind: type) -> dict[str, str]:
-    """Comments on fields: those above, and at the end of a line. Fields in a row share the comment above the first."""
-    found: dict[str, str] = {}
+    """Return comments above fields and at ends of lines; adjacent fields share the one above."""
+    comments: dict[str, str] = {}
     above: list[str] = []
     body, _ = inspect.getsourcelines(kind)
     node = ast.parse("".join(body)).body[0]
@@ -176,12 +177,12 @@ def comments_of(kind: type) -> dict[str, str]:
         assert each.end_lineno is not None
         last = each.end_lineno
         _, mark, beside = body[last - 1].rpartition("  # ")
-        found[each.target.id] = sentence(" ".join([*above, beside.strip().capitalize() if mark else ""]))
-    return found
+        comments[each.target.id] = sentence(" ".join([*above, beside.strip().capitalize() if mark else ""]))
+    return comments
 
 
 def shown_default(spec: Any) -> str:
-    """Return the default of a field as one would write it."""
+    """Return the default of a field as users write it."""
     variable, value = spec.metadata["variable"], spec.default
     if variable in ("WEIR_HOME", "WEIR_MODELS"):
         return "~/.weir" if variable == "WEIR_HOME" else "demo, the bundled model"
@@ -198,7 +199,7 @@ def shown_default(spec: Any) -> str:
 
 
 def allowed(parse: Callable[[str], object]) -> str:
-    """Return what a parser allows, as it says itself of a text that nothing allows."""
+    """Return the values that a parser allows, from its error for an invalid text."""
     try:
         parse("\x00")
     except ValueError as error:
@@ -234,7 +235,7 @@ def errors_page() -> str:
             reason = "INTERNAL" if code == code_pb2.INTERNAL else str(kind.reason)  # type: ignore[attr-defined]
             meanings = found.setdefault(reason, {}).setdefault(name, [])
             told = sentence(inspect.getdoc(kind) or "")
-            meanings.append(re.sub(r"(?<=\.) [a-z_]+: .*", "", told))  # what arguments are is for readers of the code
+            meanings.append(re.sub(r"(?<=\.) [a-z_]+: .*", "", told))  # argument notes are for the code
     return "\n".join(
         f"### `{reason}`\n\n" + "\n".join(f"`{code}`: {' '.join(dict.fromkeys(all_told))}\n" for code, all_told in by_code.items())
         for reason, by_code in sorted(found.items())
@@ -246,7 +247,7 @@ def errors_page() -> str:
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """One metric as it is scraped."""
+    """Metric family as it is scraped."""
 
     name: str
     kind: str
@@ -255,7 +256,7 @@ class MetricFamily:
 
 
 def metric_families() -> list[MetricFamily]:
-    """All metrics of an api process, read out of the calls that make them."""
+    """Return all metrics of an api process, by the calls that create them in the source."""
     tables = {"TOTALS": "counter", "TIMES": "histogram", "QUEUES": "gauge"}
     labels_of = {"TOTALS": operator_http.REPLICA_LABELS, "TIMES": operator_http.REQUEST_LABELS, "QUEUES": ("model",)}
     found = [
@@ -280,7 +281,7 @@ def eval_labels(node: ast.expr) -> tuple[str, ...]:
 
 
 def metrics_page() -> str:
-    """Return every metric, by what it is about."""
+    """Return every metric, by subject."""
     parts = {
         "Requests": ("requests", "refusals", "tokens", "failed", "admissions", "migrations", "time", "inter", "stage"),
         "Engines and queues": ("engine", "kv", "queue"),
@@ -308,7 +309,7 @@ def metrics_page() -> str:
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command with its path, groups before their members, by persona."""
+    """Yield every command with its path, by persona, groups before their members."""
     for persona in PERSONAS:
         for name, entry in COMMANDS.items():
             if entry.persona == persona and " " not in name:
@@ -347,7 +348,7 @@ def cli_page() -> str:
 
 
 def descriptors() -> FileDescriptorSet:
-    """The contract with its comments."""
+    """Return the contract with its comments."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "contract"
         roots = [f"-I{root}" for root in (PROTO_ROOT, files("grpc_tools") / "_proto", GOOGLE_ROOT)]
@@ -358,7 +359,7 @@ def descriptors() -> FileDescriptorSet:
 
 
 def grpc_page() -> str:
-    """Return services, messages and enumerations of the contract, file by file, those with services first."""
+    """Return services, messages and enumerations by file, files with services first."""
     found = sorted(descriptors().file, key=lambda file: not file.service)
     return "\n".join(line for file in found for line in of_file(file))
 
@@ -406,7 +407,7 @@ def of_enum(enum: Any, path: tuple[int, ...], comments: Mapping[tuple[int, ...],
 
 
 def type_of(field: FieldDescriptorProto, maps: Mapping[str, Any]) -> str:
-    """Return the type of a field, linked where it is one of the contract's own."""
+    """Return the type of a field, with a link if the contract defines it."""
     if (entry := maps.get(field.type_name.rpartition(".")[2])) is not None:
         return f"map of {type_of(entry.field[0], {})} to {type_of(entry.field[1], {})}"
     name = link_to(field.type_name) if field.type_name else FieldDescriptorProto.Type.Name(field.type)[5:].lower()
@@ -460,7 +461,7 @@ def billed(cell: Cell) -> str:
 
 
 def endings_charges() -> str:
-    """Return what each phase and cause bills."""
+    """Return the table of charges by phase and cause."""
     rows = (
         (str(phase), str(cause), str(cell.charge.action), billed(cell), f"`{cell.test}`") for (phase, cause), cell in TABLE.items()
     )
@@ -509,20 +510,20 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
-    """Put in reference tables, and lead links out of `docs/`."""
+    """Insert reference tables, and rewrite links."""
     return led(MARKER.sub(lambda found: TABLES[found[1]](), markdown), page.file.src_uri)
 
 
 @cache
 def places() -> Mapping[str, str]:
-    """Pages of the site by the path of the file behind them: some are links to files elsewhere."""
+    """Return pages of the site by the path of their file; some are links to files elsewhere."""
     walked = ((Path(folder), names) for folder, _, names in os.walk(ROOT / "docs", followlinks=True))
     pages = (folder / name for folder, names in walked for name in names if name.endswith(".md"))
     return {page.resolve().relative_to(ROOT).as_posix(): page.relative_to(ROOT / "docs").as_posix() for page in pages}
 
 
 def led(markdown: str, page: str) -> str:
-    """Return a page whose links lead to pages of the site. Of other files of the repository, the path is named."""
+    """Return a page with links to pages of the site; links to other files become their paths."""
     here = posixpath.dirname((ROOT / "docs" / page).resolve().relative_to(ROOT).as_posix())
 
     def target(found: re.Match[str]) -> str:
@@ -538,9 +539,9 @@ def led(markdown: str, page: str) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: object) -> None:
-    """Refuse a page that loads anything from another server. Raises: ValueError."""
+    """Raise ValueError if a page loads a file from another server."""
     if (found := REMOTE_FILE.search(output)) is not None:
-        raise ValueError(f"{page.file.src_uri} loads a file from elsewhere: {found[0]}")
+        raise ValueError(f"{page.file.src_uri} loads a file from another server: {found[0]}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Set up and build the TypeScript client: `sdk/typescript`.
 
-    python -m infra.typescript_sdk --install    what it needs, pinned by its lock file; says so and goes on where there is no Node
+    python -m infra.typescript_sdk --install    install pinned packages; without Node, only say so
     python -m infra.typescript_sdk --build      generate the messages of the contract, and compile
 
-The generated code is not kept: the package carries what was compiled from it.
+Generated code is not committed: the package contains the code compiled from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ERRORS = ("google/rpc/error_details.proto", "google/rpc/status.proto")
 
 
 def missing() -> str | None:
-    """Why the client cannot be built here; None if it can."""
+    """Return the reason why the client cannot be built here, or None."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         return "Node.js with npm is not installed"
     if not (SDK / "node_modules" / ".bin" / "tsc").exists():
@@ -34,7 +34,7 @@ def missing() -> str | None:
 
 
 def install() -> None:
-    """Install exactly what the lock file says. Without Node or a registry there is no client here, and all else works."""
+    """Install the packages of the lock file. Without Node or a registry, print so and return."""
     if shutil.which("npm") is None:
         print("TypeScript client: Node.js with npm is not installed, so it is not set up")
         return
@@ -44,9 +44,9 @@ def install() -> None:
 
 
 def build() -> None:
-    """Generate and compile into `sdk/typescript/dist`, unless nothing has changed since the last time; waits for another build.
+    """Generate and compile into `sdk/typescript/dist` unless it is up to date; one build at a time.
 
-    Raises: CalledProcessError; what is wrong stands on the terminal.
+    Raises: CalledProcessError; the compiler prints its errors.
     """
     built = SDK / "node_modules" / ".weir-built"
     directory = os.open(SDK, os.O_RDONLY)
@@ -54,14 +54,14 @@ def build() -> None:
         fcntl.flock(directory, fcntl.LOCK_EX)
         if not (built.exists() and (SDK / "dist").exists() and built.stat().st_mtime_ns > max(map(changed_ns, inputs()))):
             built.unlink(missing_ok=True)
-            build_anew()
+            rebuild()
             built.touch()
     finally:
         os.close(directory)
 
 
 def inputs() -> Iterator[Path]:
-    """Files that the build depends on."""
+    """Yield the files that the build depends on."""
     yield from SDK.glob("*.json")
     yield from (SDK.parent.parent / "proto").rglob("*.proto")
     for directory in ("src", "tests"):
@@ -69,12 +69,12 @@ def inputs() -> Iterator[Path]:
 
 
 def changed_ns(path: Path) -> int:
-    """When a file was changed last."""
+    """Return the modification time of a file in nanoseconds."""
     return path.stat().st_mtime_ns
 
 
-def build_anew() -> None:
-    """The same in any case, and by nobody else meanwhile."""
+def rebuild() -> None:
+    """Generate and compile unconditionally. The caller holds the lock."""
     generated = SDK / "src" / "gen"
     shutil.rmtree(generated, ignore_errors=True)
     generated.mkdir(parents=True)
@@ -86,16 +86,16 @@ def build_anew() -> None:
 
 
 def main() -> int:
-    """The exit status."""
+    """Install, build or both; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--install", action="store_true")
     parser.add_argument("--build", action="store_true")
-    asked = parser.parse_args()
-    if asked.install:
+    options = parser.parse_args()
+    if options.install:
         install()
-    if asked.build:
-        if (why := missing()) is not None:
-            print(f"the TypeScript client cannot be built: {why}", file=sys.stderr)
+    if options.build:
+        if (reason := missing()) is not None:
+            print(f"the TypeScript client cannot be built: {reason}", file=sys.stderr)
             return 1
         build()
     return 0

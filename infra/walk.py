@@ -1,12 +1,15 @@
-"""Count the functions and files of ours that one generate request passes: `python -m infra.walk [--ceiling STEPS FILES]`.
+"""Count functions and files on the path of a request: `python -m infra.walk [--ceiling S F]`.
 
-An api process and its engine serve the bundled model for one request at a time, on a stream of its own, with receipts and five
-quotas. A function is on the walk if each of several requests calls it between the arrival of the stream and the last frame, and
-an idle process does not. It counts once in each process, however often it is called; lambdas, comprehensions and functions of
-other packages do not count. A step is a function that calls another one of ours; the others are leaves. Ceilings are for steps.
+An api process and its engine serve the bundled model for one request at a time, each on a new
+stream, with receipts and five quotas. A function is on the path if each of several requests calls
+it between the arrival of the stream and the last frame, and an idle process does not. It counts
+once per process, however often it is called; lambdas, comprehensions and functions of other
+packages do not count. A step is a function that calls another one of Weir; the others are leaves.
+Ceilings are for steps.
 
-Calls are counted apart, on 64 open streams with one request each and a simulated engine: calls of all Python functions in the
-api process, and wake-ups of its tasks beyond those by grpc.aio, which wakes one for each message.
+A separate run counts calls, on 64 open streams with one request each and a simulated engine: calls
+of all Python functions in the api process, and wake-ups of its tasks beyond those by grpc.aio,
+which wakes one for each message.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ STREAM_COUNT, WARM_UP_ROUNDS, ROUNDS = 64, 3, 10
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of ours that a request calls."""
+    """Function of Weir that a request calls."""
 
     path: str
     name: str
@@ -82,25 +85,25 @@ class Walk:
 
     @property
     def functions(self) -> list[Function]:
-        """Of all legs."""
+        """Functions of all legs."""
         return [function for leg in self.legs for function in leg.functions]
 
     @property
     def steps(self) -> list[Function]:
-        """Functions that call others of ours."""
+        """Functions that call other functions of Weir."""
         return [function for function in self.functions if function.is_step]
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Python calls, and wake-ups of tasks beyond grpc.aio's own, per request."""
+    """Python calls, and wake-ups of tasks beyond those by grpc.aio, per request."""
 
     call_count: float
     wake_up_count: float
 
 
 class Server:
-    """An api process with the profile hook, and its children."""
+    """Api process with the profile hook, and its children."""
 
     def __init__(self, address: str, keys: Sequence[str], pids: Sequence[int], notes: Path) -> None:
         self.keys = keys
@@ -110,14 +113,14 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def stream(self, key: str) -> AsyncIterator[Any]:
-        """An open `Generate` call on a connection of its own."""
+        """Open a `Generate` call on a new connection."""
         async with grpc.aio.insecure_channel(self._address, (("grpc.use_local_subchannel_pool", 1),)) as channel:
             call: Any = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(("authorization", f"Bearer {key}"),))
             yield call
             call.cancel()
 
     async def noted(self, work: Awaitable[object]) -> dict[int, dict[str, Any]]:
-        """Do the work; counts of each process during it, by process id."""
+        """Run the work; return the counts of each process during it, by process id."""
         for each in self._notes.iterdir():
             each.unlink()
         await self._toggle("counting")
@@ -135,7 +138,7 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serving(database_url: str, **settings: Any) -> AsyncIterator[Server]:
-    """A server on a migrated database, for the time of the block."""
+    """Run a server on a migrated database during the block."""
     with tempfile.TemporaryDirectory(prefix="weir-walk-") as directory:
         home, notes, hook = (Path(directory) / name for name in ("home", "notes", "hook"))
         for each in (home, home / "logs", notes, hook):
@@ -158,7 +161,7 @@ async def serving(database_url: str, **settings: Any) -> AsyncIterator[Server]:
 
 
 async def ask(call: Any, token_count: int) -> int:
-    """Send one request and read its frames; the number of messages both ways."""
+    """Send one request and read its frames; return the number of messages in both directions."""
     start = pb.StartFrame(model=MODEL, text=PROMPT, max_output_tokens=token_count, ignore_eos=True)
     await call.write(pb.GenerateRequest(frames=[pb.ClientFrame(request_id=str(uuid.uuid4()), start=start)]))
     message_count, kinds = 1, set[str | None]()
@@ -174,7 +177,7 @@ async def ask(call: Any, token_count: int) -> int:
 
 
 async def walk(database_url: str) -> Walk:
-    """The walk of a request through a server of its own."""
+    """Return the walk of a request through a new server."""
     async with serving(database_url) as stack, contextlib.AsyncExitStack() as streams:
 
         async def request() -> None:
@@ -188,8 +191,8 @@ async def walk(database_url: str) -> Walk:
         runs = [await stack.noted(request()) for _ in range(WALKED_REQUESTS)]
 
     def leg(pid: int) -> Leg:
-        first, *others = (run[pid]["functions"] for run in runs)
-        common = [name for name in first if name not in idle[pid]["functions"] and all(name in other for other in others)]
+        first, *later = (run[pid]["functions"] for run in runs)
+        common = [name for name in first if name not in idle[pid]["functions"] and all(name in each for each in later)]
         split = (name.partition(" ") for name in common)
         return Leg(runs[0][pid]["process"], tuple(Function(path, name, first[f"{path} {name}"]) for path, _, name in split))
 
@@ -197,7 +200,7 @@ async def walk(database_url: str) -> Walk:
 
 
 async def cost(database_url: str) -> Cost:
-    """The cost of a request, of many on many streams."""
+    """Return the mean cost of a request, measured on many streams."""
     async with (
         serving(database_url, engine_device="simulated", simulated_time_scale=0.0) as stack,
         contextlib.AsyncExitStack() as streams,
@@ -220,12 +223,12 @@ async def cost(database_url: str) -> Cost:
 
 
 def files_of(functions: Iterable[Function]) -> set[str]:
-    """Paths of their files."""
+    """Return the paths of the functions' files."""
     return {function.path for function in functions}
 
 
 def printed(walked: Walk) -> str:
-    """The walk, process by process, with a line for each change of file; leaves stand in brackets."""
+    """Return the walk as text by process; a line per change of file, leaves in brackets."""
     lines: list[str] = []
     for leg in walked.legs:
         lines.append(f"{leg.process}: {len(leg.functions)} functions in {len(files_of(leg.functions))} files")
@@ -236,7 +239,7 @@ def printed(walked: Walk) -> str:
 
 
 def markdown(walked: Walk) -> str:
-    """Files with steps in the order of their first call, process by process, as in docs/architecture.md."""
+    """Return the files with steps by process, by first call, as docs/architecture.md shows."""
     paragraphs = []
     for leg in walked.legs:
         files = dict.fromkeys(f"`{function.path}`" for function in leg.functions if function.is_step)
@@ -251,7 +254,7 @@ async def measured(database_url: str) -> tuple[Walk, Cost]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the walk. Returns 1 if it is longer than the ceiling."""
+    """Print the walk; return 1 if it exceeds the ceiling, else 0."""
     parser = argparse.ArgumentParser(prog="python -m infra.walk", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ceiling", nargs=2, type=int, metavar=("STEPS", "FILES"), help="exit with 1 above these")
     parser.add_argument("--markdown", action="store_true", help="print what docs/architecture.md shows")

@@ -1,6 +1,7 @@
-"""Profile hook for `infra.walk`: a process of Weir counts the Python functions that it calls between two SIGUSR2.
+"""Profile hook for `infra.walk`: counts calls of Python functions between two SIGUSR2 signals.
 
-Every Python process that `infra.walk` starts imports this module first. It imports nothing of the product.
+Every Python process that `infra.walk` starts imports this module first. It must not import the
+product.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ EVENT_LOOP = asyncio.Runner.run.__code__
 
 
 class Notes:
-    """Calls in all threads of one process, by caller and called function, in the order of the first call."""
+    """Calls in all threads of one process, by caller and callee, in order of the first call."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._calls: dict[tuple[CodeType | None, CodeType], int] | None = None
 
     def toggle(self, *_: object) -> None:
-        """Begin to count; the second time, write the counts into the directory."""
+        """Begin to count; on the second call, write the counts into the directory."""
         if self._calls is None:
             self._calls = {}
             sys.setprofile(self.note)
@@ -42,7 +43,7 @@ class Notes:
             self._path("part").rename(self._path("counted"))
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
-        """Count a call. A coroutine that goes on after an `await` counts as called again, by the event loop if a task was woken."""
+        """Count a call, also of a resumed coroutine, whose caller is the event loop after a wake-up."""
         if event == "call" and (calls := self._calls) is not None:
             call = (frame.f_back.f_code if frame.f_back else None, frame.f_code)
             calls[call] = calls.get(call, 0) + 1
@@ -52,7 +53,7 @@ class Notes:
 
 
 def counts_of(calls: dict[tuple[CodeType | None, CodeType], int]) -> dict[str, object]:
-    """Counts for `infra.walk`. functions: those of ours, and whether each has called another of ours."""
+    """Return counts for `infra.walk`. functions: Weir's, and whether each called another one."""
     callers = {caller for caller, called in calls if caller and name_of(called)}
     return {
         "process": os.path.relpath(sys.argv[0], ROOT),
@@ -64,7 +65,7 @@ def counts_of(calls: dict[tuple[CodeType | None, CodeType], int]) -> dict[str, o
 
 @cache
 def name_of(code: CodeType) -> str | None:
-    """`path function` of code of ours; None for other code and for lambdas and comprehensions."""
+    """Return `path function` for code of Weir; None for other code, lambdas and comprehensions."""
     path = os.path.relpath(code.co_filename, ROOT)
     if not path.startswith(OURS) or code.co_name.startswith("<"):
         return None
@@ -72,7 +73,7 @@ def name_of(code: CodeType) -> str | None:
 
 
 def take_notes(directory: Path) -> None:
-    """Let this process write counts into the directory."""
+    """Install the hook and the signal handler; counts go into the directory."""
     notes = Notes(directory)
     signal.signal(signal.SIGUSR2, notes.toggle)
     threading.setprofile(notes.note)

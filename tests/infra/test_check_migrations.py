@@ -48,7 +48,7 @@ def test_what_no_migration_removes_and_no_model_declares_is_reported(database_ur
 
     assert "left over after the downgrade: table stray" in found
     assert "left over after the downgrade: type mood" in found
-    assert any("stray" in line for line in found if line.startswith("the models are not what the migrations build"))
+    assert any("stray" in line for line in found if line.startswith("the models differ from the migrated schema"))
 
 
 def test_every_row_that_is_lost_or_changed_is_reported(with_rows: tuple[str, migrated_rows.Connection]) -> None:
@@ -67,13 +67,13 @@ def test_every_row_that_is_lost_or_changed_is_reported(with_rows: tuple[str, mig
 
 def test_what_is_done_to_every_row_of_a_large_table_is_reported(with_rows: tuple[str, migrated_rows.Connection]) -> None:
     _, connection = with_rows
-    made = migrated_rows.things(connection, migrated_rows.MADE)
+    made = migrated_rows.objects(connection, migrated_rows.MADE)
 
     connection.execute("ALTER TABLE holds ALTER labels TYPE json")
     connection.execute("CREATE INDEX slow ON usage_events (model)")
     connection.execute("ALTER TABLE ledger_entries ADD CONSTRAINT slow CHECK (id > 0)")
     connection.execute("ALTER TABLE meter_batches ADD CONSTRAINT quick CHECK (part < 9) NOT VALID")
-    found = {told for told, _ in migrated_rows.things(connection, migrated_rows.MADE) - made}
+    found = {told for told, _ in migrated_rows.objects(connection, migrated_rows.MADE) - made}
 
     assert {"table holds is rewritten", "constraint slow of ledger_entries is checked"} < found
     assert "index usage_events_2026_09_model_idx of usage_events_2026_09 is built" in found
