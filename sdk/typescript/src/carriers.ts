@@ -1,29 +1,36 @@
-/** What an exchange needs of the streams that it runs on. */
+/** Interfaces between an exchange and its streams. */
 
 import type { WeirError } from "./errors.js";
 import type { Exchange } from "./exchange.js";
 import type { ClientFrame } from "./gen/weir/v1/inference_service_pb.js";
 
-/** The stream that an exchange runs on, as far as the exchange needs it. */
+/** Stream that an exchange runs on. */
 export interface Carrier {
-  /** Writes a cancel frame, soon; never blocks. */
+  /** Writes a cancel frame soon; never blocks. */
   sendCancel(exchange: Exchange): void;
-  /** Writes another frame of the request, soon; never blocks. Throws Unavailable if there is no stream. */
+  /**
+   * Writes another frame of the request soon; never blocks. Throws Unavailable if there is no
+   * stream.
+   */
   sendUpdate(frame: ClientFrame): void;
-  /** Writes a credit frame, soon; never blocks. */
+  /** Writes a credit frame soon; never blocks. */
   sendCredit(exchange: Exchange, tokenCount: number): void;
-  /** Forgets an exchange that has ended; its later frames are strays. */
+  /** Forgets an exchange that has ended; its later frames are ignored. */
   release(exchange: Exchange): void;
 }
 
-/** Who brings an exchange to another stream. Both answers are what it ends with, or undefined if it will go on. */
+/**
+ * Moves an exchange to another stream.
+ *
+ * `broken` and `refused` return the final error, or undefined if the exchange will continue.
+ */
 export interface Continuation {
-  /** The stream ended under it. */
+  /** Handles the end of the stream. */
   broken(cause: WeirError): WeirError | undefined;
-  /** The server will not go on with it on this stream. */
+  /** Handles the server's refusal to continue on this stream. */
   refused(error: WeirError): WeirError | undefined;
-  /** It goes on. */
+  /** Handles the continuation of the exchange. */
   resumed(): void;
-  /** It has ended. */
+  /** Handles the end of the exchange. */
   stop(): void;
 }

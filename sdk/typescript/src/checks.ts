@@ -1,30 +1,30 @@
-/** What a caller gave and no request can hold is refused here by its name, before anything is sent: JavaScript has no types to do it. */
+/** Checks of arguments that no request message can hold, before anything is sent. */
 
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { Money } from "./money.js";
 import type { AttachOptions, CountOptions, EmbedOptions, GenerateOptions, LimitOptions, Tool } from "./options.js";
 
-/** Whether a value can be, and what it must be. */
+/** Test of a value, and the description of valid values. */
 type Check = readonly [fits: (value: unknown) => boolean, what: string];
 
 const TEXT: Check = [(value) => typeof value === "string", "a text"];
-const TEXTS: Check = [(value) => typeof value === "string" || isListOf(value, "string"), "a text or a list of texts"];
+const TEXTS: Check = [(value) => typeof value === "string" || isListOf(value, "string"), "a string or a list of strings"];
 const NUMBER: Check = [(value) => typeof value === "number" && !Number.isNaN(value), "a number"];
 const WHOLE: Check = [(value) => typeof value === "bigint" || Number.isSafeInteger(value), "a whole number"];
 const MILLISECONDS: Check = [NUMBER[0], "a number of milliseconds"];
 const IDS: Check = [(value) => isListOf(value, "number") || ArrayBuffer.isView(value), "a list of token ids"];
 const BOOLEAN: Check = [(value) => typeof value === "boolean", "true or false"];
-const LABELS: Check = [(value) => isObject(value) && isListOf(Object.values(value), "string"), "an object of texts"];
+const LABELS: Check = [(value) => isObject(value) && isListOf(Object.values(value), "string"), "an object of strings"];
 const TIER: Check = [(value) => value === "interactive" || value === "batch", '"interactive" or "batch"'];
 const SIGNAL: Check = [(value) => value instanceof AbortSignal, "an AbortSignal"];
 const MONEY: Check = [(value) => value instanceof Money, 'Money, for example Money.of("0.05", "USD")'];
 
 const COMMON = { labels: LABELS, requestId: TEXT, tier: TIER, timeoutMs: MILLISECONDS, signal: SIGNAL };
 
-/** Every option of `generate`. */
+/** Options of `generate`. */
 export const GENERATE: Readonly<Record<keyof GenerateOptions, Check>> = {
   ...COMMON,
-  prompt: [(value) => typeof value === "string" || Array.isArray(value), "a text or a list of messages"],
+  prompt: [(value) => typeof value === "string" || Array.isArray(value), "a string or a list of messages"],
   text: TEXT,
   tokenIds: IDS,
   maxOutputTokens: WHOLE,
@@ -63,7 +63,7 @@ export const GENERATE: Readonly<Record<keyof GenerateOptions, Check>> = {
   prefetchTokens: [(value) => Number.isSafeInteger(value) && Number(value) >= 1, "a whole number of at least 1, or absent for no limit"],
 };
 
-/** Every option of `attach`. */
+/** Options of `attach`. */
 export const ATTACH: Readonly<Record<keyof AttachOptions, Check>> = {
   afterSeq: WHOLE,
   timeoutMs: MILLISECONDS,
@@ -72,22 +72,22 @@ export const ATTACH: Readonly<Record<keyof AttachOptions, Check>> = {
   signal: SIGNAL,
 };
 
-/** Every option of `update`. */
+/** Options of `update`. */
 export const LIMITS: Readonly<Record<keyof LimitOptions, Check>> = { maxOutputTokens: WHOLE, maxCost: MONEY };
 
-/** Every option of `countTokens`. */
+/** Options of `countTokens`. */
 export const COUNT: Readonly<Record<keyof CountOptions, Check>> = { prompt: GENERATE.prompt, text: TEXT, tools: GENERATE.tools };
 
-/** Every option of `embed`. */
+/** Options of `embed`. */
 export const EMBED: Readonly<Record<keyof EmbedOptions, Check>> = { ...COMMON, truncate: BOOLEAN };
 
-/** An `InvalidRequest` that names one field. */
+/** Returns an `InvalidRequest` that names one field. */
 export function invalid(field: string, description: string): InvalidRequest {
   const details = { ...NO_DETAILS, reason: "FIELD_INVALID", fieldViolations: [{ field, description }] };
   return new InvalidRequest(`${field}: ${description}`, { details });
 }
 
-/** Throws InvalidRequest for an option that does not exist, and for a value that cannot be. */
+/** Throws InvalidRequest for an unknown option or an invalid value. */
 export function checkOptions(options: object, known: Readonly<Record<string, Check>>): void {
   if (!isObject(options)) throw invalid("options", `must be an object, for example { prompt: "Hello" }, not ${typeof options}`);
   checkKnown(options, Object.keys(known));
@@ -97,7 +97,7 @@ export function checkOptions(options: object, known: Readonly<Record<string, Che
   }
 }
 
-/** Throws InvalidRequest for an option that does not exist, with those that do. */
+/** Throws InvalidRequest for an unknown option, with the known ones. */
 export function checkKnown(options: object, known: readonly string[]): void {
   for (const name of Object.keys(options)) {
     if (!known.includes(name)) throw invalid(name, `no such option; there are ${known.join(", ")}`);

@@ -1,4 +1,4 @@
-/** The client of the inference API. */
+/** Client of the inference API. */
 
 import { create, toBinary } from "@bufbuild/protobuf";
 import { ATTACH, checkOptions, invalid } from "./checks.js";
@@ -14,10 +14,11 @@ import type { KeyRestrictions, Model, Quote, TokenCount } from "./models.js";
 import type { EmbedResult, Generation as RecordedGeneration, QuotaStatus, Result } from "./values.js";
 import * as wire from "./wire.js";
 
-const FRAMING_BYTES = 16; // what a message adds to its only frame, at most
+const FRAMING_BYTES = 16; // overhead of a message around its only frame, at most
 
 /**
- * A connection to the inference API. All generations of a client share one stream; run as many at once as you like.
+ * Connection to the inference API. All generations of a client share one stream and may run
+ * concurrently.
  *
  * `close` it at the end, or declare it with `await using`.
  */
@@ -26,7 +27,7 @@ export class WeirClient implements AsyncDisposable {
   private readonly stream: SharedStream;
 
   /**
-   * Settles where to connect; the connection itself is made when it is first used.
+   * Resolves the settings; the connection is made on first use.
    *
    * @throws Unauthenticated if there is no key.
    */
@@ -35,15 +36,15 @@ export class WeirClient implements AsyncDisposable {
     this.stream = new SharedStream(() => this.connection.openGenerate());
   }
 
-  /** Where this client connects to. */
+  /** Address that this client connects to. */
   get address(): string {
     return this.connection.settings.address;
   }
 
   /**
-   * A streamed answer. Everything that can go wrong at the server is thrown where the answer is read.
+   * Streams an answer. Errors of the server are thrown where the answer is read.
    *
-   * @throws InvalidRequest for a request that cannot be written down or is larger than `maxMessageBytes`.
+   * @throws InvalidRequest for a request that cannot be encoded or exceeds `maxMessageBytes`.
    */
   generate(model: string, options: GenerateOptions): Generation {
     const frame = buildStart(model, options);
@@ -52,7 +53,7 @@ export class WeirClient implements AsyncDisposable {
     const { retry, maxMessageBytes } = this.connection.settings;
     const size = toBinary(ClientFrameSchema, frame).length + FRAMING_BYTES;
     if (size > maxMessageBytes) {
-      // Sent all the same, it would end the shared stream, and every other request with it.
+      // Sending it would end the shared stream and with it every other request.
       const description = `the request has ${size} bytes, and the limit is ${maxMessageBytes}`;
       const details = { ...NO_DETAILS, fieldViolations: [{ field: "prompt", description }] };
       throw new InvalidRequest(description, { reason: "MESSAGE_TOO_LARGE", requestId: frame.requestId, details });
@@ -67,11 +68,13 @@ export class WeirClient implements AsyncDisposable {
   }
 
   /**
-   * Receives a request of the project that was started before, by whatever client.
+   * Receives a request of the project that was started earlier, by any client.
    *
-   * The stream that received it until now is told `Aborted` with the reason `ATTACHED_ELSEWHERE`. The request is this client's from
-   * then on: leaving its loop cancels it. Where it is read, NotFound is thrown for a request that was not admitted, AlreadyExists
-   * (`REQUEST_SETTLED`) for one that is over and not kept any more, InvalidRequest (`OUTPUT_GONE`) for output that is not there.
+   * The stream that received it until now gets `Aborted` with the reason `ATTACHED_ELSEWHERE`. The
+   * request belongs to this client from then on: leaving its loop cancels it. Reading throws
+   * NotFound for a request that was not admitted, AlreadyExists (`REQUEST_SETTLED`) for one that
+   * has ended and is no longer kept, InvalidRequest (`OUTPUT_GONE`) for output that is not
+   * available.
    */
   attach(requestId: string, options: AttachOptions = {}): Generation {
     const { afterSeq = 0, timeoutMs, resumeMs = RESUME_MS, prefetchTokens, signal } = options;
@@ -82,29 +85,30 @@ export class WeirClient implements AsyncDisposable {
     return new Generation(this.stream, frame, "", { timeoutMs, retry, signal, keepMs: resumeMs, keepIsAsked: true, prefetchTokens });
   }
 
-  /** The whole answer at once. Takes what `generate` takes. Throws a WeirError. */
+  /** Returns the whole answer of a request; takes the options of `generate`. Throws a WeirError. */
   async complete(model: string, options: GenerateOptions): Promise<Result> {
     return await this.generate(model, options).result();
   }
 
   /**
-   * The size of a prompt as admission counts it, with the tools that the model is shown, without running or billing anything.
+   * Returns the size of a prompt, tools included, as admission counts it. Nothing is run or billed.
    *
-   * @throws NotFound for an unknown model; InvalidRequest for tools beside a `text`, or that the model cannot be shown.
+   * @throws NotFound for an unknown model; InvalidRequest for tools together with `text`, or with a
+   * model that does not support tools.
    */
   async countTokens(model: string, input: CountOptions, call: CallOptionsOf = {}): Promise<TokenCount> {
     const response = await this.connection.call(InferenceService.method.countTokens, buildCount(model, input), call);
     return { inputTokenCount: wire.count(response.inputTokenCount), contextWindowTokens: wire.count(response.contextWindowTokens) };
   }
 
-  /** What the same call of `generate` would count and cost, and whether it would be let in, without running it. */
+  /** Returns tokens and cost of the same call of `generate`, and whether it would be admitted. */
   async quote(model: string, options: GenerateOptions, call: CallOptionsOf = {}): Promise<Quote> {
     const { kind } = buildStart(model, options);
     if (kind.case !== "start") throw invalid("start", "is missing");
     return wire.quote(await this.connection.call(InferenceService.method.quote, { start: kind.value }, call));
   }
 
-  /** What the same call of `embed` would count and cost, and whether it would be let in, without embedding anything. */
+  /** Returns tokens and cost of the same call of `embed`, and whether it would be admitted. */
   async quoteEmbed(model: string, inputs: string | readonly (string | readonly number[])[], options: EmbedOptions = {}): Promise<Quote> {
     const { timeoutMs, signal } = options;
     const embed = buildEmbed(model, inputs, options);
@@ -112,10 +116,11 @@ export class WeirClient implements AsyncDisposable {
   }
 
   /**
-   * Vectors of texts: of one, or of several, each a text or its token ids. Tried again like every call, with the same request id, which
-   * is billed once.
+   * Returns vectors of one text or several, each a text or its token ids. Retried like every call
+   * with the same request id, which is billed once.
    *
-   * @throws InvalidRequest, QuotaExceeded, AlreadyExists if an earlier attempt was billed and its answer lost; any WeirError.
+   * @throws InvalidRequest, QuotaExceeded, AlreadyExists if an earlier attempt was billed and its
+   * answer lost; any WeirError.
    */
   async embed(model: string, inputs: string | readonly (string | readonly number[])[], options: EmbedOptions = {}): Promise<EmbedResult> {
     const request = buildEmbed(model, inputs, options);
@@ -124,29 +129,32 @@ export class WeirClient implements AsyncDisposable {
     return wire.embedResult(request.requestId, model, response);
   }
 
-  /** The models that the key may use, by name. */
+  /** Returns the models that the key may use, by name. */
   async listModels(call: CallOptionsOf = {}): Promise<Model[]> {
     return (await this.connection.call(InferenceService.method.listModels, {}, call)).models.map(wire.model);
   }
 
-  /** Every limit that applies to the key, or to the key and one model. Empty: unlimited. */
+  /** Returns every limit that applies to the key, optionally for one model. Empty: unlimited. */
   async getQuota(model = "", call: CallOptionsOf = {}): Promise<QuotaStatus[]> {
     return (await this.connection.call(InferenceService.method.getQuota, { model }, call)).quotas.map(wire.quota);
   }
 
-  /** What the key is good for: scopes, models, tokens of one request, networks, until when. */
+  /** Returns the key's scopes, models, tokens per request, networks and expiry. */
   async getRestrictions(call: CallOptionsOf = {}): Promise<KeyRestrictions> {
     return wire.restrictions((await this.connection.call(InferenceService.method.getQuota, {}, call)).restrictions);
   }
 
-  /** What is recorded of one request of the key's project. Throws NotFound. */
+  /** Returns the record of one request of the key's project. Throws NotFound. */
   async getGeneration(requestId: string, call: CallOptionsOf = {}): Promise<RecordedGeneration> {
     const response = await this.connection.call(InferenceService.method.getGeneration, { requestId }, call);
     if (response.generation === undefined) throw new Error("the server answered without a generation");
     return wire.generation(response.generation);
   }
 
-  /** Cancels what runs, waits at most a few seconds for its settlement, and closes the connection. */
+  /**
+   * Cancels running requests, waits a few seconds at most for their settlement, and closes the
+   * connection.
+   */
   async close(): Promise<void> {
     await this.stream.close();
     this.connection.close();
@@ -158,8 +166,8 @@ export class WeirClient implements AsyncDisposable {
 }
 
 /**
- * How long a request outlives its connection: as the caller says, else for a short time and never for longer than the caller waits, or
- * than the server has said that it keeps requests.
+ * Returns how long a request outlives its connection: as given by the caller, else a short time
+ * limited by the caller's timeout and the server's known limit.
  */
 function keepFor({ keepOnDisconnectMs, timeoutMs }: GenerateOptions, keepMaxMs: number): { keepMs: number; keepIsAsked: boolean } {
   if (keepOnDisconnectMs !== undefined && !(Number.isFinite(keepOnDisconnectMs) && keepOnDisconnectMs >= 0)) {

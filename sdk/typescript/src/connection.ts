@@ -1,4 +1,6 @@
-/** How a client reaches the server: address, TLS, API key, channel options, and one unary call with typed errors. */
+/**
+ * Connection to the server: address, TLS, API key, channel options, unary calls with typed errors.
+ */
 
 import { BlockList, isIP } from "node:net";
 import { create, type DescMethodUnary, fromBinary, type MessageInitShape, type MessageShape, toBinary } from "@bufbuild/protobuf";
@@ -23,36 +25,39 @@ import { closingController, pause } from "./pause.js";
 import { errorFromRpc } from "./status.js";
 import { resolveTls, type Tls, type TlsOptions } from "./tls.js";
 
-/** Where a server listens unless told otherwise. */
+/** The server's default address. */
 export const DEFAULT_ADDRESS = "127.0.0.1:8443";
-const UNARY_TIMEOUT_MS = 30_000; // look-ups answer in milliseconds
-const MESSAGE_BYTES_MAX = 4 * 1024 * 1024; // gRPC's own default for what a server accepts
-const RECEIVE_BYTES_MAX = 32 * 1024 * 1024; // batched deltas of many requests; far above what a server sends at once
-const KEEPALIVE_MS = 60_000; // below the idle limit of common load balancers (60 to 350 s); Weir's server allows pings each 10 s
-const KEEPALIVE_TIMEOUT_MS = 20_000; // a peer that does not answer a ping for so long is gone
-const RETRY_BASE_MS = 100; // first back-off where the server gives no hint; doubles each time
-const RETRY_WAIT_MAX_MS = 10_000; // a longer wait is the caller's decision, so the error is thrown instead
+const UNARY_TIMEOUT_MS = 30_000; // look-ups take milliseconds
+const MESSAGE_BYTES_MAX = 4 * 1024 * 1024; // gRPC's default limit of a server
+const RECEIVE_BYTES_MAX = 32 * 1024 * 1024; // batched deltas of many requests; far above the largest response of a server
+const KEEPALIVE_MS = 60_000; // below the idle limit of common load balancers (60 to 350 s)
+const KEEPALIVE_TIMEOUT_MS = 20_000; // a peer that does not answer a ping within it is considered lost
+const RETRY_BASE_MS = 100; // first back-off without a retry-after of the server; doubles each time
+const RETRY_WAIT_MAX_MS = 10_000; // the error is thrown if the wait would be longer
 
-/** What a client is made with. */
+/** Options of a client. */
 export interface ClientOptions extends TlsOptions {
-  /** `host:port`, `unix:/path`, or either after `https://` or `http://`; else `WEIR_ADDRESS`, else this machine. */
+  /**
+   * `host:port`, `unix:/path`, or either after `https://` or `http://`. Default `WEIR_ADDRESS`,
+   * then this machine.
+   */
   readonly address?: string;
-  /** Else `WEIR_API_KEY`; empty: call without one. */
+  /** Default `WEIR_API_KEY`; empty: call without a key. */
   readonly apiKey?: string;
   /**
-   * Further attempts for UNAVAILABLE, and for a quota that frees itself within `retryWaitMaxMs`: only before the first token, with
-   * the same request id, honouring the server's hint. Default 2.
+   * Further attempts for UNAVAILABLE, and for a quota that resets within `retryWaitMaxMs`: only
+   * before the first token, with the same request id and the server's retry-after. Default 2.
    */
   readonly maxRetries?: number;
   /** The longest wait before a further attempt. Default 10,000. */
   readonly retryWaitMaxMs?: number;
   /** The largest request that is sent; the server has its own limit. Default 4 MiB. */
   readonly maxMessageBytes?: number;
-  /** Between pings on a silent connection. Default 60,000. */
+  /** Milliseconds between pings on a silent connection. Default 60,000. */
   readonly keepaliveMs?: number;
 }
 
-/** When to try again: at most `maxRetries` times, never after a wait of more than `waitMaxMs`. */
+/** Retries at most `maxRetries` times, and never after a wait of more than `waitMaxMs`. */
 export class RetryPolicy {
   constructor(
     readonly maxRetries: number,
@@ -60,9 +65,11 @@ export class RetryPolicy {
   ) {}
 
   /**
-   * Milliseconds to wait before retry number `attempt` (from 0), with jitter; absent if the error is to be thrown.
+   * Returns the milliseconds before retry number `attempt` (from 0), with jitter; undefined to
+   * throw the error.
    *
-   * A hint of the server is a lower bound, and the jitter comes on top, so that refused clients do not return all at once.
+   * The server's retry-after is a lower bound; jitter is added to it so that refused clients do not
+   * all return at once.
    */
   waitMs(error: WeirError, attempt: number): number | undefined {
     if (attempt >= this.maxRetries) return undefined;
@@ -78,7 +85,7 @@ export class RetryPolicy {
   }
 }
 
-/** Where the server is and how to talk to it. */
+/** Resolved address and options of a connection. */
 export interface ConnectionSettings {
   readonly address: string;
   readonly apiKey: string;
@@ -104,9 +111,10 @@ const CLIENT_OPTIONS = Object.keys(KNOWN);
 const SCHEMES = [["https://", true], ["grpcs://", true], ["http://", false], ["grpc://", false]] as const;
 
 /**
- * Fills in what is not given from the environment.
+ * Resolves missing values from the environment.
  *
- * @throws Unauthenticated if there is no key; InvalidRequest for certificates that cannot be used, and for options that there are not.
+ * @throws Unauthenticated if there is no key; InvalidRequest for invalid certificates and unknown
+ * options.
  */
 export function resolveSettings(options: ClientOptions, environment = process.env): ConnectionSettings {
   checkKnown(options, CLIENT_OPTIONS);
@@ -135,7 +143,7 @@ const LOOPBACK = new BlockList();
 LOOPBACK.addSubnet("127.0.0.0", 8);
 LOOPBACK.addAddress("::1", "ipv6");
 
-/** Whether an address never leaves this machine: a unix socket, `localhost`, or a loopback IP. */
+/** Returns whether an address is on this machine: a unix socket, `localhost`, or a loopback IP. */
 export function isLocal(address: string): boolean {
   if (address.startsWith("unix:") || address.startsWith("unix-abstract:")) return true;
   const hostAndPort = address.slice(address.lastIndexOf("/") + 1);
@@ -177,7 +185,7 @@ export class Connection {
   }
 
   /**
-   * One unary call that may be repeated; `timeoutMs` covers the retries too, and is 30 s if absent.
+   * Makes one idempotent unary call; `timeoutMs` includes retries, default 30 s.
    *
    * @throws WeirError
    */
@@ -243,9 +251,9 @@ export class Connection {
   }
 }
 
-/** What every unary call takes. */
+/** Options of every unary call. */
 export interface CallOptionsOf {
-  /** For the call, retries included. Default 30,000. */
+  /** Milliseconds for the call, retries included. Default 30,000. */
   readonly timeoutMs?: number | undefined;
   /** Cancels the call. */
   readonly signal?: AbortSignal | undefined;
@@ -260,12 +268,12 @@ function channelOptions(settings: ConnectionSettings): ChannelOptions {
     "grpc.keepalive_time_ms": settings.keepaliveMs,
     "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_MS,
     "grpc.keepalive_permit_without_calls": 0,
-    // A restarted server is found again quickly: gRPC would wait a second before the second attempt and minutes later on.
+    // Fast reconnection to a restarted server: gRPC's defaults are 1 s, growing to minutes.
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 5000,
-    // Clients in one process keep their own connections, so that one's back-off or GOAWAY is not the other's.
+    // One subchannel per client, so that the back-off or GOAWAY of one does not affect another.
     "grpc.use_local_subchannel_pool": 1,
-    "grpc.enable_retries": 0, // this client's own retries know what was delivered
+    "grpc.enable_retries": 0, // this client's own retries take delivered output into account
     ...(isLocal(settings.address) ? { "grpc.enable_http_proxy": 0 } : {}),
   };
 }

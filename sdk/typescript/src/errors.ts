@@ -1,31 +1,35 @@
 /**
- * Every error of the client, one class per thing that the caller can do about it.
+ * Errors of the client, one class per reaction of the caller.
  *
- * `WeirError` is the base. `reason` is the server's machine-readable word (`QUOTA_EXCEEDED`, `CONTEXT_EXCEEDED`, …), `code` the
- * canonical gRPC code. `partial` holds what had arrived where a generation broke in the middle.
+ * `WeirError` is the base class. `reason` is the server's machine-readable reason
+ * (`QUOTA_EXCEEDED`, `CONTEXT_EXCEEDED`, …), `code` the canonical gRPC code. `partial` holds the
+ * received output if a generation broke off.
  */
 
 import type { Partial } from "./values.js";
 
-/** One field of a request that was refused, and why. */
+/** One refused field of a request, and the reason. */
 export interface FieldViolation {
   readonly field: string;
   readonly description: string;
 }
 
-/** One quota that a request ran into, in the server's words. */
+/** One exceeded quota, as described by the server. */
 export interface QuotaViolation {
   readonly subject: string;
   readonly description: string;
 }
 
-/** One thing that stands in the way of a call. `kind` is stable and machine-readable. */
+/** One unmet precondition of a call. `kind` is stable and machine-readable. */
 export interface PreconditionViolation {
   readonly kind: string;
   readonly description: string;
 }
 
-/** The quota that refused a request. Values are requests, tokens or picos by dimension; absent where not told. */
+/**
+ * The quota that refused a request. Values are requests, tokens or picos by dimension; undefined if
+ * not sent.
+ */
 export interface ExceededQuota {
   readonly quotaId: string;
   readonly subject: string;
@@ -38,18 +42,18 @@ export interface ExceededQuota {
   readonly remaining: bigint | undefined;
   readonly requested: bigint | undefined;
   readonly resetTime: Date | undefined;
-  /** False: the request is larger than the limit, so that waiting does not help. */
+  /** False: the request is larger than the limit, so waiting does not help. */
   readonly retryHelps: boolean;
 }
 
-/** The details of a `google.rpc.Status`, decoded. */
+/** Decoded details of a `google.rpc.Status`. */
 export interface ErrorDetails {
   readonly reason: string;
   readonly metadata: Readonly<Record<string, string>>;
   readonly fieldViolations: readonly FieldViolation[];
   readonly quotaViolations: readonly QuotaViolation[];
   readonly preconditions: readonly PreconditionViolation[];
-  /** Milliseconds after which to try again; absent if the server did not say. */
+  /** Milliseconds to wait before a retry; undefined if the server did not send it. */
   readonly retryAfterMs: number | undefined;
   readonly quota: ExceededQuota | undefined;
 }
@@ -64,7 +68,7 @@ export const NO_DETAILS: ErrorDetails = {
   quota: undefined,
 };
 
-/** What an error may be made with beside its message. */
+/** Optional properties of an error. */
 export interface ErrorOptions {
   readonly code?: string | undefined;
   readonly reason?: string | undefined;
@@ -81,9 +85,9 @@ export class WeirError extends Error {
   readonly reason: string;
   readonly requestId: string;
   readonly details: ErrorDetails;
-  /** What had arrived before, if the request had begun. */
+  /** Output received before, if the request had begun. */
   readonly partial: Partial | undefined;
-  /** The server's sentence, without the request id. */
+  /** The server's message, without the request id. */
   readonly plainMessage: string;
 
   constructor(message: string, options: ErrorOptions = {}, defaultCode = "UNKNOWN") {
@@ -98,12 +102,12 @@ export class WeirError extends Error {
     this.partial = options.partial;
   }
 
-  /** `ErrorInfo.metadata` of the server; empty if it sent none. */
+  /** `ErrorInfo.metadata` of the server; empty if absent. */
   get metadata(): Readonly<Record<string, string>> {
     return this.details.metadata;
   }
 
-  /** Milliseconds to wait before trying again; absent if the server did not say. */
+  /** Milliseconds to wait before a retry; undefined if the server did not send it. */
   get retryAfterMs(): number | undefined {
     return this.details.retryAfterMs;
   }
@@ -116,93 +120,101 @@ export class Unauthenticated extends WeirError {
   }
 }
 
-/** The key is good but may not do this: a missing scope, or a model that it may not use. */
+/** The key is valid but lacks a scope or the permission to use a model. */
 export class PermissionDenied extends WeirError {
   constructor(message: string, options: ErrorOptions = {}) {
     super(message, options, "PERMISSION_DENIED");
   }
 }
 
-/** The request can never succeed as it is. `fieldViolations` names each field and what is wrong with it. */
+/** The request can never succeed unchanged. `fieldViolations` describes each wrong field. */
 export class InvalidRequest extends WeirError {
   constructor(message: string, options: ErrorOptions = {}) {
     super(message, options, "INVALID_ARGUMENT");
   }
 
-  /** The refused fields. */
+  /** Refused fields. */
   get fieldViolations(): readonly FieldViolation[] {
     return this.details.fieldViolations;
   }
 }
 
-/** A model or request of that name does not exist, as far as this key can see. */
+/** The model or request does not exist or is not visible to this key. */
 export class NotFound extends WeirError {
   constructor(message: string, options: ErrorOptions = {}) {
     super(message, options, "NOT_FOUND");
   }
 }
 
-/** The request id was used before. `REQUEST_SETTLED`: it ran already, and `partial` has its usage. */
+/**
+ * The request id was used before. `REQUEST_SETTLED`: it has already run, and `partial` has its
+ * usage.
+ */
 export class AlreadyExists extends WeirError {
   constructor(message: string, options: ErrorOptions = {}) {
     super(message, options, "ALREADY_EXISTS");
   }
 }
 
-/** Something else must happen first, for example paying (`INSUFFICIENT_CREDIT`). Waiting alone does not help. */
+/** The current state forbids the call, for example `INSUFFICIENT_CREDIT`. Waiting does not help. */
 export class FailedPrecondition extends WeirError {
   constructor(message: string, options: ErrorOptions = {}) {
     super(message, options, "FAILED_PRECONDITION");
   }
 }
 
-/** The request collided with another one, or broke after tokens were delivered. Start over. */
+/**
+ * The request collided with another one, or broke off after output was delivered. Start it again.
+ */
 export class Aborted extends WeirError {
   constructor(message: string, options: ErrorOptions = {}) {
     super(message, options, "ABORTED");
   }
 }
 
-/** Something is too large or too much, other than a quota: a message over the size limit, for example. */
+/** A limit other than a quota was exceeded, for example the size of a message. */
 export class ResourceExhausted extends WeirError {
   constructor(message: string, options: ErrorOptions = {}) {
     super(message, options, "RESOURCE_EXHAUSTED");
   }
 }
 
-/** A quota refused the request. `quota` says which one, what is left of it and when it resets. */
+/** A quota refused the request. `quota` has its remainder and reset time. */
 export class QuotaExceeded extends ResourceExhausted {
-  /** The quota that refused, with its numbers. */
+  /** Quota that refused the request, with its values. */
   get quota(): ExceededQuota | undefined {
     return this.details.quota;
   }
 
-  /** The quotas that refused, in the server's words. */
+  /** Quotas that refused the request, as described by the server. */
   get violations(): readonly QuotaViolation[] {
     return this.details.quotaViolations;
   }
 
-  /** Whether the same request can be let in later. */
+  /** True if the same request can be admitted later. */
   get retryHelps(): boolean {
     return this.quota ? this.quota.retryHelps : this.retryAfterMs !== undefined;
   }
 }
 
-/** The server cannot be reached, drains, or has no engine free. Trying again later helps. */
+/** The server is unreachable, draining, or has no free engine. A later retry can succeed. */
 export class Unavailable extends WeirError {
   constructor(message: string, options: ErrorOptions = {}) {
     super(message, options, "UNAVAILABLE");
   }
 }
 
-/** The time given with `timeoutMs` was over. `partial` holds the text so far, and its usage if the server told it in time. */
+/**
+ * The time given with `timeoutMs` passed. `partial` holds the output so far, with usage if
+ * received.
+ */
 export class DeadlineExceeded extends WeirError {
   constructor(message: string, options: ErrorOptions = {}) {
     super(message, options, "DEADLINE_EXCEEDED");
   }
 }
 
-/** The request was cancelled before it was let in, so that there is no result. */
+/** The request was cancelled before its admission; there is no result. */
 export class Cancelled extends WeirError {
   constructor(message: string, options: ErrorOptions = {}) {
     super(message, options, "CANCELLED");
@@ -210,8 +222,8 @@ export class Cancelled extends WeirError {
 }
 
 /**
- * The stream ended in the middle of the request, without its final frame. `partial` holds what arrived; what was delivered is
- * billed all the same, and `getGeneration(requestId)` tells the settled usage.
+ * The stream ended during the request, without its final frame. `partial` holds the received
+ * output. Delivered output is billed; `getGeneration(requestId)` returns the settled usage.
  */
 export class IncompleteGeneration extends WeirError {
   constructor(message: string, options: ErrorOptions = {}) {
@@ -219,13 +231,13 @@ export class IncompleteGeneration extends WeirError {
   }
 }
 
-/** The server broke. Quote `incidentId` when reporting it. */
+/** The server failed. Quote `incidentId` in a report. */
 export class Internal extends WeirError {
   constructor(message: string, options: ErrorOptions = {}) {
     super(message, options, "INTERNAL");
   }
 
-  /** The server's id of this incident; empty if it gave none. */
+  /** The server's id of this incident; empty if it sent none. */
   get incidentId(): string {
     return this.metadata["incident_id"] ?? "";
   }

@@ -1,8 +1,8 @@
 /**
- * One attempt at one request on a stream, as a state machine: frames in, events and exactly one outcome out.
+ * One attempt at a request on a stream, as a state machine: frames in, events and one outcome out.
  *
- * Nothing here waits for the network. Memory is bounded: at most `EVENTS_MAX` unread events, far fewer with a `prefetch`, and text no
- * longer than the request's own output.
+ * Nothing here waits for the network. Memory is bounded: at most `EVENTS_MAX` unread events, far
+ * fewer with a `prefetch`, and text no longer than the request's own output.
  */
 
 import type { Carrier, Continuation } from "./carriers.js";
@@ -15,27 +15,28 @@ import { copyError, errorFromStatus } from "./status.js";
 import type { Admitted, Event, Limits, Partial, Result } from "./values.js";
 import * as wire from "./wire.js";
 
-const EVENTS_MAX = 65_536; // one delta per token: more than any context window in use; a reader that far behind is gone
-const OWNER_AWAY = "OWNER_AWAY"; // the server's reason where it passed on what another one runs, and lost that: no end of the request
-const CANCEL_GRACE_MS = 2_000; // how long the final frame may take after a cancel: one engine step and one settlement, with room
+const EVENTS_MAX = 65_536; // one delta per token: more than any context window in use
+const OWNER_AWAY = "OWNER_AWAY"; // the relaying server lost the request's owner; the request goes on
+const CANCEL_GRACE_MS = 2_000; // wait for the final frame after a cancel
 
 /**
- * What has arrived for one request, and how it ended.
+ * Received frames of one request, and its outcome.
  *
- * `outcome` is set once: a `Result`, or the error to throw. After a cancel it is set within `CANCEL_GRACE_MS`, whatever the server
- * does, so that whoever waits for the end never hangs. With a `continuation` it may ride several streams.
+ * `outcome` is set once: a `Result`, or the error to throw. After a cancel it is set within
+ * `CANCEL_GRACE_MS`, whatever the server does, so that a caller that waits for the end never hangs.
+ * With a `continuation` the exchange can move from stream to stream.
  */
 export class Exchange {
   outcome: Result | WeirError | undefined;
-  /** The server has said anything at all about this request. */
+  /** True after a frame of this request has arrived. */
   begun = false;
   cancelled = false;
   /** The caller's timeout passed. */
   expired = false;
-  /** On its way to another stream, whose answer has not come yet. */
+  /** True while moving to another stream, which has not answered yet. */
   suspended = false;
   resumeCount = 0;
-  /** Why the server refused it: the reason. */
+  /** Reason of the server's refusal. */
   refusal = "";
   continuation: Continuation | undefined;
 
@@ -43,12 +44,12 @@ export class Exchange {
   private readonly received: Received;
   private carrier: Carrier | undefined;
   private readonly limitChanges = new LimitChanges();
-  private lost = ""; // the sentence about output that cannot be had any more
+  private lost = ""; // message about output that is no longer available
   private lostCause: WeirError | undefined;
   private readonly timers: NodeJS.Timeout[] = [];
   private waiters: (() => void)[] = [];
 
-  /** `prefetch`: what the server is granted; undefined: the request needs no credit. */
+  /** `prefetch`: credit granted to the server; undefined: the request needs no credit. */
   constructor(
     readonly requestId: string,
     model: string,
@@ -58,23 +59,26 @@ export class Exchange {
     this.received = new Received(requestId, model, afterSeq);
   }
 
-  /** Binds it to the stream that it runs on, or to what looks for one. `creditTokenCount`: what that stream was granted. */
+  /**
+   * Binds to a stream or to its replacement while there is none. `creditTokenCount`: its granted
+   * credit.
+   */
   ride(carrier: Carrier, creditTokenCount = 0): void {
     this.carrier = carrier;
     this.prefetch?.begin(creditTokenCount);
   }
 
-  /** What admission told; undefined until it comes. */
+  /** The admission, or undefined before it arrives. */
   get admitted(): Admitted | undefined {
     return this.received.admitted;
   }
 
-  /** Of the last frame of output. */
+  /** Sequence number of the last frame of output. */
   get seq(): number {
     return this.received.seq;
   }
 
-  /** Ends it as late when so much time is over. */
+  /** Ends the request after this time at the latest. */
   expireIn(milliseconds: number): void {
     if (this.outcome !== undefined) return;
     const expire = (): void => {
@@ -84,19 +88,19 @@ export class Exchange {
     this.timers.push(setTimeout(expire, Math.min(milliseconds, 2 ** 31 - 1)));
   }
 
-  /** Whether any output has arrived. */
+  /** True if any output has arrived. */
   get delivered(): boolean {
     return this.seq > this.afterSeq;
   }
 
-  /** All events that nobody has taken yet. Whoever does tells with `read` what the caller has got of them. */
+  /** Removes and returns all pending events. The caller reports the read ones with `read`. */
   take(): Event[] {
     const taken = this.events;
     this.events = [];
     return taken;
   }
 
-  /** The caller has got so much output more. */
+  /** Records that the caller has read so many more tokens of output. */
   read(tokenCount: number): void {
     if (this.prefetch === undefined) return;
     this.prefetch.read(tokenCount);
@@ -113,7 +117,10 @@ export class Exchange {
     while (this.outcome === undefined) await this.change();
   }
 
-  /** Asks for other limits; those that hold then. Rejects with a WeirError if they cannot be had, or the stream breaks meanwhile. */
+  /**
+   * Requests other limits and resolves to the new ones. Rejects with a WeirError if refused or the
+   * stream breaks.
+   */
   async update(frame: ClientFrame): Promise<Limits> {
     const { carrier, requestId } = this;
     if (this.outcome !== undefined || !carrier) throw new FailedPrecondition("the request has ended", { reason: "REQUEST_ENDED", requestId });
@@ -121,7 +128,7 @@ export class Exchange {
     return await this.limitChanges.expect();
   }
 
-  /** Asks the server to stop; the outcome follows within `CANCEL_GRACE_MS`. Nothing happens after the end or twice. */
+  /** Asks the server to stop; the outcome follows within `CANCEL_GRACE_MS`. Idempotent. */
   cancel(): void {
     if (this.cancelled || this.outcome !== undefined) return;
     this.cancelled = true;
@@ -129,7 +136,9 @@ export class Exchange {
     this.timers.push(setTimeout(() => this.giveUp(), CANCEL_GRACE_MS));
   }
 
-  /** Takes one frame of the server. Kinds that are newer than this client are ignored, and so is all after the end. */
+  /**
+   * Processes one frame of the server. Unknown kinds, and all frames after the end, are ignored.
+   */
   receive(frame: ServerFrame): void {
     if (this.outcome !== undefined) return;
     if (this.suspended && frame.kind.case === "failed") {
@@ -152,7 +161,7 @@ export class Exchange {
         this.receiveDelta(frame.kind.value);
         break;
       case "admitted": {
-        const isNews = this.admitted === undefined; // it comes again on each stream
+        const isNews = this.admitted === undefined; // each stream repeats it
         const admitted = (this.received.admitted = wire.admitted(frame.kind.value));
         if (isNews) this.push(admitted);
         break;
@@ -177,7 +186,10 @@ export class Exchange {
     }
   }
 
-  /** The stream ended. A request that had begun goes on elsewhere or is incomplete; one that had not failed as the stream did. */
+  /**
+   * Handles the end of the stream. A request that had begun continues elsewhere or ends as
+   * incomplete; any other ends with `cause`.
+   */
   breakOff(cause: WeirError): void {
     if (this.outcome !== undefined) return;
     this.carrier = undefined;
@@ -191,19 +203,19 @@ export class Exchange {
     if (verdict) this.fail(verdict);
   }
 
-  /** Nobody can go on with it. If the caller's time is over, that is what it ends with. */
+  /** Ends with an error, or as DeadlineExceeded if the caller's time has passed. */
   fail(error: WeirError): void {
     this.end(this.expired ? this.deadlineError() : error);
   }
 
-  /** Output is missing that cannot be had: stops it, and ends it as incomplete with the usage that it is settled with. */
+  /** Cancels because output is missing; ends as incomplete with the settled usage. */
   lose(message: string, cause: WeirError): void {
     this.lost = message;
     this.lostCause = cause;
     this.cancel();
   }
 
-  /** Leaves its stream, to go on elsewhere. */
+  /** Leaves the current stream, to continue on another. */
   release(): void {
     const { carrier, requestId } = this;
     this.limitChanges.fail(new Unavailable("no answer came before the stream ended", { requestId }));
@@ -211,18 +223,18 @@ export class Exchange {
     carrier?.release(this);
   }
 
-  /** Tells the stream that it now rides what the one before could not be told. */
+  /** Repeats the cancel on the present stream; the previous one did not deliver it. */
   resendCancel(): void {
     if (this.cancelled) this.carrier?.sendCancel(this);
   }
 
-  /** The error of a request without its proper end. */
+  /** Returns the error of a request that ended without a final frame. */
   incomplete(message: string, cause?: WeirError): IncompleteGeneration {
     const { requestId } = this;
     return new IncompleteGeneration(message, { code: cause?.code, reason: "INCOMPLETE", requestId, partial: this.partial(), cause });
   }
 
-  /** What is known so far. */
+  /** Returns the output and usage received so far. */
   partial(): Partial {
     return this.received.partial();
   }
@@ -243,7 +255,7 @@ export class Exchange {
 
   private receiveDelta(frame: DeltaFrame): void {
     const seq = wire.count(frame.seq);
-    if (seq <= this.seq || this.lost) return; // a repetition: already counted; or a piece behind a gap
+    if (seq <= this.seq || this.lost) return; // a repetition already counted, or output after a gap
     if (seq !== this.seq + 1) {
       this.cancel();
       this.end(this.incomplete(`output is missing between frame ${this.seq} and frame ${seq}`));
@@ -259,7 +271,7 @@ export class Exchange {
     else this.end(this.lost ? this.incomplete(this.lost, this.lostCause) : this.received.result(frame));
   }
 
-  /** The answer to a try to go on: not the end of the request, unless nothing more can be done. */
+  /** Handles the refusal of a resumption, which ends the request only as a last resort. */
   private receiveRefusal(frame: FailedFrame): void {
     const error = this.failure(frame);
     const verdict = this.continuation ? this.continuation.refused(error) : error;

@@ -1,7 +1,8 @@
 /**
  * One request as its caller sees it: iterate it, cancel it, await its result.
  *
- * Retries what was refused before the first token; what breaks later goes on by itself (`resumption`).
+ * Refusals before the first token are retried; later breaks of the stream are resumed
+ * (`resumption`).
  */
 
 import { clone, create } from "@bufbuild/protobuf";
@@ -20,7 +21,10 @@ import type { Admitted, Delta, Event, Limits, Partial, Result } from "./values.j
 
 const KEEP_FIELD = "keep_on_disconnect";
 
-/** What outlives a generation that nobody holds any more: its exchange of the moment, and how to let go of the caller's signal. */
+/**
+ * State that outlives an unreferenced generation: its exchange, and the release of the caller's
+ * signal.
+ */
 interface Held {
   exchange: Exchange | undefined;
   detach(): void;
@@ -31,24 +35,27 @@ const abandoned = new FinalizationRegistry((held: Held) => {
   held.detach();
 });
 
-/** How one generation is to be run. */
+/** Terms of one generation. */
 export interface GenerationTerms {
   readonly timeoutMs: number | undefined;
   readonly retry: RetryPolicy;
   readonly signal: AbortSignal | undefined;
-  /** How long a broken stream may be looked for again; the server keeps the request so long. 0: not at all. */
+  /**
+   * Milliseconds to resume a broken stream, for which the server keeps the request. 0: not at all.
+   */
   readonly keepMs: number;
-  /** The caller's own wish: a server that refuses it is not asked again without. */
+  /** Explicit wish of the caller: a refusal is not retried without it. */
   readonly keepIsAsked: boolean;
-  /** Output that may be unread; undefined: what comes. */
+  /** Limit of unread output; undefined: unlimited. */
   readonly prefetchTokens: number | undefined;
 }
 
 /**
- * A streamed answer. Made by `WeirClient.generate`; nothing is sent before it is iterated or waited for.
+ * A streamed answer, made by `WeirClient.generate`. Nothing is sent before the first use.
  *
- * `for await (const delta of generation)` gives the output; leaving the loop early cancels the request. `await generation.result()`
- * gives the whole answer with usage and cost. `await using` cancels what still runs at the end of the block.
+ * `for await (const delta of generation)` yields the output; leaving the loop early cancels the
+ * request. `await generation.result()` returns the whole answer with usage and cost. `await using`
+ * cancels a running request at the end of the block.
  */
 export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   readonly requestId: string;
@@ -57,11 +64,11 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   private readonly held: Held = { exchange: undefined, detach: () => {} };
   private attempt = 0;
   private deadline: number | undefined;
-  private failure: WeirError | undefined; // of the attempt before the running one
+  private failure: WeirError | undefined; // of the previous attempt
   private error: WeirError | undefined; // the final one
   private readonly cancelling = new AbortController();
-  private unread: Event[] = []; // the next one stands last
-  private refilling: Promise<boolean> | undefined; // for all who read at once
+  private unread: Event[] = []; // the next one is last
+  private refilling: Promise<boolean> | undefined; // shared by concurrent readers
 
   constructor(
     private readonly stream: SharedStream,
@@ -74,27 +81,33 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     this.model = model;
   }
 
-  /** How often its stream broke and it went on, on another one. */
+  /** Number of times the request moved to another stream. */
   get resumeCount(): number {
     return this.exchange?.resumeCount ?? 0;
   }
 
-  /** What admission told: input tokens, and every quota with what is left of it. Undefined until it comes. */
+  /**
+   * The admission, with input tokens and every quota with its remainder. Undefined before it
+   * arrives.
+   */
   get admitted(): Admitted | undefined {
     return this.exchange?.admitted;
   }
 
-  /** What has arrived so far, whether or not the request has ended. */
+  /** Output received so far, whether or not the request has ended. */
   get partial(): Partial {
     return (this.exchange ?? new Exchange(this.requestId, this.model)).partial();
   }
 
-  /** Whether the request has ended, one way or another. */
+  /** True if the request has ended, with any outcome. */
   get done(): boolean {
     return this.error !== undefined || isResult(this.exchange?.outcome);
   }
 
-  /** Sends the request if that was not done yet; the time of `timeoutMs` begins here. Throws a WeirError if it is not taken. */
+  /**
+   * Sends the request unless it was sent; `timeoutMs` begins here. Throws a WeirError if it cannot
+   * be sent.
+   */
   start(): this {
     if (this.exchange !== undefined || this.error !== undefined) return this;
     if (this.terms.timeoutMs !== undefined) this.deadline = performance.now() + this.terms.timeoutMs;
@@ -105,17 +118,19 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     return this;
   }
 
-  /** Asks the server to stop, without waiting. Iteration then ends after what was delivered meanwhile. */
+  /**
+   * Asks the server to stop, without waiting. Iteration ends after the output delivered until then.
+   */
   cancel(): void {
     this.cancelling.abort();
     this.exchange?.cancel();
   }
 
   /**
-   * Lowers or raises the limits of the request while it runs; resolves to those that hold from then on.
+   * Changes the limits of the running request; resolves to the new ones.
    *
-   * @throws InvalidRequest for limits that cannot be, FailedPrecondition before its admission and after its end, Unavailable if no
-   * answer came.
+   * @throws InvalidRequest for invalid limits, FailedPrecondition before its admission and after
+   * its end, Unavailable if no answer came.
    */
   async update(limits: LimitOptions): Promise<Limits> {
     const { requestId, exchange } = this;
@@ -125,7 +140,9 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     return await exchange.update(frame);
   }
 
-  /** Cancels the request if it runs, and waits until its end is known (at most 2 s). Never throws a WeirError. */
+  /**
+   * Cancels the request if it runs and waits for its end (at most 2 s). Never throws a WeirError.
+   */
   async close(): Promise<void> {
     if (this.exchange === undefined || this.error !== undefined || isResult(this.exchange.outcome)) return;
     this.cancel();
@@ -134,7 +151,8 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   }
 
   /**
-   * The whole answer with finish reason, usage and cost; after a cancel, what was delivered until then. Waits for the end.
+   * Waits for the end and returns the whole answer with finish reason, usage and cost; after a
+   * cancel, the delivered part.
    *
    * @throws WeirError that the request ended with.
    */
@@ -145,12 +163,18 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     return outcome;
   }
 
-  /** Everything as it comes: `Admitted`, `Progress`, `Delta`, `UsageUpdate`, `Resumed`. Leaving the loop early cancels the request. */
+  /**
+   * Yields every event: `Admitted`, `Progress`, `Delta`, `UsageUpdate`, `Resumed`. Leaving the loop
+   * early cancels the request.
+   */
   events(): AsyncGenerator<Event, void, void> {
     return this.cancelledByReturn(this.readEvents());
   }
 
-  /** The deltas. Leaving the loop early (`break`, an exception in its body) cancels the request. */
+  /**
+   * Yields the deltas. Leaving the loop early (`break`, an exception in its body) cancels the
+   * request.
+   */
   [Symbol.asyncIterator](): AsyncGenerator<Delta, void, void> {
     return this.cancelledByReturn(this.readDeltas());
   }
@@ -159,7 +183,9 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     await this.close();
   }
 
-  /** A generator's `return` waits for the `next` before it, which waits for output: so that goes first. */
+  /**
+   * Cancels before a generator's `return`, which would wait for a pending `next` and its output.
+   */
   private cancelledByReturn<Item>(generator: AsyncGenerator<Item, void, void>): AsyncGenerator<Item, void, void> {
     const end = generator.return.bind(generator);
     generator.return = (value) => {
@@ -185,7 +211,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     }
   }
 
-  /** Several may read at once: each event is one's. */
+  /** Returns the next event; of concurrent readers, each event goes to one. */
   private async next(): Promise<Event | undefined> {
     while (this.unread.length === 0) {
       this.refilling ??= this.refill().finally(() => (this.refilling = undefined));
@@ -196,13 +222,15 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     return event;
   }
 
-  /** Whether there is something to read, and not the end. */
+  /** Returns whether there is an event to read before the end. */
   private async refill(): Promise<boolean> {
     this.unread = (await this.take()).reverse();
     return this.unread.length > 0;
   }
 
-  /** Lets a signal cancel it until its end; the signal may live for long after that, and does not hold it. */
+  /**
+   * Lets a signal cancel the request until its end, without a reference from a longer-lived signal.
+   */
   private attachTo(signal: AbortSignal): void {
     const { held, cancelling } = this;
     const abort = (): void => {
@@ -221,7 +249,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     });
   }
 
-  /** All events that have arrived, at least one; none at the end of the request. */
+  /** Returns all pending events, at least one; none at the end of the request. */
   private async take(): Promise<Event[]> {
     this.start();
     for (;;) {
@@ -241,7 +269,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   private beginAttempt(): void {
     const { frame, stream, terms } = this;
     const attach = frame.kind.case === "attach" ? frame.kind.value : undefined;
-    // A request of somebody else may need credit, as whoever started it wanted.
+    // The server needs credit if the request was started with `prefetchTokens`.
     const limit = terms.prefetchTokens ?? (attach && EVERYTHING);
     const prefetch = limit === undefined ? undefined : new Prefetch(limit);
     const exchange = new Exchange(this.requestId, this.model, Number(attach?.afterSeq ?? 0), prefetch);
@@ -254,17 +282,19 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
       if (terms.signal) this.detachAtEnd();
     } catch (error) {
       if (!(error instanceof WeirError)) throw error;
-      exchange.fail(error); // nothing of it is waited for
+      exchange.fail(error); // nothing else will end it
       throw this.fail(error);
     }
   }
 
   /**
-   * Begins the next attempt after the wait that is due, or makes `error` the end of the request and throws it.
+   * Begins the next attempt after its wait, or ends the request with `error` and throws it.
    *
-   * Only before the first token, and with the same request id: a refused request left no trace, and one that got in unseen is
-   * received, or answered with ALREADY_EXISTS, ABORTED or OUTPUT_GONE, instead of being run and billed again. That answer to a
-   * retry is about our own first attempt: its output is fetched where it is kept, else the failure of that attempt is thrown.
+   * Only before the first token, with the same request id. A refused request left no trace; one
+   * that the server did accept is attached to, or answered with ALREADY_EXISTS, ABORTED or
+   * OUTPUT_GONE, and never run and billed twice. If a retry gets such an answer, it concerns our
+   * own first attempt: its output is fetched if the server kept it, otherwise the error of that
+   * attempt is thrown.
    */
   private async retryOrThrow(error: WeirError): Promise<void> {
     if (this.canBeAskedDifferently(error)) {
@@ -285,7 +315,7 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
     this.beginAttempt();
   }
 
-  /** Changes the frame to what the server's answer suggests; once each. */
+  /** Changes the frame as the server's refusal suggests; once per kind of change. */
   private canBeAskedDifferently(error: WeirError): boolean {
     const { requestId, frame, terms } = this;
     if (this.cancelling.signal.aborted || frame.kind.case !== "start" || terms.keepMs === 0) return false;
@@ -318,14 +348,14 @@ export class Generation implements AsyncIterable<Delta>, AsyncDisposable {
   }
 }
 
-/** Writes how long the request outlives its connection; 0: not at all. */
+/** Sets how long the request outlives its connection; 0: not at all. */
 export function setKeep({ kind }: ClientFrame, keepMs: number): void {
   if (kind.case !== "start") return;
   if (keepMs > 0) kind.value.keepOnDisconnect = durationFromMs(Math.ceil(keepMs));
   else delete kind.value.keepOnDisconnect;
 }
 
-/** For how long the operator keeps requests, as the refusal of a longer time tells; 0: not at all, or nobody knows. */
+/** Returns the operator's limit of the keep time from a refusal; 0: not allowed or unknown. */
 function keepAllowedMs(refusal: WeirError, refusedMs: number): number {
   const allowedMs = Math.floor(Number(refusal.metadata["keep_max_s"] ?? 0) * 1000);
   return allowedMs > 0 && allowedMs < refusedMs ? allowedMs : 0;

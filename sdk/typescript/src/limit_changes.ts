@@ -1,4 +1,4 @@
-/** The changes of a request's limits that were asked for and not answered yet. */
+/** Pending changes of a request's limits. */
 
 import type { WeirError } from "./errors.js";
 import type { UpdatedFrame } from "./gen/weir/v1/inference_service_pb.js";
@@ -6,23 +6,23 @@ import { errorFromStatus } from "./status.js";
 import type { Limits } from "./values.js";
 import * as wire from "./wire.js";
 
-/** The server answers them in their order. */
+/** Changes without an answer yet, in their order. */
 export class LimitChanges {
   private waiting: { resolve(limits: Limits): void; reject(error: WeirError): void }[] = [];
 
-  /** The answer to the change that is asked for now. */
+  /** Returns a promise for the answer to the change that is being sent. */
   expect(): Promise<Limits> {
     return new Promise((resolve, reject) => this.waiting.push({ resolve, reject }));
   }
 
-  /** The server has answered the oldest. */
+  /** Resolves the oldest pending change. */
   answer(frame: UpdatedFrame, requestId: string): void {
     const change = this.waiting.shift();
     if (frame.refusal) change?.reject(errorFromStatus(frame.refusal, requestId));
     else change?.resolve(wire.limits(frame));
   }
 
-  /** No answer comes any more. */
+  /** Rejects all pending changes. */
   fail(error: WeirError): void {
     const left = this.waiting;
     this.waiting = [];

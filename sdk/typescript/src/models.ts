@@ -1,4 +1,4 @@
-/** What a deployment offers, and what a request to it would be. */
+/** Models of a deployment, and quotes of requests. */
 
 import type { Money } from "./money.js";
 import type { QuotaStatus } from "./values.js";
@@ -13,21 +13,21 @@ export interface Price {
   readonly embeddingPicosPerToken: bigint;
   readonly effectiveTime: Date | undefined;
   readonly tier: "interactive" | "batch";
-  /** The caller's own price, not that of the list. */
+  /** The caller's own price instead of the list price. */
   readonly own: boolean;
 }
 
-/** What a model does. UNSPECIFIED: something that is newer than this client. */
+/** Task of a model. UNSPECIFIED: a task newer than this client. */
 export type ModelTask = "UNSPECIFIED" | "GENERATE" | "EMBED";
 
 /** One version of a model. */
 export interface ModelVersion {
   readonly version: string;
-  /** Of the requests that name no version, 0 to 1. */
+  /** Fraction of the requests without a version, 0 to 1. */
   readonly share: number;
 }
 
-/** One model that can be asked for. */
+/** One available model. */
 export interface Model {
   readonly name: string;
   readonly architecture: string;
@@ -41,19 +41,19 @@ export interface Model {
   readonly embeddingInputCountMax: number;
   /** Other names for it. */
   readonly aliases: readonly string[];
-  /** That can be asked for as `name@version`. */
+  /** Requested as `name@version`. */
   readonly versions: readonly ModelVersion[];
   readonly readyReplicaCount: number;
   readonly replicaCount: number;
-  /** Kept out of use by an admin. */
+  /** Drained by an admin. */
   readonly drainedReplicaCount: number;
   /** One per service tier. */
   readonly tierPrices: readonly Price[];
-  /** That of interactive requests; absent: no price is set. */
+  /** For interactive requests; undefined: no price is set. */
   readonly price: Price | undefined;
 }
 
-/** What a request would count and cost, and whether it would be let in now. */
+/** Tokens and cost of a request, and whether it would be admitted now. */
 export interface Quote {
   readonly inputTokenCount: number;
   readonly predictedCachedTokenCount: number;
@@ -64,7 +64,7 @@ export interface Quote {
   readonly priceVersion: number;
   readonly wouldAdmit: boolean;
   readonly retryHelps: boolean;
-  /** How long to wait, if that helps. */
+  /** Milliseconds to wait, if that helps. */
   readonly retryAfterMs: number | undefined;
   readonly failingQuotas: readonly QuotaStatus[];
   readonly quotas: readonly QuotaStatus[];
@@ -76,18 +76,18 @@ export interface TokenCount {
   readonly contextWindowTokens: number;
 }
 
-/** What a key is good for. */
+/** Permissions of a key. */
 export interface KeyRestrictions {
   readonly prefix: string;
   readonly scopes: readonly string[];
-  /** That it may use; empty: every one. */
+  /** Allowed models; empty: all. */
   readonly models: readonly string[];
-  /** Of one request; undefined: as many as the model takes. */
+  /** Per request; undefined: the model's own limit. */
   readonly maxInputTokens: number | undefined;
-  /** Of one request, all choices together. */
+  /** Per request, all choices together. */
   readonly maxOutputTokens: number | undefined;
-  /** That it may be used from; empty: everywhere. */
+  /** Allowed client networks; empty: all. */
   readonly allowedNetworks: readonly string[];
-  /** Of the secret that the client has; undefined: it does not end. */
+  /** Of the secret in use; undefined: never. */
   readonly secretExpireTime: Date | undefined;
 }

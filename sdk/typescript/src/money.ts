@@ -11,7 +11,10 @@ export class Money {
     readonly picos: bigint,
   ) {}
 
-  /** From units of the currency as a decimal text. Throws a RangeError for an invalid amount, or one finer than a pico. */
+  /**
+   * Returns an amount in units of the currency. Throws a RangeError if invalid or finer than a
+   * pico.
+   */
   static of(amount: string, currencyCode: string): Money {
     const [, sign, units, fraction = ""] = /^(-?)(\d+)(?:\.(\d+))?$/.exec(amount) ?? [];
     const digits = fraction.replace(/0+$/, "");
@@ -34,7 +37,7 @@ export class Money {
     return `${this.amount} ${this.currencyCode}`;
   }
 
-  /** JSON has no exact numbers of this size: both as text. */
+  /** Returns both parts as strings: JSON has no exact numbers of this size. */
   toJSON(): { currencyCode: string; picos: string } {
     return { currencyCode: this.currencyCode, picos: this.picos.toString() };
   }

@@ -1,11 +1,11 @@
-/** What has arrived of the choices of a request. */
+/** Output received so far, by choice. */
 
 import type { DeltaFrame } from "./gen/weir/v1/inference_service_pb.js";
 import type { Choice, FinishReason, TokenLogprobs } from "./values.js";
 
-const CHOICES_MAX = 1024; // far above what a server allows: a wrong index must not take all memory
+const CHOICES_MAX = 1024; // far above a server's limit: a wrong index must not exhaust memory
 
-/** What has arrived of one choice. */
+/** Received output of one choice. */
 class Output {
   private readonly texts: string[] = [];
   private readonly tokenIds: number[] = [];
@@ -35,11 +35,11 @@ class Output {
   }
 }
 
-/** All choices; the server says by its frames how many there are. */
+/** Received output of all choices; their number follows from the frames. */
 export class Outputs {
   private readonly outputs: Output[] = [new Output()];
 
-  /** One choice. Throws a RangeError for one that cannot be. */
+  /** Returns the output of one choice. Throws a RangeError for an impossible index. */
   of(choiceIndex: number): Output {
     if (choiceIndex < 0 || choiceIndex >= CHOICES_MAX) throw new RangeError(`choice ${choiceIndex} cannot be`);
     while (this.outputs.length <= choiceIndex) this.outputs.push(new Output());

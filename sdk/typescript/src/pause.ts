@@ -1,15 +1,15 @@
-/** Waits that end early when somebody says so, and leave neither a timer nor a listener behind. */
+/** Waits that can end early and leave neither a timer nor a listener behind. */
 
 import { setMaxListeners } from "node:events";
 
-/** What a client aborts when it closes: any number of its requests may wait for that. */
+/** Returns the controller that a client aborts when it closes, without a limit of listeners. */
 export function closingController(): AbortController {
   const controller = new AbortController();
   setMaxListeners(0, controller.signal);
   return controller;
 }
 
-/** Resolves after so long, or as soon as one of the signals is aborted; whether none was. */
+/** Waits for a time, or until one of the signals is aborted; resolves to whether none was. */
 export function pause(milliseconds: number, signals: readonly (AbortSignal | undefined)[]): Promise<boolean> {
   const given = signals.filter((signal) => signal !== undefined);
   return new Promise((resolve) => {

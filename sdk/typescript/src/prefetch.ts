@@ -1,13 +1,13 @@
-/** How much output of one request may be on its way or unread: the credit that its server is granted. */
+/** Credit granted to the server: limit of the output in flight or unread. */
 
-/** Tokens: more than any request has. For those that need credit although this client wants to hold nothing back. */
+/** Tokens, more than any request has: for requests that need credit but no limit. */
 export const EVERYTHING = 2 ** 40;
-const GRANT_INTERVAL_MS = 5_000; // a slow reader grants as often: far below what a server waits for credit (60 s), and hardly any frames
+const GRANT_INTERVAL_MS = 5_000; // of a slow reader: far below a server's stall time (60 s), at few frames
 
 /**
- * Keeps what was granted on this stream and has not arrived, together with what has arrived and was not read, at `limit` tokens.
+ * Keeps tokens granted but not received, plus tokens received but unread, at `limit`.
  *
- * It grants when half of that is free, or some of it and the last grant is a while ago.
+ * Grants when half of it is free, or when some of it is free and the last grant is old enough.
  */
 export class Prefetch {
   private outstanding = 0; // granted on this stream, not arrived
@@ -16,24 +16,24 @@ export class Prefetch {
 
   constructor(readonly limit: number) {}
 
-  /** The request goes to another stream, with so much credit: that of the one before is void, and with it what was on its way. */
+  /** Moves to another stream with this credit; the credit of the previous stream is void. */
   begin(granted: number): void {
     this.outstanding = granted;
     this.grantedAt = performance.now();
   }
 
-  /** So many tokens more. */
+  /** Records that so many tokens have arrived. */
   arrived(tokenCount: number): void {
     this.outstanding -= tokenCount;
     this.unread += tokenCount;
   }
 
-  /** The caller has so many tokens more. */
+  /** Records that the caller has read so many tokens. */
   read(tokenCount: number): void {
     this.unread -= tokenCount;
   }
 
-  /** Tokens to grant now; 0: none. `atOnce`: all that there is room for. */
+  /** Returns the tokens to grant now, or 0. `atOnce`: grant all free tokens. */
   grant(atOnce = false): number {
     const room = this.limit - this.outstanding - this.unread;
     const isDue = atOnce || 2 * room >= this.limit || performance.now() - this.grantedAt >= GRANT_INTERVAL_MS;

@@ -1,6 +1,6 @@
 /**
- * From the options of `generate` to a start frame. Refuses locally only what cannot be written into the frame at all; whether the
- * values are allowed is the server's to say, so that there is one rule and not two.
+ * Conversion of the options of `generate` to a start frame. Refuses only values that the frame
+ * cannot hold; the server checks all other rules, so that each rule exists once.
  */
 
 import { randomUUID } from "node:crypto";
@@ -34,9 +34,10 @@ const ROLES: Readonly<Record<string, Role>> = {
 const TOOL_MODES: Readonly<Record<string, ToolMode>> = { auto: ToolMode.AUTO, none: ToolMode.NONE, required: ToolMode.REQUIRED };
 
 /**
- * The start frame of a request.
+ * Builds the start frame of a request.
  *
- * @throws InvalidRequest if not exactly one of prompt, text and tokenIds is given, or a value does not fit its field.
+ * @throws InvalidRequest if not exactly one of prompt, text and tokenIds is given, or a value does
+ * not fit its field.
  */
 export function buildStart(model: string, options: GenerateOptions): ClientFrame {
   checkOptions(options, GENERATE);
@@ -50,7 +51,9 @@ export function buildStart(model: string, options: GenerateOptions): ClientFrame
   return frame;
 }
 
-/** Throws InvalidRequest for a value that its field cannot hold: it is found here, and not on the shared stream, which it would end. */
+/**
+ * Throws InvalidRequest for a value that its field cannot hold, which would end the shared stream.
+ */
 export function checkEncodable(frame: ClientFrame, field: string): void {
   try {
     toBinary(ClientFrameSchema, frame);
@@ -109,7 +112,7 @@ function toolsInit(tools: readonly Tool[] = []): MessageInitShape<typeof ToolSch
 }
 
 /**
- * What is to be counted.
+ * Builds the request of a token count.
  *
  * @throws InvalidRequest if not exactly one of prompt and text is given.
  */
@@ -125,9 +128,9 @@ export function buildCount(model: string, options: CountOptions): MessageInitSha
 }
 
 /**
- * A conversation from a question, or from messages.
+ * Builds a conversation from a question or from messages.
  *
- * @throws InvalidRequest for a message without role or content, or with a role that does not exist.
+ * @throws InvalidRequest for a message without role or content, or with an unknown role.
  */
 export function conversation(prompt: Prompt): MessageInitShape<typeof ConversationSchema> {
   const messages: readonly Message[] = typeof prompt === "string" ? [{ role: "user", content: prompt }] : prompt;
@@ -188,11 +191,11 @@ function beamSearch(options: GenerateOptions): MessageInitShape<typeof StartFram
 
 function startTimeoutMs(options: GenerateOptions): number | undefined {
   const milliseconds = options.startTimeoutMs ?? options.timeoutMs;
-  // What the caller's own clock ends at once needs no word to the server.
+  // The caller's own timeout ends the request at once.
   return milliseconds !== undefined && milliseconds > 0 && Number.isFinite(milliseconds) ? Math.max(1, milliseconds) : undefined;
 }
 
-/** One text, or several, each a text or its token ids, as a request for vectors. */
+/** Builds the request for vectors of one text or several, each a text or its token ids. */
 export function buildEmbed(
   model: string,
   inputs: string | readonly (string | readonly number[])[],
@@ -215,7 +218,7 @@ export function buildEmbed(
   };
 }
 
-/** Asks for other limits; what is left out stays as it is. */
+/** Builds the frame that requests other limits; omitted ones are unchanged. */
 export function buildUpdate(limits: LimitOptions): MessageInitShape<typeof UpdateFrameSchema> {
   checkOptions(limits, LIMITS);
   const { maxOutputTokens, maxCost } = limits;
@@ -230,7 +233,7 @@ function int64(field: string, value: number | bigint | undefined): bigint | unde
 
 type Defined<T> = { [Key in keyof T]?: Exclude<T[Key], undefined> };
 
-/** Without the keys that are undefined: a field that is set is sent. */
+/** Removes undefined keys: every present field is sent. */
 function dropUndefined<T extends object>(value: T): Defined<T> {
   return Object.fromEntries(Object.entries(value).filter(([, each]) => each !== undefined)) as Defined<T>;
 }

@@ -1,4 +1,4 @@
-/** What has arrived of one request: its output, its bill, and what its caller is given of them at the end. */
+/** Received data of one request: its output, its bill, and the result made of them. */
 
 import type { DeltaFrame, FailedFrame, FinishedFrame } from "./gen/weir/v1/inference_service_pb.js";
 import { Outputs } from "./output.js";
@@ -6,7 +6,7 @@ import type { Money } from "./money.js";
 import type { Admitted, Delta, FinishReason, Partial, Result, Timings, Usage } from "./values.js";
 import * as wire from "./wire.js";
 
-/** Frames in, `Partial` or `Result` out. */
+/** Collects frames into a `Partial` or a `Result`. */
 export class Received {
   admitted: Admitted | undefined;
   usage: Usage | undefined;
@@ -22,7 +22,7 @@ export class Received {
     public seq: number,
   ) {}
 
-  /** One more frame of output. */
+  /** Adds a frame of output and returns its delta. */
   add(frame: DeltaFrame): Delta {
     const delta = wire.delta(frame);
     this.seq = delta.seq;
@@ -30,27 +30,27 @@ export class Received {
     return delta;
   }
 
-  /** What it is settled with. */
+  /** Records the settled usage and cost. */
   bill(frame: FinishedFrame | FailedFrame): void {
     this.usage = wire.usage(frame.usage);
     this.cost = wire.money(frame.cost);
   }
 
-  /** Its proper end; the reason. */
+  /** Records the final frame and returns its reason. */
   finish(frame: FinishedFrame): FinishReason {
     this.bill(frame);
     this.timings = frame.timings && wire.timings(frame.timings);
     return wire.finishReason(frame.reason);
   }
 
-  /** What is known so far. */
+  /** Returns the output and usage received so far. */
   partial(): Partial {
     const { text, tokenIds } = this.outputs.of(0).choice(0, "UNSPECIFIED");
     const { requestId, model, usage, cost, timings, admitted } = this;
     return { requestId, model, text, tokenIds, usage, cost, timings, admitted };
   }
 
-  /** All of it, after `finish`. */
+  /** Returns the complete result, after `finish`. */
   result(frame: FinishedFrame): Result {
     const ends = frame.choices.length > 0 ? frame.choices : [{ choiceIndex: 0, reason: frame.reason }];
     const choices = ends

@@ -1,8 +1,7 @@
 /**
- * Goes on with a request on another stream when its own breaks: attach, wait, ask again
- * (docs/how-to/resume-a-stream.md).
+ * Resumption of requests on another stream (docs/how-to/resume-a-stream.md).
  *
- * A state machine on timers, so that it can be stopped at any moment and nobody has to wait for it.
+ * A state machine on timers, so that it can be stopped at any moment.
  */
 
 import { create } from "@bufbuild/protobuf";
@@ -21,26 +20,26 @@ import type { Exchange } from "./exchange.js";
 import { type ClientFrame, ClientFrameSchema } from "./gen/weir/v1/inference_service_pb.js";
 import { type SharedStream, UNREADABLE } from "./stream.js";
 
-/** Unless the caller says otherwise: a restart of a load balancer, a change of network. */
+/** Default: covers a restart of a load balancer or a change of network. */
 export const RESUME_MS = 30_000;
 export const REQUEST_IN_FLIGHT = "REQUEST_IN_FLIGHT";
 export const REQUEST_SETTLED = "REQUEST_SETTLED";
 export const OUTPUT_GONE = "OUTPUT_GONE";
 const REQUEST_UNKNOWN = "REQUEST_UNKNOWN";
-const WAIT_FIRST_MS = 50; // before the first try, with jitter: all that lost the same server come at once
-const WAIT_BASE_MS = 100; // before the second one where the server gives no hint; doubles each time
+const WAIT_FIRST_MS = 50; // before the first try, with jitter: all clients of a lost server return at once
+const WAIT_BASE_MS = 100; // before the second try without a retry-after of the server; doubles
 const WAIT_MAX_MS = 5_000; // between two tries, unless the server asks for more
 const FINAL = [Unauthenticated, PermissionDenied, InvalidRequest, FailedPrecondition];
 
 /**
- * The way of one exchange from stream to stream. Between two streams it is the exchange's carrier.
+ * Moves one exchange from stream to stream; its carrier while it has no stream.
  *
- * `frame` is what the request was begun with, a start or an attach. Tries for `keepMs` from each break on, which is as long as the
- * server keeps the request.
+ * `frame` began the request: a start or an attach. Tries for `keepMs` from each break, as long as
+ * the server keeps the request.
  */
 export class Resumption implements Carrier, Continuation {
-  private again = false; // the next try sends the start frame again
-  private skipTo: number | undefined; // the seq to attach at where earlier output is lost
+  private again = false; // the next try repeats the start frame
+  private skipTo: number | undefined; // seq to attach at if earlier output is lost
   private attempt = 0;
   private cause: WeirError | undefined;
   private tryTimer: NodeJS.Timeout | undefined;
@@ -62,17 +61,17 @@ export class Resumption implements Carrier, Continuation {
     this.try();
   }
 
-  /** The stream ended: looks for another one, unless that one would say the same. */
+  /** Looks for another stream, unless it would fail in the same way. */
   broken(cause: WeirError): WeirError | undefined {
     if (FINAL.some((kind) => cause instanceof kind) || cause.reason === UNREADABLE) return this.ended(cause);
     return this.wait(cause);
   }
 
-  /** The answer to `attach`, or to the start frame that was sent again. */
+  /** Handles the refusal of an `attach` or of a repeated start frame. */
   refused(error: WeirError): WeirError | undefined {
     const { exchange } = this;
     if (error instanceof Unavailable || error.reason === REQUEST_IN_FLIGHT) return this.wait(error);
-    if (!exchange.begun || this.again) return error; // the first answer of all, or a refusal like any other
+    if (!exchange.begun || this.again) return error; // the first response to the request, or an ordinary refusal
     const canStart = this.frame.kind.case === "start" && !exchange.delivered && !exchange.cancelled;
     if (error.reason === REQUEST_UNKNOWN && canStart) {
       this.again = true;
@@ -88,14 +87,14 @@ export class Resumption implements Carrier, Continuation {
     return this.ended(error);
   }
 
-  /** The server goes on with it on the new stream. */
+  /** Stops the timers: the server continues the request on the new stream. */
   resumed(): void {
     this.stop();
     this.attempt = 0;
     this.again = false;
   }
 
-  /** No timer is left. */
+  /** Cancels all timers. */
   stop(): void {
     clearTimeout(this.tryTimer);
     clearTimeout(this.endTimer);
@@ -103,20 +102,20 @@ export class Resumption implements Carrier, Continuation {
     this.stream.forget(this.exchange);
   }
 
-  /** Cancelled between two streams: the server does not know yet, so that the next try is due now. */
+  /** Tries now: the server does not know of the cancel yet. */
   sendCancel(): void {
     if (this.tryTimer !== undefined) this.try();
   }
 
-  /** Nobody can be asked now. Throws Unavailable. */
+  /** Refuses: there is no stream. Throws Unavailable. */
   sendUpdate(): void {
     throw new Unavailable("the connection is broken: retry after it is restored", { requestId: this.exchange.requestId });
   }
 
-  /** There is nobody to grant it to; the next stream is granted all that there is room for. */
+  /** Does nothing: the next stream is granted all free credit. */
   sendCredit(): void {}
 
-  /** The exchange has ended or goes on; `stop` follows. */
+  /** Does nothing: `stop` follows. */
   release(): void {}
 
   private suspend(): void {
@@ -164,7 +163,7 @@ export class Resumption implements Carrier, Continuation {
     return create(ClientFrameSchema, { requestId, kind: { case: "attach", value: { afterSeq: BigInt(this.skipTo ?? seq) } } });
   }
 
-  /** What the request ends with: itself unknown, but for what arrived and what `error` tells of the bill. */
+  /** Returns the final error of the request, with the received output and the bill. */
   private ended(error: WeirError): WeirError {
     const { exchange } = this;
     if (!exchange.begun) return error;

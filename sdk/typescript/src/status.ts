@@ -1,7 +1,8 @@
 /**
- * From `google.rpc.Status` and from a broken RPC to the typed errors: the only place that reads error details.
+ * Conversion of `google.rpc.Status` and failed RPCs to typed errors.
  *
- * The status of a whole RPC travels in the trailing metadata `grpc-status-details-bin`, that of one request in its `failed` frame.
+ * The status of a whole RPC is in the trailing metadata `grpc-status-details-bin`, that of one
+ * request in its `failed` frame.
  */
 
 import { fromBinary } from "@bufbuild/protobuf";
@@ -19,7 +20,7 @@ import { type Status, StatusSchema } from "./gen/google/rpc/status_pb.js";
 import type { Partial } from "./values.js";
 import { durationMs } from "./wire.js";
 
-const NOT_TLS = /wrong version number/; // what OpenSSL says of an answer in plain text
+const NOT_TLS = /wrong version number/; // OpenSSL's error for a plaintext response
 const STATUS_DETAILS_KEY = "grpc-status-details-bin";
 
 type ErrorClass = new (message: string, options?: errors.ErrorOptions) => errors.WeirError;
@@ -41,16 +42,19 @@ const CLASSES: Readonly<Record<string, ErrorClass>> = {
   DATA_LOSS: errors.Internal,
 };
 
-/** The typed error for a status, with its details decoded. An unknown code gives a plain `WeirError`. */
+/**
+ * Returns the typed error of a status with its details; a plain `WeirError` for an unknown code.
+ */
 export function errorFromStatus(status: Status, requestId = "", partial?: Partial): errors.WeirError {
   const details = decodeDetails(status);
   return typedError(grpcStatus[status.code] ?? "UNKNOWN", status.message, details, requestId, partial);
 }
 
 /**
- * The typed error for an RPC that failed, from its status details where the server sent them.
+ * Returns the typed error of a failed RPC, from its status details if the server sent them.
  *
- * @param isCancelledHere This client has cancelled the call; else gRPC's server did, as it does with what comes while it stops.
+ * @param isCancelledHere This client cancelled the call; otherwise a stopping gRPC server did,
+ * which drops new calls.
  */
 export function errorFromRpc(error: ServiceError, isCancelledHere: boolean, requestId = ""): errors.WeirError {
   for (const value of error.metadata?.get(STATUS_DETAILS_KEY) ?? []) {
@@ -59,7 +63,7 @@ export function errorFromRpc(error: ServiceError, isCancelledHere: boolean, requ
       const status = fromBinary(StatusSchema, value);
       if (status.code) return errorFromStatus(status, requestId);
     } catch {
-      break; // a proxy mangled it: the plain status below still tells what is known
+      break; // mangled by a proxy: use the plain status below
     }
   }
   if (error.code === grpcStatus.CANCELLED && !isCancelledHere) {
@@ -70,7 +74,7 @@ export function errorFromRpc(error: ServiceError, isCancelledHere: boolean, requ
   return typedError(grpcStatus[error.code] ?? "UNKNOWN", said + hint, errors.NO_DETAILS, requestId);
 }
 
-/** A new error of the same kind for another request: one object thrown in many places would mix their stack traces. */
+/** Returns a separate error for each request, so that stack traces do not mix. */
 export function copyError(error: errors.WeirError, requestId: string): errors.WeirError {
   const { code, reason, details, cause } = error;
   const kind = error.constructor as ErrorClass;

@@ -1,8 +1,8 @@
 /**
- * The one bidi stream that all requests of a client share.
+ * The bidirectional stream that all requests of a client share.
  *
- * Reuse is what makes it worth having: a request on an open stream costs about a fifth of a new RPC. Frames that are written at the
- * same moment leave in one message. When the stream breaks, the next request opens a new one.
+ * Reuse saves time: a request on an open stream costs about a fifth of a new RPC. Frames written at
+ * the same moment leave in one message. When the stream breaks, the next request opens another.
  */
 
 import { create, toBinary } from "@bufbuild/protobuf";
@@ -15,19 +15,19 @@ import { type ClientFrame, ClientFrameSchema, type GenerateResponse, GenerateReq
 import { closingController } from "./pause.js";
 import { errorFromRpc } from "./status.js";
 
-const BATCH_BYTES = 1024 * 1024; // frames are put into one message up to this; a larger frame travels alone
-const BATCH_FRAMES = 500; // and up to so many, far below what a server takes in one message
-const IN_FLIGHT_MAX = 1000; // requests at once per client: what a server lets run on one stream
-const CLOSE_TIMEOUT_MS = 1000; // after the last request has ended, the server only has to answer a half-close
-/** This client's reason for giving up a stream; another stream would say the same. */
+const BATCH_BYTES = 1024 * 1024; // of frames in one message; a larger frame is sent alone
+const BATCH_FRAMES = 500; // of one message, far below a server's limit
+const IN_FLIGHT_MAX = 1000; // concurrent requests per client, a server's limit per stream
+const CLOSE_TIMEOUT_MS = 1000; // after the last request, the server only has to answer a half-close
+/** This client's reason for ending a stream; another one would fail in the same way. */
 export const UNREADABLE = "UNREADABLE";
-const DRAINING = "DRAINING"; // the server's reason for taking no new requests
+const DRAINING = "DRAINING"; // the server's reason for refusing new requests
 
 /**
- * One open `Generate` call and the requests on it.
+ * One open `Generate` call and its requests.
  *
- * `accepting` until it ends or the server says that it drains: its requests finish, and the next ones belong on another stream,
- * which a load balancer leads to another server.
+ * `accepting` until it ends or the server starts to drain: its requests finish, and new ones use
+ * another stream, which a load balancer routes to another server.
  */
 class StreamConnection implements Carrier {
   accepting = true;
@@ -49,7 +49,10 @@ class StreamConnection implements Carrier {
     call.on("end", () => this.end(new Unavailable("the server ended the stream")));
   }
 
-  /** Begins a request, or continues one. Throws Aborted if one of that id runs here, ResourceExhausted beyond `IN_FLIGHT_MAX`. */
+  /**
+   * Begins or continues a request. Throws Aborted if one with this id runs here, ResourceExhausted
+   * beyond `IN_FLIGHT_MAX`.
+   */
   start(exchange: Exchange, frame: ClientFrame): void {
     const { requestId } = exchange;
     if (this.exchanges.has(requestId)) {
@@ -84,7 +87,7 @@ class StreamConnection implements Carrier {
     this.endWhenDone();
   }
 
-  /** Tells the server that nothing more comes, as soon as the requests on this stream have ended. */
+  /** Half-closes the call as soon as the requests on this stream have ended. */
   halfClose(): void {
     this.closing = true;
     this.endWhenDone();
@@ -99,7 +102,7 @@ class StreamConnection implements Carrier {
     this.outgoing.push(frame);
     if (this.flushIsDue) return;
     this.flushIsDue = true;
-    setImmediate(() => this.flush()); // whatever else is sent at this moment goes into the same message
+    setImmediate(() => this.flush()); // batches all frames of this moment
   }
 
   private flush(): void {
@@ -125,7 +128,7 @@ class StreamConnection implements Carrier {
   }
 
   private endWhenDone(): void {
-    // While requests run, a cancel may have to follow.
+    // A cancel may follow while requests run.
     if (this.closing && this.open && this.exchanges.size === 0 && this.outgoing.length === 0) this.call.end();
   }
 
@@ -133,7 +136,7 @@ class StreamConnection implements Carrier {
     try {
       for (const frame of message.frames) {
         const exchange = this.exchanges.get(frame.requestId);
-        if (exchange === undefined) continue; // late news of a request that was given up here
+        if (exchange === undefined) continue; // frames of abandoned requests are ignored
         exchange.receive(frame);
         if (frame.kind.case === "failed" && exchange.refusal === DRAINING) {
           this.accepting = false;
@@ -141,7 +144,7 @@ class StreamConnection implements Carrier {
         }
       }
     } catch (error) {
-      // An answer that this client cannot read: its requests end, the client lives on.
+      // An unreadable message ends its requests, not the client.
       this.call.cancel();
       this.end(new Internal(`the server's answer could not be read: ${String(error)}`, { reason: UNREADABLE, cause: error }));
     }
@@ -149,7 +152,7 @@ class StreamConnection implements Carrier {
 
   private end(cause: WeirError): void {
     if (!this.open) return;
-    this.open = this.accepting = false; // before anybody is told, so that a retry opens a new stream
+    this.open = this.accepting = false; // before requests are ended, so that a retry opens a new stream
     const left = [...this.exchanges.values()];
     this.exchanges.clear();
     for (const exchange of left) exchange.breakOff(cause);
@@ -157,35 +160,40 @@ class StreamConnection implements Carrier {
   }
 }
 
-/** Opens the stream when it is first needed, and again after it ended or its server began to drain. */
+/** Opens a stream on first use, and another after it ended or its server began to drain. */
 export class SharedStream {
-  /** For so long the servers keep requests, as far as they have said. */
+  /** Longest keep time of the servers, if known. */
   keepMaxMs = Infinity;
   private current: StreamConnection | undefined;
   private readonly running = new Set<StreamConnection>();
   private readonly suspended = new Set<Exchange>();
   private readonly closing = closingController();
-  private ended = false; // opens no stream any more
+  private ended = false; // opens no new streams
 
   constructor(private readonly openCall: () => GenerateCall) {}
 
-  /** Aborted when nothing new is taken any more. */
+  /** Aborted when new requests are refused. */
   get closed(): AbortSignal {
     return this.closing.signal;
   }
 
-  /** Begins a request on the open stream, or on a new one. Throws a WeirError if the client will not take it. */
+  /**
+   * Begins a request on the open stream, or on a new one. Throws a WeirError if the client refuses
+   * it.
+   */
   start(exchange: Exchange, frame: ClientFrame): void {
     this.checkOpen(exchange.requestId);
     this.resume(exchange, frame);
   }
 
-  /** Throws Cancelled if nothing new is taken. */
+  /** Throws Cancelled if new requests are refused. */
   checkOpen(requestId: string): void {
     if (this.closed.aborted) throw new Cancelled("the client is closed", { requestId });
   }
 
-  /** Goes on with a request; while the client closes too, because what runs on must be told to stop. Throws a WeirError. */
+  /**
+   * Continues a request, even while the client closes, to deliver its cancel. Throws a WeirError.
+   */
   resume(exchange: Exchange, frame: ClientFrame): void {
     if (this.ended) throw new Cancelled("the client is closed", { requestId: exchange.requestId });
     if (this.current === undefined || !this.current.accepting) {
@@ -197,22 +205,22 @@ export class SharedStream {
     this.current.start(exchange, frame);
   }
 
-  /** Knows a request that is between two streams, until `forget`. */
+  /** Tracks a request without a stream, until `forget`. */
   suspend(exchange: Exchange): void {
     this.suspended.add(exchange);
   }
 
-  /** It is not between two streams any more. */
+  /** Stops tracking a request. */
   forget(exchange: Exchange): void {
     this.suspended.delete(exchange);
   }
 
-  /** Cancels what runs, waits a bounded time for the final frames, and ends the streams. */
+  /** Cancels all requests, waits a bounded time for their final frames, and ends the streams. */
   async close(): Promise<void> {
     this.closing.abort();
     const exchanges = [...[...this.running].flatMap((connection) => [...connection.exchanges.values()]), ...this.suspended];
     for (const exchange of exchanges) exchange.cancel();
-    for (const exchange of exchanges) await exchange.waitEnded(); // bounded: each gives up by itself
+    for (const exchange of exchanges) await exchange.waitEnded(); // bounded: each gives up after its grace period
     this.ended = true;
     const connections = [...this.running];
     for (const connection of connections) connection.halfClose();

@@ -1,24 +1,25 @@
-/** Whether a connection is encrypted, whom it trusts, and how the client shows who it is. */
+/** TLS options: encryption, trusted certificates, client certificates. */
 
 import { readFileSync } from "node:fs";
 import { InvalidRequest } from "./errors.js";
 
-/** What a client takes about TLS. Certificates and keys are PEM: bytes, or the path of a file. */
+/** TLS options of a client. Certificates and keys are PEM: bytes, or the path of a file. */
 export interface TlsOptions {
   /**
-   * On or off. Else as the address says (`https://`, `grpcs://`, `http://`, `grpc://`), else `WEIR_TLS` (1 or 0), else on where
-   * certificates are given here or the address is not this machine (loopback, unix socket).
+   * On or off. Default: by the scheme of the address (`https://`, `grpcs://`, `http://`,
+   * `grpc://`), then `WEIR_TLS` (1 or 0), then on if certificates are given here or the address is
+   * not this machine (loopback, unix socket).
    */
   readonly tls?: boolean;
-  /** Whom to trust instead of the usual authorities; else `WEIR_ROOT_CERTIFICATES`, a file. */
+  /** Trusted instead of the usual authorities; default `WEIR_ROOT_CERTIFICATES`, a file. */
   readonly rootCertificates?: Buffer | string;
-  /** For servers that want to see one; else `WEIR_CLIENT_CERTIFICATE`, a file. Needs `clientKey`. */
+  /** For mutual TLS; default `WEIR_CLIENT_CERTIFICATE`, a file. Needs `clientKey`. */
   readonly clientCertificate?: Buffer | string;
-  /** The private key of `clientCertificate`; else `WEIR_CLIENT_KEY`, a file. */
+  /** Private key of `clientCertificate`; default `WEIR_CLIENT_KEY`, a file. */
   readonly clientKey?: Buffer | string;
 }
 
-/** The certificates of one connection, read. */
+/** The loaded certificates of one connection. */
 export interface Tls {
   readonly rootCertificates: Buffer | undefined;
   readonly clientCertificate: Buffer | undefined;
@@ -26,9 +27,10 @@ export interface Tls {
 }
 
 /**
- * The certificates to use; undefined for plaintext. `scheme`: what the address says; `local`: whether it is on this machine.
+ * Returns the certificates to use; undefined for plaintext. `scheme`: the address's; `local`: on
+ * this machine.
  *
- * @throws InvalidRequest for a file that cannot be read, and for a half of certificate and key.
+ * @throws InvalidRequest for an unreadable file, or a certificate without a key or the reverse.
  */
 export function resolveTls(
   options: TlsOptions,

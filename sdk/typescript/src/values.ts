@@ -1,13 +1,13 @@
 /**
- * The values that a client hands out: what was generated, what it used, what it costs, what is left.
+ * Values returned by the inference client: output, usage, cost, limits.
  *
- * Plain data without any gRPC in it. Counts are in tokens or requests, `Ms` is milliseconds. Money and quota values are `bigint`,
- * because they are exact and may be larger than a `number` holds.
+ * Plain data without gRPC. Counts are in tokens or requests, `Ms` is milliseconds. Money and quota
+ * values are exact `bigint`s, which may exceed a `number`.
  */
 
 import type { Money } from "./money.js";
 
-/** Why a request that ran came to its end. */
+/** Reason why an admitted request ended. */
 export type FinishReason =
   | "UNSPECIFIED"
   | "STOP"
@@ -21,16 +21,16 @@ export type FinishReason =
   | "FILTERED"
   | "TOOL_CALLS";
 
-/** What a request waits for before its first token. */
+/** Reason why a request has not produced its first token yet. */
 export type Stage = "UNSPECIFIED" | "QUEUED" | "ENGINE_LOADING";
 
-/** Where a recorded request stands. */
+/** State of a recorded request. */
 export type GenerationState = "UNSPECIFIED" | "RUNNING" | "SETTLED" | "VOIDED" | "EXPIRED";
 
-/** What a quota hangs on. */
+/** Owner of a quota. */
 export type QuotaSubject = "UNSPECIFIED" | "ORGANIZATION" | "PROJECT" | "API_KEY";
 
-/** What a quota counts, and over which time. UNSPECIFIED: something that is newer than this client. */
+/** Measure and window of a quota. UNSPECIFIED: a dimension newer than this client. */
 export type QuotaDimension =
   | "UNSPECIFIED"
   | "CONCURRENT_REQUESTS"
@@ -44,7 +44,7 @@ export type QuotaDimension =
   | "COST_PER_MONTH"
   | "PREPAID_CREDIT";
 
-/** Tokens of one request, counted where it matters for the bill. */
+/** Token counts of one request. */
 export interface Usage {
   readonly inputTokenCount: number;
   /** Part of `inputTokenCount`, served from the prefix cache. */
@@ -55,11 +55,11 @@ export interface Usage {
   readonly deliveredTokenCount: number;
   /** Output tokens on the bill: the delivered ones. */
   readonly billedTokenCount: number;
-  /** Embedded, at their own price. A request that has some has no others. */
+  /** Priced separately; an embedding request has no other tokens. */
   readonly embeddingTokenCount: number;
 }
 
-/** Where the time of one request went, in milliseconds. The stages follow each other and sum up to `totalMs`. */
+/** Milliseconds spent in each stage of a request. Stages are disjoint and sum to `totalMs`. */
 export interface Timings {
   readonly authMs: number;
   readonly tokenizeMs: number;
@@ -75,7 +75,9 @@ export interface Timings {
   readonly totalMs: number;
 }
 
-/** One limit and how much of it is left. Values are requests, tokens or picos of the currency, by dimension. */
+/**
+ * One limit with its remainder. Values are requests, tokens or picos of the currency, by dimension.
+ */
 export interface QuotaStatus {
   readonly quotaId: string;
   readonly subject: QuotaSubject;
@@ -85,61 +87,64 @@ export interface QuotaStatus {
   readonly dimension: QuotaDimension;
   readonly limitValue: bigint;
   readonly usedValue: bigint;
-  /** Held by requests that run now. */
+  /** Held by running requests. */
   readonly heldValue: bigint;
   readonly remainingValue: bigint;
   /** Absent for concurrency. */
   readonly resetTime: Date | undefined;
   readonly resetDelayMs: number | undefined;
-  /** For people. */
+  /** Display name. */
   readonly subjectName: string;
-  /** False: it counts and reports, and refuses nobody. */
+  /** False: shadow mode, counts without refusing. */
   readonly enforced: boolean;
-  /** Admissions in this window that it would have refused. */
+  /** Admissions of this window that shadow mode would have refused. */
   readonly wouldRefuseCount: number;
-  /** Weights are thousandths that a token of a kind counts; 0 where no tokens are counted. */
+  /** Thousandths that a token of a kind counts; 0 for limits that do not count tokens. */
   readonly inputWeightMilli: number;
   readonly cachedInputWeightMilli: number;
   readonly outputWeightMilli: number;
-  /** Without a raise. */
+  /** Without the temporary override. */
   readonly standingLimitValue: bigint;
-  /** Absent: not raised. */
+  /** End of the temporary override; undefined: none. */
   readonly raisedUntilTime: Date | undefined;
   readonly raiseReason: string;
-  /** Of the limits on its dimension, it has least left. Told only with all the limits of one key, as the next. */
+  /**
+   * Has the smallest remainder of its dimension's limits. Set, as the next field, only in lists of
+   * all limits of one key.
+   */
   readonly binding: boolean;
-  /** A limit further up that always runs out first. */
+  /** An inherited limit that always runs out first. */
   readonly narrowedByQuotaId: string;
-  /** It limits nothing itself: new keys get a copy. */
+  /** No limit itself, but a default copied to new keys. */
   readonly forNewKeys: boolean;
-  /** Percent of the limit that are used; of prepaid credit, picos that are left. Empty with a generation. */
+  /** Percent of the limit used; for prepaid credit, remaining picos. Empty with a generation. */
   readonly alertAt: readonly bigint[];
 }
 
-/** The request was let in and its tokens are held. */
+/** The request was admitted and its tokens are held. */
 export interface Admitted {
   readonly type: "admitted";
   readonly inputTokenCount: number;
   readonly predictedCachedTokenCount: number;
   readonly quotas: readonly QuotaStatus[];
   readonly priceVersion: number;
-  /** Of all choices; 0 from older servers, which do not tell. */
+  /** Of all choices; 0 from older servers. */
   readonly maxOutputTokenCount: number;
-  /** That is what the key may have, since the request does not say how much it wants. */
+  /** Limited by the key, as the request gives no limit. */
   readonly boundedByKey: boolean;
 }
 
-/** The request waits. */
+/** The request is waiting. */
 export interface Progress {
   readonly type: "progress";
   readonly stage: Stage;
-  /** Requests ahead of it, only while QUEUED. */
+  /** Number of requests ahead, only while QUEUED. */
   readonly queuePosition: number;
   /** Absent: unknown. */
   readonly estimatedWaitMs: number | undefined;
-  /** How much of the engine is loaded, 0 to 1, only while ENGINE_LOADING. */
+  /** Loaded fraction of the engine, 0 to 1, only while ENGINE_LOADING. */
   readonly loadingFraction: number;
-  /** `memory`, `process`, `import`, `weights`, or something newer; empty where there is nothing to tell. */
+  /** `memory`, `process`, `import`, `weights`, or a newer stage; empty if unknown. */
   readonly loadingStage: string;
 }
 
@@ -149,14 +154,16 @@ export interface TokenLogprob {
   readonly logprob: number;
 }
 
-/** How likely an output token was in the model's own distribution, and the likeliest ones at its place. */
+/**
+ * Log-probability of an output token in the model's own distribution, with the likeliest tokens.
+ */
 export interface TokenLogprobs {
   readonly chosen: TokenLogprob;
   /** The likeliest first. */
   readonly top: readonly TokenLogprob[];
 }
 
-/** One call of a tool that the model has made. Where it was free to call, the arguments are what it wrote: read them with care. */
+/** One tool call made by the model. Arguments are unchecked unless it was required or strict. */
 export interface ToolCall {
   /** For the message with the result. */
   readonly id: string;
@@ -165,31 +172,31 @@ export interface ToolCall {
   readonly argumentsJson: string;
 }
 
-/** More of one call. */
+/** An increment of one call. */
 export interface ToolCallDelta {
-  /** Among the calls of the choice, from 0. */
+  /** Index among the calls of the choice, from 0. */
   readonly index: number;
-  /** With the first piece of a call, and empty later. */
+  /** Sent with the first piece of a call only. */
   readonly id: string;
-  /** With the first piece of a call, and empty later. */
+  /** Sent with the first piece of a call only. */
   readonly name: string;
-  /** More of the arguments. */
+  /** Next piece of the arguments. */
   readonly argumentsJson: string;
 }
 
 /** New output of a request. */
 export interface Delta {
   readonly type: "delta";
-  /** Grows by one, from 1. */
+  /** Increases by one, from 1. */
   readonly seq: number;
   /** Empty while a character is incomplete or may belong to a stop sequence. */
   readonly text: string;
   readonly tokenIds: readonly number[];
   /** One per token, if `topLogprobs` was given. */
   readonly logprobs: readonly TokenLogprobs[];
-  /** Whose output, if `choiceCount` is more than 1. */
+  /** Choice of the output, if `choiceCount` is more than 1. */
   readonly choiceIndex: number;
-  /** New of calls, if `tools` was given. */
+  /** Increments of calls, if `tools` was given. */
   readonly toolCalls: readonly ToolCallDelta[];
 }
 
@@ -200,26 +207,26 @@ export interface UsageUpdate {
   readonly cost: Money;
 }
 
-/** The request goes on, on another stream than it was started on. No output is missing, and none comes twice. */
+/** The request continues on another stream. No output is missing or repeated. */
 export interface Resumed {
   readonly type: "resumed";
   /** The next delta has the number after this one. */
   readonly afterSeq: number;
-  /** The last one that there was by then. */
+  /** Last one generated so far. */
   readonly lastSeq: number;
   /** False: it has ended, and the rest of its output follows. */
   readonly running: boolean;
 }
 
-/** The limits of a request that runs. */
+/** Limits of a running request. */
 export interface Limits {
   /** Of each choice. */
   readonly maxOutputTokens: number;
-  /** Absent: none beside the quotas. */
+  /** Undefined: limited by the quotas only. */
   readonly maxCost: Money | undefined;
 }
 
-/** Whatever a running request says. */
+/** Event of a running request. */
 export type Event = Admitted | Progress | Delta | UsageUpdate | Resumed;
 
 /** One of several outputs of a prompt. */
@@ -229,14 +236,15 @@ export interface Choice {
   readonly text: string;
   readonly tokenIds: readonly number[];
   readonly logprobs: readonly TokenLogprobs[];
-  /** What the model calls, if `tools` was given. */
+  /** The model's calls, if `tools` was given. */
   readonly toolCalls: readonly ToolCall[];
 }
 
 /**
- * A request that ran to its end, with the numbers that will be on the bill.
+ * A completed request, with the numbers on the bill.
  *
- * `choices` has every output in order; text, tokens and reason beside it are the first one's. `usage` and `cost` are of all.
+ * `choices` has every output in order; text, tokens and reason beside it are those of the first.
+ * `usage` and `cost` cover all choices.
  */
 export interface Result {
   readonly requestId: string;
@@ -245,7 +253,7 @@ export interface Result {
   readonly text: string;
   readonly tokenIds: readonly number[];
   readonly logprobs: readonly TokenLogprobs[];
-  /** What the model calls, if `tools` was given. */
+  /** The model's calls, if `tools` was given. */
   readonly toolCalls: readonly ToolCall[];
   readonly choices: readonly Choice[];
   readonly usage: Usage;
@@ -253,15 +261,15 @@ export interface Result {
   readonly cost: Money;
   readonly timings: Timings;
   readonly admitted: Admitted | undefined;
-  /** Which quota ran out, for QUOTA_EXHAUSTED. */
+  /** Exhausted quotas, for QUOTA_EXHAUSTED. */
   readonly exhaustedQuotas: readonly QuotaStatus[];
-  /** How many signed receipts came with the end: one, unless nothing was to be billed. */
+  /** Number of signed receipts: one, unless nothing was billed. */
   readonly receiptCount: number;
-  /** How often its output went on in another engine because the one that generated it was lost. */
+  /** Number of moves to another engine after the loss of one. */
   readonly migrationCount: number;
 }
 
-/** What is known of a request that has no proper end. Text and tokens are the first choice's. */
+/** Received part of a request without a final frame. Text and tokens are the first choice's. */
 export interface Partial {
   readonly requestId: string;
   readonly model: string;
@@ -273,16 +281,16 @@ export interface Partial {
   readonly admitted: Admitted | undefined;
 }
 
-/** One text's vector. */
+/** Vector of one text. */
 export interface Embedding {
   readonly vector: readonly number[];
-  /** Tokens of the text that were embedded. */
+  /** Embedded tokens of the text. */
   readonly tokenCount: number;
-  /** Its end was left out. */
+  /** True if the end of the text was cut. */
   readonly truncated: boolean;
 }
 
-/** The vectors of one request, in the order of its texts, and what they cost. */
+/** Vectors of one request, in the order of its texts, with usage and cost. */
 export interface EmbedResult {
   readonly requestId: string;
   readonly model: string;
@@ -291,11 +299,11 @@ export interface EmbedResult {
   readonly cost: Money;
   readonly timings: Timings;
   readonly priceVersion: number;
-  /** As of its admission, this request counted. */
+  /** At its admission, this request included. */
   readonly quotas: readonly QuotaStatus[];
 }
 
-/** What the server has recorded of one request. */
+/** The server's record of one request. */
 export interface Generation {
   readonly requestId: string;
   readonly state: GenerationState;
@@ -310,7 +318,7 @@ export interface Generation {
   readonly timings: Timings | undefined;
   /** A finish reason or FAILED; empty while it runs. */
   readonly outcome: string;
-  /** How often it went on in another engine because its own was lost. */
+  /** Number of moves to another engine. */
   readonly migrationCount: number;
   readonly labels: Readonly<Record<string, string>>;
 }

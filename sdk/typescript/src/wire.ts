@@ -1,4 +1,6 @@
-/** From the messages of the wire to the values of the client: the only place that reads proto fields of answers. */
+/**
+ * Conversion of wire messages to the client's values: the only reader of proto fields of responses.
+ */
 
 import { type Duration, type Timestamp, timestampMs } from "@bufbuild/protobuf/wkt";
 import {
@@ -46,14 +48,14 @@ import type {
   Usage,
 } from "./values.js";
 
-/** A count of tokens or frames as a plain number: exact, or an error. */
+/** Returns a count as a plain number. Throws a RangeError if it is not exact. */
 export function count(value: bigint): number {
   const number = Number(value);
   if (!Number.isSafeInteger(number)) throw new RangeError(`${value} is more than a number can hold exactly`);
   return number;
 }
 
-/** A duration in milliseconds. */
+/** Returns a duration in milliseconds. */
 export function durationMs(value: Duration | undefined): number | undefined {
   return value === undefined ? undefined : count(value.seconds) * 1000 + value.nanos / 1e6;
 }
@@ -62,7 +64,7 @@ function date(value: Timestamp | undefined): Date | undefined {
   return value === undefined ? undefined : new Date(timestampMs(value));
 }
 
-// A name that this version of the client does not know is told as UNSPECIFIED.
+// Names unknown to this version of the client become UNSPECIFIED.
 function name<Name extends string>(names: Record<number, string>, value: number): Name {
   return (names[value] ?? "UNSPECIFIED") as Name;
 }
@@ -92,7 +94,7 @@ export function timings(value: TimingsMessage): Timings {
   return { authMs, tokenizeMs, admissionMs, queueMs, coldStartMs, prefillMs, decodeMs, clientStallMs, settleMs, ttftMs, totalMs };
 }
 
-/** What a key is good for. */
+/** Returns the permissions of a key. */
 export function restrictions(value: KeyRestrictionsMessage | undefined): KeyRestrictions {
   return {
     prefix: value?.prefix ?? "",
@@ -134,7 +136,7 @@ export function quota(value: QuotaMessage): QuotaStatus {
   };
 }
 
-/** An amount for the server. */
+/** Returns the message of an amount. */
 export function moneyInit(value: Money): { currencyCode: string; units: bigint; picos: bigint } {
   return { currencyCode: value.currencyCode, units: value.picos / PICOS_PER_UNIT, picos: value.picos % PICOS_PER_UNIT };
 }
@@ -263,7 +265,7 @@ export function generation(value: GenerationMessage): Generation {
   };
 }
 
-/** Of a request whose server told none. */
+/** Timings of a request whose server sent none. */
 export const NO_TIMINGS: Timings = {
   authMs: 0,
   tokenizeMs: 0,
