@@ -32,7 +32,7 @@ ROOT = reference.ROOT
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if path.is_relative_to(path.resolve().parent))
 RECORDS = sorted((ROOT / "infra" / "adr").glob("0*.md"))
-OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "api/README.md", "inference/README.md", "metering/README.md")]
+OUTSIDE = sorted([*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("sdk/*/README.md")])
 BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 COLUMNS_MAX, CELL_MAX = 100, 90
@@ -148,7 +148,7 @@ def anchor(heading: str) -> str:
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", plain.lower()).strip())
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OUTSIDE], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *OUTSIDE, *RECORDS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     broken = []
     for path, fragment in LINK.findall(BLOCK.sub("", page.read_text())):
