@@ -1,1 +1,1 @@
-"""Who may come in and what for: TLS, keys, scopes, and what is borne of those who knock with wrong ones."""
+"""Authentication and authorization: TLS, API keys, scopes, throttling of failed attempts."""

@@ -1,8 +1,9 @@
-"""From the secret that a call brings to a principal, and what its scopes allow; and failed authentications by address.
+"""Authentication of API keys, authorization by scope, and throttling of failures by address.
 
-An address may have so many failures at once and per minute, and then nothing is looked up for it any more: that keeps floods of
-wrong keys from the database. Nobody guesses a secret of 256 bits, so no key is ever locked, and keys that were good before pass
-whatever comes from their address: behind one address there may be a whole company.
+An address may have a number of failures at once and per minute; then lookups for it stop, which
+keeps floods of wrong keys from the database. A secret of 256 bits cannot be guessed, so no key is
+ever locked, and keys that were valid before pass whatever comes from their address, which may be
+shared by a whole company.
 """
 
 from __future__ import annotations
@@ -42,19 +43,21 @@ from metering.store.db import Sessions, patience
 from metering.tenants.networks import Network, allows
 from metering.tenants.tenants import Principal, authenticate
 
-ADDRESSES_MAX = 10_000  # some 500 bytes each; beyond it the address that came least recently is forgotten
-ROUNDING = 1e-6  # failures: who comes when it was told must not be early by the last digit of a float
+ADDRESSES_MAX = 10_000  # some 500 bytes each; beyond it the least recently seen address is dropped
+ROUNDING = 1e-6  # failures: a caller that returns on time must not be early by a rounding error
 
 log = structlog.get_logger(__name__)
 
 ADDRESS_BYTES = 60  # of one address with its count, at most
-ADDRESSES_AT_ONCE = BYTES_MAX // ADDRESS_BYTES - 1  # those with most failures first, the others the next time
+# Those with most failures first, the others next time
+ADDRESSES_AT_ONCE = BYTES_MAX // ADDRESS_BYTES - 1
 
 
 class Bucket:
-    """One address. failure_count: those that have not drained yet; under_way_count: attempts that may still fail.
+    """Failures of one address.
 
-    holder_count: attempts that know this bucket, whether they wait, are under way, or are let in as known.
+    failure_count: not drained yet; under_way_count: attempts that may still fail. holder_count:
+    attempts that refer to this bucket: waiting, under way, or admitted as known.
     """
 
     def __init__(self, now: float) -> None:
@@ -66,7 +69,7 @@ class Bucket:
         self.changed = asyncio.Event()
 
     def drain(self, now: float, per_s: float) -> None:
-        """Let failures go as time passes."""
+        """Drain failures according to the time passed."""
         self.failure_count = max(0.0, self.failure_count - (now - self.drained_at) * per_s)
         self.drained_at = now
 
@@ -77,22 +80,22 @@ class Bucket:
 
 
 class Throttle:
-    """The counts of one process."""
+    """Failure counts of one process, by address."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """per_minute: failures that an address may have, all at once or one by one; 0: any number."""
+        """per_minute: failures allowed per address, at once and per minute; 0: no limit."""
         self._most = per_minute
         self._per_s = per_minute / 60
         self._clock = clock
-        self._buckets: OrderedDict[str, Bucket] = OrderedDict()  # the one that came last stands last
-        self._untold: Counter[str] = Counter()  # failures here that the other processes have not been told of
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()  # most recently seen last
+        self._untold: Counter[str] = Counter()  # failures here that were not broadcast yet
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     @property
     def refused_count(self) -> int:
-        """Addresses that have been refused, and were not quiet since."""
+        """Number of addresses that were refused and have not been quiet since."""
         now = self._clock()
         refused = [bucket for bucket in self._buckets.values() if bucket.is_refused]
         for bucket in refused:
@@ -101,10 +104,10 @@ class Throttle:
 
     @contextlib.asynccontextmanager
     async def attempt(self, peer: str, is_known: Callable[[], bool]) -> AsyncIterator[None]:
-        """A block in which a secret is looked up; KeyInvalid out of it counts against the address.
+        """Guard the lookup of a secret; a KeyInvalid out of the block counts against the address.
 
-        peer: as gRPC names it. is_known: whether the secret was good before, which may turn out while others are waited for, since
-        no more attempts are under way than may fail. Raises: AuthenticationThrottled.
+        peer: in gRPC's notation. is_known: whether the secret was valid before; asked again after a
+        wait, since no more attempts run at once than may fail. Raises: AuthenticationThrottled.
         """
         if not self._most:
             yield
@@ -123,28 +126,29 @@ class Throttle:
             if counted:
                 bucket.ended()
             bucket.holder_count -= 1
-            # An address has one bucket as long as anybody holds it: failures in another one would be forgotten with it.
+            # An address keeps its bucket while anyone holds it; a new bucket would lose its
+            # failures.
             if not bucket.holder_count and not bucket.failure_count and self._buckets.get(address) is bucket:
                 del self._buckets[address]
 
     def failed(self, peer: str) -> None:
-        """An attempt from this peer came with a wrong key."""
+        """Record an attempt with a wrong key from this peer."""
         if not self._most:
             return
         address = address_of(peer)
-        self._count(self._bucket(address), 1)  # a new one, if so many addresses came meanwhile that this one was forgotten
+        self._count(self._bucket(address), 1)  # a new one if the address was dropped meanwhile
         if address in self._untold or len(self._untold) < ADDRESSES_MAX:
             self._untold[address] += 1
 
     def take_untold(self, address_count_max: int) -> dict[str, int]:
-        """Failures of this process that were not given out before, by address; those with most of them first."""
+        """Return failures that were not broadcast yet, by address; those with most failures first."""
         taken = dict(self._untold.most_common(address_count_max))
         for address in taken:
             del self._untold[address]
         return taken
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Count failures that others have seen."""
+        """Add failures that other processes have seen."""
         if not self._most:
             return
         for address, count in counts.items():
@@ -155,7 +159,7 @@ class Throttle:
         bucket.failure_count = min(bucket.failure_count + failure_count, float(self._most))
 
     async def _enter(self, address: str, bucket: Bucket, is_known: Callable[[], bool]) -> bool:
-        """Wait for room among the attempts of the address; whether this one is counted among them.
+        """Wait for room among the attempts of the address. Return whether this attempt is counted.
 
         Raises: AuthenticationThrottled.
         """
@@ -167,7 +171,8 @@ class Throttle:
                     bucket.is_refused = True
                     log.warning("authentication_throttled", address=address, failures_per_minute=self._most)
                 raise AuthenticationThrottled((1 - room) / self._per_s)
-            bucket.is_refused = bucket.is_refused and not self._is_quiet(bucket)  # logged again once it was quiet for a while
+            # Log it again after a quiet period
+            bucket.is_refused = bucket.is_refused and not self._is_quiet(bucket)
             if bucket.under_way_count < int(room + ROUNDING):
                 bucket.under_way_count += 1
                 return True
@@ -188,17 +193,17 @@ class Throttle:
 
 
 class Failures(Struct, forbid_unknown_fields=True):
-    """One text. owner: the process that has seen them. counts: by address."""
+    """One broadcast. owner: the process that saw the failures. counts: by address."""
 
     owner: str
     counts: dict[str, int]
 
 
 class SharedFailures:
-    """The `Gossip` of a throttle."""
+    """Broadcast of a throttle's failures, as a `Gossip`."""
 
     def __init__(self, throttle: Throttle, owner_id: uuid.UUID) -> None:
-        """owner_id: this process, which hears itself."""
+        """owner_id: this process, which receives its own broadcasts."""
         self._throttle = throttle
         self._owner = owner_id.hex
 
@@ -209,7 +214,7 @@ class SharedFailures:
     def heard(self, text: str) -> None:
         try:
             failures = msgspec.json.decode(text, type=Failures)
-        except msgspec.MsgspecError as error:  # of a process of another version
+        except msgspec.MsgspecError as error:  # from a process of another version
             log.info("failures_unread", cause=str(error))
             return
         if failures.owner != self._owner:
@@ -217,20 +222,20 @@ class SharedFailures:
 
 
 Answer = TypeVar("Answer")
-KEYS_MAX = 10_000  # that are remembered; a look-up that is older than the oldest of them counts as one of a changed key
+KEYS_MAX = 10_000  # remembered keys; an older lookup counts as one of a changed key
 BEARER = "bearer "
 NO_PROXIES = Proxies()
-ANSWER_WAIT_S = 5.0  # a call that waits longer for its first lookup is better told to come again
-REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each and what they may
-SECRET_REPLACED = "the secret of the API key that this request was begun with was replaced: use the new one"
+ANSWER_WAIT_S = 5.0  # a call that waits longer for its first lookup should rather be retried
+REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each plus their permissions
+SECRET_REPLACED = "the secret of this request's API key was replaced: use the new one"
 
 
 class Scope(StrEnum):
-    """What a key may be good for."""
+    """Permission of a key."""
 
-    INFERENCE = "inference"  # to use models and to look up one's own requests and quotas
-    ADMIN = "admin"  # of the whole service: everything but models
-    BILLING = "billing"  # finance: reads usage and bills of its own organization, changes nothing, sees no prompt and no key
+    INFERENCE = "inference"  # use models; read own requests and quotas
+    ADMIN = "admin"  # administration of the whole service, without use of models
+    BILLING = "billing"  # read usage and bills of its own organization; no changes, prompts or keys
 
 
 MODELS = frozenset({Scope.INFERENCE})
@@ -264,7 +269,7 @@ BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
         ADMINS: ("CloseMonth", "CreateAdjustment", "CreateCreditNote", "ApproveAdjustment", "RejectAdjustment"),
     },
     "weir.v1.ReceiptService": {
-        ANY: ("ListReceiptKeys",),  # public keys are no secret
+        ANY: ("ListReceiptKeys",),  # public keys are not secret
         READERS: ("ListReceipts", "GetReceiptMonth"),
     },
 }
@@ -276,13 +281,13 @@ def _by_method() -> Iterator[tuple[str, frozenset[Scope]]]:
             yield from ((f"/{service}/{name}", scopes) for name in names)
 
 
-# By the path of the call, as gRPC names it; any one of the scopes is enough.
+# By gRPC path of the call; any one of the scopes suffices.
 SCOPES: Mapping[str, frozenset[Scope]] = dict(_by_method())
 
 
 @dataclass(slots=True)
 class Question(Generic[Answer]):
-    """What is asked by some at the moment. begun: how often it was asked; answered: the last of these whose answer is here."""
+    """A query in progress. begun: number of starts; answered: the latest start with an answer."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     asking_count: int = 0
@@ -292,7 +297,10 @@ class Question(Generic[Answer]):
 
 
 class SharedLookups(Generic[Answer]):
-    """Questions by their keys. Whoever asks one is cancelled alone: the next of those that wait asks it."""
+    """Deduplicates concurrent queries by key.
+
+    A cancelled caller leaves the query to the next waiting one.
+    """
 
     def __init__(self) -> None:
         self._questions: dict[Hashable, Question[Answer]] = {}
@@ -301,7 +309,10 @@ class SharedLookups(Generic[Answer]):
         return len(self._questions)
 
     async def ask(self, key: Hashable, look: Callable[[], Awaitable[Answer]]) -> Answer:
-        """The answer of a look that began after this call. Raises what the look raises."""
+        """Return the answer of a query that started after this call.
+
+        Raises the error of the query.
+        """
         question = self._questions.setdefault(key, Question())
         before = question.begun
         question.asking_count += 1
@@ -321,18 +332,19 @@ class SharedLookups(Generic[Answer]):
             if not question.asking_count:
                 del self._questions[key]
         if isinstance(answer, Exception):
-            raise copy.copy(answer)  # one instance raised in many tasks would gather the traces of all
-        assert answer is not None, "a look answers or raises"
+            # One instance raised in many tasks would collect all their tracebacks
+            raise copy.copy(answer)
+        assert answer is not None, "a lookup answers or raises"
         return answer
 
 
 class KeyChanges:
-    """Those that this process has heard of. count: how many that are."""
+    """Changes of keys known to this process. count: number of changes."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._last: OrderedDict[uuid.UUID, int] = OrderedDict()  # the number of its last change, by key
-        self._forgotten = 0  # the number up to which changes are not remembered any more
+        self._last: OrderedDict[uuid.UUID, int] = OrderedDict()  # number of the last change, by key
+        self._forgotten = 0  # changes up to this number are no longer remembered
 
     def note(self, api_key_id: uuid.UUID) -> None:
         self.count += 1
@@ -342,19 +354,18 @@ class KeyChanges:
             self._forgotten = self._last.popitem(last=False)[1]
 
     def since(self, count: int, api_key_id: uuid.UUID) -> bool:
-        """Whether the key may have changed since there were so many."""
+        """Return whether the key may have changed since that count."""
         return self._last.get(api_key_id, self._forgotten) > count
 
 
 class Authenticator:
-    """Checks the API key of a call against the database, and from where it comes.
+    """Checks the API key of a call against the database, and the address that it comes from.
 
-    So what has changed of a key holds from its next call on, and for open streams as soon as this process hears of it (`changed`).
-
-    Calls that come with one key at the same time share a check that began after the last of them had come.
-
-    What was found is remembered for three things: to let calls in while the database is away, if the deployment wants that, to
-    look at keys that were good before, whatever else comes from their address, and for callers who say how old an answer may be.
+    A change of a key applies from its next call on, and to open streams once this process is
+    notified (`changed`). Concurrent calls with one key share a check that started after the last of
+    them arrived. Results are remembered for three purposes: to admit calls in degraded mode, to
+    exempt keys that were valid before from the throttle, and for callers that state how old an
+    answer may be.
     """
 
     def __init__(
@@ -368,10 +379,12 @@ class Authenticator:
         proxies: Proxies = NO_PROXIES,
         pace: FramePace | None = None,
     ) -> None:
-        """grace_s: for so long after its last check a key is good while the database is away.
+        """grace_s: how long after its last check a key stays valid while the database is
+        unavailable.
 
-        failures_per_minute: that one address may have; 0: any number. used: told of a key, by its id, each time that it is good.
-        proxies: whose word on addresses is taken. pace: of the calls of each key; None: they do not wait.
+        failures_per_minute: per address; 0: no limit. used: called with the id of a key each time
+        it is valid. proxies: the trusted ones. pace: of the calls of each key; None: calls do not
+        wait.
         """
         self._sessions = sessions
         self._answer_wait_s = answer_wait_s
@@ -379,11 +392,14 @@ class Authenticator:
         self._used = used
         self.proxies = proxies
         self._pace = pace
-        self.standing = StandingKeys()  # of open streams, and of HTTP requests that wait for their body
+        # Of open streams, and of HTTP requests that wait for their body
+        self.standing = StandingKeys()
         self.throttle = Throttle(failures_per_minute)
         self._changes = KeyChanges()
-        self._lookups: SharedLookups[Principal] = SharedLookups()  # by hash of the secret: streams come by the thousand
-        # When it was asked, how many changes were known then, and the answer; by hash of the secret; checked last stands last.
+        # By hash of the secret, since streams arrive by the thousand
+        self._lookups: SharedLookups[Principal] = SharedLookups()
+        # Time of the check, known changes then, and the answer; by hash of the secret, last checked
+        # last.
         self._remembered: OrderedDict[bytes, tuple[float, int, Principal]] = OrderedDict()
 
     async def principal(self, context: Context) -> Principal:
@@ -395,7 +411,7 @@ class Authenticator:
         return await self.principal_of(bearer_token(context), method=METHOD.get(), origin=origin)
 
     async def turn(self, principal: Principal) -> None:
-        """Wait for the turn of a call, unless it has had it. Administrators' calls have no turns. Raises: TooManyCalls."""
+        """Wait for the turn of a call, once. Administrators do not wait. Raises: TooManyCalls."""
         visit = VISIT.get()
         if visit is not None:
             visit.belongs_to(principal, is_free=Scope.ADMIN in principal.scopes)
@@ -404,7 +420,8 @@ class Authenticator:
             await self._pace.turn_to_call(principal)
 
     async def turn_to_read(self, context: Context) -> uuid.UUID | str:
-        """Whose message a call is about to bring, after waiting for its turn: of a key that was good before, else of an address.
+        """Wait for the turn of a message, and return its owner: a key that was valid before, or an
+        address.
 
         Raises: TooManyCalls.
         """
@@ -418,24 +435,25 @@ class Authenticator:
         return known[2].api_key_id
 
     async def principal_of(self, secret: str, *, method: str, origin: Origin, age_max_s: float = 0.0) -> Principal:
-        """Who has this secret, whatever wire it came over, if it is good for the call, and from where it comes.
+        """Return the principal with this secret if its key permits the call from this origin.
 
-        method: path of the call in the contract, as in `api/access/auth.py`; another wire names the call that it stands for.
-        age_max_s: how old what is known of the key may be, where this process has heard of no change of it.
-        Raises: PermissionDenied, StoreAway, AuthenticationThrottled, TooManyCalls;
-        KeyInvalid for an unknown, expired or revoked key.
+        method: gRPC path of the call; another protocol names the call that it stands for.
+        age_max_s: maximum age of remembered answers if no change is known. Raises:
+        PermissionDenied, StoreAway, AuthenticationThrottled, TooManyCalls; KeyInvalid for an
+        unknown, expired or revoked key.
         """
-        needed = SCOPES[method]  # a call that is missing there is nobody's
+        needed = SCOPES[method]  # a call without an entry is permitted to nobody
         digest = digest_of(secret)
         remembered = self._remembered.get(digest)
-        if remembered is not None:  # before it is looked up, which costs as much as the rest of a call
+        if remembered is not None:  # before the lookup, which costs as much as the rest of a call
             await self.turn(remembered[2])
         principal = self._known(digest, age_max_s) if age_max_s else None
         if principal is None:
             principal = await self._look_up(digest, secret, origin.peer)
         if remembered is None or principal is not remembered[2]:
             await self.turn(principal)
-        # After the key: who has a wrong one learns nothing of networks. Before its scopes: who is outside learns nothing of them.
+        # After the key, to hide networks from wrong keys; before its scopes, to hide these from
+        # outside addresses.
         if not allows(principal.networks, origin.address):
             raise AddressNotAllowed(origin.address)
         self._used(principal.api_key_id)
@@ -448,16 +466,17 @@ class Authenticator:
             return principal
         found = replace(principal, address=origin.address)
         remembered = self._remembered.get(digest)
-        if remembered is not None and remembered[2] is principal:  # the next call is likely to come from there as well
+        # The next call probably comes from the same address
+        if remembered is not None and remembered[2] is principal:
             self._remembered[digest] = *remembered[:2], found
         return found
 
     def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network] = (), ended_secrets: Collection[bytes] = ()) -> None:
-        """A key was revoked, or is good for something else: what was found of it counts no more, also of look-ups under way.
+        """Discard what is known of a changed key, and the results of lookups under way.
 
-        networks: streams from outside of these are shut out at once, and so are those that were opened with a secret of which the
-        hash is among `ended_secrets`. That the key was good before stays known, to ask the database
-        for it again whatever else comes from its address. Looks at nothing that is remembered: thousands may change at once.
+        networks: open streams from outside these are closed at once, and so are those with a secret
+        whose hash is in `ended_secrets`. That the key was valid before stays known, so that it
+        passes the throttle. Takes constant time, since thousands may change at once.
         """
         self._changes.note(api_key_id)
         self.standing.changed(api_key_id, networks, ended_secrets)
@@ -468,7 +487,7 @@ class Authenticator:
                 return await authenticate(session, secret)
 
     def _known(self, digest: bytes, age_max_s: float) -> Principal | None:
-        """What was asked so long ago at most, if the secret still works by that."""
+        """Return the remembered answer of at most this age if the secret is still valid."""
         asked_at, change_count, known = self._remembered.get(digest, (0.0, 0, None))
         if known is None or self._changes.since(change_count, known.api_key_id):
             return None
@@ -478,7 +497,7 @@ class Authenticator:
         return known if lifetime_s is None else replace(known, secret_lifetime_s=lifetime_s - age_s)
 
     async def _look_up(self, digest: bytes, secret: str, peer: str) -> Principal:
-        # A key that was good before is held up by nothing that comes from its address.
+        # A key that was valid before is not held up by other attempts from its address.
         is_known = digest in self._remembered
         held_up = contextlib.nullcontext() if is_known else self.throttle.attempt(peer, lambda: digest in self._remembered)
         try:
@@ -509,12 +528,12 @@ def digest_of(secret: str) -> bytes:
 
 
 def metadata_values(context: Context, name: str) -> list[str]:
-    """The texts of this name in the metadata of a call, in order."""
+    """Return the values of a metadata key of a call, in order."""
     return [value for key, value in context.invocation_metadata() or () if key == name and isinstance(value, str)]
 
 
 def bearer_token(context: Context) -> str:
-    """The secret in the metadata of a call. Raises: Unauthenticated saying how to send it."""
+    """Return the secret in the metadata of a call. Raises: Unauthenticated with instructions."""
     for key, value in context.invocation_metadata() or ():
         if key == "authorization" and isinstance(value, str) and value.lower().startswith(BEARER):
             return value[len(BEARER) :].strip()
@@ -522,22 +541,25 @@ def bearer_token(context: Context) -> str:
 
 
 def check_model(principal: Principal, model: str) -> None:
-    """Raises: ModelNotAllowed."""
+    """Raise ModelNotAllowed if the key is limited to other models."""
     if not principal.may_use(model):
         raise ModelNotAllowed(principal.key_prefix, model)
 
 
 def payer(principal: Principal) -> Payer:
-    """Whom this principal's requests are charged to."""
+    """Return who pays for the principal's requests."""
     return Payer(principal.organization_id, principal.project_id, principal.api_key_id, principal.currency_code)
 
 
 def tell_nobody(_: Exception) -> None:
-    """Of a key that nothing is open with."""
+    """Ignore the refusal: nothing is open with the key."""
 
 
 class StandingKey:
-    """What the key allows as far as is known. A refusal holds for what begins from then on; what runs goes on."""
+    """Key of an open stream, as last checked.
+
+    A refusal applies to new requests; running ones continue.
+    """
 
     def __init__(
         self,
@@ -546,8 +568,8 @@ class StandingKey:
         interval_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """principal: as found just now. look_up: finds it again. interval_s: how old an answer may be."""
-        self.principal = principal  # whose key it is, and what it was good for when it was last good
+        """principal: as just checked. look_up: checks again. interval_s: maximum age of a check."""
+        self.principal = principal  # of the last successful check
         self.payer = payer(principal)
         self._look_up = look_up
         self._interval_s = interval_s
@@ -555,14 +577,15 @@ class StandingKey:
         self._looked_at = clock()
         self._is_stale = False
         self._refusal: Exception | None = None
-        self.on_shut_out: Callable[[Exception], None] = tell_nobody  # called if it may not be used from there any more
+        # Called if the key may no longer be used from this address
+        self.on_shut_out: Callable[[Exception], None] = tell_nobody
 
     async def look_again(self) -> None:
-        """Ask whether the key is still good, and for what, if the last answer is too old. Never raises what is found."""
+        """Check the key again if the last check is too old. Never raises the result."""
         now = self._clock()
         if now - self._looked_at < self._interval_s and not self._is_stale:
             return
-        self._is_stale = False  # before: what changes meanwhile is looked at again
+        self._is_stale = False  # before the lookup: a change during it causes another one
         try:
             self.principal, self._refusal = await self._look_up(), None
             self.payer = payer(self.principal)
@@ -570,13 +593,14 @@ class StandingKey:
             self._refusal = refusal
         except (StoreAway, AuthenticationThrottled):
             self._is_stale = True
-            return  # nothing is known; the next message asks again
+            return  # nothing is known; the next message checks again
         self._looked_at = now
 
     def change(self, networks: Sequence[Network], ended_secrets: Collection[bytes] = ()) -> None:
-        """The key has changed: the next message looks at it. networks: from outside of these nothing goes on.
+        """Mark the key as changed, to be checked with the next message.
 
-        ended_secrets: hashes of secrets with which nothing goes on.
+        networks: the allowed ones; outside them it ends. ended_secrets: hashes of secrets that are
+        no longer valid.
         """
         self._is_stale = True
         principal = self.principal
@@ -588,16 +612,16 @@ class StandingKey:
             self.on_shut_out(self._refusal)
 
     def check(self) -> None:
-        """Whether a request may begin. Raises: Unauthenticated, KeyInvalid, PermissionDenied."""
+        """Raise if a request may not start: Unauthenticated, KeyInvalid, PermissionDenied."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         lifetime_s = self.principal.secret_lifetime_s
         if lifetime_s is not None and self._clock() >= self._looked_at + lifetime_s:
-            raise Unauthenticated("the API key of this stream has expired or was rotated: open a stream with the new secret")
+            raise Unauthenticated("the API key of this stream has expired or was rotated: open a new stream with the new secret")
 
 
 class StandingKeys:
-    """Those of all that is open, by key."""
+    """Keys of all open streams, by id."""
 
     def __init__(self) -> None:
         self._open: dict[uuid.UUID, set[StandingKey]] = {}
@@ -607,7 +631,7 @@ class StandingKeys:
 
     @contextlib.contextmanager
     def hold(self, key: StandingKey) -> Iterator[StandingKey]:
-        """For the block, the key hears of changes."""
+        """Notify the key of changes for the duration of the block."""
         api_key_id = key.principal.api_key_id
         self._open.setdefault(api_key_id, set()).add(key)
         try:
@@ -615,11 +639,12 @@ class StandingKeys:
         finally:
             held = self._open[api_key_id]
             held.discard(key)
-            key.on_shut_out = tell_nobody  # a stream that has ended goes at once, without a collector
+            # So that an ended stream is freed without a garbage collection
+            key.on_shut_out = tell_nobody
             if not held:
                 del self._open[api_key_id]
 
     def changed(self, api_key_id: uuid.UUID, networks: Sequence[Network], ended_secrets: Collection[bytes] = ()) -> None:
-        """Tell all that is open with a key."""
+        """Notify everything that is open with a key."""
         for key in tuple(self._open.get(api_key_id, ())):
             key.change(networks, ended_secrets)

@@ -1,7 +1,8 @@
-"""The server's TLS: certificate, key and client authorities from files that may be renewed while it runs.
+"""TLS of the server: certificate, key and client authorities, from files that may be renewed at run
+time.
 
-Owns reading them and looking whether they have changed, once per handshake. What cannot be used is refused at start; later, while a
-renewal is half written or wrong, the ones before stay in use and the log says why.
+Checks the files for changes once per handshake. Unusable files are rejected at start; later, while
+a renewal is incomplete or invalid, the previous ones stay in use, and the log says why.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What one handshake uses. context: the same for servers that speak TLS by Python's `ssl`."""
+    """Key material of a handshake. context: the same for servers that use Python's `ssl`."""
 
     key: bytes
     certificate: bytes
@@ -32,15 +33,15 @@ class Material:
     context: ssl.SSLContext
 
     def for_grpc(self) -> grpc.ServerCertificateConfiguration:
-        """The same as gRPC takes it."""
+        """Return the material in gRPC's form."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], self.client_ca)
 
 
 class Tls:
-    """TLS by three files. All that listens in this process shares one of these."""
+    """TLS from three files, shared by all listeners of this process."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
-        """Raises: SettingInvalid naming the variable of a file that cannot be used."""
+        """Raises: SettingInvalid naming the variable of an unusable file."""
         self._certificate = certificate
         self._key = key
         self._client_ca = client_ca
@@ -55,7 +56,10 @@ class Tls:
         return self._client_ca is not None
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For `add_secure_port`. The files are looked at in each handshake, on a thread of gRPC's."""
+        """Return credentials for `add_secure_port`.
+
+        gRPC checks the files in each handshake, on its own thread.
+        """
         given = self._material
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -67,10 +71,14 @@ class Tls:
         return grpc.dynamic_ssl_server_credentials(first, fetch, needed)  # type: ignore[arg-type]  # None is "as before"
 
     def ssl_context(self, alpn: Sequence[str]) -> ssl.SSLContext:
-        """For servers that take Python's: the files are looked at in each handshake. alpn: protocols to offer, the best first."""
+        """Return a context for Python servers that checks the files per handshake.
+
+        alpn: protocols, preferred first.
+        """
 
         def take(connection: ssl.SSLObject, _name: str, _context: ssl.SSLContext) -> None:
-            """What a handshake begins with, whether the client names a server or not: take the present certificate."""
+            """Select the current certificate; called at the start of each handshake, with or
+            without server name."""
             connection.context = self.present().context
             connection.context.set_alpn_protocols(list(alpn))
 
@@ -80,12 +88,13 @@ class Tls:
         return outer
 
     def present(self) -> Material:
-        """What the files hold, read again if they have changed; what they held before if that cannot be used."""
+        """Return the current material; the previous one if changed files are unusable."""
         try:
             stamp = self._look()
             if stamp != self._stamp:
                 material = self._read()
-                if self._look() == stamp:  # else they are being written: the next handshake looks again
+                # Else they are being written: the next handshake checks again
+                if self._look() == stamp:
                     self._material, self._stamp = material, stamp
                     log.info("tls_renewed", certificate=str(self._certificate))
         except (OSError, SettingInvalid) as error:
@@ -93,22 +102,23 @@ class Tls:
         return self._material
 
     def _look(self) -> Stamp:
-        """By what a changed file is recognised."""
+        """Return what identifies the state of the files."""
         found = [path.stat() for path in (self._certificate, self._key, self._client_ca) if path is not None]
         return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)
 
     def _read(self) -> Material:
-        """Raises: SettingInvalid, OSError."""
+        """Read the files. Raises: SettingInvalid, OSError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         for path in (self._certificate, self._key):
-            path.read_bytes()  # first, since the next call does not say which of them is missing
+            path.read_bytes()  # first, because the next call does not name the missing file
         try:
-            context.load_cert_chain(self._certificate, self._key, password="")  # else OpenSSL asks at the terminal
+            # Else OpenSSL prompts for one
+            context.load_cert_chain(self._certificate, self._key, password="")
         except ssl.SSLError as error:
             raise SettingInvalid(
-                f"WEIR_TLS_CERTIFICATE={str(self._certificate)!r}, WEIR_TLS_KEY={str(self._key)!r}: give PEM files of a "
-                f"certificate and its own key, which must not be encrypted ({error.reason or error})"
+                f"WEIR_TLS_CERTIFICATE={str(self._certificate)!r}, WEIR_TLS_KEY={str(self._key)!r}: must be PEM files of a "
+                f"certificate and its unencrypted key ({error.reason or error})"
             ) from error
         client_ca = None
         if self._client_ca is not None:
@@ -116,13 +126,16 @@ class Tls:
             try:
                 context.load_verify_locations(self._client_ca)
             except ssl.SSLError as error:
-                raise SettingInvalid(f"WEIR_TLS_CLIENT_CA={str(self._client_ca)!r}: give a PEM file of certificates") from error
+                raise SettingInvalid(f"WEIR_TLS_CLIENT_CA={str(self._client_ca)!r}: must be a PEM file of certificates") from error
             context.verify_mode = ssl.CERT_REQUIRED
         return Material(self._key.read_bytes(), self._certificate.read_bytes(), client_ca, context)
 
 
 def open_tls(settings: Settings) -> Tls | None:
-    """The TLS of these settings; None for plaintext. Raises: SettingInvalid, also for plaintext where others could listen."""
+    """Return the TLS of these settings; None for plaintext.
+
+    Raises: SettingInvalid, also for unsafe plaintext.
+    """
     files = settings.tls_files()
     if files is not None:
         return Tls(*files)
@@ -133,8 +146,8 @@ def open_tls(settings: Settings) -> Tls | None:
         if is_local(address) or settings.allow_plaintext:
             continue
         raise SettingInvalid(
-            f"{variable}={address!r} is reachable from other machines, and API keys and prompts would travel in "
-            "the clear: set WEIR_TLS_CERTIFICATE and WEIR_TLS_KEY, or listen on 127.0.0.1, or set WEIR_ALLOW_PLAINTEXT=1 if a "
-            "proxy that speaks TLS stands before this server"
+            f"{variable}={address!r} is reachable from other machines, and would receive API keys and prompts in "
+            "plaintext: set WEIR_TLS_CERTIFICATE and WEIR_TLS_KEY, or listen on 127.0.0.1, or set WEIR_ALLOW_PLAINTEXT=1 if a "
+            "TLS proxy is in front of this server"
         )
     return None

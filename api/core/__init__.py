@@ -1,1 +1,2 @@
-"""Imported by every package of the API, and imports none of them: errors, settings, wire values, guards of calls."""
+"""Base package of the API, which imports no other part of it: errors, settings, wire values, call
+guards."""

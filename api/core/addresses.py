@@ -1,7 +1,7 @@
-"""From where a call comes: the address of who has connected, or what a trusted proxy says of who has connected to it.
+"""Client addresses of calls: the peer's own, or the one that a trusted proxy reports.
 
-What a client writes about itself is never believed: of `X-Forwarded-For` only the entries that trusted proxies have added count,
-which are those at its right end.
+Statements by clients are ignored: only entries of `X-Forwarded-For` that trusted proxies added
+count, which are those at its right end.
 """
 
 from __future__ import annotations
@@ -15,28 +15,36 @@ from urllib.parse import unquote
 
 from metering.tenants.networks import Address, Network, allows, parse_address
 
-FORWARDED_FOR = "x-forwarded-for"  # the header, and the metadata of gRPC, that proxies add to
-NETWORK_BITS = 64  # of an IPv6 address: one customer of a provider has all addresses behind them
-WITH_PORT = re.compile(r"\[(?P<six>[^\]]*)\](?::\d+)?|(?P<four>[^:]*):\d+")  # as some proxies write an address
+FORWARDED_FOR = "x-forwarded-for"  # header and gRPC metadata key that proxies add to
+# Of an IPv6 address: a customer of a provider has all addresses of such a network
+NETWORK_BITS = 64
+# Format of some proxies
+WITH_PORT = re.compile(r"\[(?P<six>[^\]]*)\](?::\d+)?|(?P<four>[^:]*):\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """From where a call comes. peer: as gRPC names it: `ipv4:192.0.2.1:4711`. address: None where none is known."""
+    """Origin of a call.
+
+    peer: in gRPC's notation, `ipv4:192.0.2.1:4711`. address: None if unknown.
+    """
 
     peer: str
     address: Address | None
 
 
 class Proxies:
-    """Those whose word on addresses is taken."""
+    """Trusted proxies, by network."""
 
     def __init__(self, networks: Sequence[Network] = ()) -> None:
-        """networks: where they are; none: nobody is believed."""
+        """networks: of the proxies; empty: none is trusted."""
         self._networks = networks
 
     def origin(self, peer: str, forwarded: Iterable[str]) -> Origin:
-        """forwarded: values of `X-Forwarded-For`, in order. The right-most entry that is no trusted proxy is who has called."""
+        """Return the origin of a call: the right-most address that is not a trusted proxy.
+
+        forwarded: values of `X-Forwarded-For`, in order.
+        """
         seen = connected(peer.rpartition(":")[0])
         if not self._networks or not allows(self._networks, seen):
             return Origin(peer, seen)
@@ -45,28 +53,29 @@ class Proxies:
                 continue
             address = parse_entry(entry)
             if address is None:
-                return Origin(peer, None)  # a trusted proxy does not know it either
+                return Origin(peer, None)  # a trusted proxy does not know the address
             seen = address
             if not allows(self._networks, seen):
                 break
-        assert seen is not None, "what is trusted is known"
+        assert seen is not None, "a trusted address is known"
         return Origin(named(seen), seen)
 
 
 def host_of(place: str) -> str | None:
-    """The host of a peer as gRPC names it, without its port; None for a socket of this machine."""
+    """Return the host of a peer in gRPC's notation, without its port; None for a Unix socket."""
     kind, _, host = place.partition(":")
     return unquote(host).strip("[]") if kind in ("ipv4", "ipv6") else None
 
 
 @functools.lru_cache(maxsize=4096)
 def connected(place: str) -> Address | None:
-    """The address of a peer as gRPC names it, without its port: by that alone the connections of one client differ."""
+    """Return the address of a peer in gRPC's notation without port; connections of a client differ
+    only in the port."""
     return None if (host := host_of(place)) is None else parse_address(host)
 
 
 def parse_entry(text: str) -> Address | None:
-    """An address as proxies write it: alone, or with its port."""
+    """Parse an address as proxies write it, with or without a port; None if invalid."""
     if (address := parse_address(text)) is not None:
         return address
     match = WITH_PORT.fullmatch(text)
@@ -74,13 +83,13 @@ def parse_entry(text: str) -> Address | None:
 
 
 def named(address: Address) -> str:
-    """An address as gRPC names a peer, of no port."""
+    """Return an address as gRPC names a peer, without a port."""
     return f"ipv4:{address}:0" if address.version == 4 else f"ipv6:[{address}]:0"
 
 
 @functools.lru_cache(maxsize=4096)
 def address_of(peer: str) -> str:
-    """The address of a peer as gRPC names it, without its port; of IPv6 the network. All sockets of this machine are one."""
+    """Return a peer's address without port; for IPv6 its network. All Unix sockets count as one."""
     if (host := host_of(peer.rpartition(":")[0])) is None:
         return peer.partition(":")[0]
     host = host.partition("%")[0]
@@ -96,7 +105,7 @@ def address_of(peer: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether a listening address is a Unix socket or on the loopback, so that no other machine reaches it."""
+    """Return whether a listening address is local: a Unix socket or on the loopback."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     host = address.rpartition(":")[0].strip("[]")

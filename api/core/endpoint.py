@@ -1,4 +1,5 @@
-"""Where the api process of this machine listens, and whether it serves: told to other local processes by a file."""
+"""Connection file: addresses and state of the api process of this machine, for other local
+processes."""
 
 from __future__ import annotations
 
@@ -12,15 +13,17 @@ from types import MappingProxyType
 import msgspec
 
 ENDPOINT_FILE = "serve.json"
-LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "[::]": "[::1]"}  # of those that listen everywhere
+# For processes that listen on all addresses
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "[::]": "[::1]"}
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the process that wrote last has told. All is empty if none has, URLs also for doors that there are not.
+    """Content of the connection file.
 
-    openai_url: what OpenAI's clients take as base URL. console_url: for people. metrics_url: what Prometheus asks.
-    serving: whether it takes requests.
+    Empty if no process has written it; URLs also if a listener is off. openai_url: base URL for
+    OpenAI clients. console_url: for people. metrics_url: for Prometheus. serving: whether the
+    process accepts requests.
     """
 
     address: str = ""
@@ -32,10 +35,10 @@ class Told:
 
 
 class Endpoint:
-    """What this process tells."""
+    """Writer of the connection file of this process."""
 
     def __init__(self, home: Path, listen_address: str, port: int, *, tls: bool, urls: Mapping[str, str]) -> None:
-        """port: the one that it is bound to. urls: of the doors over HTTP, as `Told` has them."""
+        """port: the bound one. urls: of the HTTP listeners, by field of `Told`."""
         host = listen_address.rpartition(":")[0]
         local = listen_address if listen_address.startswith("unix") else f"{LOOPBACK.get(host, host)}:{port}"
         self.address = f"https://{local}" if tls else local
@@ -44,7 +47,7 @@ class Endpoint:
         self._serving: bool | None = None
 
     def tell(self, *, serving: bool) -> None:
-        """Store it, whole or not at all, if it has changed."""
+        """Write the file atomically if its content has changed."""
         if serving is self._serving:
             return
         self._serving = serving
@@ -62,7 +65,10 @@ def read_endpoint(home: Path) -> Told:
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory, or close one of ours, to everybody but its owner. Its group may pass: see `embedded_postgres.py`."""
+    """Create a directory, or restrict an existing one of ours, to its owner.
+
+    The group may traverse it: see `embedded_postgres.py`.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if status.st_uid == os.geteuid() and status.st_mode & 0o067:
@@ -70,7 +76,7 @@ def make_private(directory: Path) -> None:
 
 
 def local_url(host: str, port: int, path: str, *, tls: bool = False) -> str:
-    """The URL of a door over HTTP, for somebody on this machine."""
+    """Return the URL of an HTTP listener, for clients on this machine."""
     named = f"[{host}]" if ":" in host else host
     return f"http{'s' if tls else ''}://{LOOPBACK.get(named, named)}:{port}{path}"
 
@@ -84,10 +90,10 @@ def bound_socket(
     options: Mapping[int, int] = MappingProxyType({}),
     backlog: int | None = None,
 ) -> socket.socket:
-    """A socket on the first of so many ports that is free. Raises: OSError naming the address, and the variable that sets it.
+    """Return a socket bound to the first free port of a range.
 
-    options: of the socket, which its connections inherit. backlog: of one that listens at once, since two may bind a port, and only
-    one may listen there.
+    Raises: OSError naming address and variable. options: socket options, inherited by connections.
+    backlog: to listen at once, since two sockets may bind a port, but only one may listen.
     """
     host, first = address
     try:
@@ -108,11 +114,11 @@ def bound_socket(
                     raise
     except (OSError, OverflowError) as error:
         ports = f"ports {first} to {first + port_count - 1}" if port_count > 1 else f"port {first}"
-        wrong = f"cannot listen on {host}, {ports}, {purpose}: {error}; {variable} names another, or off"
+        wrong = f"cannot listen on {host}, {ports}, {purpose}: {error}; set {variable} to another address, or to off"
         raise OSError(wrong) from error
     raise AssertionError("there is at least one port")
 
 
 def forget_endpoint(home: Path) -> None:
-    """Before a start: what an earlier process wrote is not true any more."""
+    """Delete the file of an earlier process, before a start."""
     (home / ENDPOINT_FILE).unlink(missing_ok=True)

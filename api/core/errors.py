@@ -1,7 +1,7 @@
-"""What the wire itself refuses; and the one table from domain error to status, and what goes into the details.
+"""Errors of the wire, and the table that maps domain errors to statuses and their details.
 
-Domain errors know nothing of gRPC; the table knows nothing of how they come about. A test fails if a concrete error class of
-`inference`, `metering` or this package is missing from it.
+Domain errors do not depend on gRPC. A test fails if a concrete error class of `inference`,
+`metering` or this package is missing from the table.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One field that is wrong, and what would be right."""
+    """An invalid field, and what is allowed."""
 
     field: str
     description: str
 
 
 class ApiError(Exception):
-    """Base of the errors that the wire itself raises. violations: fields that are wrong."""
+    """Base of the errors that the wire raises itself. violations: invalid fields."""
 
     reason = "INTERNAL"
     violations: Sequence[FieldViolation] = ()
 
     def __init__(self, message: str, **facts: object) -> None:
-        """facts: what else a client is told, by name."""
+        """facts: further details for the client, by name."""
         super().__init__(message)
         self.facts = {name: str(value) for name, value in facts.items()}
 
 
 class Unauthenticated(ApiError):
-    """No usable API key came with the call."""
+    """The call has no usable API key."""
 
     reason = "UNAUTHENTICATED"
 
@@ -70,8 +70,7 @@ class AuthenticationThrottled(ApiError):
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__(
-            f"too many API keys from this address were not valid: the next one is looked at in {retry_after_s:.1f} s; "
-            "keys that were good lately are served meanwhile"
+            f"too many invalid API keys from this address: retry in {retry_after_s:.1f} s; keys that were valid recently still work"
         )
         self.retry_after_s = retry_after_s
 
@@ -83,7 +82,9 @@ class TooManyReports(ApiError):
     retry_after_s = 1.0
 
     def __init__(self, report_count: int) -> None:
-        super().__init__(f"{report_count} reports of this API key run or wait, which is the most: ask again when some have ended")
+        super().__init__(
+            f"{report_count} reports of this API key are running or waiting, which is the limit: retry when some have ended"
+        )
 
 
 class PermissionDenied(ApiError):
@@ -98,11 +99,11 @@ class AddressNotAllowed(PermissionDenied):
     reason = "ADDRESS_NOT_ALLOWED"
 
     def __init__(self, address: Address | None) -> None:
-        told = "an unknown address" if address is None else str(address)
+        origin = "an unknown address" if address is None else str(address)
         super().__init__(
-            f"this API key may not be used from {told}, which this call comes from: use it from one of its networks, "
-            "or let an administrator allow this one",
-            address=told,
+            f"this API key may not be used from {origin}: use it from one of its networks, "
+            "or ask an administrator to allow this one",
+            address=origin,
         )
 
 
@@ -112,8 +113,8 @@ class ModelNotAllowed(ApiError):
     reason = "MODEL_NOT_ALLOWED"
 
     def __init__(self, key_prefix: str, model: str) -> None:
-        told = f"key {key_prefix} may not use the model {model[:64]!r}: ListModels tells those that it may use"
-        super().__init__(told, model=model)
+        message = f"key {key_prefix} may not use the model {model[:64]!r}: see ListModels for those it may use"
+        super().__init__(message, model=model)
 
 
 class InvalidRequest(ApiError):
@@ -130,12 +131,12 @@ class KeepTooLong(InvalidRequest):
     """`keep_on_disconnect` is longer than this server allows; `keep_max_s` is its limit."""
 
     def __init__(self, keep_s: float, keep_max_s: float) -> None:
-        wrong = f"must be at most {keep_max_s:g} s here, not {keep_s:g} s"
+        wrong = f"must be at most {keep_max_s:g} s, got {keep_s:g} s"
         super().__init__([FieldViolation("keep_on_disconnect", wrong)], keep_max_s=keep_max_s)
 
 
 class KeyBoundExceeded(InvalidRequest):
-    """A request has, or asks for, more tokens than its key may have in one."""
+    """A request has or asks for more tokens than its key allows per request."""
 
     reason = "KEY_LIMIT_EXCEEDED"
 
@@ -152,7 +153,7 @@ class PromptTooLong(ApiError):
     def __init__(
         self, input_token_count: int, max_output_tokens: int | None, context_window_tokens: int, *, is_least: bool = False
     ) -> None:
-        """is_least: the prompt was not tokenized, since it has so many tokens at least."""
+        """is_least: the prompt was not tokenized; input_token_count is a lower bound."""
         wanted = 1 if max_output_tokens is None else max_output_tokens
         excess = input_token_count + wanted - context_window_tokens
         output = "at least 1 output token" if max_output_tokens is None else f"max_output_tokens of {max_output_tokens}"
@@ -187,7 +188,10 @@ class PromptTooLarge(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class LongInput:
-    """One text that is too long. index: among the request's inputs. is_least: it was not tokenized, and has so many at least."""
+    """A text that is too long.
+
+    index: in the request's inputs. is_least: token_count is a lower bound.
+    """
 
     index: int
     token_count: int
@@ -201,11 +205,11 @@ class InputsTooLong(ApiError):
 
     def __init__(self, inputs: Sequence[LongInput], context_window_tokens: int) -> None:
         first, others = inputs[0], len(inputs) - 1
-        also, least = f", and {others} more are too long" if others else "", "at least " if first.is_least else ""
+        also, least = f", and {others} other inputs are too long" if others else "", "at least " if first.is_least else ""
         super().__init__(
             f"inputs[{first.index}] has {least}{first.token_count} tokens{also}: "
-            f"the model takes {context_window_tokens} in one text. "
-            "Split it, or set truncation to leave its end out",
+            f"the model accepts {context_window_tokens} per text. "
+            "Split it, or set truncation to cut its end off",
             input_index=first.index,
             input_token_count=first.token_count,
             context_window_tokens=context_window_tokens,
@@ -218,7 +222,10 @@ class InputsTooLong(ApiError):
 
 
 class PromptFiltered(ApiError):
-    """The safety stage refuses the prompt. rule: which of the operator's rules matched; field: where the prompt stands."""
+    """The safety checks reject the prompt.
+
+    rule: the operator's rule that matched; field: where the prompt is.
+    """
 
     reason = "PROMPT_FILTERED"
 
@@ -239,7 +246,9 @@ class MessageTooLarge(ApiError):
     reason = "MESSAGE_TOO_LARGE"
 
     def __init__(self, byte_count: int, byte_count_max: int) -> None:
-        super().__init__(f"the message has {byte_count:,} bytes; this call takes at most {byte_count_max:,}: send less at once")
+        super().__init__(
+            f"the message has {byte_count:,} bytes; this call takes at most {byte_count_max:,}: send a smaller message"
+        )
 
 
 class TooManyCalls(ApiError):
@@ -251,17 +260,17 @@ class TooManyCalls(ApiError):
     reason = "TOO_MANY_CALLS"
 
     def __init__(self, retry_after_s: float) -> None:
-        super().__init__(f"calls of this API key come faster than they are answered: call again in {retry_after_s:.1f} s")
+        super().__init__(f"calls of this API key arrive faster than they are answered: retry in {retry_after_s:.1f} s")
         self.retry_after_s = retry_after_s
 
 
 class CallMissing(ApiError):
-    """The contract has this call, and this server does not."""
+    """The contract has this call, but this server does not."""
 
     reason = "UNIMPLEMENTED"
 
     def __init__(self, method: str) -> None:
-        super().__init__(f"this server does not have the call {method}")
+        super().__init__(f"this server does not implement the call {method}")
 
 
 class UnknownRequest(ApiError):
@@ -271,7 +280,7 @@ class UnknownRequest(ApiError):
 
 
 class RequestUnderWay(ApiError):
-    """A frame starts a request that runs already, with another payload."""
+    """A `start` frame names a running request, with another payload."""
 
     reason = "REQUEST_ID_REUSED"
 
@@ -288,11 +297,9 @@ class OutputGone(ApiError):
     reason = "OUTPUT_GONE"
 
     def __init__(self, after_seq: int, oldest_seq: int, last_seq: int) -> None:
-        there = (
-            f"the deltas {oldest_seq} to {last_seq} are there" if oldest_seq <= last_seq else f"there is nothing after {last_seq}"
-        )
+        there = f"deltas {oldest_seq} to {last_seq} are kept" if oldest_seq <= last_seq else f"no output after {last_seq} is kept"
         super().__init__(
-            f"what follows delta {after_seq} cannot be sent: {there}; attach with an after_seq of {oldest_seq - 1} to {last_seq} "
+            f"output after delta {after_seq} cannot be sent: {there}; attach with an after_seq of {oldest_seq - 1} to {last_seq} "
             "to receive the rest",
             oldest_seq=oldest_seq,
             last_seq=last_seq,
@@ -308,9 +315,9 @@ class RequestOver(ApiError):
     reason = "REQUEST_SETTLED"
 
     def __init__(self, outcome: str) -> None:
-        how = "its server went away before it was done" if outcome == "FAILED" else f"it ended as {outcome or 'VOIDED'}"
-        told = f"{how}, and its output is not kept here: its usage stands beside this; a new request_id runs it again"
-        super().__init__(told, outcome=outcome.lower())
+        how = "its server died before it was done" if outcome == "FAILED" else f"it ended as {outcome or 'VOIDED'}"
+        message = f"{how}, and its output is not kept: its usage is included; use a new request_id to run it again"
+        super().__init__(message, outcome=outcome.lower())
 
 
 class OwnerAway(ApiError):
@@ -341,10 +348,10 @@ class PreparationLimit(ApiError):
     retry_after_s = 1.0
 
     def __init__(self, owner: str, taken_chars: int, chars: int, chars_max: int) -> None:
-        """owner: whose limit it is: "API key" or "organization"."""
+        """owner: "API key" or "organization"."""
         super().__init__(
             f"prompts of this {owner} with {taken_chars} characters are being prepared, and {chars} more would exceed its limit of "
-            f"{chars_max}: send fewer large prompts at once, and this one again"
+            f"{chars_max}: send fewer large prompts at once, and retry this one"
         )
 
 
@@ -356,12 +363,12 @@ class TooManyStreams(ApiError):
 
 
 class MessageMissing(ApiError):
-    """A call that takes one message came without it."""
+    """A unary call arrived without its message."""
 
     reason = "MESSAGE_MISSING"
 
     def __init__(self, wait_s: float) -> None:
-        super().__init__(f"the message of this call has not come: send it within {wait_s:.0f} s")
+        super().__init__(f"the message of this call has not arrived: send it within {wait_s:.0f} s")
 
 
 class QueueFull(ApiError):
@@ -373,9 +380,9 @@ class QueueFull(ApiError):
     reason = "QUEUE_FULL"
 
     def __init__(self, own_count: int, waiting_count: int, retry_after_s: float) -> None:
-        whose = f"{own_count} of yours wait" if own_count else f"{waiting_count} wait"
+        whose = f"{own_count} of your requests are waiting" if own_count else f"{waiting_count} requests are waiting"
         super().__init__(
-            f"the queue before this model is full, {whose}: a place is kept for the same request in {retry_after_s:.2f} s"
+            f"the queue of this model is full ({whose}): retry the same request in {retry_after_s:.2f} s, when it will have a place"
         )
         self.retry_after_s = retry_after_s
 
@@ -389,8 +396,8 @@ class StartsTooLate(ApiError):
     reason = "STARTS_TOO_LATE"
 
     def __init__(self, wait_s: float, left_s: float, retry_after_s: float) -> None:
-        told = f"the wait is about {wait_s:.2f} s, and the deadline is in {max(left_s, 0.0):.2f} s"
-        super().__init__(told, estimated_wait_s=f"{wait_s:.3f}")
+        message = f"the wait is about {wait_s:.2f} s, and the deadline is in {max(left_s, 0.0):.2f} s"
+        super().__init__(message, estimated_wait_s=f"{wait_s:.3f}")
         self.wait_s = wait_s
         self.retry_after_s = retry_after_s
 
@@ -401,8 +408,8 @@ class EngineLost(ApiError):
     reason = "ENGINE_FAILED"
 
     def __init__(self, retry_after_s: float) -> None:
-        told = "the engine broke before the first token: nothing is billed, send the same request again"
-        super().__init__(told, retry_with="same_request_id")
+        message = "the engine failed before the first token: nothing is billed; send the same request again"
+        super().__init__(message, retry_with="same_request_id")
         self.retry_after_s = retry_after_s
 
 
@@ -413,8 +420,8 @@ class EngineLostMidway(ApiError):
 
     def __init__(self, delivered_token_count: int) -> None:
         super().__init__(
-            f"the engine broke after {delivered_token_count} tokens, which are delivered and billed: ask for the rest, or for all "
-            "of it, under a new request_id; this one answers with its usage from now on",
+            f"the engine failed after {delivered_token_count} tokens, which are delivered and billed: request the rest, or all "
+            "of it, with a new request_id; this one returns its usage from now on",
             delivered_token_count=delivered_token_count,
             retry_with="new_request_id",
         )
@@ -427,7 +434,7 @@ class NotAdmittedYet(ApiError):
 
 
 class CancelledEarly(ApiError):
-    """The client cancelled before the request was admitted."""
+    """The client cancelled before admission."""
 
     reason = "CANCELLED"
 
@@ -458,17 +465,17 @@ class KeyRevokedMidway(ApiError):
 
 
 class DeadlineBeforeStart(ApiError):
-    """The deadline passed before the request was admitted."""
+    """The deadline passed before admission."""
 
     reason = "DEADLINE_EXCEEDED"
 
 
-VIOLATION_COUNT_MAX = 100  # told at once
-LONG_INPUTS_SHOWN_MAX = 20  # more would not fit the metadata that a status travels in
-TEXT_CHARS_MAX = 256  # of a name, an id, a label or a filter: the longest that the database takes has 200
-# Fields that may be longer. Some of them have a smaller bound of their own, which their handler checks.
+VIOLATION_COUNT_MAX = 100  # reported at once
+LONG_INPUTS_SHOWN_MAX = 20  # more would not fit the metadata that carries a status
+TEXT_CHARS_MAX = 256  # of names, ids, labels and filters; the longest database column has 200
+# Fields that may be longer. Handlers check lower limits of some.
 CHARS_MAX: Mapping[str, int] = {"reason": 1000, "raise_reason": 1000, "url": 2000, "page_token": 2000}
-# Text for a model, which may hold anything. Its size is bounded by the message and by the parsers of these types.
+# Text for a model, with any content. Its size is limited by the message and by its parser.
 FREE_TEXT = frozenset(
     {
         "weir.v1.Conversation",
@@ -481,67 +488,80 @@ FREE_TEXT = frozenset(
         "weir.v1.Tool",
     }
 )
-ELEMENT_COUNT_MAX = 2000  # of one message: looking at as many takes a millisecond, on the event loop and before its key is known
-CONFIGURATION_ELEMENT_COUNT_MAX = 100_000  # of a whole configuration, which an administrator sends
+# Per message: checking takes a millisecond on the event loop, before the key is known
+ELEMENT_COUNT_MAX = 2000
+CONFIGURATION_ELEMENT_COUNT_MAX = 100_000  # per configuration, which an administrator sends
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-CONTROL_IN_PROSE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a reason may have lines and tabs
+# A reason may have line breaks and tabs
+CONTROL_IN_PROSE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 PROSE = frozenset({"reason", "raise_reason"})
 
 
 class Violations:
-    """Collects what is wrong with a message."""
+    """Collector of violations of a message."""
 
     def __init__(self) -> None:
         self._found: list[FieldViolation] = []
 
     def check(self, right: bool, field: str, description: str) -> None:
-        """Note a violation unless `right`. Raises: InvalidRequest once there are as many as are told at once."""
+        """Record a violation unless `right`.
+
+        Raises: InvalidRequest once as many as are reported at once.
+        """
         if right:
             return
         if len(self._found) + 1 == VIOLATION_COUNT_MAX:
-            description += "; what stands behind it was not looked at"
+            description += "; further fields were not checked"
         self._found.append(FieldViolation(field, description))
         if len(self._found) == VIOLATION_COUNT_MAX:
             self.raise_if_any()
 
     def check_count(self, count: int, most: int, field: str) -> bool:
-        """Note a violation if there are more elements than allowed; whether each of them is to be looked at."""
-        self.check(count <= most, field, f"at most {most} are allowed, not {count}")
+        """Record a violation if there are too many elements.
+
+        Return whether to check each of them.
+        """
+        self.check(count <= most, field, f"at most {most} are allowed, got {count}")
         return count <= most
 
     def check_text(self, text: str, field: str, name: str = "", *, missing: str = "") -> None:
-        """Note a violation if a name, an id, a label or a filter is too long or has control characters.
+        """Record a violation if a name, id, label or filter is too long or has control characters.
 
-        name: of the field, where `field` is a path. missing: what is said where there is none; empty: it may be left out.
+        name: of the field, if `field` is a path. missing: violation of an empty text; empty: the
+        text is optional.
         """
         most = CHARS_MAX.get(name or field, TEXT_CHARS_MAX)
         if missing and not text:
             self.check(False, field, missing)
         elif len(text) > most:
-            self.check(False, field, f"must have at most {most} characters, not {len(text)}")
+            self.check(False, field, f"must have at most {most} characters, got {len(text)}")
         elif not text.isprintable() and (CONTROL_IN_PROSE if name in PROSE else CONTROL).search(text) is not None:
             self.check(False, field, "must not contain control characters")
 
     def raise_if_any(self) -> None:
-        """Raises: InvalidRequest with all of them."""
+        """Raise InvalidRequest with all violations, if any."""
         if self._found:
             raise InvalidRequest(self._found)
 
 
 def check_texts(message: Message) -> None:
-    """Check every short text of a message, however deep it stands. Text for a model is not looked at. Raises: InvalidRequest."""
+    """Check all short texts of a message at any depth; text for a model is exempt.
+
+    Raises: InvalidRequest.
+    """
     wrong = Violations()
     is_configuration = message.DESCRIPTOR.full_name == "weir.v1.ApplyConfigurationRequest"
     most = CONFIGURATION_ELEMENT_COUNT_MAX if is_configuration else ELEMENT_COUNT_MAX
     for count, (text, field, name) in enumerate(_texts(message, ""), 1):
         if count > most:
-            raise InvalidRequest([FieldViolation(field, f"the message has more than {most:,} elements: send fewer")])
+            raise InvalidRequest([FieldViolation(field, f"the message has more than {most:,} elements; send fewer")])
         wrong.check_text(text, field, name)
     wrong.raise_if_any()
 
 
 def _texts(message: Message, path: str) -> Iterator[tuple[str, str, str]]:
-    """Texts of a message with their field, as a path and by name. An element that is a message counts as an empty text."""
+    """Yield the texts of a message with path and name of their field; message elements count as
+    empty texts."""
     for name, is_repeated, is_map, is_text in _fields_with_text(message.DESCRIPTOR):
         value = getattr(message, name)
         field = f"{path}{name}"
@@ -563,7 +583,8 @@ def _texts(message: Message, path: str) -> Iterator[tuple[str, str, str]]:
 
 @cache
 def _fields_with_text(kind: Descriptor) -> tuple[tuple[str, bool, bool, bool], ...]:
-    """Fields of a message type that hold short texts: name, whether repeated, whether a map of texts, whether a text."""
+    """Return the fields of a message type with short texts: name, is repeated, is a map of texts,
+    is a text."""
     return tuple(
         (field.name, field.is_repeated, _is_text_map(field), field.type == FieldDescriptor.TYPE_STRING)
         for field in kind.fields
@@ -591,7 +612,7 @@ ERROR_DOMAIN = "weir.dev"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 
-# What is not in it is a bug of ours and goes out as INTERNAL without its text.
+# An error without an entry is a bug and becomes INTERNAL without its text.
 KINDS: Mapping[int, tuple[type[Exception], ...]] = {
     code_pb2.UNAUTHENTICATED: (Unauthenticated, KeyRevokedMidway, metering_errors.KeyInvalid),
     code_pb2.PERMISSION_DENIED: (AddressNotAllowed, PermissionDenied, ModelNotAllowed),
@@ -670,17 +691,20 @@ CODES: Mapping[type, int] = {kind: code for code, kinds in KINDS.items() for kin
 
 
 def code_of(error: BaseException) -> int:
-    """The code of its class, or else of the nearest of its bases."""
+    """Return the code of an error's class, or of the nearest base class with one."""
     return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), code_pb2.INTERNAL)
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason that a client is told: one of some dozens, whatever the error says."""
+    """Return the reason sent to the client: one of some dozens."""
     return "INTERNAL" if code_of(error) == code_pb2.INTERNAL else str(getattr(error, "reason", "INTERNAL"))
 
 
 def status_of(error: BaseException) -> status_pb2.Status:
-    """The status that a client sees for an error, details included. Internal errors carry an incident id and no text."""
+    """Return the status for an error, with details.
+
+    Internal errors get an incident id and no text.
+    """
     code = code_of(error)
     if code == code_pb2.INTERNAL:
         return internal_status(error)
@@ -691,7 +715,7 @@ def status_of(error: BaseException) -> status_pb2.Status:
 
 
 def internal_status(error: BaseException) -> status_pb2.Status:
-    """INTERNAL with an incident id, under which the log has the rest."""
+    """Return INTERNAL with an incident id, under which the error is logged."""
     incident_id = log_incident(error)
     info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=ERROR_DOMAIN, metadata={"incident_id": incident_id})
     return pack(code_pb2.INTERNAL, f"internal error, incident {incident_id}: quote it to support", [info])
@@ -730,21 +754,21 @@ def facts(source: object, *names: str) -> dict[str, str]:
 
 
 def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
-    """Which limit, how much of it is left, when it resets, and whether waiting helps."""
+    """Return the exceeded limit, the rest of it, its reset, and whether waiting helps."""
     first = error.failing[0]
-    told = facts(first, "quota_id", "subject", "subject_id", "model", "dimension", "used", "held") | {
+    message = facts(first, "quota_id", "subject", "subject_id", "model", "dimension", "used", "held") | {
         "limit": str(first.limit_value),
         "remaining": str(max(first.remaining, 0)),
         "requested": str(error.requested[0]),
         "retry_helps": "true" if error.retry_helps else "false",
     }
     if first.resets_at is not None:
-        told["reset_time"] = first.resets_at.isoformat().replace("+00:00", "Z")
-    return told
+        message["reset_time"] = first.resets_at.isoformat().replace("+00:00", "Z")
+    return message
 
 
 def details_of(error: BaseException) -> list[Message]:
-    """Standard details beside ErrorInfo: BadRequest, QuotaFailure, RetryInfo."""
+    """Return the standard details besides ErrorInfo: BadRequest, QuotaFailure, RetryInfo."""
     details: list[Message] = []
     if violations := violations_of(error):
         bad_request = error_details_pb2.BadRequest()

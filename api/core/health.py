@@ -1,7 +1,8 @@
-"""Whether this process serves, and if not, because of what.
+"""Health of this process, and the reasons if it does not serve.
 
-Each service has its gRPC health name, and so has each part that it depends on: `quota-store`, and `engine/<model>` for each model.
-A load balancer asks for a service; a person who wants to know why asks for the parts. `operator_http.py` tells the same over HTTP.
+Each service has its gRPC health name, and so does each part that it depends on: `quota-store`, and
+`engine/<model>` for each model. Load balancers check a service; the parts show the reason.
+`operator_http.py` reports the same over HTTP.
 """
 
 from __future__ import annotations
@@ -44,15 +45,17 @@ log = structlog.get_logger(__name__)
 
 
 class Health:
-    """What health checks are told, by name: the whole server (the empty name), each service, and the parts that they depend on."""
+    """Health by name: the whole server (empty name), each service, and the parts that they depend
+    on."""
 
     def __init__(self) -> None:
         self.servicer = HealthServicer()
         self._told: dict[str, bool] = {}
-        self.reasons: tuple[str, ...] = ("starting",)  # why no request can be admitted; none: it can
+        # Why no request can be admitted; empty if it can
+        self.reasons: tuple[str, ...] = ("starting",)
 
     async def tell(self, serving: Mapping[str, bool]) -> None:
-        """Tell the watchers of each name if it changed."""
+        """Report to the watchers of each name whose state has changed."""
         for name, well in serving.items():
             if self._told.get(name) is not well:
                 self._told[name] = well
@@ -63,7 +66,8 @@ class Health:
 async def keep_health(
     health: Health, endpoint: Endpoint, router: Router, holds: HoldStore, settings: Settings, stopping: asyncio.Event
 ) -> None:
-    """Tell clients and this machine what is so until the process drains; from then on nothing serves."""
+    """Report health to clients and to the connection file until the process drains; then report not
+    serving."""
     told: Mapping[str, bool] = {}
     while not stopping.is_set():
         parts = {STORE: store_is_well(holds, settings)}
@@ -83,19 +87,25 @@ async def keep_health(
 
 
 def serves(engine: Backend) -> bool:
-    """Whether requests of its model are served: at once, or after a start that each of them waits for."""
+    """Return whether requests of a backend's model are served, at once or after a start."""
     return engine.healthy() or engine.condition().starts_on_demand
 
 
 def services(parts: Mapping[str, bool], may_admit_without_store: bool) -> dict[str, bool]:
-    """What each service can do with the parts as they are. The whole server is what its inference is."""
+    """Return the state of each service for these parts.
+
+    The whole server has the state of inference.
+    """
     engine_ready = any(well for name, well in parts.items() if name != STORE)
     inference = engine_ready and (parts[STORE] or may_admit_without_store)
     return dict.fromkeys(SERVICES, parts[STORE]) | {INFERENCE_SERVICE: inference, "": inference}
 
 
 def reasons(parts: Mapping[str, bool], is_serving: bool) -> tuple[str, ...]:
-    """Return why no request can be admitted. Model names are left out, since the port needs no key."""
+    """Return why no request can be admitted.
+
+    Model names are omitted, since the port needs no key.
+    """
     if is_serving:
         return ()
     engine_ready = any(well for name, well in parts.items() if name != STORE)
@@ -104,10 +114,13 @@ def reasons(parts: Mapping[str, bool], is_serving: bool) -> tuple[str, ...]:
 
 
 def store_is_well(holds: HoldStore, settings: Settings) -> bool:
-    """Whether the database answers, or is away for a moment only. One that never answered is not well."""
+    """Return whether the database answers, or has been away only briefly.
+
+    False if it never answered.
+    """
     return holds.away_s is None or (holds.has_answered and holds.away_s < settings.store_away_health_s)
 
 
 def may_admit_without_store(holds: HoldStore, settings: Settings) -> bool:
-    """Whether requests can still be let in under what was set aside."""
+    """Return whether requests can be admitted under pre-authorized holds."""
     return settings.store_away_policy == "grace" and holds.statistics().standing_hold_count > 0

@@ -1,4 +1,5 @@
-"""Turns every error that leaves a handler into its status, so that none escapes as UNKNOWN with its class and text."""
+"""Guards of gRPC handlers: turn every error into its status, so that none escapes as UNKNOWN with
+its text."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from api.core.pace import VISIT, FramePace, Visit, measured
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# What is not a prompt, texts or a configuration needs some kilobytes. It is read on the event loop, before the key is known.
+# Messages other than prompts, texts and configurations are small. They are parsed on the event
+# loop, before the key is known.
 MESSAGE_BYTES_MAX = 64 * 2**10
 LARGE_MESSAGES = frozenset(
     {
@@ -31,14 +33,16 @@ LARGE_MESSAGES = frozenset(
     }
 )
 
-METHOD: ContextVar[str] = ContextVar("method")  # the path of the call that this task answers; gRPC's context does not tell
+# Path of the current call, which gRPC's context does not provide
+METHOD: ContextVar[str] = ContextVar("method")
 
-SERIALIZED = frozenset({"/weir.v1.InferenceService/Generate"})  # whose answers are written in the wire format
+# Calls whose answers are serialized by the handler
+SERIALIZED = frozenset({"/weir.v1.InferenceService/Generate"})
 
-# Health checks are answered whoever else calls from their address.
+# Health checks are never delayed by other calls from their address.
 PROBE = "/grpc.health.v1.Health/Check"
 
-# Of this task's last message: seconds of processor time that it took to be parsed on the event loop, and its size.
+# Of this task's last message: processor seconds to parse it on the event loop, and its size.
 READ_S: ContextVar[float] = ContextVar("read_s", default=0.0)
 READ_BYTES: ContextVar[int] = ContextVar("read_bytes", default=0)
 
@@ -46,8 +50,9 @@ READ_BYTES: ContextVar[int] = ContextVar("read_bytes", default=0)
 async def abort(context: Context, status: status_pb2.Status) -> None:
     """End the call with a status and its details.
 
-    The context keeps the error that it aborts with, and that would keep every frame that it passes, with the context in each: a
-    cycle of fifty objects for each refused call, freed by the thousand in one go that holds the event loop for 30 ms.
+    The context keeps the error that aborts it, which would keep every frame it passes through, with
+    the context in each: a cycle of fifty objects per refused call, whose collection blocks the
+    event loop for 30 ms.
     """
     try:
         await context.abort(CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
@@ -62,29 +67,29 @@ Failed = Callable[[str, BaseException], None]
 
 
 def tell_nobody(method: str, error: BaseException) -> None:
-    """For servers whose failed calls nobody counts."""
+    """Ignore failed calls. Default observer."""
 
 
 Parse = Callable[[bytes], Any]
-Wrap = Callable[[str, Any], Any]  # of a call's path and its `grpc.RpcMethodHandler`: another one
+Wrap = Callable[[str, Any], Any]  # from path and `grpc.RpcMethodHandler` of a call to a new handler
 
 
 class GuardedServices:
-    """Takes the place of a server where generated code registers its handlers, and registers them wrapped.
+    """Server facade on which generated code registers its handlers; registers them wrapped.
 
-    An interceptor does the same at each call, and leaves a reference cycle behind each time.
+    An interceptor would do this at each call, and leave a reference cycle each time.
     """
 
     def __init__(self, server: grpc.aio.Server, *wraps: Wrap) -> None:
-        """wraps: from the inside out."""
+        """wraps: from the innermost to the outermost."""
         self._server = server
         self._wraps = wraps
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """The same handlers come with their names."""
+        """Ignore these: the same handlers are registered with their names."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """See `grpc.aio.Server`."""
+        """Implement the method of `grpc.aio.Server`."""
         wrapped = {}
         for name, handler in handlers.items():
             for wrap in self._wraps:
@@ -95,15 +100,18 @@ class GuardedServices:
 
 
 class Guard:
-    """Wraps calls that answer once, with a stream, or talk both ways; passes on the abort itself and cancellation."""
+    """Wraps unary and streaming handlers. Aborts and cancellations pass through."""
 
     def __init__(self, failed: Failed = tell_nobody, pace: FramePace | None = None) -> None:
-        """failed: told of the path of each call that ends with an error, and of that. pace: counts calls; None: nobody does."""
+        """failed: called with path and error of each failed call.
+
+        pace: counts calls; None: they are not counted.
+        """
         self._failed = failed
         self._pace = pace
 
     def __call__(self, method: str, handler: Any) -> Any:
-        """See `Wrap`."""
+        """Implement `Wrap`."""
         most = None if method in LARGE_MESSAGES else MESSAGE_BYTES_MAX
         read, write = tolerant(handler.request_deserializer, most), handler.response_serializer
         if handler.unary_unary is not None:
@@ -123,7 +131,7 @@ class Guard:
 
 
 def visiting(guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FramePace) -> Callable[[Any, Any], Awaitable[Any]]:
-    """A handler whose calls are counted."""
+    """Return a handler whose calls are counted."""
 
     async def visit(request: Any, context: Context) -> Any:
         one = Visit(pace, context.peer())
@@ -139,7 +147,7 @@ def visiting(guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FrameP
 
 
 def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """A handler that writes its answers, made of one that may yield them: only such a one can be guarded."""
+    """Turn a handler that may yield its answers into one that writes them, which can be guarded."""
     if not inspect.isasyncgenfunction(handle):
         return handle
 
@@ -153,23 +161,24 @@ def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
 def guarded(
     handle: Callable[..., Any], method: str, failed: Failed = tell_nobody, parse: Parse | None = None
 ) -> Callable[[Any, Any], Coroutine[Any, Any, Any]]:
-    """A handler of the call at this path, whose errors become statuses. A refusal waits for its turn.
+    """Return a handler whose errors become statuses. A refusal waits for its turn.
 
-    parse: of the messages of a stream, where the transport hands them on as they came.
+    method: path of the call. parse: parses the messages of a stream if the transport does not.
     """
 
     async def guard(request: Any, context: Context) -> Any:
         METHOD.set(method)
         error: BaseException
         try:
-            # gRPC's own iterator is part of a reference cycle that keeps the last message.
+            # gRPC's own iterator is part of a reference cycle that keeps the last message
             request = ReceivedMessages(context, parse) if isinstance(request, AsyncIterable) else checked(request)
             return await handle(request, context)
         except (grpc.aio.AbortError, asyncio.CancelledError) as ended:
-            ended.__traceback__ = None  # task groups keep the error in a frame that it refers to
+            # Task groups keep the error in a frame that the error refers to
+            ended.__traceback__ = None
             raise
         except NotImplementedError as absent:
-            # What the generated classes do for a call that nobody has written: not our bug, and no incident.
+            # Raised by generated classes for unimplemented calls: neither a bug nor an incident.
             is_absent = context.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNIMPLEMENTED.value[0])
             error = CallMissing(method) if is_absent else absent
         except BaseExceptionGroup as group:
@@ -189,9 +198,9 @@ def guarded(
 
 
 def tolerant(deserialize: Callable[[bytes], Any] | None, byte_count_max: int | None = None) -> Callable[[bytes], Any] | None:
-    """A deserializer that hands its error on as the message: raised where gRPC calls it, it would go out as UNKNOWN.
+    """Return a deserializer that returns its error as the message; gRPC would turn it into UNKNOWN.
 
-    byte_count_max: of a message; None if the transport's own limit will do.
+    byte_count_max: of a message; None: the transport's limit.
     """
     if deserialize is None:
         return None
@@ -203,7 +212,7 @@ def tolerant(deserialize: Callable[[bytes], Any] | None, byte_count_max: int | N
         try:
             return deserialize(data)
         except Exception:
-            return MessageUnreadable("the message cannot be read: it is not a message of this call's request type")
+            return MessageUnreadable("the message cannot be parsed as this call's request type")
         finally:
             READ_S.set(time.thread_time() - began_at)
             READ_BYTES.set(len(data))
@@ -212,7 +221,7 @@ def tolerant(deserialize: Callable[[bytes], Any] | None, byte_count_max: int | N
 
 
 def checked(request: Any) -> Any:
-    """A request that can be read, whose short texts are within their bounds.
+    """Return a request that was parsed and whose short texts are within their limits.
 
     Raises: MessageUnreadable, MessageTooLarge, InvalidRequest.
     """
@@ -224,13 +233,13 @@ def checked(request: Any) -> Any:
 
 
 class ReceivedMessages(AsyncIterator[Any]):
-    """Messages of a stream, up to the first one that cannot be read. Keeps no message between two reads."""
+    """Messages of a stream up to the first invalid one. Keeps no message between reads."""
 
     def __init__(self, context: Context, parse: Parse | None = None) -> None:
-        """parse: None if the transport has parsed what it hands on."""
+        """parse: None if the transport parses."""
         self._context = context
         self._parse = parse
-        # Waited for before a large message is parsed, which takes several times its size.
+        # Awaited before a large message is parsed, which takes several times its size.
         self.before_large: Callable[[], Awaitable[object]] | None = None
 
     async def __anext__(self) -> Any:
@@ -247,7 +256,7 @@ class ReceivedMessages(AsyncIterator[Any]):
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first plain error inside nested groups: a task group wraps even a single one."""
+    """Return the first plain error inside nested groups; a task group wraps even a single one."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,4 +1,5 @@
-"""Messages of records that several services send: limits, models and prices, receipts, alerts, profiles, single requests."""
+"""Messages that several services send: limits, models and prices, receipts, alerts, profiles,
+requests."""
 
 from __future__ import annotations
 
@@ -29,12 +30,13 @@ from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile
 from metering.tenants.tenants import Principal
 
-NO_WEIGHTS = Weights(0, 0, 0)  # what is told of a quota that counts no tokens
+NO_WEIGHTS = Weights(0, 0, 0)  # of a quota that counts no tokens
 SUBJECT_ORDER = {subject: index for index, subject in enumerate(QuotaSubject)}
 DIMENSION_ORDER = {dimension: index for index, dimension in enumerate(QuotaDimension)}
-INPUT_COUNT_MAX = 2048  # texts in one call: what others offer; more gain nothing, a batch is smaller
-ANSWER_BYTES_MAX = 4 * 2**20 - 2**16  # what gRPC clients take unless told otherwise, less what stands beside the vectors
-EMBEDDING_BYTES = 24  # of a message beside its vector
+INPUT_COUNT_MAX = 2048  # texts per call, as elsewhere; more gain nothing, since a batch is smaller
+# GRPC clients' default limit, less room for fields besides the vectors
+ANSWER_BYTES_MAX = 4 * 2**20 - 2**16
+EMBEDDING_BYTES = 24  # of a message besides its vector
 
 
 def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
@@ -52,9 +54,10 @@ def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
     return status
 
 
-@functools.lru_cache(maxsize=64)  # what was admitted together has one time
+@functools.lru_cache(maxsize=64)  # requests admitted together have one time
 def resets(now: datetime) -> tuple[tuple[int, int, int] | None, ...]:
-    """Return the end of each window of `UNITS`: in seconds since 1970, and seconds and nanoseconds until then; None for no end."""
+    """Return the end of each window of `UNITS`: seconds since 1970, and seconds and nanoseconds
+    left; None: no end."""
     ends = window_ends(now)
     left = [None if end is None else end - now for end in ends]
     return tuple(
@@ -63,9 +66,13 @@ def resets(now: datetime) -> tuple[tuple[int, int, int] | None, ...]:
     )
 
 
-@functools.lru_cache(maxsize=32_768)  # told with every request, and rarely changed; some 20 MB at most
+# Sent with every request and rarely changed; some 20 MB at most
+@functools.lru_cache(maxsize=32_768)
 def quota_in_force(rule: QuotaRule, subject_name: str, raise_reason: str) -> types_pb2.QuotaStatus:
-    """What of a limit's status is the same from request to request. To be copied, not changed."""
+    """Return the part of a limit's status that is the same for every request.
+
+    Copy it, do not change it.
+    """
     weights = rule.weights if rule.token_scale is not None else NO_WEIGHTS
     limit_value = rule.limit_value or 0
     status = types_pb2.QuotaStatus(
@@ -89,12 +96,12 @@ def quota_in_force(rule: QuotaRule, subject_name: str, raise_reason: str) -> typ
 
 
 def quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
-    """One message each, in order: organization, project, key, then dimension."""
+    """Return one message per state, in order: organization, project, key, then dimension."""
     return [quota_status(state) for state in sorted(states, key=lambda state: order(state.rule))]
 
 
 def effective_quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
-    """All limits that the same requests meet, in that order, and which of them bind."""
+    """Return all limits that the same requests count against, in order, and mark those that bind."""
     statuses = []
     for each in effective(sorted(states, key=lambda state: order(state.rule))):
         status = quota_status(each.state)
@@ -105,12 +112,12 @@ def effective_quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.Quo
 
 
 def order(rule: QuotaRule) -> tuple[int, int, str]:
-    """By subject, from the organization down, then dimension, then model."""
+    """Sort key of rules: subject from the organization down, then dimension, then model."""
     return SUBJECT_ORDER[rule.subject], DIMENSION_ORDER[rule.dimension], rule.model
 
 
 def input_count_max(model: ModelInfo) -> int:
-    """Most texts of one call: so many that their vectors fit a message of the size that clients take. 0 if the model generates."""
+    """Return the maximum texts per call, whose vectors fit a message; 0 if the model generates."""
     if not model.embedding_dimension:
         return 0
     return min(INPUT_COUNT_MAX, ANSWER_BYTES_MAX // (4 * model.embedding_dimension + EMBEDDING_BYTES))
@@ -123,7 +130,10 @@ def receipt_messages(receipts: Iterable[IssuedReceipt]) -> list[receipts_pb2.Rec
 def receipt_message(
     receipt: IssuedReceipt, new: Callable[..., receipts_pb2.Receipt] = receipts_pb2.Receipt
 ) -> receipts_pb2.Receipt:
-    """What it says, and what proves it. new: makes the message where it is to be: one that is put there would be copied."""
+    """Return a receipt with its proof.
+
+    new: creates the message in place, since assigning one copies it.
+    """
     ids, numbers, previous_hash, (currency_code, model, outcome) = parts_of(receipt.encoded)
     part, sent, cached, billed, embedded, price_version, cost_picos, admitted_us, settled_us, sequence = numbers
     organization_id, project_id, api_key_id = _owners(ids[:48])
@@ -160,7 +170,7 @@ def receipt_message(
 
 @functools.lru_cache(maxsize=4096)  # the keys in use
 def _owners(ids: bytes) -> list[str]:
-    """Organization, project and API key as text."""
+    """Return organization, project and API key as text."""
     return list(map(str, owners_in(ids)))
 
 
@@ -210,7 +220,7 @@ def billing_profile_message(profile: BillingProfile) -> types_pb2.BillingProfile
 
 
 def parse_billing_profile(message: types_pb2.BillingProfile) -> BillingProfile:
-    """The profile that a message holds, not validated."""
+    """Parse a billing profile, without validation."""
     texts = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.name != "emails"}
     return BillingProfile(emails=tuple(message.emails), **texts)
 
@@ -224,7 +234,7 @@ STATES = {
 
 
 async def models_for(router: Router, sessions: Sessions, principal: Principal) -> list[pb.Model]:
-    """The models that the caller may use, with what it pays for them."""
+    """Return the models that the caller may use, with its prices."""
     owner = principal.organization_id
     async with sessions() as session:
         found = await versions_in_force(session, currency_code=principal.currency_code, organization_id=owner)
@@ -237,7 +247,7 @@ async def models_for(router: Router, sessions: Sessions, principal: Principal) -
 
 
 def model_message(model: ModelInfo, prices: Sequence[pb.Price], router: Router) -> pb.Model:
-    """One model that can be asked for. prices: what the caller pays for it, by tier, the interactive one first."""
+    """Return one model. prices: the caller's, by tier, interactive first."""
     replicas = router.replicas(model.name)
     return wire.message_of(
         pb.Model,
@@ -260,7 +270,7 @@ def price_message(paid: CustomerPrice) -> pb.Price:
 
 
 def restrictions(principal: Principal) -> pb.KeyRestrictions:
-    """What the key itself is good for."""
+    """Return the restrictions of the key itself."""
     lifetime_s, bounds = principal.secret_lifetime_s, principal.bounds
     return pb.KeyRestrictions(
         prefix=principal.key_prefix,
@@ -274,7 +284,7 @@ def restrictions(principal: Principal) -> pb.KeyRestrictions:
 
 
 async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> pb.Generation:
-    """What is recorded of one request. Raises: NotFound if the project has no such request."""
+    """Return the record of one request. Raises: NotFound if the project has no such request."""
     hold, currency_code, events = await find_recorded_request(session, project_id, request_id)
     generation = pb.Generation(
         request_id=str(request_id),
@@ -297,7 +307,7 @@ async def find_generation(session: AsyncSession, project_id: uuid.UUID, request_
 
 
 def running_usage(hold: Hold) -> types_pb2.Usage:
-    """What the database knows of a request that runs: the counts of its last extension."""
+    """Return the recorded usage of a running request, as of its last extension."""
     if hold.embedding:
         return types_pb2.Usage(embedding_token_count=hold.input_token_count)
     return types_pb2.Usage(

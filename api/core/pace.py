@@ -1,11 +1,11 @@
-"""Pace of the frames, calls and HTTP requests of an API key and its organization, or of an address without a key.
+"""Rate limiting of frames, calls and HTTP requests by processor time.
 
-It counts processor time and not frames: a cancel takes 10 µs, an attach that looks into the books half a millisecond. Requests that
-are let in are not counted, but for what makes one dearer to read than an ordinary one is: quotas, permits and the queue bound
-those. Of requests that are refused the preparation of their prompts is counted too.
-
-Who has used up its share of the event loop waits for its turn, and so does its next call. While the event loop is late for
-everybody, all shares shrink together: what is counted here is not worth a late token.
+Limits apply per API key and organization, or per address without a key. Processor time is counted
+instead of frames, because a cancel takes 10 µs and an attach with a database lookup half a
+millisecond. Admitted requests are bounded by quotas, permits and the queue, so only above-average
+parsing time counts for them; for refused requests the preparation of prompts counts as well. A key
+that has used up its share of the event loop waits before its next slice or call. While the event
+loop lags, all shares shrink together, to protect token latency.
 """
 
 from __future__ import annotations
@@ -24,26 +24,31 @@ from api.core.addresses import address_of
 from api.core.errors import TooManyCalls
 from metering.quotas.quota_rules import Owner
 
-BURST_S = 0.1  # of work at any speed: a client that comes back attaches to some hundred requests at once
-MESSAGE_COST_S = 40e-6  # of the transport for each message, which nobody here can measure
-BYTE_COST_S = 1.5e-9  # of the transport for each byte of a message or body
-CALL_COST_S = 700e-6  # of a call that answers once, from its connection to its answer; counted before it is answered
-CALL_OVERHEAD_S = 400e-6  # of the part of it that the transport computes, which nobody here can measure
-CALL_WAIT_S_MAX = 2.0  # for the turn of such a call: one that would wait longer on an idle process is refused
-REFUSAL_WAIT_S_MAX = 5.0  # for a refusal: who floods has that many fewer calls to make
-REFUSALS_WAITING_MAX = 1500  # of one payer; one more is refused at once
-LOOKUP_COST_S = 500e-6  # of an attach to what does not run here: its way through the books, and perhaps to another process
-REFUSAL_COST_S = 300e-6  # of a request that has begun and was refused: by its model, the books, or the queue
-START_FREE_S = 300e-6  # of reading a request that is let in: an ordinary one takes less
-WAIT_S_MIN = 0.005  # less is saved up: timers are no finer than a millisecond, and small messages would wait for that each
-# All streams wait through what holds the event loop in one piece: beyond a slice's time it costs its key more than the same time in
-# small pieces, up to a factor.
+# Of work at any speed: a reconnecting client attaches to some hundred requests at once
+BURST_S = 0.1
+MESSAGE_COST_S = 40e-6  # of the transport per message, which cannot be measured here
+BYTE_COST_S = 1.5e-9  # of the transport per byte of a message or body
+CALL_COST_S = 700e-6  # of a unary call from connection to answer; counted before the answer
+CALL_OVERHEAD_S = 400e-6  # the transport's part of it, which cannot be measured here
+# For the turn of a unary call; refused if it would be longer on an idle process
+CALL_WAIT_S_MAX = 2.0
+REFUSAL_WAIT_S_MAX = 5.0  # for a refusal, which slows down a client that floods
+REFUSALS_WAITING_MAX = 1500  # of one payer; further refusals are sent at once
+# Of an attach to a request that does not run here: a database lookup, perhaps a relay
+LOOKUP_COST_S = 500e-6
+# Of a request that was started and refused by its model, the database or the queue
+REFUSAL_COST_S = 300e-6
+START_FREE_S = 300e-6  # of parsing an admitted request; an ordinary one takes less
+WAIT_S_MIN = 0.005  # shorter waits add up first, since timers are no finer than a millisecond
+# All streams wait while the event loop is blocked: beyond this time in one piece, each second costs
+# its key more, up to a factor.
 STALL_S = 0.001
 STALL_FACTOR_MAX = 64.0
-KEYS_MAX = 20_000  # keys and organizations; beyond it those that owe nothing are forgotten
-ORGANIZATION_SHARES = 2.0  # of a key, for all keys of an organization: one that floods leaves the other half to the rest
-ADDRESS_SHARES = 0.4  # of a key, for what comes from one address without a good key
-# The event loop is late for everybody when a timer is. Each time that it is seen late all shares shrink, otherwise they grow back.
+KEYS_MAX = 20_000  # keys and organizations; above it, those without debt are dropped
+# Shares of a key for all keys of an organization; a key that floods leaves half to the rest
+ORGANIZATION_SHARES = 2.0
+ADDRESS_SHARES = 0.4  # shares of a key for an address without a valid key
+# Lag of a timer from which on all shares shrink; without lag they recover.
 LATE_S = 0.0025
 SHRINK, GROW = 0.7, 1.03
 ROOM_MIN = 0.1
@@ -53,44 +58,44 @@ Payer = Owner | str  # an API key with its organization, or an address
 
 @dataclass(slots=True)
 class Turns:
-    """The streams of one key that wait: all but the first for those before them."""
+    """Waiting streams of one key: all but the first wait for those before them."""
 
     first: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting_count: int = 0
 
 
 class FramePace:
-    """How long each API key has to wait until its next frames are worked off, in one process."""
+    """Waiting times before the next frames of each API key, in one process."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
         """share: of the event loop's time, for the frames of one key."""
         self._share = share
         self._clock = clock
-        self.room = 1.0  # what there is of each share now, between `ROOM_MIN` and 1
-        # A clock that goes as fast as there is room: so what is given back is what was counted, whatever room there was then.
+        self.room = 1.0  # current fraction of each share, between `ROOM_MIN` and 1
+        # A clock that runs at the rate `room`, so that refunds equal what was counted at any rate.
         self._now, self._looked_at = 0.0, clock()
-        # By the number of an API key or organization, or by address: when, on that clock, what it has spent will have been
-        # waited for.
+        # Time on that clock at which the debt is paid off, by number of a key or organization, or
+        # by address.
         self._free_at: dict[int | str, float] = {}
         self._turns: dict[int, Turns] = {}
-        self._late_counts: dict[int | str, int] = {}  # of refusals that wait
+        self._late_counts: dict[int | str, int] = {}  # waiting refusals
 
     def late(self, lag_s: float) -> None:
-        """So late a timer was: to be told at regular intervals of some 50 ms."""
+        """Adjust the shares to the lag of a timer. Call at regular intervals of some 50 ms."""
         self._look()
         self.room = max(self.room * SHRINK, ROOM_MIN) if lag_s > LATE_S else min(self.room * GROW, 1.0)
 
     def _look(self) -> float:
-        """The time on the clock that goes as fast as there is room."""
+        """Return the time on the clock that runs at the rate `room`."""
         now = self._clock()
         self._now += (now - self._looked_at) * self.room
         self._looked_at = now
         return self._now
 
     def spent(self, owner: Payer, cost_s: float, held_s: float = 0.0) -> None:
-        """So much more time was spent on frames of this key; less than nothing gives back.
+        """Count time spent on frames of this key; a negative cost is a refund.
 
-        held_s: for which the event loop was held besides, in one piece.
+        held_s: additional time that blocked the event loop in one piece.
         """
         cost_s += held_s * min(max(held_s / STALL_S, 1.0), STALL_FACTOR_MAX)
         accounts: tuple[tuple[int | str, float], ...]
@@ -107,7 +112,7 @@ class FramePace:
             self._free_at = {each: at for each, at in self._free_at.items() if at > now}
 
     def read(self, owner: Payer, cost_s: float, byte_count: int) -> None:
-        """A message of this size was parsed in so long."""
+        """Count a parsed message of this size, and the seconds that parsing took."""
         self.spent(owner, BYTE_COST_S * byte_count, cost_s)
         if (visit := VISIT.get()) is not None:
             visit.was_counted(cost_s)
@@ -125,24 +130,26 @@ class FramePace:
                     visit.was_counted(cost_s)
 
     def wait_s(self, owner: Payer) -> float:
-        """For so long nothing more of this key is to be worked off."""
+        """Return how long the work of this key has to wait, in seconds."""
         if isinstance(owner, str):
             free_at = self._free_at.get(owner, -math.inf)
         else:
             key_id, organization_id = owner.api_key_id.int, owner.organization_id.int
             free_at = max(self._free_at.get(key_id, -math.inf), self._free_at.get(organization_id, -math.inf))
-        if free_at <= self._now:  # as for most: that needs no look at the clock
+        if free_at <= self._now:  # the common case, without reading the clock
             return 0.0
         return max(free_at - self._look(), 0.0) / self.room
 
     async def turn_to_call(self, owner: Owner) -> None:
-        """Wait for the turn of a call that answers once, and count what it costs. Raises: TooManyCalls.
+        """Wait for the turn of a unary call, and count its cost. Raises: TooManyCalls.
 
-        A refusal costs too, and comes no sooner than the turn would have: who calls anew at once waits for it.
+        A refusal is counted too, and is delayed as long as the turn, to slow down immediate
+        retries.
         """
         turns = self._turns.get(owner.api_key_id.int)
         waiting_count = 0 if turns is None else turns.waiting_count
-        # As if there were all room: who calls no more than that is not refused because others keep the event loop busy.
+        # At full room: a client within its share is not refused because others keep the event loop
+        # busy.
         wait_s = self.wait_s(owner)
         ahead_s = wait_s * self.room + waiting_count * CALL_COST_S / self._share
         if ahead_s > CALL_WAIT_S_MAX:
@@ -153,7 +160,7 @@ class FramePace:
         self.spent(owner, CALL_COST_S)
 
     async def refusal(self, owner: Payer) -> None:
-        """Wait before an answer that is a refusal, if others of its payer are waited for: at most `REFUSAL_WAIT_S_MAX`."""
+        """Delay a refusal while its payer owes time, by at most `REFUSAL_WAIT_S_MAX`."""
         line = owner if isinstance(owner, str) else owner.api_key_id.int
         if (wait_s := self.wait_s(owner)) < WAIT_S_MIN or self._late_counts.get(line, 0) >= REFUSALS_WAITING_MAX:
             return
@@ -166,9 +173,10 @@ class FramePace:
                 del self._late_counts[line]
 
     async def turn(self, owner: Owner) -> bool:
-        """Wait until the next slice of this key may be worked off; whether that was not at once.
+        """Wait until the next slice of this key may run. Return whether that took any time.
 
-        Streams take turns. Without that each new one would have its first slice at once, and all that wait would wake together.
+        Streams take turns: otherwise each new one would run its first slice at once, and all
+        waiting streams would wake up together.
         """
         key_id = owner.api_key_id.int
         if key_id not in self._turns and self.wait_s(owner) < WAIT_S_MIN:
@@ -176,7 +184,8 @@ class FramePace:
         turns = self._turns.setdefault(key_id, Turns())
         turns.waiting_count += 1
         try:
-            async with turns.first:  # let go with the return: whoever is next runs when the slice of this one is over
+            # Released on return: the next stream runs when this slice is over
+            async with turns.first:
                 await asyncio.sleep(self.wait_s(owner))
         finally:
             turns.waiting_count -= 1
@@ -186,13 +195,14 @@ class FramePace:
 
 
 class Visit:
-    """One call or HTTP request: what it costs on the event loop, and who pays for it once it is over.
+    """One call or HTTP request: its cost on the event loop, and its payer.
 
-    An address pays until a key is known. Nobody pays for what is let in, which quotas bound, and for administrators.
+    An address pays until a key is known. Admitted requests, which quotas bound, and administrators
+    are free.
     """
 
     def __init__(self, pace: FramePace, peer: str) -> None:
-        """peer: who has connected, as gRPC names it."""
+        """peer: the client, in gRPC's notation."""
         self._pace = pace
         self._peer = peer
         self._owner: Owner | None = None
@@ -202,12 +212,12 @@ class Visit:
         self.work_s = 0.0
 
     def belongs_to(self, owner: Owner, *, is_free: bool) -> None:
-        """A key is known. is_free: nobody pays for what it does."""
+        """Set the key that pays. is_free: its work is not charged."""
         self._owner = owner
         self._is_free = self._is_free or is_free
 
     async def turn_to_call(self) -> None:
-        """Wait for its turn, unless it has had it. Raises: TooManyCalls."""
+        """Wait for the turn, once. Raises: TooManyCalls."""
         if self._is_free or self._had_turn or self._owner is None:
             return
         self._had_turn = True
@@ -215,27 +225,27 @@ class Visit:
         self._counted_s += CALL_COST_S
 
     def was_counted(self, work_s: float) -> None:
-        """So much of its work was counted elsewhere."""
+        """Exclude work that was counted elsewhere."""
         self.work_s -= work_s
 
     def let_in(self) -> None:
-        """What it asks for is done, and bounded by quotas: what was counted for it is given back."""
+        """Refund the counted time of an admitted request, which quotas bound."""
         if not self._is_free:
             self._is_free = True
             self._pace.spent(self._payer, -self._counted_s)
 
     def count(self, cost_s: float) -> None:
-        """Count so much of it now, before it is over."""
+        """Count a part of the cost before the end."""
         self._counted_s += cost_s
         self._pace.spent(self._payer, cost_s)
 
     def over(self) -> None:
-        """Count what it has cost and was not counted before."""
+        """Count the remaining cost."""
         if not self._is_free and (cost_s := self.work_s + CALL_OVERHEAD_S - self._counted_s) > 0:
             self.count(cost_s)
 
     async def turn(self) -> None:
-        """Wait before it is answered, if it has had no turn and its payer owes time."""
+        """Wait before the answer if the visit had no turn and its payer owes time."""
         if not self._is_free and not self._had_turn:
             self._had_turn = True
             await self._pace.refusal(self._payer)
@@ -245,12 +255,13 @@ class Visit:
         return address_of(self._peer) if self._owner is None else self._owner
 
 
-VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)  # of the call or HTTP request that this task answers
+# Of the call or HTTP request that this task answers
+VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
 
 
 @types.coroutine
 def measured(visit: Visit, work: Coroutine[Any, Any, Value]) -> Generator[Any, Any, Value]:
-    """Run a coroutine and add the processor time of each of its steps to the visit's."""
+    """Run a coroutine, and add the processor time of each step to the visit."""
     step: Callable[[Any], Any] = work.send
     value: Any = None
     while True:
@@ -262,7 +273,7 @@ def measured(visit: Visit, work: Coroutine[Any, Any, Value]) -> Generator[Any, A
             return result
         finally:
             visit.work_s += time.thread_time() - began_at
-            value = None  # an error keeps this frame, which is not to keep the error
+            value = None  # an error keeps this frame, which must not keep the error
         try:
             value = yield awaited
             step = work.send

@@ -1,6 +1,7 @@
-"""Settings of one api process, read from the environment once.
+"""Settings of an api process, read from the environment once.
 
-Every bound that protects the service stands here with its reason. Invalid values are refused at start, by name.
+Every limit that protects the service is defined here with its reason. Invalid values are rejected
+at start, by name.
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ Value = TypeVar("Value")
 
 
 class SettingInvalid(ValueError):
-    """An environment variable holds something that cannot be used; the message names it and says what would do."""
+    """An invalid environment variable; the message names it and says what is allowed."""
 
 
 class Unshown(ValueError):
-    """A value that cannot be used, and that no message may repeat."""
+    """An invalid value that must not appear in messages."""
 
 
 def setting(variable: str, default: Any, parse: Callable[[str], Any]) -> Any:
-    """A field that `from_environment` fills from the variable. default: a value, or what makes one."""
+    """Declare a field that `from_environment` reads from the variable.
+
+    default: a value, or a factory.
+    """
     metadata = {"variable": variable, "parse": parse}
     return field(default_factory=default, metadata=metadata) if callable(default) else field(default=default, metadata=metadata)
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """Parser of a whole number between two bounds."""
+    """Return a parser of integers in a range."""
 
     def parse(text: str) -> int:
         try:
@@ -52,7 +56,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
-    """Parser of a number between two bounds."""
+    """Return a parser of numbers in a range."""
 
     def parse(text: str) -> float:
         try:
@@ -67,7 +71,7 @@ def number(least: float, most: float) -> Callable[[str], float]:
 
 
 def positive(most: float) -> Callable[[str], float]:
-    """Parser of a number above 0 and up to a bound."""
+    """Return a parser of numbers above 0 and up to a maximum."""
 
     def parse(text: str) -> float:
         try:
@@ -79,7 +83,10 @@ def positive(most: float) -> Callable[[str], float]:
 
 
 def pairs(what: str, parse: Callable[[str], Value], parse_name: Callable[[str], object] = str) -> Callable[[str], dict[str, Value]]:
-    """Parser of `name=value` pairs, separated by commas. what: how messages call them."""
+    """Return a parser of comma-separated `name=value` pairs.
+
+    what: their description in messages.
+    """
 
     def parse_all(text: str) -> dict[str, Value]:
         found: dict[str, Value] = {}
@@ -100,7 +107,7 @@ def pairs(what: str, parse: Callable[[str], Value], parse_name: Callable[[str], 
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """Parser of one word among several."""
+    """Return a parser of one of several words."""
 
     def parse(text: str) -> str:
         if text not in choices:
@@ -111,7 +118,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 
 def address_or_off(text: str) -> str:
-    """Parser of `host:port`, or of the word that there is to be none."""
+    """Parse `host:port` or `off`."""
     host, _, port = text.rpartition(":")
     if text != "off" and not (host and port.isdecimal() and int(port) < 65_536):
         raise ValueError("must be host:port, or off")
@@ -119,12 +126,12 @@ def address_or_off(text: str) -> str:
 
 
 def networks(text: str) -> str:
-    """Parser of networks, separated by commas."""
+    """Parse comma-separated networks."""
     return ",".join(str(parse_network(each.strip())) for each in text.split(",") if each.strip())
 
 
 def listen_address(text: str) -> str:
-    """Parser of where gRPC listens: `host:port`, `[IPv6]:port` or `unix:/path`."""
+    """Parse gRPC's listening address: `host:port`, `[IPv6]:port` or `unix:/path`."""
     host, _, port = text.rpartition(":")
     if not text.startswith(("unix:", "unix-abstract:")) and not (host and port.isdecimal() and int(port) < 65_536):
         raise ValueError("must be host:port, such as 127.0.0.1:8443, or unix:/path")
@@ -132,7 +139,7 @@ def listen_address(text: str) -> str:
 
 
 def postgres_url(text: str) -> str:
-    """Parser of a database. What is refused is not repeated: it may hold a password."""
+    """Parse a database URL. Errors do not repeat it, since it may hold a password."""
     try:
         parts = urlsplit(text)
         known = parts.scheme.partition("+")[0] in ("postgresql", "postgres") and parts.port != 0
@@ -149,34 +156,35 @@ def truth(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
-OPENAI_PORT_DISTANCE = 1000  # so that servers on neighbouring ports do not meet
+OPENAI_PORT_DISTANCE = 1000  # so that servers on neighbouring ports do not collide
 METRICS_PORT_DISTANCE = 2000
-METRICS_PORTS_TRIED = 64  # by processes that share their port with others, and cannot share this one
+METRICS_PORTS_TRIED = 64  # by processes that share their port, because this one cannot be shared
 PORT_MAX = 65_535
 DEMO_MODEL_NAME = "demo"
-TEXT_CHARS_MAX = 1000  # of a letterhead: more would push the invoice off its own page
-WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0  # beyond these a tenant would as good as stand still, or alone
+TEXT_CHARS_MAX = 1000  # of a letterhead; more would not fit the invoice page
+# Beyond these a tenant would practically starve, or starve others
+WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 
 
 def printable(text: str) -> str:
-    """Parser of text that stands on paper: a line, or several with `|` between."""
+    """Parse printable text of one line, or several separated by `|`."""
     if not text.isprintable() or len(text) > TEXT_CHARS_MAX:
         raise ValueError(f"must be at most {TEXT_CHARS_MAX} printable characters, lines separated by |")
     return text
 
 
 def bundled_models() -> dict[str, Path]:
-    """The demo model that comes with Weir."""
+    """Return the demo model that is bundled with Weir."""
     return {DEMO_MODEL_NAME: Path(str(files("inference") / "demo_model" / "weights"))}
 
 
 def default_home() -> Path:
-    """Where state of this machine lives unless said otherwise."""
+    """Return the default directory for local state."""
     return Path.home() / ".weir"
 
 
 def is_truetype(path: Path) -> bool:
-    """Whether the file begins as a TrueType font does; others, such as those with PostScript outlines, cannot be drawn with."""
+    """Return whether a file starts like a TrueType font; other fonts cannot be drawn with."""
     try:
         with path.open("rb") as file:
             return file.read(4) in (b"\x00\x01\x00\x00", b"true")
@@ -185,7 +193,7 @@ def is_truetype(path: Path) -> bool:
 
 
 def lines_of(text: str) -> tuple[str, ...]:
-    """The lines of a text that has them separated by `|`."""
+    """Split a text at `|` into lines."""
     return tuple(filter(None, (line.strip() for line in text.split("|"))))
 
 
@@ -203,7 +211,7 @@ weights_by_id = pairs(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that an api process can be told. Durations in seconds, sizes in bytes."""
+    """Settings of an api process. Durations in seconds, sizes in bytes."""
 
     # Address of gRPC. Without TLS, only a loopback address or a Unix socket.
     listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", listen_address)
@@ -497,11 +505,14 @@ class Settings:
     invoice_font_bold: str = setting("WEIR_INVOICE_FONT_BOLD", "", str)
 
     def openai_address(self) -> tuple[str, int] | None:
-        """Host and port for OpenAI's clients; None for no such door. Port 0 lets the system choose, as for gRPC."""
+        """Return host and port of the HTTP API; None if it is off.
+
+        With port 0 the system chooses.
+        """
         return self._address(self.openai_listen, OPENAI_PORT_DISTANCE)
 
     def metrics_address(self) -> tuple[str, int] | None:
-        """Host and port for Prometheus, in the same way."""
+        """Return host and port of metrics; None if they are off."""
         return self._address(self.metrics_listen, METRICS_PORT_DISTANCE)
 
     @property
@@ -509,47 +520,53 @@ class Settings:
         return METRICS_PORTS_TRIED if self.share_port else 1
 
     def _address(self, given: str, distance: int) -> tuple[str, int] | None:
-        """What a setting says; if it says nothing, on the loopback so far above the port for gRPC, or below where there is none."""
+        """Return the set address, or by default the loopback at this distance from gRPC's port."""
         if given == "off":
             return None
         if given:
             host, _, port = given.rpartition(":")
             return host.strip("[]"), int(port)
         port = self.listen_address.rpartition(":")[2]
-        if not port.isdecimal():  # a Unix socket: there is no port to go by
+        if not port.isdecimal():  # a Unix socket has no port
             return None
         above = int(port) + distance
         return "127.0.0.1", 0 if port == "0" else above if above <= PORT_MAX else int(port) - distance
 
     def proxy_networks(self) -> tuple[Network, ...]:
-        """Where the proxies are whose word on addresses is taken."""
+        """Return the networks of trusted proxies."""
         return networks_of(tuple(filter(None, self.trusted_proxies.split(","))))
 
     def tls_files(self) -> tuple[Path, Path, Path | None] | None:
-        """Certificate, key and client authorities; None without TLS. Raises: SettingInvalid for a half of it."""
+        """Return certificate, key and client authorities; None without TLS.
+
+        Raises: SettingInvalid if incomplete.
+        """
         if not self.tls_certificate and not self.tls_key:
             if self.tls_client_ca:
-                raise SettingInvalid("WEIR_TLS_CLIENT_CA: clients show certificates over TLS alone: give WEIR_TLS_CERTIFICATE too")
+                raise SettingInvalid("WEIR_TLS_CLIENT_CA: client certificates require TLS: set WEIR_TLS_CERTIFICATE too")
             return None
         for variable, value in (("WEIR_TLS_CERTIFICATE", self.tls_certificate), ("WEIR_TLS_KEY", self.tls_key)):
             if not value:
-                raise SettingInvalid(f"{variable} is not set: a certificate and its key go together")
+                raise SettingInvalid(f"{variable} is not set: a certificate requires its key, and a key its certificate")
         return Path(self.tls_certificate), Path(self.tls_key), Path(self.tls_client_ca) if self.tls_client_ca else None
 
     @property
     def journal_directory(self) -> Path:
-        """Where usage journals of this machine's processes live."""
+        """Directory of the usage journals of this machine."""
         return self.home / "journal"
 
     def issuer(self) -> Issuer:
-        """The letterhead. Raises: SettingInvalid if it has letters that no font is given for, or the font cannot be read."""
+        """Return the letterhead.
+
+        Raises: SettingInvalid for letters without a font, or an unreadable font.
+        """
         for spec in (spec for spec in fields(self) if spec.name.startswith("issuer_")):
             variable, text = spec.metadata["variable"], getattr(self, spec.name)
             if not self.invoice_font and not all(shown_by_helvetica(each) for each in text):
-                raise SettingInvalid(f"{variable}={text!r}: name a TrueType font that has these letters with WEIR_INVOICE_FONT")
+                raise SettingInvalid(f"{variable}={text!r}: set WEIR_INVOICE_FONT to a TrueType font that has these letters")
         for variable, file in (("WEIR_INVOICE_FONT", self.invoice_font), ("WEIR_INVOICE_FONT_BOLD", self.invoice_font_bold)):
             if file and not is_truetype(Path(file)):
-                raise SettingInvalid(f"{variable}={file!r}: give a TrueType font, a file that ends in .ttf")
+                raise SettingInvalid(f"{variable}={file!r}: must be a TrueType font, a file that ends in .ttf")
         return Issuer(
             name=self.issuer_name,
             address=lines_of(self.issuer_address),
@@ -562,7 +579,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read and check. Raises: SettingInvalid naming the variable."""
+        """Read and check the environment. Raises: SettingInvalid naming the variable."""
         values: dict[str, Any] = {}
         for spec in fields(cls):
             variable, parse = spec.metadata["variable"], spec.metadata["parse"]
@@ -577,7 +594,7 @@ class Settings:
         return cls(**values)
 
     def to_environment(self) -> dict[str, str]:
-        """The environment from which `from_environment` makes these settings."""
+        """Return the environment from which `from_environment` makes these settings."""
         environment = {}
         for spec in fields(self):
             value = getattr(self, spec.name)

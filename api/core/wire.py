@@ -1,9 +1,12 @@
-"""Values as proto messages and back: times, durations, money, enums, names and labels.
+"""Conversions between values and proto messages: times, durations, money, enums, names and labels.
 
-Hashes of payloads tell apart the same request id with another payload. Keyed: they stay in the database for ever. The key follows
-from the private key that signs receipts, which every api process has and the database does not, so that read access to the
-database is not enough to confirm a guessed prompt. Without such a key the hashes are plain. A hash begins with the name of its
-key, and hashes of different keys are not compared (`metering.holds.operations.is_other_payload`)."""
+Payload hashes detect a request id that is reused with another payload. They are kept in the
+database for ever, so they are keyed: the key is derived from the private key that signs receipts,
+which every api process has and the database does not. Read access to the database therefore cannot
+confirm a guessed prompt. Without such a key the hashes are plain. A hash begins with the name of
+its key, and hashes of different keys are not compared
+(`metering.holds.operations.is_other_payload`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from metering.holds.operations import PAYLOAD_KEY_NAME_BYTES
 from metering.receipts.signing import Signer
 
 M = TypeVar("M", bound=Message)
-MODEL_MISSING = "must name a model; ListModels tells which there are"
+MODEL_MISSING = "must name a model; see ListModels"
 PICOS_PER_UNIT = 10**12
 LABEL_COUNT_MAX = 16
 LABEL_KEY_CHARS_MAX = 64
@@ -61,15 +64,15 @@ OUTCOMES: Mapping[EngineFinishReason, Outcome] = {
 
 
 def parse_request_id(text: str) -> uuid.UUID:
-    """Raises: InvalidRequest."""
+    """Parse a request id. Raises: InvalidRequest."""
     try:
         return uuid.UUID(text)
     except ValueError:
-        raise InvalidRequest([FieldViolation("request_id", f"must be a UUID, not {text[:64]!r}")]) from None
+        raise InvalidRequest([FieldViolation("request_id", f"must be a UUID, got {text[:64]!r}")]) from None
 
 
 def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Violations) -> None:
-    """What every request says beside what it asks for."""
+    """Check the service tier and the labels of a request."""
     wrong.check(message.tier in TIERS, "tier", "must be SERVICE_TIER_INTERACTIVE or SERVICE_TIER_BATCH")
     labels = message.labels
     if not wrong.check_count(len(labels), LABEL_COUNT_MAX, "labels"):
@@ -85,7 +88,10 @@ def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Viola
 
 
 def finish_reason(outcome: Outcome, *, called: bool) -> types_pb2.FinishReason.ValueType:
-    """Why an output ended. called: whether there are tool calls in it, whose results the model then waits for."""
+    """Return why an output ended.
+
+    called: whether it has tool calls, whose results the model waits for.
+    """
     return types_pb2.FINISH_REASON_TOOL_CALLS if called and outcome is Outcome.STOP else FINISH_REASONS[outcome]
 
 
@@ -100,18 +106,18 @@ def picos_of(amount: types_pb2.Money) -> int:
 
 
 def timestamp(at: datetime | None) -> Timestamp | None:
-    """A point in time; None stays unset."""
+    """Return a point in time as a message; None stays unset."""
     return None if at is None else known_time(at)
 
 
 def known_time(at: datetime) -> Timestamp:
-    """A point in time, in a tenth of what the library's `FromDatetime` takes."""
+    """Return a point in time as a message, ten times as fast as `FromDatetime`."""
     seconds, micros = divmod((at - EPOCH) // MICROSECOND, MICROS_PER_SECOND)
     return Timestamp(seconds=seconds, nanos=micros * 1000)
 
 
 def parse_timestamp(message: Timestamp, field: str) -> datetime:
-    """A point in time. Raises: InvalidRequest for one that no calendar has."""
+    """Parse a point in time. Raises: InvalidRequest if it is out of range."""
     try:
         return message.ToDatetime(tzinfo=UTC)
     except (ValueError, OverflowError):
@@ -119,7 +125,7 @@ def parse_timestamp(message: Timestamp, field: str) -> datetime:
 
 
 def parse_duration(message: Duration, field: str) -> timedelta:
-    """A length of time. Raises: InvalidRequest for one beyond what a duration may hold."""
+    """Parse a duration. Raises: InvalidRequest if it is out of range."""
     try:
         return message.ToTimedelta()
     except (ValueError, OverflowError):
@@ -127,30 +133,34 @@ def parse_duration(message: Duration, field: str) -> timedelta:
 
 
 def seconds_of(message: Duration) -> float:
-    """A length of time in seconds, as far as a float tells it."""
+    """Return a duration in seconds, in a float's precision."""
     return message.seconds + message.nanos / 1e9
 
 
 def given(message: Message, field: str) -> Any:
-    """The value of a field that may be unset; None if it is."""
+    """Return the value of an optional field; None if unset."""
     return getattr(message, field) if message.HasField(field) else None
 
 
 def given_time(message: Message, field: str, path: str = "") -> datetime | None:
-    """The point in time of a field; None if it is unset. Raises: InvalidRequest naming the path, or else the field."""
+    """Return the time in a field; None if unset.
+
+    Raises: InvalidRequest naming `path`, or the field.
+    """
     return parse_timestamp(getattr(message, field), path or field) if message.HasField(field) else None
 
 
 def given_duration(message: Message, field: str) -> timedelta | None:
-    """The length of time of a field; None if it is unset. Raises: InvalidRequest."""
+    """Return the duration in a field; None if unset. Raises: InvalidRequest."""
     return parse_duration(getattr(message, field), field) if message.HasField(field) else None
 
 
 def message_of(kind: type[M], record: object, currency: str = "", /, **values: Any) -> M:
-    """A message of a record: each field has one of the values, or that of the record's attribute of the same name.
+    """Return a record as a message; each field is set from `values` or the record's attribute of
+    that name.
 
-    An amount is that of the attribute `…_picos`, in the record's currency if none is given; `close_time` is that of `closed_at`.
-    None stays unset. Raises: AttributeError for a field that neither has.
+    An amount comes from the attribute `…_picos`, in the record's currency by default; `close_time`
+    comes from `closed_at`. None stays unset. Raises: AttributeError for a field with neither.
     """
     assert set(values) <= set(kind.DESCRIPTOR.fields_by_name), f"{kind.__name__} has not all of {', '.join(values)}"
     currency = currency or getattr(record, "currency_code", "")
@@ -164,7 +174,7 @@ def message_of(kind: type[M], record: object, currency: str = "", /, **values: A
 
 @functools.cache
 def _fields(kind: Any) -> list[tuple[str, Callable[[Any, str], Any], str]]:
-    """Name, conversion and other attribute of each field."""
+    """Return name, conversion and alternative attribute of each field."""
     found: list[tuple[str, Callable[[Any, str], Any], str]] = []
     for field in kind.fields:
         attribute, convert = field.name, lambda value, _: value
@@ -204,7 +214,7 @@ def _messages(kind: type[Message], values: Iterable[Any], currency: str) -> list
 
 
 def duration(seconds: float | None) -> Duration | None:
-    """A length of time in seconds; None stays unset."""
+    """Return seconds as a duration; None stays unset."""
     if seconds is None:
         return None
     micros = timedelta(seconds=seconds) // MICROSECOND  # rounded as the library does
@@ -213,13 +223,13 @@ def duration(seconds: float | None) -> Duration | None:
     return Duration(seconds=sign * whole, nanos=sign * rest * 1000)
 
 
-PURPOSE = b"weir.payload.hash.v1"  # so that the key of the receipts is used for nothing else directly
+PURPOSE = b"weir.payload.hash.v1"  # so that the receipt key itself is used for nothing else
 PLAIN = bytes(PAYLOAD_KEY_NAME_BYTES)
 _key = b""  # of this process; set once, before it listens
 
 
 def use_signer(signer: Signer | None) -> None:
-    """Take the key from the signer of this process, or hash without a key."""
+    """Derive the key from the signer of this process, or hash without a key."""
     global _key
     _key = b"" if signer is None else signer.derived_key(PURPOSE)
 

@@ -1,1 +1,1 @@
-"""Who is next before an engine: bounded, fair between organizations, honest about the wait. No sockets, no database."""
+"""Fair queue before an engine: bounded, fair between organizations, with wait estimates. No I/O."""

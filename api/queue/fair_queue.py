@@ -1,8 +1,9 @@
-"""The queue before one engine: bounded, fair between tenants, honest about its waits.
+"""Queue before one engine: bounded, fair between tenants, with wait estimates.
 
-Each request has a `Place` from before its hold until it ends. Its turn comes in the order of `virtual_tokens.Line` within its
-service tier, and within the engine in the order of the ranks that it gets here; `Lookahead` says how many the engine is given at
-once; `Entrance` refuses at once what would find no place or start too late. One event loop uses it, and nothing here awaits.
+Each request has a `Place` from before its hold until its end. Turns follow the order of
+`virtual_tokens.Line` within a service tier, and the engine follows the ranks assigned here.
+`Lookahead` limits how many requests the engine gets at once; `Entrance` refuses requests that would
+find no room or start too late. Used by one event loop; nothing here awaits.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from api.queue.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Item, 
 from inference.engine import EngineStatistics
 from metering.core.models import ServiceTier as ServiceTier
 
-ALL_TENANTS = uuid.UUID(int=0)  # in whose line everybody stands where fairness is off
+ALL_TENANTS = uuid.UUID(int=0)  # shared line of all tenants if fairness is off
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Bounds of one engine's queue; see `Settings` for their reasons. fair: tenants take turns; else arrival is the order."""
+    """Limits of one engine's queue; see `Settings` for reasons.
+
+    fair: tenants take turns; else in order of arrival.
+    """
 
     request_count_max: int = 2000
     tenant_request_count_max: int = 1000
@@ -41,7 +45,10 @@ class QueueLimits:
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """What the queue has to know of a request. deadline: by the queue's clock; compiles: it has a response format."""
+    """A request as seen by the queue.
+
+    deadline: on the queue's clock; compiles: it has a response format.
+    """
 
     request_id: uuid.UUID
     tenant_id: uuid.UUID
@@ -55,13 +62,16 @@ class Arrival(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[uuid.UUID, uuid.UUID]:
-        """Tenant and request: ids of requests are minted by clients, so two tenants may use the same one."""
+        """Tenant and request; clients choose request ids, so two tenants may use the same one."""
         return self.tenant_id, self.request_id
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a request that waits may expect. position: requests ahead of it; wait_s: None if nothing was observed yet."""
+    """Expected wait of a request.
+
+    position: requests ahead of it; wait_s: None before any observation.
+    """
 
     place: Place
     position: int
@@ -70,9 +80,10 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class QueueStatistics:
-    """Counts of requests, but for the engine's, which are in sequences. peak: the most that ever waited.
+    """Request counts; those of the engine are in sequences. peak: the maximum so far.
 
-    longest_wait_s: what the last of those that wait may expect; None where nothing waits, or nothing was observed yet.
+    longest_wait_s: expected wait of the last waiting request; None if none waits or nothing was
+    observed.
     """
 
     waiting_count: int
@@ -85,17 +96,20 @@ class QueueStatistics:
 
 
 class State(Enum):
-    """Where a place stands in its life; each follows from the one before, and GONE from any."""
+    """State of a place, in this order; GONE may follow any."""
 
-    ENTERED = auto()  # its hold is being taken, or its engine started
+    ENTERED = auto()  # its hold is being taken, or its engine is starting
     WAITING = auto()
-    HANDED = auto()  # the engine has it, and has not begun
+    HANDED = auto()  # the engine has it, but has not started on it
     RUNNING = auto()
     GONE = auto()
 
 
 class Place:
-    """One request's place, as a context manager: leaving gives it back, wherever it stands. Made by `FairQueue.enter`."""
+    """Queue entry of one request, as a context manager that gives it back.
+
+    Created by `FairQueue.enter`.
+    """
 
     def __init__(self, queue: FairQueue, arrival: Arrival, number: int) -> None:
         self.arrival = arrival
@@ -103,11 +117,12 @@ class Place:
         self.input_token_count = arrival.input_token_count
         self.output_token_count_max = arrival.output_token_count_max
         self.state = State.ENTERED
-        self.tier: Tier | None = None  # from `join` on, as the next
+        self.tier: Tier | None = None  # set by `join`
         self.tenant: Tenant[Place] | None = None
         self.generated_token_count = 0
-        self.handed_at_step: int | None = None  # of the engine; None: it did not wait for its turn
-        self.rank = 0.0  # for the engine, from its turn on
+        # Step of the engine; None: it did not wait for its turn
+        self.handed_at_step: int | None = None
+        self.rank = 0.0  # for the engine; set at its turn
         self.on_turn: Callable[[], object] | None = None
         self._queue = queue
 
@@ -117,9 +132,10 @@ class Place:
         return self.state in (State.HANDED, State.RUNNING)
 
     def join(self, on_turn: Callable[[], object]) -> bool:
-        """Begin to wait for the turn; whether it has come at once, as it does while nobody waits and the engine has room.
+        """Start waiting for the turn.
 
-        Else `on_turn` is called when it comes, which must not use the queue.
+        Return whether it came at once, without waiting requests and with engine room. Otherwise
+        `on_turn` is called at the turn; it must not use the queue.
         """
         assert self.state is State.ENTERED, "a place waits once"
         queue, arrival = self._queue, self.arrival
@@ -147,17 +163,17 @@ class Place:
         return False
 
     async def turn(self) -> None:
-        """Wait until the engine is to have the request. Cancelled, it still has to be left."""
+        """Wait for the turn. If cancelled, the place must still be left."""
         handed = asyncio.Event()
         if not self.join(handed.set):
             await handed.wait()
 
     def begun(self) -> None:
-        """The engine has let it enter."""
+        """Handle that the engine has started on the request."""
         if self.state is not State.HANDED:
             return
         tier, tenant, queue = self.tier, self.tenant, self._queue
-        assert tier is not None, "only what was handed over begins"
+        assert tier is not None, "only a dispatched request starts"
         assert tenant is not None
         self.state = State.RUNNING
         tier.line.begun(self, tenant)
@@ -165,16 +181,17 @@ class Place:
         if self.handed_at_step is not None:
             steps = queue._engine().step_count - self.handed_at_step
             overtakes = next(iter(queue._lookahead.handed)).rank > self.rank
-            if not (self.arrival.compiles or overtakes):  # else it was its grammar that it waited for, or nothing
+            # Else it waited for its grammar, or not at all
+            if not (self.arrival.compiles or overtakes):
                 queue._lookahead.entered(steps, behind=bool(is_waited))
         queue._lookahead.gone(self)
         if is_waited:
             queue._hand_over()
 
     def generated(self, token_count: int) -> None:
-        """The engine has generated so many more tokens for it: charge for them, and note what was served."""
+        """Charge for newly generated tokens, and record the service."""
         tier, tenant = self.tier, self.tenant
-        assert tier is not None, "only what was handed over generates"
+        assert tier is not None, "only a dispatched request generates"
         assert tenant is not None
         units = OUTPUT_TOKEN_COST * token_count
         if not self.generated_token_count:
@@ -185,7 +202,7 @@ class Place:
             tier.waits.rate.served(units, self._queue.clock())
 
     def leave(self) -> None:
-        """Give it back; once is enough."""
+        """Give the place back. Repeated calls have no effect."""
         state, tier, tenant, queue = self.state, self.tier, self.tenant, self._queue
         if state is State.GONE:
             return
@@ -211,50 +228,54 @@ class Place:
         self.leave()
 
 
-OUTPUT_MEMORY = 16  # requests: the mean output follows a change of what is asked within some dozens
-OUTPUT_TOKENS_UNKNOWN = 150.0  # tokens: the reference workload's, until anything has ended
+OUTPUT_MEMORY = 16  # requests: the mean output adapts to a change within some dozens
+OUTPUT_TOKENS_UNKNOWN = 150.0  # tokens: of the reference workload, until a request has ended
 
 
 class Waits:
-    """One tier's rate and mean output, and what follows from them."""
+    """Rate and mean output of one tier, and wait estimates from them."""
 
     def __init__(self) -> None:
         self.rate = ServiceRate()
         self.output_tokens_mean: float | None = None
 
     def ended(self, tenant: Tenant[Item], generated_token_count: int) -> None:
-        """A request that had been served has ended with so many output tokens."""
+        """Record that a served request has ended with this many output tokens."""
         for each in (self, tenant):
             mean, count = each.output_tokens_mean, float(generated_token_count)
             each.output_tokens_mean = count if mean is None else mean + (count - mean) / OUTPUT_MEMORY
 
     def cost(self, input_token_count: int, output_token_count_max: int, request_count: int = 1) -> float:
-        """What requests will probably cost, in units of service: as much output as usual, unless they allow less."""
+        """Return the expected cost of requests in service units: mean output, unless they allow
+        less."""
         output = float(output_token_count_max)
         if self.output_tokens_mean is not None:
             output = min(output, self.output_tokens_mean * request_count)
         return INPUT_TOKEN_COST * input_token_count + OUTPUT_TOKEN_COST * output
 
     def output_tokens(self, tenant: Tenant[Item], output_token_count_max: int) -> float:
-        """What a request of the tenant will probably generate: as much as its own usually do, or else those of all."""
+        """Return the expected output of a request: the mean of its tenant, or else of all."""
         mean = tenant.output_tokens_mean
         if mean is None:
             mean = OUTPUT_TOKENS_UNKNOWN if self.output_tokens_mean is None else self.output_tokens_mean
         return min(float(output_token_count_max), mean)
 
     def backlog(self, tenant: Tenant[Item]) -> float:
-        """What everything of a tenant that waits will cost."""
+        """Return the expected cost of all waiting requests of a tenant."""
         return self.cost(tenant.waiting_input_tokens, tenant.waiting_output_tokens_max, len(tenant.waiting))
 
     def seconds(self, units: float) -> float | None:
-        """How long so much service takes; None before anything was observed."""
+        """Return the seconds that this much service takes; None before any observation."""
         per_s = self.rate.per_s
         return units / per_s if per_s else None
 
     def units_before(
         self, line: Line[Item], tenant_id: uuid.UUID, weight: float, own_units: float, promised: Callable[[uuid.UUID], float]
     ) -> float:
-        """What is served until the tenant was served `own_units` more, those included. promised: what is to come, by tenant."""
+        """Return the service until the tenant got `own_units` more, included.
+
+        promised: reserved units by tenant.
+        """
         level = line.start(tenant_id) + own_units / weight
         return own_units + sum(
             self._whole_requests(tenant, level, promised(tenant.id))
@@ -263,27 +284,27 @@ class Waits:
         )
 
     def _whole_requests(self, tenant: Tenant[Item], level: float, promised_units: float) -> float:
-        """What is served of a tenant until its rank comes to a level, or nothing of it is left: no request is served in part."""
+        """Return the service of a tenant until its rank reaches a level, in whole requests."""
         backlog = self.backlog(tenant)
         each = max(backlog / len(tenant.waiting), 1.0)
         return min(backlog + promised_units, math.ceil((level - tenant.rank) * tenant.weight / each) * each)
 
 
-SAMPLE_S = 0.25  # seconds: several steps of a slow engine, so that one sample is no single step
-MEMORY_S = 5.0  # seconds after which a sample weighs a third: follows a load that changes, not one that flickers
+SAMPLE_S = 0.25  # seconds: several steps of a slow engine
+MEMORY_S = 5.0  # seconds after which a sample weighs a third: follows the load without flickering
 
 
 class ServiceRate:
-    """Units of service per second, over the time in which something waited: at other times it is the demand that is measured."""
+    """Service units per second while requests wait; at other times it would measure demand."""
 
     def __init__(self) -> None:
-        self.per_s: float | None = None  # None until there was enough to observe
+        self.per_s: float | None = None  # None before any observation
         self._sampled_from: float | None = None
         self._sampled_units = 0.0
-        self.is_sampled = False  # while something waits
+        self.is_sampled = False  # while requests wait
 
     def watch(self, now: float, *, waiting: bool) -> None:
-        """Something waits, or nothing does any more. now: monotonic seconds."""
+        """Record whether requests wait. now: monotonic seconds."""
         self.is_sampled = waiting
         if waiting and self._sampled_from is None:
             self._sampled_from, self._sampled_units = now, 0.0
@@ -291,7 +312,7 @@ class ServiceRate:
             self._sampled_from = None
 
     def served(self, units: float, now: float) -> None:
-        """So much was served just now."""
+        """Record service at this time."""
         if self._sampled_from is None:
             return
         self._sampled_units += units
@@ -307,14 +328,15 @@ class ServiceRate:
 
 
 class Tier:
-    """One service tier: its line and its waits."""
+    """One service tier: its line and its wait estimates."""
 
     def __init__(self) -> None:
         self.line: Line[Place] = Line()
         self.waits = Waits()
 
 
-BATCH_RANK = 1e15  # units of service that no interactive tenant reaches, at a million per second not in thirty years
+# Units of service that no interactive tenant reaches in thirty years at a million per second
+BATCH_RANK = 1e15
 
 
 class FairQueue:
@@ -323,7 +345,7 @@ class FairQueue:
     def __init__(
         self, limits: QueueLimits, engine: Callable[[], EngineStatistics], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """engine: what it told last."""
+        """engine: returns its latest statistics."""
         self._limits = limits
         self._engine = engine
         self.clock = clock
@@ -332,23 +354,27 @@ class FairQueue:
         self._lookahead = Lookahead()
         self._entrance = Entrance(limits, self._tiers, self._lookahead)
         self._number = 0
-        self._batch_moved_at = -math.inf  # when the batch tier was last given something, or began to wait
+        self._batch_moved_at = -math.inf  # when the batch tier last got a turn, or started to wait
 
     def enter(self, arrival: Arrival, engine_wait_s: float = 0.0) -> Place:
-        """Take a place. engine_wait_s: until the engine takes anything at all.
+        """Take a place. engine_wait_s: until the engine accepts requests.
 
-        Raises: QueueFull if there is none for this tenant, StartsTooLate if its turn would come after its deadline.
+        Raises: QueueFull if the tenant finds no room, StartsTooLate if its turn would come after
+        its deadline.
         """
         self._entrance.let_in(arrival, engine_wait_s, self.clock)
         self._number += 1
         return Place(self, arrival, self._number)
 
     def wait_s(self, arrival: Arrival) -> float | None:
-        """How long a request would wait that came now; None before anything was observed."""
+        """Return the expected wait of a request that arrives now; None before any observation."""
         return self._entrance.wait_s(arrival)
 
     def outlook(self) -> list[Outlook]:
-        """What everybody who waits may expect, the next first. Takes time in proportion to how many they are."""
+        """Return the expected wait of all waiting requests, next first.
+
+        Takes time linear in their number.
+        """
         found: list[Outlook] = []
         for tier in self._tiers.values():
             units, ordered = 0.0, []
@@ -364,7 +390,7 @@ class FairQueue:
         return found
 
     def statistics(self) -> QueueStatistics:
-        """Never blocks; takes time in proportion to how many wait."""
+        """Return statistics. Never blocks; takes time linear in the number of waiting requests."""
         entrance = self._entrance
         return QueueStatistics(
             waiting_count=entrance.waiting_count,
@@ -377,10 +403,11 @@ class FairQueue:
         )
 
     def _hand_over(self) -> None:
-        """Give the engine what it has room for.
+        """Dispatch as many requests as the engine has room for.
 
-        Interactive first, unless the batch tier has waited for so long that the next turn is its own: then it is ranked as if it
-        were interactive and came back from idling. Otherwise batch comes after everything interactive in the engine, too.
+        Interactive requests come first, unless the batch tier has waited for so long that it gets
+        the next turn: then it is ranked like an interactive tenant that returns from idling.
+        Otherwise batch ranks after all interactive requests, in the engine as well.
         """
         now, engine, lookahead = self.clock(), self._engine(), self._lookahead
         interactive, batch = self._interactive.line, self._batch.line
@@ -390,7 +417,7 @@ class FairQueue:
             is_overdue = now - self._batch_moved_at >= self._limits.batch_wait_s_max
             tier = self._batch if batch.waiting_count and (is_overdue or not interactive.waiting_count) else self._interactive
             tenant = tier.line.next_tenant()
-            assert tenant is not None, "something of the tier waits"
+            assert tenant is not None, "the tier has a waiting request"
             if not self._limits.fair:
                 rank = 0.0
             elif tier is self._interactive:
@@ -412,53 +439,56 @@ class FairQueue:
                 tier.waits.rate.watch(now, waiting=not tier.waits.rate.is_sampled)
 
 
-WINDOW_FIRST = 8.0  # sequences: a burst that meets an idle engine fills its first batch within a few steps
+WINDOW_FIRST = 8.0  # sequences: a burst to an idle engine fills its first batch within a few steps
 WINDOW_MIN = 1.0
-WINDOW_MAX = 160.0  # sequences: with those below it, and those that overtake, it stays under what engines queue (256)
-PENDING_MAX = 224  # sequences in all; one request more, of up to 16 choices, still stays under it
-COMPILING_MAX = 32  # sequences with a response format that do not count, since it is their grammar that they wait for
-# Steps: the one under way when a sequence is handed over cannot see it, the one after it is the first that does.
+# Sequences: together with overtaking ones below the queue limit of engines (256)
+WINDOW_MAX = 160.0
+PENDING_MAX = 224  # sequences in total; one more request of up to 16 choices still fits
+# Sequences with a response format that do not count, since they wait for their grammar
+COMPILING_MAX = 32
+# Steps: a sequence misses the step under way at its dispatch; the next one can take it.
 STEPS_AT_ONCE = 2
-STEPS_LONG = 3  # one step of waiting is the aim
-SHRINK = 0.5  # sequences per late one: slower than it grows, since an empty batch costs more than a less fair order
+STEPS_LONG = 3  # the target is one step of waiting
+# Sequences per late one: slower than growth, since an empty batch costs more than unfairness
+SHRINK = 0.5
 
 
 class Lookahead:
-    """The window of one engine, or of several behind one queue. Counts are in sequences; a request with several choices is several.
+    """Dispatch window of one engine, or of several behind one queue. Counts are in sequences.
 
-    Several engines have as many times the room; one that is full passes on what it is given.
+    Several engines have a multiple of the room; a full one passes requests on.
     """
 
     def __init__(self) -> None:
         self.window = WINDOW_FIRST
         self.engine_count = 1
-        self.handed: dict[Place, None] = {}  # what the engine was given and has not begun with, the first given first
-        self._ranks: list[float] = []  # of those that wait for nothing but room, the lowest first
+        self.handed: dict[Place, None] = {}  # dispatched, not started; oldest first
+        self._ranks: list[float] = []  # of those that wait for room only, lowest first
         self._compiling_count = 0
 
     @property
     def pending_count(self) -> int:
-        """Sequences that the engine was given and has not let enter yet."""
+        """Dispatched sequences that the engine has not started on."""
         return len(self._ranks) + self._compiling_count
 
     def spread(self, engine_count: int) -> None:
-        """So many engines take from the queue now, at least 1. Each one that comes begins as the first did."""
+        """Set the number of engines, at least 1. A new engine starts with the first window."""
         added = WINDOW_FIRST * (engine_count - self.engine_count)
         self.engine_count = engine_count
         self.window = min(max(self.window + added, WINDOW_MIN * engine_count), WINDOW_MAX * engine_count)
 
     def count_before(self, rank: float) -> int:
-        """Those of them that come before a request which would be given now."""
+        """Return the number of dispatched sequences that precede a request of this rank."""
         return bisect.bisect_right(self._ranks, rank) + max(0, self._compiling_count - COMPILING_MAX * self.engine_count)
 
     def has_room(self, rank: float) -> bool:
-        """Whether the engine may be given one more request, of this rank."""
+        """Return whether the engine has room for a request of this rank."""
         ranks, compiling_count, engine_count = self._ranks, self._compiling_count, self.engine_count
         before = self.count_before(rank) if compiling_count else bisect.bisect_right(ranks, rank)
         return before < int(self.window) and len(ranks) + compiling_count < PENDING_MAX * engine_count
 
     def given(self, place: Place) -> None:
-        """The engine has a request more."""
+        """Record a dispatched request."""
         self.handed[place] = None
         rank, sequence_count = place.rank, place.arrival.sequence_count
         if place.arrival.compiles:
@@ -468,20 +498,23 @@ class Lookahead:
             self._ranks[at:at] = [rank] * sequence_count
 
     def gone(self, place: Place) -> None:
-        """A request that was given has entered or ended."""
+        """Record that a dispatched request was started or has ended."""
         del self.handed[place]
         rank, sequence_count = place.rank, place.arrival.sequence_count
         if place.arrival.compiles:
             self._compiling_count -= sequence_count
         else:
             at = bisect.bisect_left(self._ranks, rank)
-            assert self._ranks[at : at + sequence_count] == [rank] * sequence_count, "what is gone was given"
+            assert self._ranks[at : at + sequence_count] == [rank] * sequence_count, "a removed request was dispatched"
             del self._ranks[at : at + sequence_count]
 
     def entered(self, step_count: int, *, behind: bool) -> None:
-        """A request that overtook nobody has entered so many steps after it was given. behind: others wait that would follow it."""
+        """Adapt the window to the steps that a request waited.
+
+        behind: others of later rank wait.
+        """
         if step_count < 0:
-            return  # the engine was started anew in between
+            return  # the engine was restarted meanwhile
         if step_count <= STEPS_AT_ONCE:
             if behind and self.pending_count >= int(self.window):
                 self.window = min(self.window + 1, WINDOW_MAX * self.engine_count)
@@ -489,18 +522,21 @@ class Lookahead:
             self.window = max(self.window - SHRINK, WINDOW_MIN * self.engine_count)
 
 
-NEWCOMERS_SHARE = 0.8  # of all places: the others are for those who were promised one, since rates are not steady
-# Of the time that is left: what the expected wait may take, since one request in ten waits a fifth longer than expected.
+NEWCOMERS_SHARE = 0.8  # of all places; the rest is for reservations, since rates vary
+# Fraction of the time left that the expected wait may take: one in ten waits a fifth longer than
+# expected.
 PROMISED_WAIT_SHARE, NEWCOMERS_WAIT_SHARE = 0.9, 0.6
-HINT_MARGIN = 1.2  # a wait is told a fifth longer than computed: too early means to be refused again
+# Retry-after is a fifth longer than computed, since an early retry is refused again
+HINT_MARGIN = 1.2
 HINT_S_MIN = 0.05  # seconds: below it a client would spin
-HINT_S_UNKNOWN = 1.0  # seconds: before anything was served there is nothing to compute from
-PROMISES_PER_PLACE = 10  # beyond so many the time told is an estimate, and nothing is kept
-GRACE_S_MIN = 2.0  # seconds for which a place is kept at least: the jitter of clients and the way of the message
+HINT_S_UNKNOWN = 1.0  # seconds: before any service was observed
+PROMISES_PER_PLACE = 10  # beyond it a retry-after is an estimate without a reservation
+# Seconds: minimum time that a reservation is kept, for client jitter and network delay
+GRACE_S_MIN = 2.0
 
 
 class Entrance:
-    """Counts who has a place and was not handed over yet, and lets in or refuses."""
+    """Queue admission: counts waiting requests, and admits or refuses new ones."""
 
     def __init__(self, limits: QueueLimits, tiers: Mapping[ServiceTier, Tier], lookahead: Lookahead) -> None:
         self.waiting_count = 0
@@ -511,18 +547,19 @@ class Entrance:
         self._own_half = min(limits.tenant_request_count_max, self._half) // 2
         self._tiers = tiers
         self._lookahead = lookahead
-        self._by_tenant: dict[int, int] = {}  # those that wait, by the number of the tenant's id: UUIDs hash in Python
+        # Waiting requests by tenant number, since UUIDs hash in Python
+        self._by_tenant: dict[int, int] = {}
         self._promises = Promises(PROMISES_PER_PLACE * limits.request_count_max)
 
     @property
     def promise_count(self) -> int:
-        """Refused requests for which a place is kept."""
+        """Refused requests with a reservation."""
         return len(self._promises)
 
     def let_in(self, arrival: Arrival, engine_wait_s: float, clock: Callable[[], float]) -> None:
-        """Count a request in, or raise: QueueFull, StartsTooLate. `passed` follows once."""
+        """Admit a request, or raise QueueFull or StartsTooLate. Call `passed` once afterwards."""
         own = self._by_tenant.get(arrival.tenant_id.int, 0)
-        # While half of what a tenant could have is free, those who were promised places do not come back for them.
+        # While half of a tenant's share is free, reservations need not be checked.
         is_half_empty = self.waiting_count < self._half and own < self._own_half
         if self._promises.standing or arrival.deadline is not None or not is_half_empty:
             self._check(arrival, engine_wait_s, clock(), is_half_empty=is_half_empty)
@@ -543,7 +580,7 @@ class Entrance:
         self._promises.drop(arrival.key)
 
     def passed(self, arrival: Arrival) -> None:
-        """A request waits no more: it was handed over, or has gone."""
+        """Record that a request stopped waiting: it was dispatched, or is gone."""
         self.waiting_count -= 1
         tenant = arrival.tenant_id.int
         self._by_tenant[tenant] -= 1
@@ -551,7 +588,10 @@ class Entrance:
             del self._by_tenant[tenant]
 
     def wait_s(self, arrival: Arrival, *, keeps_promise: bool = False) -> float | None:
-        """How long a request would wait that came now; None before anything was observed. keeps_promise: others wait for it."""
+        """Return the expected wait of a request that arrives now; None if unknown.
+
+        keeps_promise: it has a reservation.
+        """
         tier = self._tiers[arrival.tier]
         rank = tier.line.start(self._line_id(arrival))
         if self._lookahead.has_room(rank) and not tier.line.waiting_count:
@@ -564,7 +604,8 @@ class Entrance:
         return tier.waits.seconds(before + self._cost(arrival) * self._lookahead.count_before(rank))
 
     def _room_fault(self, arrival: Arrival, now: float, *, keeps_promise: bool, is_half_empty: bool) -> QueueFull | None:
-        """Why there is no place: within the bounds, behind all promises, and no tenant has more places than it leaves free."""
+        """Return the refusal if there is no room within the limits, after reservations and the
+        tenant's share."""
         limits, own = self._limits, self._by_tenant.get(arrival.tenant_id.int, 0)
         share = 1.0 if keeps_promise else NEWCOMERS_SHARE
         free = int(limits.request_count_max * share) - self.waiting_count
@@ -572,10 +613,12 @@ class Entrance:
         if keeps_promise:
             over = max(1 - free, own + 1 - own_max)
         else:
-            known = self._promises.find(arrival.key) is not None  # it came too early: it is not behind itself
+            # It returned too early: its own reservation does not count
+            known = self._promises.find(arrival.key) is not None
             own += self._promises.count(arrival.tenant_id) - known
             free -= len(self._promises) - known
-            over_share = (own + 2 - free) // 2  # each place that the tenant gives back is one less and leaves one more
+            # Each place that the tenant gives back is one less and leaves one more
+            over_share = (own + 2 - free) // 2
             over = max(own + 1 - own_max, over_share)
             if is_half_empty:
                 return None
@@ -600,11 +643,14 @@ class Entrance:
         return StartsTooLate(wait_s, left_s, self._promise(arrival, wait_s - sure_s, now, again=keeps_promise))
 
     def _promise(self, arrival: Arrival, wait_s: float | None, now: float, *, again: bool) -> float:
-        """The time after which a refused request will be let in. again: it came when it was told, and there was no place."""
+        """Return the retry-after of a refused request.
+
+        again: it returned on time and found no room.
+        """
         if again:
             self._promises.drop(arrival.key)
         standing = self._promises.find(arrival.key)
-        if standing is not None:  # it came too early, and what it was told still holds
+        if standing is not None:  # it returned too early; its reservation still holds
             return max(standing.ready_at - now, HINT_S_MIN)
         hint_s = HINT_S_UNKNOWN if wait_s is None else max(wait_s * HINT_MARGIN, HINT_S_MIN)
         self._promises.make(Promise(arrival.key, self._cost(arrival), now + hint_s, now + hint_s + max(GRACE_S_MIN, hint_s / 2)))
@@ -614,13 +660,13 @@ class Entrance:
         return arrival.tenant_id if self._limits.fair else ALL_TENANTS
 
     def _units_before(self, arrival: Arrival, own_units: float) -> float:
-        """What is served before the tenant has been served so much more."""
+        """Return the service before the tenant has been served this much more."""
         tier = self._tiers[arrival.tier]
         weight = arrival.weight if self._limits.fair else 1.0
         return tier.waits.units_before(tier.line, self._line_id(arrival), weight, own_units, self._promises.cost)
 
     def _usual_cost(self, arrival: Arrival) -> float:
-        """What a request of this tenant costs on average, of those that wait; else what this one costs."""
+        """Return the mean cost of the tenant's waiting requests; without any, the cost of this one."""
         tier = self._tiers[arrival.tier]
         tenant = tier.line.find(self._line_id(arrival))
         if tenant is None or not tenant.waiting:
@@ -631,14 +677,14 @@ class Entrance:
         return self._tiers[arrival.tier].waits.cost(arrival.input_token_count, arrival.output_token_count_max)
 
 
-EARLY_S = 0.001  # seconds by which a timer may fire too soon
+EARLY_S = 0.001  # seconds that a timer may fire early
 
 Key = tuple[uuid.UUID, uuid.UUID]  # tenant and request
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """One of them. Times in monotonic seconds; cost in units of service."""
+    """A reservation. Times in monotonic seconds; cost in service units."""
 
     key: Key
     cost: float
@@ -647,7 +693,7 @@ class Promise:
 
 
 class Promises:
-    """All that stand."""
+    """All reservations of a queue."""
 
     def __init__(self, count_max: int) -> None:
         self._count_max = count_max
@@ -660,19 +706,19 @@ class Promises:
         return len(self.standing)
 
     def count(self, tenant_id: uuid.UUID) -> int:
-        """Promises to one tenant."""
+        """Return the number of reservations of one tenant."""
         return self._counts[tenant_id]
 
     def cost(self, tenant_id: uuid.UUID) -> float:
-        """What those to one tenant will cost, in units of service."""
+        """Return the expected cost of one tenant's reservations, in service units."""
         return self._costs.get(tenant_id, 0.0)
 
     def find(self, key: Key) -> Promise | None:
-        """The promise to a request, if it has one."""
+        """Return the reservation of a request, if any."""
         return self.standing.get(key)
 
     def make(self, promise: Promise) -> None:
-        """Keep a place. Beyond the bound the time told stays an estimate."""
+        """Add a reservation, unless there are too many."""
         if len(self.standing) >= self._count_max or promise.key in self.standing:
             return
         tenant_id = promise.key[0]
@@ -682,12 +728,12 @@ class Promises:
         heapq.heappush(self._expiries, (promise.expires_at, promise.key))
 
     def is_due(self, key: Key, now: float) -> bool:
-        """Whether this request has a promise, and has waited as long as it was told."""
+        """Return whether this request has a reservation and has waited long enough."""
         promise = self.standing.get(key)
         return promise is not None and now >= promise.ready_at - EARLY_S
 
     def drop(self, key: Key) -> None:
-        """The place was taken, or is no longer needed."""
+        """Remove a reservation that was used or is no longer needed."""
         promise = self.standing.pop(key, None)
         if promise is None:
             return
@@ -698,7 +744,7 @@ class Promises:
             del self._counts[tenant_id], self._costs[tenant_id]
 
     def forget_expired(self, now: float) -> None:
-        """Give up on those who did not come back."""
+        """Remove reservations whose requests did not return."""
         while self._expiries and self._expiries[0][0] <= now:
             _, key = heapq.heappop(self._expiries)
             promise = self.standing.get(key)

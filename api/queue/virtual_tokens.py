@@ -1,20 +1,24 @@
-"""Fair order between tenants: a virtual token counter for each, and the next request is that of the one that was served least.
+"""Fair order between tenants: virtual token counters; the tenant that was served least is next.
 
-Pure data and arithmetic: no clock, no tasks, no bounds. One `Line` per service tier; a tenant's counter in one says nothing of
-another.
+Pure data and arithmetic, without clock, tasks or limits. Each service tier has its own `Line` and
+counters.
 
-    counter   what a tenant was served, by its weight: input when the engine begins with a request, output as it comes
-    rank      counter + what the requests that the engine has of it will still cost: where its next request starts
+counter: weighted service of a tenant, charged for input when the engine starts on a request and for
+output as it is generated. rank: counter plus the expected remaining cost of the tenant's requests
+in the engine; the start of its next request.
 
-The order is that of the ranks, here and inside the engine, which is told the rank of each request. So whoever has little there
-comes first, also before what the engine has of others and has not begun with.
+Requests are ordered by rank, here and inside the engine, which receives the rank of each request. A
+tenant with little work in the engine comes first, also before dispatched requests of others that
+have not started.
 
-Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024: its virtual token counter, with weights, and charged
-in advance as in its variant with predicted lengths; a start that includes what is under way is that of start-time fair queueing
-(Goyal et al., SIGCOMM 1996). Between any two tenants that both wait throughout, the service (input and output tokens by their
-costs, divided by the tenant's weight) differs by at most twice max(input cost x longest input, output cost x most tokens that one
-tenant has with the engine at once). A tenant that comes back from idling starts where the least served of those stands that wait,
-here or in the engine, so that nobody saves up credit.
+Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024: its virtual token
+counter with weights, charged in advance as in its variant with predicted lengths; a start that
+includes the work under way is that of start-time fair queueing (Goyal et al., SIGCOMM 1996).
+Between any two tenants that both wait throughout, the service (input and output tokens by their
+costs, divided by the tenant's weight) differs by at most twice max(input cost x longest input,
+output cost x most tokens that one tenant has in the engine at once). A tenant that returns from
+idling starts at the level of the least served tenant that waits, here or in the engine, so that
+idle tenants accumulate no credit.
 """
 
 from __future__ import annotations
@@ -25,16 +29,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-INPUT_TOKEN_COST = 1.0  # units of service: the measure of all others
-OUTPUT_TOKEN_COST = 2.0  # units: a decode step serves one token where a prefill step serves many; the paper's ratio
+INPUT_TOKEN_COST = 1.0  # units of service
+OUTPUT_TOKEN_COST = 2.0  # units: decode serves one token per step, prefill many; ratio of the paper
 
 
 class Queued(Protocol):
-    """What waits in a line."""
+    """An entry of a line."""
 
     @property
     def number(self) -> int:
-        """Grows with each arrival; never used twice."""
+        """Unique number that grows with each arrival."""
         ...
 
     @property
@@ -44,7 +48,7 @@ class Queued(Protocol):
 
     @property
     def output_token_count_max(self) -> int:
-        """Most tokens that it may generate."""
+        """Maximum of tokens to generate."""
         ...
 
 
@@ -58,16 +62,17 @@ Turn = tuple[float, int]
 class Tenant(Generic[Item]):
     """One tenant's part of a line.
 
-    counter: service so far, in units by weight. handed: taken out, and the engine has not begun with them; owed: units that those
-    and the ones that run will still cost, by request. ranks: what those were given, which grows from one to the next.
-    output_tokens_mean: of its requests, as far as any have ended. is_listed: in the heap of `Line.level`. listed_turn: in its one
-    valid entry in the heap of `Line.next_tenant`.
+    counter: weighted service so far. handed: dispatched requests that the engine has not started
+    on. owed: expected remaining cost of dispatched and running requests. ranks: of these,
+    increasing. output_tokens_mean: of ended requests; None before the first. is_listed: in the heap
+    of `Line.level`. listed_turn: its one valid entry in the heap of `Line.next_tenant`.
     """
 
     id: uuid.UUID
     weight: float
     counter: float = 0.0
-    waiting: dict[Item, None] = field(default_factory=dict)  # in order of arrival; a dict, so that any of them can leave at once
+    # In order of arrival; a dict, so that any can be removed at once
+    waiting: dict[Item, None] = field(default_factory=dict)
     waiting_input_tokens: int = 0
     waiting_output_tokens_max: int = 0
     handed: set[Item] = field(default_factory=set)
@@ -80,56 +85,59 @@ class Tenant(Generic[Item]):
 
     @property
     def first(self) -> Item:
-        """The one that has waited longest."""
+        """The request that has waited longest."""
         return next(iter(self.waiting))
 
     @property
     def rank(self) -> float:
-        """Where its next request starts: never before one that the engine has."""
+        """Rank of its next request; never before one in the engine."""
         own = self.counter + self.owed_units / self.weight
         return max(own, next(reversed(self.ranks.values()))) if self.ranks else own
 
     @property
     def turn(self) -> Turn:
-        """The least one is next: the least rank, and of equal ones the longest wait."""
+        """Sort key of the tenant: least rank first, then the longest wait."""
         return self.rank, next(iter(self.waiting)).number if self.waiting else 0
 
 
 class Line(Generic[Item]):
-    """Tenants of one tier, and what of theirs waits."""
+    """Tenants of one tier, and their waiting requests."""
 
     def __init__(self) -> None:
-        self._tenants: dict[int, Tenant[Item]] = {}  # by the numbers of their ids: UUIDs hash in Python
-        # Turns of tenants of whom something waits. A turn mostly grows, and an entry that is too low comes up early: then it is put
-        # right. For a turn that shrinks `_note_turn` adds another entry; `Tenant.listed_turn` tells which one is valid.
+        # By number of their ids, since UUIDs hash in Python
+        self._tenants: dict[int, Tenant[Item]] = {}
+        # Min-heap of turns of waiting tenants, with lazy updates: turns mostly grow, and entries
+        # that are too low are corrected when they surface. A turn that shrinks gets another entry;
+        # `Tenant.listed_turn` is the valid one.
         self._turns: list[tuple[Turn, int, Tenant[Item]]] = []
-        # Counters of tenants of whom something waits, here or in the engine. Until it is looked at an entry may be too low, or of a
-        # tenant of whom nothing waits any more.
+        # Min-heap of counters of tenants with requests here or in the engine, with lazy updates:
+        # entries may be too low, or of tenants without requests.
         self._queued: list[tuple[float, int, Tenant[Item]]] = []
-        self._listed_count = 0  # since the start, in both heaps: breaks ties, so that tenants are never compared
+        # Entries so far in both heaps; breaks ties, so that tenants are never compared
+        self._listed_count = 0
         self.waiting_count = 0
-        self._last: Tenant[Item] | None = None  # the one that was the last to wait for anything
-        self._swept_at = 1000  # tenants known before the idle ones among them are looked for
+        self._last: Tenant[Item] | None = None  # the last tenant that waited
+        self._swept_at = 1000  # number of known tenants at which idle ones are removed
 
     def waiting_tenants(self) -> Iterator[Tenant[Item]]:
-        """Those of whom something waits."""
+        """Iterate over tenants with waiting requests."""
         return (tenant for tenant in self._tenants.values() if tenant.waiting)
 
     def find(self, tenant_id: uuid.UUID) -> Tenant[Item] | None:
-        """What is known of a tenant; None for one that would start where the others stand."""
+        """Return a tenant; None if it would start at the common level."""
         return self._tenants.get(tenant_id.int)
 
     def start(self, tenant_id: uuid.UUID) -> float:
-        """The rank that a tenant's request would have if it were next now."""
+        """Return the rank that a tenant's request would have now."""
         tenant = self._tenants.get(tenant_id.int)
         if tenant is None:
             return self.level()
         return tenant.rank if tenant.waiting or tenant.handed else max(tenant.rank, self.level())
 
     def arrive(self, tenant_id: uuid.UUID, weight: float) -> tuple[Tenant[Item], float]:
-        """Return the tenant of a request that comes now, and its rank.
+        """Return the tenant of an arriving request, and its rank.
 
-        weight: more than 0; the latest one given holds from now on.
+        weight: above 0; replaces the previous one.
         """
         tenant = self._tenants.get(tenant_id.int)
         if tenant is None:
@@ -146,7 +154,7 @@ class Line(Generic[Item]):
         return tenant, max(rank, next(reversed(tenant.ranks.values()))) if tenant.ranks else rank
 
     def join(self, item: Item, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
-        """Put a request at the end of its tenant's own line. weight: as of `arrive`."""
+        """Append a request to its tenant's line. weight: as in `arrive`."""
         tenant, _ = self.arrive(tenant_id, weight)
         tenant.waiting[item] = None
         tenant.waiting_input_tokens += item.input_token_count
@@ -156,7 +164,7 @@ class Line(Generic[Item]):
         return tenant
 
     def leave(self, item: Item, tenant: Tenant[Item]) -> None:
-        """Forget a request that waits no more, without any charge."""
+        """Remove a waiting request without charge."""
         del tenant.waiting[item]
         tenant.waiting_input_tokens -= item.input_token_count
         tenant.waiting_output_tokens_max -= item.output_token_count_max
@@ -164,12 +172,15 @@ class Line(Generic[Item]):
         self._last = tenant
 
     def next_tenant(self) -> Tenant[Item] | None:
-        """Whose first request is the next: the least rank, and of equal ones the longest wait. None if nothing waits."""
+        """Return the tenant of the next request: least rank, then longest wait.
+
+        None if nothing waits.
+        """
         turns = self._turns
         while turns:
             turn, number, tenant = turns[0]
             if tenant.listed_turn != turn:
-                heapq.heappop(turns)  # another entry took its place
+                heapq.heappop(turns)  # another entry replaced it
             elif not tenant.waiting:
                 heapq.heappop(turns)
                 tenant.listed_turn = None
@@ -181,7 +192,7 @@ class Line(Generic[Item]):
         return None
 
     def _note_turn(self, tenant: Tenant[Item]) -> None:
-        """Something of a tenant waits from now on, or its turn may have come closer."""
+        """Record that a tenant waits, or that its turn may have moved forward."""
         turn = tenant.turn
         if tenant.listed_turn is None or turn < tenant.listed_turn:
             tenant.listed_turn = turn
@@ -189,9 +200,9 @@ class Line(Generic[Item]):
             heapq.heappush(self._turns, (turn, self._listed_count, tenant))
 
     def take(self, tenant: Tenant[Item], output_token_count: float) -> Item:
-        """Take out what waits first of a tenant, mostly the next one. `begun` may follow once, and `ended` does.
+        """Remove the first waiting request of a tenant.
 
-        output_token_count: what it will probably generate.
+        Call `begun` at most once and `ended` once afterwards. output_token_count: expected output.
         """
         item, rank = tenant.first, tenant.rank
         self.leave(item, tenant)
@@ -199,7 +210,7 @@ class Line(Generic[Item]):
         return item
 
     def pass_by(self, item: Item, tenant: Tenant[Item], rank: float, output_token_count: float) -> None:
-        """The same for a request that did not wait. rank: of its tenant, who has just arrived."""
+        """Dispatch a request that did not wait. rank: its tenant's, on arrival."""
         self._last = tenant
         tenant.ranks[item] = rank
         tenant.handed.add(item)
@@ -207,7 +218,7 @@ class Line(Generic[Item]):
         tenant.owed_units += units
 
     def begun(self, item: Item, tenant: Tenant[Item]) -> None:
-        """The engine has begun with a request that was taken out: charge its tenant for the input."""
+        """Record that the engine has started on a request: charge its tenant for the input."""
         tenant.handed.remove(item)
         self._last = tenant
         units = INPUT_TOKEN_COST * item.input_token_count
@@ -216,14 +227,14 @@ class Line(Generic[Item]):
         tenant.owed_units -= units
 
     def charge(self, item: Item, tenant: Tenant[Item], units: float) -> None:
-        """Charge a tenant for a request that the engine has begun with. units: of service."""
+        """Charge a tenant for a started request. units: of service."""
         tenant.counter += units / tenant.weight
         expected = min(units, tenant.owed[item])
         tenant.owed[item] -= expected
         tenant.owed_units -= expected
 
     def ended(self, item: Item, tenant: Tenant[Item]) -> None:
-        """A request that was taken out has ended; what it did not cost is owed no more."""
+        """Record the end of a dispatched request, and drop its remaining expected cost."""
         tenant.handed.discard(item)
         del tenant.ranks[item]
         tenant.owed_units -= tenant.owed.pop(item)
@@ -233,7 +244,8 @@ class Line(Generic[Item]):
             self._note_turn(tenant)
 
     def level(self) -> float:
-        """Where a tenant starts that comes back: with the least served of those that wait, else with the last that did."""
+        """Return the counter at which a returning tenant starts: the least one waiting, else the
+        last."""
         queued = self._queued
         while queued:
             counter, number, tenant = queued[0]
@@ -247,7 +259,7 @@ class Line(Generic[Item]):
         return self._last.counter if self._last is not None else 0.0
 
     def _forget_idle(self) -> None:
-        """Drop the tenants that would start at the level anyway, so that memory follows those that are active."""
+        """Remove tenants that would start at the level anyway, to bound memory by active tenants."""
         if len(self._tenants) < self._swept_at:
             return
         level = self.level()

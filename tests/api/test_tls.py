@@ -70,7 +70,7 @@ async def test_a_connection_is_encrypted_and_trusts_its_authority_alone(world: W
         async with connection(address, strange) as channel:
             assert await check(channel) is StatusCode.UNAVAILABLE
         async with connection(address) as channel:
-            assert await check(channel) is StatusCode.UNAVAILABLE, "in the clear"
+            assert await check(channel) is StatusCode.UNAVAILABLE, "in plaintext"
 
 
 async def test_the_command_line_says_what_is_wrong_between_client_and_server(world: World) -> None:
@@ -210,7 +210,7 @@ def test_files_that_cannot_be_used_are_refused_at_start_by_name(world: World) ->
         ({"tls_client_ca": certificate}, "WEIR_TLS_CLIENT_CA: .* WEIR_TLS_CERTIFICATE too"),
         ({"tls_certificate": certificate, "tls_key": "/no/such/key"}, "WEIR_TLS_KEY.*No such file.*/no/such/key"),
         ({"tls_certificate": certificate, "tls_key": str(encrypted)}, "WEIR_TLS_KEY='.*encrypted.key'"),
-        ({"tls_certificate": key, "tls_key": certificate}, "a certificate and its own key"),
+        ({"tls_certificate": key, "tls_key": certificate}, "a certificate and its unencrypted key"),
         ({"tls_certificate": certificate, "tls_key": key, "tls_client_ca": str(nonsense)}, "WEIR_TLS_CLIENT_CA='.*nonsense'"),
     ):
         with pytest.raises(SettingInvalid, match=told):
