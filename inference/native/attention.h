@@ -13,8 +13,11 @@
 namespace {
 
 constexpr int BLOCK_TOKENS = 16; // positions of a KV block; as in kv_cache.py, checked at load
-constexpr int STREAM_KEYS = 128; // the same where blocks come from memory: short, since a sequence's first chunk comes unannounced
-constexpr float HIDDEN_SCORE = -1e30f;   // finite, so that a row without any visible key yields no NaN before one comes
+// keys per chunk when blocks come from memory: short, since a sequence's first chunk is not
+// prefetched
+constexpr int STREAM_KEYS = 128;
+// finite, so that a row without visible keys so far yields no NaN
+constexpr float HIDDEN_SCORE = -1e30f;
 
 // One KV head of one layer's pool, seen from a sequence's block table.
 template <class T> struct PagedHead {
@@ -25,17 +28,17 @@ template <class T> struct PagedHead {
     const T *value_block(int64_t index) const { return values + table[index] * block_stride; }
 };
 
-// Blocks `begin` to `end` of a sequence, whose keys will be read.
+// Blocks `begin` to `end` of a sequence, whose keys are read next.
 template <class T> struct KeyRun {
     PagedHead<T> head;
     int64_t begin, end;
 };
 
-// Attention of R query rows over the positions begins[r] to ends[r] (exclusive) of one head, in chunks of keys with a running
-// maximum and sum, as in Milakov and Gimelshein 2018. queries and out: rows of D values. STREAMS: the blocks come from memory, and
-// nobody has read them just before. Then every product asks for what a later one reads: that of queries and keys for the chunk's
-// values, that of probabilities and values for the next chunk's keys, so that memory has something to do all the time; `then` is
-// what this thread will read after these keys.
+// Attention of R query rows over the positions begins[r] to ends[r] (exclusive) of one head, in
+// chunks of keys with a running maximum and sum (Milakov and Gimelshein 2018). queries and out:
+// rows of D values. STREAMS: the blocks come from memory. Each product then prefetches for a later
+// one, so that memory is always busy: queries x keys for the chunk's values, probabilities x values
+// for the next chunk's keys. then: blocks that this thread reads after these keys.
 template <class T, int R, bool STREAMS> void attend(
     const T *queries, int64_t query_stride, const int64_t *begins, const int64_t *ends, const PagedHead<T> &head,
     int64_t head_dim, float scale, T *out, int64_t out_stride, Scratch<T> &scratch, const KeyRun<T> &then
@@ -62,7 +65,8 @@ template <class T, int R, bool STREAMS> void attend(
         for (int r = 0; r < R; ++r) chunk_largest[r] = splat(HIDDEN_SCORE);
         for (int64_t block = 0; block < block_count; block += TILE_VECTORS) {
             const T *columns[TILE_VECTORS];
-            for (int c = 0; c < TILE_VECTORS; ++c) // a short last tile repeats its last block, and keeps nothing of it
+            // a short last tile repeats its last block and ignores the result
+            for (int c = 0; c < TILE_VECTORS; ++c)
                 columns[c] = head.key_block(chunk + std::min(block + c, block_count - 1));
             Vector sums[R][TILE_VECTORS] = {};
             if constexpr (STREAMS) { // a block has as many lines as this product has steps
@@ -97,7 +101,8 @@ template <class T, int R, bool STREAMS> void attend(
             for (int64_t key = 0; key < block_count * BLOCK_TOKENS; key += LANES) {
                 const Vector score = load(scores + r * CHUNK_KEYS + key);
                 Vector weight = exponential(score - now_largest);
-                weight = score > splat(HIDDEN_SCORE / 2) ? weight : Vector{}; // a row may see nothing of this chunk
+                // a row may have no visible key in this chunk
+                weight = score > splat(HIDDEN_SCORE / 2) ? weight : Vector{};
                 sum += weight;
                 store(probabilities + r * CHUNK_KEYS + key, weight);
             }

@@ -1,18 +1,22 @@
-// The decoder's forward pass for one CPU: paged attention, fused small operators, and matrix products over packed weights.
+// Forward pass of the decoder on a CPU: paged attention, fused operators, products with packed
+// weights.
 //
-// Compiled on the machine that runs it (`loader.py`), called through a plain C interface, and checked against the torch
-// decoder in the tests. Everything is a template over the stored type: float, or bfloat16 with sums in fp32.
+// Compiled on the machine that runs it (`loader.py`), called through a C interface, and compared
+// with the torch decoder in tests. Templates over the stored type: float, or bfloat16 with sums in
+// fp32.
 //
-// Shapes in the comments: N rows (tokens of a step), E hidden size, H heads, H_kv key-value heads, D head size, V vocabulary.
-// "Unit": values that one multiplication instruction takes from one row: 2 neighbours in bfloat16, 1 in fp32. Everything that
-// stands on the right of a product is stored unit by unit, 16 columns side by side, so that it streams through registers:
+// Shapes in comments: N rows (tokens of a step), E hidden size, H heads, H_kv key-value heads, D
+// head size, V vocabulary. "Unit": values of one row per multiplication instruction: 2 neighbours
+// in bfloat16, 1 in fp32. Right operands of products are stored unit by unit, 16 columns side by
+// side, so that they stream through registers:
 //
 //   weights  [panel of 64 columns][K / unit][64][unit]
-//   keys     [block][H_kv][D / unit][16 positions][unit]      a score tile is query x block, as it lies
-//   values   [block][H_kv][16 positions / unit][D][unit]      an output tile is probabilities x block, as it lies
+//   keys     [block][H_kv][D / unit][16 positions][unit]      a score tile is query x block, without a copy
+//   values   [block][H_kv][16 positions / unit][D][unit]      an output tile is probabilities x block, without a copy
 //
-// numbers.h, memory.h and team.h know nothing of models; products.h and attention.h compute; decoder.h puts a step together; what
-// Python calls is here. One translation unit: everything but that is in an unnamed namespace.
+// numbers.h, memory.h and team.h are independent of models; products.h and attention.h compute;
+// decoder.h runs a step; this file is the C interface. One translation unit: all else is in an
+// unnamed namespace.
 
 #include <cstdint>
 
@@ -20,7 +24,7 @@
 
 extern "C" {
 
-// The interface below is what loader.py declares. What `weir_decoder_set` points at is copied.
+// C interface, as declared in loader.py. `weir_decoder_set` copies its arguments.
 
 int32_t weir_kv_block_tokens() { return BLOCK_TOKENS; }
 
@@ -48,7 +52,8 @@ void weir_decoder_copy_blocks(void *decoder, const int64_t *pairs, int64_t count
     static_cast<AnyDecoder *>(decoder)->copy_blocks(pairs, count);
 }
 
-// Parts of what was packed: see `with_part` for their kinds. What is adopted is read where it is, and must outlive the decoder.
+// Packed parts: see `with_part` for their kinds. Adopted memory is used in place and must outlive
+// the decoder.
 
 const void *weir_decoder_part(void *decoder, int64_t layer, int32_t kind, int64_t *bytes) {
     return static_cast<AnyDecoder *>(decoder)->part(layer, kind, bytes);
@@ -62,6 +67,6 @@ int32_t weir_decoder_forward(void *decoder, const Step *step) try {
     static_cast<AnyDecoder *>(decoder)->forward(*step);
     return 0;
 } catch (...) {
-    return 1; // out of memory is all that can be thrown
+    return 1; // only allocation failures can be thrown
 }
 }

@@ -1,4 +1,4 @@
-// One model's weights, its pool of keys and values, and the steps over them.
+// Weights, KV pool and steps of one model.
 
 #pragma once
 
@@ -16,29 +16,30 @@
 
 namespace {
 
-constexpr int64_t COPIED_ROWS = 1024;    // of the embedding, by one task
+constexpr int64_t COPIED_ROWS = 1024;    // embedding rows per task
 
 extern "C" {
 
-// Sizes; the same fields in the same order as `_Shape` in decoder.py.
+// Sizes; same fields and order as `_Shape` in decoder.py.
 struct Shape {
     int64_t hidden_size, intermediate_size, layer_count, head_count, kv_head_count, head_dim, vocabulary_size;
     int64_t block_count; // KV blocks of the pool
     float rms_norm_eps;
     int32_t thread_count;
-    const float *cosines, *sines; // the rotation tables, which must outlive the decoder
-    const int64_t *windows;       // positions that the rows of each layer look back on, the row's own included; 0: all
+    const float *cosines, *sines; // rotation tables; must outlive the decoder
+    // attention window of each layer in positions, including the row's own; 0: all
+    const int64_t *windows;
 };
 
-// A run of rows of one sequence: rows `row` to row + count, at positions from `position`; its block table begins at `table`.
-// rotary_row: of the rotation tables, that of its first row.
+// Consecutive rows of one sequence: rows `row` to row + count, at positions from `position`; its
+// block table starts at `table`. rotary_row: row of the rotation tables for the first row.
 struct Span {
     int32_t row, count, position, table, rotary_row;
 };
 
-// One step. token_ids (N,), spans in order of rows and covering them all, tables: block ids, wanted_rows (R,) ascending: rows whose
-// logits are wanted. logits: (R, logits_stride) fp32, written. best: (R,) the token with the largest logit, the first of equal ones;
-// -1 if one of the row's logits is not finite. Written.
+// One step. token_ids (N,); spans cover all rows in order; tables: block ids; wanted_rows (R,)
+// ascending: rows whose logits are needed. Outputs: logits (R, logits_stride) fp32; best (R,) first
+// token with the largest logit, -1 if a logit of the row is not finite.
 struct Step {
     int64_t row_count, span_count, wanted_count;
     const int32_t *token_ids;
@@ -51,7 +52,7 @@ struct Step {
 };
 }
 
-// What the host calls, whatever the stored type.
+// Interface independent of the stored type.
 class AnyDecoder {
   public:
     virtual ~AnyDecoder() = default;
@@ -62,7 +63,8 @@ class AnyDecoder {
     virtual bool adopt(int64_t layer, int kind, const void *memory, int64_t bytes) = 0;
 };
 
-// What of a layer may be kept in a file and mapped: the linear layers' four buffers each, the norms, and the embedding.
+// Parts of a layer that can be stored in a file and mapped: four buffers per linear layer, the
+// norms, the embedding.
 enum LinearPart { PACKED, QUANTIZED, SCALES, BIAS, LINEAR_PART_COUNT };
 
 enum LinearKind { QKV, ATTENTION_OUT, GATE_UP, DOWN, LM_HEAD, LINEAR_KIND_COUNT };
@@ -88,7 +90,7 @@ template <class T> class Decoder final : public AnyDecoder {
         for (int64_t layer = 0; layer < shape.layer_count; ++layer) layers_[layer].window = shape.windows[layer];
     }
 
-    // kind: LinearKind, then NormKind, whose weight is in fp32, then the embedding.
+    // kind: LinearKind, then NormKind (weight in fp32), then the embedding.
     void set(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) override {
         if (kind < LINEAR_KIND_COUNT) return set_linear(layer, kind, weight, scales, bias);
         if (kind == LINEAR_KIND_COUNT + NORM_KIND_COUNT) return set_embedding(weight);
@@ -111,7 +113,7 @@ template <class T> class Decoder final : public AnyDecoder {
         team_.run([&](int index) { run(step, index); });
     }
 
-    // pairs: (count, 2) KV blocks, from and to, copied one after the other in all layers.
+    // pairs: (count, 2) KV blocks, source and target, copied in order in all layers.
     void copy_blocks(const int64_t *pairs, int64_t count) override {
         const int64_t block_size = shape_.kv_head_count * BLOCK_TOKENS * shape_.head_dim;
         for (int64_t layer = 0; layer < shape_.layer_count; ++layer)
@@ -122,7 +124,7 @@ template <class T> class Decoder final : public AnyDecoder {
                     );
     }
 
-    // A part of what was packed, and its bytes; null if there is none.
+    // Returns a packed part and its size in bytes; null if there is none.
     const void *part(int64_t layer, int kind, int64_t *bytes) override {
         const void *found = nullptr;
         with_part(layer, kind, [&](auto &buffer, int64_t) {
@@ -132,7 +134,8 @@ template <class T> class Decoder final : public AnyDecoder {
         return found;
     }
 
-    // Use a part as it was packed before, in memory that outlives the decoder. False if its size is another than this shape's.
+    // Uses a previously packed part in place; its memory must outlive the decoder. False if the
+    // size does not match.
     bool adopt(int64_t layer, int kind, const void *memory, int64_t bytes) override {
         bool fits = false;
         with_part(layer, kind, [&]<class W>(Buffer<W> &buffer, int64_t count) {
@@ -198,7 +201,7 @@ template <class T> class Decoder final : public AnyDecoder {
         std::memcpy(norm.data(), weight, count * sizeof(float));
     }
 
-    // weight: (V, E) rows of T. Copied, since a memory-mapped file costs a page fault for each new token.
+    // weight: (V, E) rows of T. Copied, since a mapped file costs a page fault per new token.
     void set_embedding(const void *weight) {
         const int64_t row_size = shape_.hidden_size;
         embedding_ = Buffer<T>(shape_.vocabulary_size * row_size);
@@ -213,7 +216,7 @@ template <class T> class Decoder final : public AnyDecoder {
         });
     }
 
-    // Sets what follows from the shape; rows of the weights that are packed into it.
+    // Sets the sizes that follow from the shape.
     int64_t set_shape(Linear<T> &linear, int kind) const {
         const int64_t heads = shape_.head_count * shape_.head_dim, kv_heads = shape_.kv_head_count * shape_.head_dim;
         linear.inner = shape_.hidden_size;
@@ -228,8 +231,9 @@ template <class T> class Decoder final : public AnyDecoder {
         }
     }
 
-    // Calls function(buffer, count) with a part and how many values it has if it is there. kind: LinearKind * LINEAR_PART_COUNT +
-    // LinearPart, then the norms, then the embedding, which belongs to no layer.
+    // Calls function(buffer, count) with a part and its number of values, if present. kind:
+    // LinearKind * LINEAR_PART_COUNT + LinearPart, then the norms, then the embedding, which
+    // belongs to no layer.
     template <class F> void with_part(int64_t layer, int kind, const F &function) {
         constexpr int NORMS = LINEAR_KIND_COUNT * LINEAR_PART_COUNT, EMBEDDING = NORMS + NORM_KIND_COUNT;
         if (kind == EMBEDDING) return function(embedding_, shape_.vocabulary_size * shape_.hidden_size);
@@ -245,8 +249,8 @@ template <class T> class Decoder final : public AnyDecoder {
         }
     }
 
-    // Which row of the given weights a packed column holds; -1 for padding. Gate and up stand in turn, 16 columns each, so that a
-    // tile holds both halves of its outputs.
+    // Returns the source row of a packed column; -1 for padding. Gate and up alternate, 16 columns
+    // each, so that a tile holds both halves of its outputs.
     int64_t source_row(int kind, int64_t column, int64_t sources) const {
         if (kind != GATE_UP) return column < sources ? column : -1;
         const int64_t output = column / (2 * LANES) * LANES + column % LANES;
@@ -269,7 +273,7 @@ template <class T> class Decoder final : public AnyDecoder {
 
     int64_t heads_size() const { return shape_.head_count * shape_.head_dim; }
 
-    // KV heads outermost: what several sequences share of a prefix is then still in the cache for the next of them.
+    // KV heads outermost: a prefix shared by several sequences then stays in the cache.
     void plan_attention(std::vector<AttentionTask> &tasks, const Span *spans, int64_t span_count) {
         constexpr int32_t ROWS = 4 * TILE_ROWS; // of one task: enough work to be worth handing out
         tasks.clear();
@@ -296,7 +300,7 @@ template <class T> class Decoder final : public AnyDecoder {
             );
             worker.each(rows, [&](int64_t row) { rotate_and_keep(step, layer, row, keys, values); });
             const bool is_last = number + 1 == shape_.layer_count;
-            if (is_last) { // beyond its keys and values, the last layer is computed for the wanted rows alone
+            if (is_last) { // beyond keys and values, the last layer computes only the wanted rows
                 worker.each(1, [&](int64_t) { gather_wanted(step); });
                 rows = step.wanted_count;
                 if (rows == 0) return;
@@ -444,7 +448,7 @@ template <class T> class Decoder final : public AnyDecoder {
         }
     }
 
-    // Moves the wanted rows to the front, in place: they are in ascending order.
+    // Moves the wanted rows, which are ascending, to the front in place.
     void gather_wanted(const Step &step) {
         for (int64_t index = 0; index < step.wanted_count; ++index) {
             const int64_t row = step.wanted_rows[index];
@@ -456,7 +460,7 @@ template <class T> class Decoder final : public AnyDecoder {
         }
     }
 
-    // What of a layer's pool the rows of a task read.
+    // Blocks of a layer's pool that a task reads.
     PagedHead<T> paged_head(const AttentionTask &task, const Step &step, const Span *spans, const T *keys, const T *values) const {
         const int64_t block_size = BLOCK_TOKENS * shape_.head_dim, start = task.kv_head * block_size;
         return {keys + start, values + start, shape_.kv_head_count * block_size, step.tables + spans[task.span].table};
@@ -464,7 +468,8 @@ template <class T> class Decoder final : public AnyDecoder {
 
     static int64_t first_visible(int64_t end, int64_t window) { return window ? std::max<int64_t>(0, end - window) : 0; }
 
-    // The first keys of the task that this thread will probably take after `index`; none if that one does not stream.
+    // First keys of the task that this thread probably takes after `index`; none if it does not
+    // stream.
     KeyRun<T> after(
         int64_t index, const std::vector<AttentionTask> &tasks, const Step &step, const Span *spans, int64_t window, const T *keys,
         const T *values
@@ -489,7 +494,8 @@ template <class T> class Decoder final : public AnyDecoder {
         const PagedHead<T> head = paged_head(task, step, spans, keys, values);
         const int64_t first = (span.row + task.row) * stride + task.kv_head * group * head_dim;
         const int64_t position = span.position + task.row;
-        if (task.row_count == 1) { // the group's heads are the rows of a tile: its keys are read once for all of them
+        // the group's heads are rows of a tile, so its keys are read once
+        if (task.row_count == 1) {
             const KeyRun<T> then = after(index, tasks, step, spans, window, keys, values);
             return attend_tiles<true>(first, head_dim, group, 0, position, window, head, scratch, then);
         }
@@ -520,12 +526,12 @@ template <class T> class Decoder final : public AnyDecoder {
 
     Shape shape_;
     Team team_;
-    std::vector<Layer> layers_; // the last entry holds what is above all layers
+    std::vector<Layer> layers_; // the last entry holds the parts above all layers
     std::vector<Scratch<T>> scratches_;
     Buffer<T> embedding_;
     int64_t hidden_stride_, mixed_stride_, gated_stride_, layer_stride_;
-    // The pool. Zeroed, since blocks are read to their ends, whose weight is 0, so they must be finite; the system gives zeros, and
-    // takes memory, only where it is touched.
+    // The pool. Zeroed, since blocks are read to their ends with weight 0, so they must be finite;
+    // the system provides zeroed pages on first use.
     Buffer<T> keys_, values_;
     Buffer<float> hidden_, mixed_;
     Buffer<T> normed_, queries_, attended_, gated_;

@@ -14,7 +14,8 @@ namespace {
 
 constexpr size_t HUGE_PAGE_BYTES = 2 << 20;
 
-// Zeroed memory that the system gives page by page as it is touched; or a view of somebody else's, which is not written.
+// Zeroed memory, allocated by the system page by page on first use; or a read-only view of other
+// memory.
 template <class T> class Buffer {
   public:
     Buffer() = default;
@@ -46,8 +47,9 @@ template <class T> class Buffer {
     void reserve(int64_t count) {
         if (count > count_) *this = Buffer(count);
     }
-    // Lets the system join the pages into huge ones in its own time: streaming gets some 3 % faster. Asking before they are filled
-    // would make it clear huge pages at once, which took 5 times as long on a virtual machine.
+    // Lets the system merge pages into huge ones in the background: streaming is about 3 % faster.
+    // Advising before they are filled would zero huge pages at once, which took 5 times as long on
+    // a virtual machine.
     void join_pages() const {
         if (bytes_ >= HUGE_PAGE_BYTES) madvise(data_, bytes_, MADV_HUGEPAGE);
     }

@@ -1,4 +1,4 @@
-// Vectors of floats that the compiler maps onto what the processor has; bfloat16; e^x.
+// Portable vectors of floats; bfloat16; e^x.
 
 #pragma once
 
@@ -52,7 +52,8 @@ INLINE void store(Bfloat16 *to, Vector value) {
     std::memcpy(to, &rounded, sizeof rounded);
 #else
     IntVector bits = (IntVector)value;
-    bits += 0x7fff + ((bits >> 16) & 1); // to nearest, ties to even; what is not finite is caught by the caller's check
+    // to nearest, ties to even; callers check for values that are not finite
+    bits += 0x7fff + ((bits >> 16) & 1);
     ShortVector high = __builtin_convertvector((bits >> 16) & 0xffff, ShortVector);
     std::memcpy(to, &high, sizeof high);
 #endif
@@ -60,7 +61,7 @@ INLINE void store(Bfloat16 *to, Vector value) {
 
 // 16 bytes as floats.
 INLINE Vector load(const int8_t *from) {
-#if defined(__AVX512F__) // the compiler's own conversion goes value by value
+#if defined(__AVX512F__) // the compiler's own conversion is scalar
     return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))));
 #else
     ByteVector bytes;
@@ -104,7 +105,7 @@ INLINE float largest_of(Vector value) {
     return std::max(value[0], value[1]);
 }
 
-// Index of the largest of `count` values, the first of equal ones; -1 if one of them is not finite.
+// Index of the first largest of `count` values; -1 if a value is not finite.
 inline int32_t best_of(const float *values, int64_t count) {
     constexpr int32_t EXPONENT = 0x7f800000; // all of it set: infinite, or not a number
     const IntVector lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

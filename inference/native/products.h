@@ -12,9 +12,10 @@
 
 namespace {
 
-constexpr int PANEL = 64;       // weight columns that lie together
-constexpr int LINE_BYTES = 64;  // that come from memory together
-constexpr int ROW_CHUNK = 192;  // rows of one matrix task: few enough that two cores share a prefill evenly
+constexpr int PANEL = 64;       // adjacent weight columns
+constexpr int LINE_BYTES = 64;  // size of a cache line
+// rows per matrix task: small enough to split a prefill evenly between two cores
+constexpr int ROW_CHUNK = 192;
 constexpr int CHUNK_KEYS = 512; // keys whose scores are held at once: 6 rows of them fit the first-level cache
 
 #if defined(__AVX512F__)
@@ -60,7 +61,7 @@ template <class T> INLINE Vector load_units(const int8_t *from) {
     }
 }
 
-// Lines of memory that a product touches on its way, one at each of `begins` per step, so that they have come when they are needed.
+// Cache lines prefetched during a product: per step, one at each of `begins`.
 template <int COUNT> struct Ahead {
     const void *begins[COUNT];
     INLINE void touch(int64_t step) const {
@@ -98,7 +99,7 @@ template <int MOST, class F> INLINE void with_count(int count, const F &function
     function.template operator()<MOST>();
 }
 
-// A linear layer's weights, packed. Either `packed`, or `quantized` with one scale per column.
+// Packed weights of a linear layer: either `packed`, or `quantized` with one scale per column.
 template <class T> struct Linear {
     Buffer<T> packed;
     Buffer<int8_t> quantized;
@@ -110,7 +111,7 @@ template <class T> struct Linear {
     int64_t panel_size() const { return inner * PANEL; }
 };
 
-// Where in its panel the weight of a column and an inner index lies.
+// Position in its panel of the weight of a column and an inner index.
 template <class T> int64_t packed_index(int64_t column, int64_t inner) {
     return (inner / UNIT<T> * PANEL + column % PANEL) * UNIT<T> + inner % UNIT<T>;
 }
@@ -130,9 +131,9 @@ template <class T> INLINE const T *widened(const Linear<T> &linear, int64_t pane
     return to;
 }
 
-// keep(row, first column, sums) for each row from first_row to end_row and each TILE_VECTORS vectors of one panel's columns. next:
-// the panel that this thread will probably multiply then, if it is to be fetched meanwhile: it is on its way from memory while this
-// one is multiplied, all of it in the one pass that few rows take, else a line per step until it is there.
+// Calls keep(row, first column, sums) for rows first_row to end_row and each TILE_VECTORS vectors
+// of a panel's columns. next: the panel that this thread probably multiplies next, to be prefetched
+// meanwhile: all of it in the single pass for few rows, else one line per step.
 template <class T, class W, class Keep> INLINE void panel_product(
     const T *left, int64_t left_stride, int64_t first_row, int64_t end_row, const Linear<T> &linear, int64_t panel,
     const W *weights, const W *next, const Keep &keep
@@ -172,7 +173,8 @@ template <class T, class W, class Keep> INLINE void panel_product(
     }
 }
 
-// keep(row, first column, sums) for each row and each TILE_VECTORS vectors of columns of left (rows, K) x weights, bias included.
+// Calls keep(row, first column, sums) for each row and TILE_VECTORS vectors of columns of left
+// (rows, K) x weights + bias.
 template <class T, class Keep> void linear_product(
     Worker &worker, const T *left, int64_t left_stride, int64_t rows, const Linear<T> &linear, Scratch<T> *scratches, int index,
     const Keep &keep

@@ -1,4 +1,4 @@
-// Threads that compute one step together.
+// Threads that compute a step together.
 
 #pragma once
 
@@ -15,8 +15,10 @@
 
 namespace {
 
-constexpr int SPINS_BEFORE_YIELD = 4000; // some 20 us: longer than a well-balanced phase differs between cores
-constexpr int YIELDS_BEFORE_SLEEP = 200; // then workers sleep; the pause between two decode steps is shorter than that
+// about 20 us: longer than the imbalance between cores in a phase
+constexpr int SPINS_BEFORE_YIELD = 4000;
+// then workers sleep; longer than the pause between two decode steps
+constexpr int YIELDS_BEFORE_SLEEP = 200;
 
 INLINE void relax() {
 #if defined(__x86_64__)
@@ -24,8 +26,9 @@ INLINE void relax() {
 #endif
 }
 
-// Threads that run one function together and meet at barriers. Own ones rather than OpenMP's: torch's pool would wake and spin
-// beside them, and these give their core away as soon as others want it, since the API's process shares the machine.
+// Threads that run one function together and meet at barriers. Not OpenMP, whose pool would wake
+// and spin beside torch's; these threads yield to other processes of the machine, such as the
+// API's.
 class Team {
   public:
     explicit Team(int size) : size_(size) {
@@ -72,7 +75,8 @@ class Team {
         for (bool is_last = false; !is_last;) {
             wait_for_work(seen);
             ++seen;
-            is_last = stopping_; // read before the barrier: behind it the flag may be that of the next run
+            // read before the barrier: after it the flag may belong to the next run
+            is_last = stopping_;
             call_(context_, index);
             barrier();
         }
@@ -104,14 +108,16 @@ class Team {
     void (*call_)(const void *, int) = nullptr;
 };
 
-// One thread's place in a team, inside `Team::run`. Every thread makes the same calls in the same order.
+// One thread's view of a team, inside `Team::run`. All threads make the same calls in the same
+// order.
 class Worker {
   public:
     Worker(Team &team, int index) : team_(team), index_(index) {}
     int team_size() const { return team_.size(); }
 
-    // body(i) for all i below count, each on whichever thread is free; returns when all are done. The counter of a phase is
-    // reset behind its barrier: it is used again four phases later, which nobody reaches before thread 0 has been here.
+    // Runs body(i) for all i below count on any free thread; returns when all are done. A phase's
+    // counter is reset after its barrier and reused four phases later, which no thread reaches
+    // before thread 0 has been here.
     template <class F> void each(int64_t count, const F &body) {
         std::atomic<int64_t> &next = team_.counter(phase_);
         for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
