@@ -1,1 +1,1 @@
-"""Rated usage on its way to whoever bills: batches, deliveries, Stripe, a file."""
+"""Export of rated usage to a biller: batches, deliveries, Stripe, a file."""

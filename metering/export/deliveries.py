@@ -1,11 +1,13 @@
-"""The stage posted → exported: rated usage → batches of tokens per customer, price version, kind and hour → the biller.
+"""Pipeline stage posted → exported: hourly batches of rated usage, and their delivery to the
+biller.
 
-What is missing is computed, never remembered: a new part of an hour is what its usage events add up to, less the parts that exist.
-The part's number is unique, so two workers that compute it at once write it once.
+A new part of an hour is computed as the sum of its usage events less the existing parts, so nothing
+has to be remembered. The part number is unique: two workers that compute a part write it once.
 
-Delivery commits the intent, calls the biller outside any transaction, then records its answer. A worker that dies in between leaves
-the batch `sent`; the next worker delivers it again under the same identifier. One stream (customer and meter) is delivered by one
-worker at a time: an advisory lock on a connection of its own, which the server frees when the worker dies.
+A delivery commits the intent, calls the biller outside any transaction, and records the answer. If
+the worker dies in between, the batch stays `sent` and the next worker delivers it again under the
+same identifier. One worker at a time delivers a stream (customer and meter): it holds an advisory
+lock on a connection of its own, which the server releases when the worker dies.
 """
 
 from __future__ import annotations
@@ -34,22 +36,22 @@ from metering.ledger.ledger import LANE_LOCK
 from metering.pricing.prices import TOKENS_BY_KIND
 from metering.store.db import Sessions, lock_holder, patience, try_lock
 
-CLOSE_DELAY = timedelta(
-    minutes=2
-)  # after an hour's end: most of what was settled in it is rated by then, so most hours have one part
-BACK_TO = timedelta(days=35)  # how far the first run looks back: a biller takes nothing that is older
-CLOSE_AT_ONCE = timedelta(hours=1)  # in one statement, also while catching up: a day of a busy service takes longer than it may
-CLOSE_BUDGET_S = 20.0  # per run: bounds the first one, which has 35 days before it; the next one goes on
-FORM_S = 30.0  # for an hour of some ten million events; such a statement keeps nobody waiting
+# After the end of an hour: most of its usage is rated by then, so that most hours have one part.
+CLOSE_DELAY = timedelta(minutes=2)
+BACK_TO = timedelta(days=35)  # how far the first run looks back: billers reject older usage
+CLOSE_AT_ONCE = timedelta(hours=1)  # per statement: a day of a busy service exceeds the time limit
+CLOSE_BUDGET_S = 20.0  # per run: bounds the first one, which covers 35 days; the next run continues
+FORM_S = 30.0  # for an hour of some ten million events; the statement blocks no other
 LONG_STATEMENTS = text(f"SET LOCAL statement_timeout = '{FORM_S:.0f}s'")
-# `rated_at` is when its transaction began; it is visible when that commits, which a task's time limit puts a minute later at most.
+# `rated_at` is the start of its transaction; it becomes visible at the commit, at most a minute
+# later by the task's time limit.
 SCAN_MARGIN = timedelta(seconds=150)
 
-# The quantity is not part of it: see `exporting.py`.
+# The identifier does not include the quantity: see `exporting.py`.
 BATCH_ID = derived_id(
     "'meter batch'", "organization_id", "price_version_id", "token_kind", "extract(epoch FROM hour)::bigint", "parts.count"
 )
-# By way of the organizations, since the events' index begins with theirs.
+# Joins the organizations, since the index of the events begins with their id.
 FORM = text(f"""
 WITH used AS (
     SELECT organization_id, price_version_id, kind.token_kind, date_trunc('hour', settled_at, 'UTC') AS hour,
@@ -71,7 +73,7 @@ FROM used, LATERAL (
 WHERE used.token_count > parts.token_count
 ON CONFLICT (organization_id, price_version_id, token_kind, hour, part) DO NOTHING
 """)
-# The first hour of a stretch in which anything was used that is rated: what is rated later is late, here as everywhere.
+# First hour of a range that has rated usage. Usage rated later is late, here as everywhere.
 FIRST_USED = text("""
 SELECT date_trunc('hour', min(used.settled_at), 'UTC')
 FROM organizations o, LATERAL (
@@ -84,7 +86,7 @@ BEGIN = text("""
 INSERT INTO export_progress (id, closed_until, scanned_until)
 VALUES (1, date_trunc('hour', now() - :back_to, 'UTC'), now()) ON CONFLICT DO NOTHING
 """)
-# Whoever finds the row locked leaves the work to the one that has it.
+# A process that finds the row locked leaves the work to the process that holds it.
 STANDING = text("""
 SELECT closed_until, scanned_until, date_trunc('hour', now() - :close_delay, 'UTC') AS closable_until, now() AS now
 FROM export_progress FOR UPDATE SKIP LOCKED
@@ -93,7 +95,7 @@ LATE = text("""
 SELECT DISTINCT organization_id, date_trunc('hour', settled_at, 'UTC') AS hour FROM usage_events
 WHERE rated_at >= :since AND settled_at < :closed_until ORDER BY 2, 1
 """)
-# A close rates as well, in a transaction that may last for longer than the margin.
+# A month close rates as well, in a transaction that may outlast the margin.
 CLOSING = text(f"""
 SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND classid = {LANE_LOCK} AND objsubid = 2 AND granted
                AND mode = 'ExclusiveLock' AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))
@@ -101,7 +103,7 @@ SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND classid = {L
 
 
 async def form_batches(sessions: Sessions) -> int:
-    """Make the batches of all hours that are over, and of late usage; tells how many. Safe to run anywhere, at any time."""
+    """Form the batches of all completed hours and of late usage. Idempotent; returns their number."""
     formed = 0
     async with sessions.begin() as session:
         await session.execute(BEGIN, {"back_to": BACK_TO})
@@ -124,14 +126,17 @@ async def form_batches(sessions: Sessions) -> int:
 
 
 async def form(session: AsyncSession, begins: datetime, ends: datetime, organization_id: uuid.UUID | None = None) -> int:
-    """Make what is missing of the hours in a range; tells how many parts. Of one organization only if it is given."""
+    """Form the missing parts of the hours in a range, optionally of one organization; return the
+    count.
+    """
     parameters = {"begins": begins, "ends": ends, "organization_id": organization_id}
     result = await session.execute(FORM, parameters)
     return int(getattr(result, "rowcount", 0))
 
 
 async def _form_late(session: AsyncSession, standing: Row[Any]) -> int:
-    closing = await session.scalar(CLOSING)  # beforehand: what a close commits after this is looked for again, or begins later
+    # Checked first: a close that commits later is scanned again.
+    closing = await session.scalar(CLOSING)
     parameters = {"since": standing.scanned_until - SCAN_MARGIN, "closed_until": standing.closed_until}
     late = (await session.execute(LATE, parameters)).all()
     formed = 0
@@ -150,17 +155,20 @@ async def _standing(session: AsyncSession) -> Row[Any] | None:
 log = logging.getLogger(__name__)
 retries = Retries("usage_delivery", passing=(StoreAway,))  # by stream, and by batch
 
-STREAMS_AT_ONCE = 8  # calls in flight per worker: at 50 ms each some 160 per second, far below Stripe's 1,000
-CANDIDATES_MAX = 64  # streams looked at for each round: other workers may hold the locks of the first ones
-BUDGET_S = 3.0  # of one run: rating shares the worker, and should not wait long
+# Calls in flight per worker: at 50 ms each some 160 per second, far below Stripe's 1,000.
+STREAMS_AT_ONCE = 8
+# Streams looked at for each round: other workers may hold the locks of the first ones.
+CANDIDATES_MAX = 64
+BUDGET_S = 3.0  # per run: rating shares the worker and should not wait long
 BACKOFF_S_MIN = 5.0
 BACKOFF_S_MAX = 3600.0  # of one batch
-PAUSE_S_MAX = 600.0  # of everything, while the biller does not answer
+PAUSE_S_MAX = 600.0  # of all deliveries, while the biller does not answer
 BACKOFF_DOUBLINGS_MAX = 20  # keeps the power small
 ERROR_LENGTH_MAX = 500
-UNKNOWN_TOO_LONG = "nobody knows whether it was counted, and the biller may have forgotten its identifier: compare, then settle it"
+UNKNOWN_TOO_LONG = "it is unknown whether it was counted, and the biller may have forgotten its identifier: compare, then settle it"
 
-# Streams with something to hand over, the oldest first. Where the biller has customers and meters, only those that it knows.
+# Streams with batches to deliver, the oldest first; where the biller has customers and meters, only
+# known ones.
 CANDIDATES = text("""
 SELECT organization_id, price_version_id, token_kind FROM meter_batches b
 WHERE state IN ('pending', 'sent') AND next_attempt_at <= now() AND (
@@ -172,7 +180,8 @@ WHERE state IN ('pending', 'sent') AND next_attempt_at <= now() AND (
 GROUP BY 1, 2, 3 ORDER BY min(hour), 1, 2, 3 LIMIT :limit
 """)
 UNLOCK = text("SELECT pg_advisory_unlock_all()")
-# `was` is how the batch stood before: one that was `sent` stays in doubt, whatever this attempt is told.
+# `was` is the previous state: a batch that was `sent` stays in doubt, whatever this attempt
+# returns.
 CLAIM = text("""
 WITH next AS (
     SELECT id, state AS was FROM meter_batches
@@ -190,7 +199,8 @@ RETURNING b.id, b.hour, b.token_count, b.attempt_count, b.state, next.was,
           (SELECT stripe_id FROM stripe_objects
            WHERE (account, kind, ref) = (:account, 'customer', b.organization_id::text)) AS customer
 """)
-# Only of a batch that still waits for this answer: an error report may have come first, and it knows better.
+# Applies only while the batch waits for this answer: an error report that came first takes
+# precedence.
 RECORD = text("""
 UPDATE meter_batches
 SET state = :state, last_error = :error, next_attempt_at = now() + :delay,
@@ -208,7 +218,7 @@ RESUME = text("UPDATE export_progress SET failure_count = 0, pause_reason = NULL
 
 @dataclass(slots=True)
 class Run:
-    """One run of `deliver_pending`: what it did, and what ended it early. Trouble with one batch ends it for all."""
+    """State of one run of `deliver_pending`. Trouble with one batch ends the run for all."""
 
     sessions: Sessions
     exporter: Exporter
@@ -220,12 +230,14 @@ class Run:
 
     @property
     def goes_on(self) -> bool:
-        """Whether another batch may be claimed."""
+        """True if another batch may be claimed."""
         return self.trouble is None and time.monotonic() < self.deadline
 
 
 async def deliver_pending(sessions: Sessions, exporter: Exporter, budget_s: float = BUDGET_S) -> Run:
-    """Hand over what waits, until nothing does, the time is over or the biller has trouble. Any number may run at once."""
+    """Deliver pending batches until none is left, the time is over or the biller fails. Runs may
+    overlap.
+    """
     run = Run(sessions, exporter, time.monotonic() + budget_s)
     async with sessions() as session:
         if await session.scalar(PAUSED):
@@ -241,9 +253,9 @@ async def deliver_pending(sessions: Sessions, exporter: Exporter, budget_s: floa
 
 
 async def _lock_streams(locks: AsyncSession, account: str) -> list[Stream]:
-    found = (await locks.execute(CANDIDATES, {"account": account, "limit": CANDIDATES_MAX})).all()
+    candidates = (await locks.execute(CANDIDATES, {"account": account, "limit": CANDIDATES_MAX})).all()
     held: list[Stream] = []
-    for organization_id, price_version, token_kind in found:
+    for organization_id, price_version, token_kind in candidates:
         stream = Stream(organization_id, price_version, TokenKind(token_kind))
         if retries.is_due(stream.lock_name) and await try_lock(locks, stream.lock_name):
             held.append(stream)
@@ -264,7 +276,7 @@ async def _deliver_stream(run: Run, stream: Stream) -> None:
                 answer = await run.exporter.deliver(quantity)
             except StoreAway:
                 raise
-            except Exception as error:  # it says nothing of other batches, so the run goes on
+            except Exception as error:  # other batches are not affected, so the run continues
                 incident = Answer(Verdict.LATER, f"incident {retries.failed(error, batch.id)}", certain=False)
                 await _record(run, batch, incident, is_trouble=False)
             else:
@@ -272,7 +284,9 @@ async def _deliver_stream(run: Run, stream: Stream) -> None:
 
 
 async def _claim(run: Run, stream: Stream) -> Row[Any] | None:
-    """A batch that is about to be handed over, or that was parked instead: the columns of `CLAIM`."""
+    """Claim the next batch for delivery, or park it if it is too old; return the columns of
+    `CLAIM`.
+    """
     parameters = {
         "organization_id": stream.organization_id,
         "price_version": stream.price_version,
@@ -307,8 +321,9 @@ async def _record(run: Run, batch: Row[Any], answer: Answer, *, is_trouble: bool
 
 
 def state_after(was: str, answer: Answer) -> BatchState:
-    """Where an answer puts a batch that stood as `was` when it was claimed."""
-    in_doubt = was == BatchState.SENT  # an earlier attempt may have been counted, and this answer says nothing of that one
+    """Return the new state of a batch that was in state `was` when it was claimed."""
+    # An earlier attempt may have been counted, whatever this answer says.
+    in_doubt = was == BatchState.SENT
     match answer.verdict:
         case Verdict.DELIVERED:
             return BatchState.DELIVERED
@@ -319,12 +334,12 @@ def state_after(was: str, answer: Answer) -> BatchState:
 
 
 def rest_s(attempt_count: int) -> float:
-    """Seconds until the next attempt, with a random part so that many do not come back at once."""
+    """Return the seconds until the next attempt, with jitter."""
     return backoff_s(attempt_count, BACKOFF_S_MIN, BACKOFF_S_MAX) * random.uniform(0.5, 1.0)
 
 
 async def _note(run: Run) -> None:
-    """Give the biller a rest after trouble, and none after success."""
+    """Pause the export after a failure of the biller, and end the pause after a success."""
     if run.trouble is None and not run.delivered_count:
         return
     async with run.sessions.begin() as session:
@@ -340,16 +355,17 @@ async def _note(run: Run) -> None:
             "doublings": BACKOFF_DOUBLINGS_MAX,
         }
         await session.execute(PAUSE, parameters)
-    log.warning("the export rests: %s", run.trouble.reason)
+    log.warning("the export is paused: %s", run.trouble.reason)
 
 
 export_retries = Retries("usage_export", passing=(StoreAway,))  # by stage
 
 
 async def export_usage(sessions: Sessions, environment: Mapping[str, str]) -> None:
-    """Make the batches of hours that are over, hand over what waits, and handle what Stripe told. Nothing where the export is off.
+    """Form batches, deliver them and handle Stripe's events. Does nothing if the export is off.
 
-    A stage that fails unexpectedly rests, and the others go on. Raises: InvalidValue naming a setting.
+    A stage that fails unexpectedly is retried later, and the others continue. Raises: InvalidValue
+    naming a setting.
     """
     settings = export_settings(environment)
     if settings.destination is Destination.OFF:
@@ -358,7 +374,8 @@ async def export_usage(sessions: Sessions, environment: Mapping[str, str]) -> No
     if settings.stripe is None:
         stages.append(partial(deliver_pending, sessions, FileExporter(settings.file)))
     else:
-        # Imported here: it takes a second, and only those who bill with Stripe have to wait for it.
+        # Imported here: the import takes a second, which only installations that bill with Stripe
+        # need.
         from metering.export.invoice_items import invoice_late_usage, settle_months
         from metering.export.stripe_gateway import StripeGateway
         from metering.export.stripe_inbox import handle_events

@@ -1,6 +1,8 @@
-"""Settings of the export, from the environment: where usage goes, and how Stripe is reached. Secrets never show in a repr.
+"""Settings of the export, from the environment: destination and access to Stripe. Secrets are left
+out of reprs.
 
-`STRIPE_API_KEY` and `WEIR_STRIPE_WEBHOOK_SECRET` may be given as a file instead, with `_FILE` behind the name.
+A file may hold `STRIPE_API_KEY` or `WEIR_STRIPE_WEBHOOK_SECRET`: name it with `_FILE` appended to
+the variable.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class Destination(StrEnum):
-    """Where usage is exported to."""
+    """Destination of exported usage."""
 
     OFF = "off"
     FILE = "file"
@@ -31,14 +33,16 @@ class Destination(StrEnum):
 
 
 class Collection(StrEnum):
-    """How Stripe collects: it sends invoices to be paid, or charges the customer's payment method."""
+    """Collection method at Stripe: send invoices, or charge the customer's payment method."""
 
     SEND_INVOICE = "send_invoice"
     CHARGE = "charge_automatically"
 
 
 class Finalizing(StrEnum):
-    """When an invoice at Stripe becomes final: once our month is closed, or by Stripe itself an hour after the month."""
+    """Finalization of Stripe's invoices: when our month is closed, or by Stripe an hour after the
+    month.
+    """
 
     CLOSE = "close"
     STRIPE = "stripe"
@@ -46,7 +50,9 @@ class Finalizing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StripeSettings:
-    """namespace: prefix of all that we create at Stripe, so that two installations can share an account."""
+    """Settings of Stripe. namespace: prefix of all objects created there, so that installations can
+    share an account.
+    """
 
     api_key: str = field(repr=False)
     namespace: str = "weir"
@@ -56,18 +62,18 @@ class StripeSettings:
 
     @property
     def finalizes(self) -> bool:
-        """Whether drafts are held until their month is closed, and finalised then."""
+        """True if drafts are held until their month is closed, and finalized then."""
         return self.finalizing is Finalizing.CLOSE
 
     @property
     def account(self) -> str:
-        """`test` or `live`, by the key."""
+        """Mode of the key, `test` or `live`."""
         return self.api_key.split("_")[1]
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
-    """What `WEIR_EXPORT` and its companions say."""
+    """Values of `WEIR_EXPORT` and its companions."""
 
     destination: Destination
     file: Path
@@ -76,7 +82,9 @@ class ExportSettings:
 
 @dataclass(frozen=True, slots=True)
 class WebhookSettings:
-    """Where Stripe's events are taken, and the secrets that they may be signed with: one for each destination set up there."""
+    """Listener of Stripe's events and the signing secrets, one for each endpoint configured at
+    Stripe.
+    """
 
     secrets: tuple[str, ...] = field(repr=False)
     listen_host: str = "127.0.0.1"
@@ -84,7 +92,7 @@ class WebhookSettings:
 
 
 def export_settings(environment: Mapping[str, str]) -> ExportSettings:
-    """Raises: InvalidValue naming the variable."""
+    """Return the export settings. Raises: InvalidValue naming the variable."""
     destination = choice(environment, "WEIR_EXPORT", Destination.OFF)
     home = Path(environment.get("WEIR_HOME") or Path.home() / ".weir")
     file = Path(environment.get("WEIR_EXPORT_FILE") or home / "usage.jsonl").expanduser()
@@ -92,40 +100,46 @@ def export_settings(environment: Mapping[str, str]) -> ExportSettings:
 
 
 def stripe_settings(environment: Mapping[str, str]) -> StripeSettings:
-    """Raises: InvalidValue naming the variable; never with the key in it."""
+    """Return the settings of Stripe. Raises: InvalidValue naming the variable, never showing the
+    key.
+    """
     key = secret(environment, "STRIPE_API_KEY")
     if not KEY_FORM.fullmatch(key):
-        raise InvalidValue("STRIPE_API_KEY", "give a secret or restricted key (sk_… or rk_…), or its file as STRIPE_API_KEY_FILE")
+        raise InvalidValue("STRIPE_API_KEY", "must be a secret or restricted key (sk_… or rk_…), or set STRIPE_API_KEY_FILE")
     namespace = environment.get("WEIR_STRIPE_NAMESPACE") or "weir"
     if not NAMESPACE_FORM.fullmatch(namespace):
-        raise InvalidValue("WEIR_STRIPE_NAMESPACE", "give 1 to 20 small letters and digits, starting with a letter")
+        raise InvalidValue("WEIR_STRIPE_NAMESPACE", "must be 1 to 20 lower-case letters and digits, starting with a letter")
     collection = choice(environment, "WEIR_STRIPE_COLLECTION", Collection.SEND_INVOICE)
     base = (environment.get("WEIR_STRIPE_API_BASE") or "https://api.stripe.com").rstrip("/")
     if not base.startswith("https://") and not LOCAL_BASE_FORM.fullmatch(base):
-        raise InvalidValue("WEIR_STRIPE_API_BASE", "give an https URL: the key would travel in the clear")
+        raise InvalidValue("WEIR_STRIPE_API_BASE", "must be an https URL: otherwise the key is sent in clear text")
     return StripeSettings(key, namespace, collection, base, choice(environment, "WEIR_STRIPE_FINALIZE", Finalizing.CLOSE))
 
 
 def webhook_settings(environment: Mapping[str, str]) -> WebhookSettings | None:
-    """None where no secret is set: events are not taken then. Raises: InvalidValue."""
-    if not (found := tuple(secret(environment, "WEIR_STRIPE_WEBHOOK_SECRET").replace(",", " ").split())):
+    """Return the webhook's settings; None if no secret is set, which disables it. Raises:
+    InvalidValue.
+    """
+    if not (secrets := tuple(secret(environment, "WEIR_STRIPE_WEBHOOK_SECRET").replace(",", " ").split())):
         return None
     host, colon, port = (environment.get("WEIR_STRIPE_WEBHOOK_LISTEN") or f"127.0.0.1:{WEBHOOK_PORT}").rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise InvalidValue("WEIR_STRIPE_WEBHOOK_LISTEN", "give ADDRESS:PORT")
-    return WebhookSettings(found, host.strip("[]"), int(port))
+        raise InvalidValue("WEIR_STRIPE_WEBHOOK_LISTEN", "must have the form ADDRESS:PORT")
+    return WebhookSettings(secrets, host.strip("[]"), int(port))
 
 
 def choice(environment: Mapping[str, str], name: str, default: Choice) -> Choice:
-    """One of the values of an enumeration. Raises: InvalidValue."""
+    """Return a variable's value as a member of an enumeration. Raises: InvalidValue."""
     word = environment.get(name) or default
     if word not in set(type(default)):
-        raise InvalidValue(name, f"{word!r} is not known: give {' or '.join(type(default))}")
+        raise InvalidValue(name, f"must be {' or '.join(type(default))}, got {word!r}")
     return type(default)(word)
 
 
 def secret(environment: Mapping[str, str], name: str) -> str:
-    """A secret by its variable or by the file that `<name>_FILE` names; empty if neither is set. Raises: InvalidValue."""
+    """Return a secret from its variable or the file named by `<name>_FILE`; empty if unset. Raises:
+    InvalidValue.
+    """
     if value := environment.get(name):
         return value.strip()
     if not (path := environment.get(f"{name}_FILE")):

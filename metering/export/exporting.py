@@ -1,12 +1,14 @@
-"""The interface of an exporter, the border between our batches of tokens and the biller; and the one that writes a file.
+"""Exporter interface between batches of tokens and the biller, and the exporter that writes a file.
 
-An exporter counts each quantity once by its identifier, however often it is delivered, for as long as it promises to. Identifiers
-are derived from what they identify: a database that has lost commits in a failover makes the same ones again, so the biller counts
-nothing twice. A quantity is not part of its identifier: where some usage was lost as well, the biller keeps what it counted first,
-and `weir reconcile` names the difference.
+An exporter counts each quantity once by its identifier, however often it is delivered, for as long
+as it guarantees. Identifiers are derived from the content they identify: a database that lost
+commits in a failover derives the same ones again, so the biller counts nothing twice. The quantity
+is not part of its identifier: if some usage was lost as well, the biller keeps the first count, and
+`weir reconcile` names the difference.
 
-A line of the file is on disk before its quantity counts as delivered, and an identifier is written once, also by several workers:
-each writer holds the file's lock and has read all that others wrote. A torn last line, left by a crash, was never acknowledged.
+A line of the file is on disk before its quantity counts as delivered, and each identifier is
+written once even with several workers: each writer holds the file's lock and has read all lines
+written by others. A torn last line, left by a crash, was never acknowledged.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from metering.core.models import TokenKind
 
 
 def derived_id(*parts: str) -> str:
-    """SQL of a UUID (version 8) that is made of these SQL expressions: the first 16 bytes of their SHA-256."""
+    """Return SQL of a UUID (version 8) derived from SQL expressions: the first 16 bytes of their
+    SHA-256.
+    """
     digest = f"sha256(convert_to(concat_ws(':', {', '.join(parts)}), 'UTF8'))"
     versioned = f"set_byte(substr({digest}, 1, 16), 6, get_byte({digest}, 6) & 15 | 128)"
     return f"encode(set_byte({versioned}, 8, get_byte({digest}, 8) & 63 | 128), 'hex')::uuid"
@@ -39,11 +43,12 @@ HALF_AN_HOUR = timedelta(minutes=30)
 
 
 class BatchState(StrEnum):
-    """Where a batch of tokens stands, in `meter_batches`.
+    """State of a batch of tokens, in `meter_batches`.
 
-    pending: certainly not counted by the biller. sent: asked to be, the answer is not known (yet). delivered: counted. rejected:
-    refused for good. parked: may or may not be counted, and asking again could count it twice; a person decides. cancelling: to be
-    taken back. cancelled: certainly not counted, and its tokens are in a later part.
+    pending: certainly not counted by the biller. sent: sent, with an unknown answer. delivered:
+    counted. rejected: refused for good. parked: possibly counted, and sending it again could count
+    it twice; an operator decides. cancelling: being cancelled at the biller. cancelled: certainly
+    not counted, and its tokens are in a later part.
     """
 
     PENDING = "pending"
@@ -56,10 +61,10 @@ class BatchState(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What became of handing a quantity over.
+    """Outcome of delivering a quantity.
 
-    delivered: it is counted, now or before. refused: it never will be. later: try again. blocked: nothing will be taken until
-    somebody changes the configuration.
+    delivered: it is counted, now or before. refused: it never will be. later: try again. blocked:
+    no quantity is accepted until an operator changes the configuration.
     """
 
     DELIVERED = "delivered"
@@ -70,7 +75,9 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A verdict and its reason. certain: that the quantity was not counted, where the verdict is not `delivered`."""
+    """Verdict and its reason. certain: True if a quantity that is not `delivered` was certainly not
+    counted.
+    """
 
     verdict: Verdict
     reason: str = ""
@@ -83,7 +90,9 @@ DELIVERED = Answer(Verdict.DELIVERED)
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What is handed over one at a time: a customer's tokens of one kind at one price, which is one meter."""
+    """Unit of sequential delivery: a customer's tokens of one kind at one price, which is one
+    meter.
+    """
 
     organization_id: uuid.UUID
     price_version: int
@@ -96,7 +105,9 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """Tokens of one stream in the hour from `hour` on. customer: what the biller calls the organization, if it has customers."""
+    """Tokens of one stream in the hour that starts at `hour`. customer: the biller's id, if it has
+    customers.
+    """
 
     identifier: str
     stream: Stream
@@ -107,52 +118,58 @@ class Quantity:
 
     @property
     def at(self) -> datetime:
-        """The moment it is counted at: the middle of its hour, so no clock and no border of a period puts it elsewhere."""
+        """Timestamp sent to the biller: the middle of the hour, far from clock skew and period
+        borders.
+        """
         return self.hour + HALF_AN_HOUR
 
 
 class Exporter(Protocol):
-    """Hands quantities over."""
+    """Delivers quantities to a biller."""
 
     @property
     def account(self) -> str:
-        """Whose customers and meters a quantity needs (`stripe_objects`); empty where it needs none."""
+        """Account whose customers and meters are required (`stripe_objects`); empty if none are."""
         ...
 
     @property
     def remembers_for(self) -> timedelta:
-        """How long after the first attempt an identifier is surely still known, so that asking again is harmless."""
+        """Time after the first attempt during which an identifier is surely known, so that a retry
+        is safe.
+        """
         ...
 
     async def deliver(self, quantity: Quantity) -> Answer:
-        """Hand it over. Never raises for what the other side says or does not say."""
+        """Deliver a quantity. Never raises for answers or failures of the biller."""
         ...
 
 
 class FileExporter:
-    """Appends to one file, which may be moved away between two runs; then what was in it is not known here any more."""
+    """Exporter to one file, which may be moved away between two runs; its lines are then no longer
+    known.
+    """
 
     account = ""
-    remembers_for = timedelta(days=36_500)  # the file is never cut
+    remembers_for = timedelta(days=36_500)  # the file is never truncated
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known: set[str] = set()
-        self._read_until = 0  # bytes of the file that `_known` covers
-        self._line_count = 0  # in them
-        self._last_line = b""  # of them
+        self._read_until = 0  # bytes of the file covered by `_known`
+        self._line_count = 0  # within these bytes
+        self._last_line = b""  # of these bytes
         self._lock = Lock()
 
     async def deliver(self, quantity: Quantity) -> Answer:
-        """Write the line and sync it, unless it is there."""
+        """Append the quantity's line and sync it, unless the file has it already."""
         try:
             await asyncio.to_thread(self._write, quantity)
         except OSError as error:
-            # Whether the line got there is seen when the file is read again, so asking again is harmless.
+            # Reading the file again shows whether the line was written, so a retry is safe.
             return Answer(Verdict.LATER, f"{self._path} cannot be written: {error}", certain=False)
         except (ValueError, KeyError, TypeError) as error:
-            told = f"line {self._line_count + 1} of {self._path} is no quantity: mend it, or move the file away ({error!r})"
-            return Answer(Verdict.LATER, told)
+            reason = f"line {self._line_count + 1} of {self._path} is not a quantity: repair it, or move the file away ({error!r})"
+            return Answer(Verdict.LATER, reason)
         return DELIVERED
 
     def _write(self, quantity: Quantity) -> None:
@@ -164,12 +181,16 @@ class FileExporter:
                 if quantity.identifier not in self._known:
                     file.write(line_of(quantity))
                     file.flush()
-                os.fsync(file.fileno())  # also a line that was there: whoever wrote it may have died before this
+                # Even for an existing line: its writer may have died before the sync.
+                os.fsync(file.fileno())
             if is_another:
-                sync_directory(self._path.parent)  # without it, a crash of the machine could forget the file itself
+                # Otherwise a crash of the machine could lose the file itself.
+                sync_directory(self._path.parent)
 
     def _read_new_lines(self, file: IO[bytes]) -> bool:
-        """Whether it is another file than the last time: then what was read last does not stand where it was read."""
+        """Read lines added since the last call; return whether the file was replaced, judged by the
+        last line read.
+        """
         file.seek(self._read_until - len(self._last_line))
         is_another = self._read_until == 0 or file.read(len(self._last_line)) != self._last_line
         if is_another:
@@ -189,7 +210,9 @@ class FileExporter:
 
 
 def counted(path: Path, begins: datetime, ends: datetime) -> Counter[Stream]:
-    """Tokens of each stream in the file, of the hours in a range: the biller's own count. A torn last line does not count."""
+    """Return the tokens of each stream in the file for a range of hours. A torn last line is
+    ignored.
+    """
     totals: Counter[Stream] = Counter()
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
@@ -216,7 +239,7 @@ def line_of(quantity: Quantity) -> bytes:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive a crash of the machine."""
+    """Sync a directory, so that its names survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

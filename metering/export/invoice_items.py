@@ -1,23 +1,24 @@
-"""Invoice items at Stripe: for late usage, and for all that is on our invoices and that Stripe does not know.
+"""Invoice items at Stripe: for late usage, and for charges on our invoices that Stripe does not
+know.
 
-Late usage: what Stripe was told of after it had finalised the invoice of its period. Stripe counts such usage in the old period
-and puts it on no invoice. Here it becomes an invoice item, which Stripe adds to the customer's next invoice. What is late is
-worked out from the rows; which batches an item is for is written down with the item, in the transaction that makes it; and it is
-created at Stripe only if none there carries its id, whatever became of earlier answers.
+Late usage is usage delivered to Stripe after the invoice of its period was finalized. Stripe counts
+it in the old period and puts it on no invoice. It becomes an invoice item here, which Stripe adds
+to the customer's next invoice. Late usage is computed from the rows; the batches of an item are
+recorded with it, in the transaction that makes it; and an item is created at Stripe only if none
+there carries its id, whatever happened to earlier answers. An item is in whole minor units of
+Stripe's; the rounding remainder is carried to the customer's next item.
 
-An item is in whole minor units of Stripe's. What rounding leaves is carried to the customer's next item.
+Closed months: invoice items bring Stripe's invoices of a closed month to the total of our invoice.
+Stripe knows tokens and list prices. Each other charge on our invoice (plan, commitment,
+adjustments, credit) becomes an item with its label, and the remaining difference, such as the
+rounding of lines, becomes one more. Items are put on the draft of the month if there is one, which
+is then finalized; otherwise on the customer's next invoice. A month is settled once Stripe's final
+invoices, the items made for it and the late usage invoiced meanwhile equal our invoice to the minor
+unit.
 
-Closed months: Stripe's invoices of a closed month are made to come to what our invoice comes to: by invoice items, labelled as
-our lines are.
-
-Stripe knows tokens and list prices. What else is on our invoice (plan, commitment, adjustments, credit) becomes an item each, and
-what is left between the two, such as the rounding of lines, becomes one more. They are put on the draft of the month while there
-is one, which is then finalised; else on the customer's next invoice. Afterwards it is looked at what Stripe has invoiced in the
-end: a month is settled once that, the items made for it and the late usage invoiced meanwhile are to the minor unit what our
-invoice says.
-
-What is owed is written down once for a month, an item before it is created, and is created only if none at Stripe carries its id.
-What Stripe's unit is too coarse for is carried to the customer's next month.
+The amount due is recorded once per month, an item before it is created, and an item is created only
+if none at Stripe carries its id. Amounts below Stripe's minor unit are carried to the customer's
+next month.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from metering.invoicing.invoices import invoice_of_month, read_lines
 from metering.ledger.ledger import month_text
 from metering.store.db import Sessions, lock_holder, try_lock
 
-# A batch that was first handed over so long after the invoice was finalised cannot be on it, whatever the two clocks say. One in
-# between may be, so a person decides: `weir reconcile` names it.
+# A batch first delivered this long after the invoice was finalized cannot be on it, despite clock
+# skew. A batch in between may be, so an operator decides: `weir reconcile` names it.
 SURELY_LATE = timedelta(minutes=5)
 METADATA = "weir_late_item"
 LOCK_NAME = "late invoice items"
@@ -59,10 +60,11 @@ LOCK_NAME = "late invoice items"
 log = logging.getLogger(__name__)
 retries = Retries("late_items", passing=(StoreAway,))  # by organization, and by item
 
-# Invoices from before there were such items may have been corrected by hand: they are left alone. Subscriptions to metered prices
-# end with the calendar month: an invoice that ends otherwise is of something else. A customer may have several of one month, of
-# several subscriptions; usage is late if it came after the last of them. Which is the last, Stripe is asked (`last`): a webhook may
-# not have told of it yet, and what it still counted is on it.
+# Invoices older than these items may have been corrected by hand and are left alone. Subscriptions
+# to metered prices end with the calendar month: an invoice that ends otherwise is for something
+# else. A customer may have several invoices of one month, from several subscriptions; usage is late
+# if it came after the last of them. Stripe is asked for the last one (`last`): a webhook may not
+# have reported it yet, and usage that Stripe still counted is on it.
 LATE = text(f"""
 SELECT i.organization_id, i.currency_code, i.period_start, i.period_end, array_agg(b.id) AS batch_ids,
        sum(b.token_count)::bigint AS token_count, sum(b.token_count::numeric * {PICOS_PER_TOKEN}) AS picos
@@ -87,7 +89,8 @@ CARRIED = text("""
 SELECT coalesce((SELECT exact_picos + carried_in_picos - amount_minor * :minor_picos FROM stripe_late_items
                  WHERE organization_id = :organization_id AND currency_code = :currency_code ORDER BY number DESC LIMIT 1), 0)
 """)
-# The place among the items of its period tells an item, so that one that a failover has lost is made again under the same id.
+# An item's id comes from its position within its period, so that an item lost in a failover gets
+# the same id.
 PLACE = """(SELECT count(*) FROM stripe_late_items
     WHERE (organization_id, currency_code, period_end) = (:organization_id, :currency_code, :period_end))"""
 ITEM_ID = derived_id(
@@ -114,25 +117,27 @@ RECORD = text("UPDATE stripe_late_items SET stripe_id = :stripe_id WHERE id = :i
 
 
 async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Make the items that are missing, here and at Stripe; tells how many were created there. One worker at a time does it."""
+    """Create missing items here and at Stripe; return the number created there. One worker at a
+    time.
+    """
     async with lock_holder(sessions) as locks:
         if not await try_lock(locks, LOCK_NAME):
             return 0
-        nobody = {"account": gateway.account, "margin": SURELY_LATE, "organization_id": None, "ends": None, "last": None}
+        everyone = {"account": gateway.account, "margin": SURELY_LATE, "organization_id": None, "ends": None, "last": None}
         async with sessions() as session:
-            found = (await session.execute(LATE, nobody)).all()
-        for row in found:
+            rows = (await session.execute(LATE, everyone)).all()
+        for row in rows:
             if not retries.is_due(row.organization_id):
                 continue
             with retries.survive(row.organization_id):
                 try:
-                    whole, last = await last_finalized(sessions, gateway, row)
+                    is_final, last = await last_finalized(sessions, gateway, row)
                 except StripeFailed as failed:
                     log.warning("late usage is not invoiced yet: %s", failed)
                     continue
-                if not whole:
-                    continue  # it is on the invoice that is not final yet
-                asked = nobody | {"organization_id": row.organization_id, "ends": row.period_end, "last": last}
+                if not is_final:
+                    continue  # the usage is on the invoice that is not final yet
+                asked = everyone | {"organization_id": row.organization_id, "ends": row.period_end, "last": last}
                 async with sessions.begin() as session:
                     for late in (await session.execute(LATE, asked)).all():
                         await make_item(session, late)
@@ -140,7 +145,9 @@ async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
 
 
 async def last_finalized(sessions: Sessions, gateway: StripeGateway, row: Row[Any]) -> tuple[bool, datetime | None]:
-    """Whether all invoices of the period are final at Stripe, and when the last became so if it has any. Raises: StripeFailed."""
+    """Return whether all Stripe invoices of the period are final, and the last finalization time.
+    Raises: StripeFailed.
+    """
     async with sessions() as session:
         customer = str(await session.scalar(CUSTOMER, {"account": gateway.account, "ref": str(row.organization_id)}))
     invoices = await usage_invoices(gateway, customer, row.period_end)
@@ -149,7 +156,7 @@ async def last_finalized(sessions: Sessions, gateway: StripeGateway, row: Row[An
 
 
 async def make_item(session: AsyncSession, row: Row[Any]) -> None:
-    """Write down what one period still owes, with the batches that it is for."""
+    """Record an item for the unpaid late usage of one period, together with its batches."""
     minor_picos = minor_unit_picos(row.currency_code)
     owner = {"organization_id": row.organization_id, "currency_code": row.currency_code}
     carried = int(await session.scalar(CARRIED, owner | {"minor_picos": minor_picos}) or 0)
@@ -161,7 +168,9 @@ async def make_item(session: AsyncSession, row: Row[Any]) -> None:
 
 
 async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Create at Stripe what is not there. What fails is told in the log, and tried again at the next run."""
+    """Create recorded items that Stripe does not have. Failures are logged and retried by the next
+    run.
+    """
     async with sessions() as session:
         waiting = (await session.execute(UNINVOICED, {"account": gateway.account})).all()
     created = 0
@@ -191,13 +200,15 @@ MONTH_METADATA = "weir_month_item"
 MONTHS_LOCK_NAME = "month items"
 LABELLED_MAX = 200  # charges with an item of their own: Stripe takes 250 items on an invoice
 DESCRIPTION_LENGTH_MAX = 500
-# Stripe makes the drafts of a month soon after its end. One that is looked for before may not be there yet.
+# Stripe makes the drafts of a month soon after its end; earlier, a draft may not exist yet.
 DRAFTS_ARE_THERE = timedelta(hours=6)
-MONTHS_MAX = 20  # of one run, drawn by lot: each costs some calls, and one that cannot be settled must not hold up the others
+# Per run, drawn at random: a month that cannot be settled must not block the others.
+MONTHS_MAX = 20
 
 month_retries = Retries("month_items", passing=(StoreAway,))  # by organization and month
 
-# Closed months that are not settled, the oldest of each customer. Those closed before there were such items are left alone.
+# Closed months that are not settled, the oldest of each customer. Months closed before such items
+# existed are left alone.
 UNSETTLED = text("""
 SELECT * FROM (
 SELECT DISTINCT ON (m.organization_id) m.organization_id, o.name AS organization, m.month, c.currency_code,
@@ -211,13 +222,14 @@ WHERE m.state = 'closed' AND m.closed_at >= (SELECT month_items_since FROM expor
 ORDER BY m.organization_id, m.month
 ) oldest ORDER BY random() LIMIT :limit
 """)
-# What the biller has not been told yet, or not surely, or took back.
+# True if some usage is not delivered yet, in doubt, or was cancelled at the biller.
 UNTOLD = text("""
 SELECT (SELECT closed_until FROM export_progress) < :ends OR EXISTS (
     SELECT FROM meter_batches WHERE organization_id = :organization_id AND hour >= :begins AND hour < :ends
         AND state NOT IN ('delivered', 'cancelled'))
 """)
-# A line per price version and kind, as Stripe will round it when it finalises: half a minor unit upwards.
+# One line per price version and kind, rounded as Stripe does on finalization: half a minor unit
+# upwards.
 METERED = text(f"""
 SELECT coalesce(sum(floor(picos / :minor_picos + 0.5)), 0)::bigint FROM (
     SELECT sum(b.token_count::numeric * {PICOS_PER_TOKEN}) AS picos
@@ -226,7 +238,8 @@ SELECT coalesce(sum(floor(picos / :minor_picos + 0.5)), 0)::bigint FROM (
     GROUP BY b.price_version_id, b.token_kind
 ) lines
 """)
-# Items for late usage settle a part of a month too: the first month that is settled after they were made.
+# Late items cover part of a month as well: they count in the first month settled after they were
+# made.
 LATE_MINOR = text("""
 SELECT (SELECT coalesce(sum(amount_minor), 0) FROM stripe_late_items
         WHERE organization_id = :organization_id AND currency_code = :currency_code AND period_start < :ends
@@ -265,7 +278,9 @@ WHERE organization_id = :organization_id AND month = :month
 
 @dataclass(frozen=True, slots=True)
 class AtStripe:
-    """Stripe's invoices of a month: those that can still be changed, and what the usage on all comes to, in minor units."""
+    """Stripe's invoices of a month: their count, the drafts, and the usage on all of them in minor
+    units.
+    """
 
     invoice_count: int
     drafts: tuple[Mapping[str, Any], ...]
@@ -273,7 +288,9 @@ class AtStripe:
 
 
 async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Bring each customer's oldest month that is not settled further; tells how many are settled now. One worker at a time."""
+    """Advance each customer's oldest unsettled month; return the number settled. One worker at a
+    time.
+    """
     async with lock_holder(sessions) as locks:
         if not await try_lock(locks, MONTHS_LOCK_NAME):
             return 0
@@ -295,7 +312,9 @@ async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
 
 
 async def settle_month(sessions: Sessions, gateway: StripeGateway, month: Row[Any]) -> bool:
-    """Make the items that are missing, finalise drafts that are complete; whether nothing is left to do. Raises: StripeFailed."""
+    """Make missing items and finalize complete drafts; return whether the month is settled. Raises:
+    StripeFailed.
+    """
     facts = {name: month._mapping[name] for name in ("organization_id", "month", "currency_code", "begins", "ends")}
     async with sessions() as session:
         if await session.scalar(UNTOLD, facts):
@@ -304,22 +323,25 @@ async def settle_month(sessions: Sessions, gateway: StripeGateway, month: Row[An
     async with sessions.begin() as session:
         due_minor = month.due_minor if month.due_minor is not None else await owe(session, month)
         if due_minor and not there.invoice_count:
-            raise StripeFailed("there is no invoice of the month: see that the customer had its subscription, weir stripe sync")
+            raise StripeFailed("there is no invoice of the month: check that the customer had its subscription (weir stripe sync)")
         late = int(await session.scalar(LATE_MINOR, facts) or 0)
         missing = await make_items(session, month, facts, due_minor - there.usage_minor - late)
     await create_month_items(sessions, gateway, month, there.drafts[0]["id"] if there.drafts else "")
     for draft in there.drafts if gateway.settings.finalizes else ():
-        # No idempotency key: Stripe finalises an invoice once, and would repeat a failure of its own under the same key for a day.
+        # No idempotency key: Stripe finalizes an invoice once, and repeats its own failures under a
+        # key for a day.
         await gateway.call("post", f"/v1/invoices/{draft['id']}/finalize", auto_advance=True)
     if there.drafts or missing:
-        return False  # what they come to when they are finalised is looked at next time
+        return False  # the next run checks the amounts after finalization
     async with sessions.begin() as session:
         await session.execute(SETTLE, facts | {"invoiced": there.usage_minor, "late": late})
     return True
 
 
 async def at_stripe(sessions: Sessions, gateway: StripeGateway, month: Row[Any], facts: Mapping[str, Any]) -> AtStripe:
-    """What stands there. Drafts are counted as they will be: Stripe looks at the meters again when it finalises."""
+    """Return Stripe's invoices of the month. Drafts get our sum of usage: Stripe recounts when it
+    finalizes.
+    """
     invoices = [each for each in await usage_invoices(gateway, month.customer, month.ends) if begins_within(each, month.begins)]
     drafts = tuple(each for each in invoices if each["status"] == "draft")
     if drafts:
@@ -334,7 +356,9 @@ async def at_stripe(sessions: Sessions, gateway: StripeGateway, month: Row[Any],
 
 
 async def make_items(session: AsyncSession, month: Row[Any], facts: Mapping[str, Any], difference_minor: int) -> int:
-    """Write down the items that are missing to the difference, the first ones by the names of our charges; tells how many."""
+    """Record items for the missing difference, the first ones labelled as our charges; return their
+    number.
+    """
     made = (await session.execute(MADE, facts)).one()
     missing = difference_minor - made.minor
     if not missing and made.item_count:
@@ -350,7 +374,7 @@ async def make_items(session: AsyncSession, month: Row[Any], facts: Mapping[str,
 
 
 async def owe(session: AsyncSession, month: Row[Any]) -> int:
-    """Write down what our invoice of the month comes to in Stripe's minor units, once."""
+    """Record the total of our invoice of the month in Stripe's minor units, once."""
     minor_picos = minor_unit_picos(month.currency_code)
     invoice = await invoice_of_month(session, month.organization_id, month.month)
     total = 0 if invoice is None else int(invoice.total_picos)
@@ -363,27 +387,33 @@ async def owe(session: AsyncSession, month: Row[Any]) -> int:
 
 
 async def charges(session: AsyncSession, month: Row[Any]) -> list[tuple[str, int]]:
-    """What stands on our invoice beside the usage, in words and whole minor units; what rounds to nothing is left out."""
+    """Return the charges on our invoice besides usage, as label and whole minor units; zero amounts
+    are left out.
+    """
     invoice = await invoice_of_month(session, month.organization_id, month.month)
     if invoice is None:
         return []
-    found = [
+    amounts = [
         (f"{month_text(month.month)}: {line.description}", whole_units(line.amount_picos, month.currency_code))
         for line in await read_lines(session, invoice.id)
         if line.kind.is_charge
     ]
-    return [(description, amount) for description, amount in found if amount][:LABELLED_MAX]
+    return [(description, amount) for description, amount in amounts if amount][:LABELLED_MAX]
 
 
 def whole_units(amount_picos: int, currency_code: str) -> int:
-    """An amount in minor units of Stripe's, which may be coarser than our coins: what is less is cut off, towards zero."""
+    """Return an amount in Stripe's minor units, which may be larger than the currency's; truncated
+    towards zero.
+    """
     unit = minor_unit_picos(currency_code)
     rounded = round_to_minor_unit(amount_picos, currency_code)
     return rounded // unit if rounded >= 0 else -(-rounded // unit)
 
 
 async def create_month_items(sessions: Sessions, gateway: StripeGateway, month: Row[Any], draft: str) -> None:
-    """Create at Stripe what is not there: on the draft, or without one on the customer's next invoice. Raises: StripeFailed."""
+    """Create missing items at Stripe, on the draft or else the customer's next invoice. Raises:
+    StripeFailed.
+    """
     async with sessions() as session:
         waiting = (await session.execute(WAITING, {"organization_id": month.organization_id})).all()
     if not waiting:
@@ -399,7 +429,9 @@ async def create_month_items(sessions: Sessions, gateway: StripeGateway, month: 
 
 
 async def hold_draft(gateway: StripeGateway, invoice_id: str) -> bool:
-    """Keep Stripe from finalising an invoice of usage before its month is closed; whether it is one. Raises: StripeFailed."""
+    """Keep Stripe from finalizing a draft of usage before its month closes; return whether it is
+    one. Raises: StripeFailed.
+    """
     invoice = await gateway.find(f"/v1/invoices/{invoice_id}")
     if invoice is None or invoice["status"] != "draft" or invoice["period_end"] <= invoice["period_start"]:
         return False

@@ -1,11 +1,11 @@
-"""Our tokens compared with the biller's, per customer, price version and kind, for one month: used, posted, exported, counted.
+"""Reconciliation of one month: our tokens and the biller's, per customer, price version and kind.
 
-A difference says where, how much, since when and what to do about it. Hours that are not over are left out on both sides of the
-export. Stripe counts some seconds after it has answered.
-
-Used = posted to the ledger = on the invoices of closed months, and = in batches = delivered = counted by the biller, per
-customer, price version and kind of token; and what Stripe invoiced. Whatever is on its way is a difference too, with its age:
-nothing is left out because it will probably pass."""
+Compares used, posted to the ledger, on the invoices of closed months, in batches, delivered and
+counted by the biller, and Stripe's invoices. Each difference has a place, an amount, an age and a
+remedy. Hours that are not over are left out on both sides of the export. Usage in transit is
+reported as a difference with its age, even if it will probably arrive. Stripe counts some seconds
+after it has answered.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from metering.store.db import Sessions
 
 
 class Stage(StrEnum):
-    """Between which stages a difference lies."""
+    """Pair of stages between which a difference lies."""
 
     RATING = "usage to ledger"
     INVOICING = "ledger to invoice"
@@ -44,7 +44,9 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What is missing at a stage, in tokens, or in picos of the currency; negative: what is too much. since: how old it is."""
+    """Amount missing at a stage, in tokens or in picos of the currency; negative if too large.
+    since: its age.
+    """
 
     stage: Stage
     organization_id: uuid.UUID
@@ -114,11 +116,12 @@ SELECT coalesce((SELECT closed_until FROM export_progress), date_trunc('hour', n
 
 @dataclass(frozen=True, slots=True)
 class StageSum:
-    """Tokens of one customer, price version and kind that were used in a month, as they stand at each stage.
+    """Tokens used in a month by one customer, price version and kind, at each stage.
 
-    billed, invoiced: of the posted ones those in closed months, and what stands on the invoices of these, whichever month billed
-    them. due: of the used ones those of hours that should have been exported. waiting, rejected: in batches that the biller does
-    not count, or not surely. unrated_since: of the oldest usage event that is not posted.
+    billed: posted tokens of closed months. invoiced: tokens on the invoices of these, whichever
+    month billed them. due: used tokens of hours that should have been exported. waiting, rejected:
+    in batches that the biller does not count, or not certainly. unrated_since: time of the oldest
+    usage event not yet posted.
     """
 
     organization_id: uuid.UUID
@@ -141,7 +144,9 @@ class StageSum:
 
 @dataclass(frozen=True, slots=True)
 class OurMonth:
-    """Every stage of a month here. until: hours before it are over, and to be exported."""
+    """Sums of a month at every stage on our side. until: hours before it are over and due for
+    export.
+    """
 
     begins: datetime
     ends: datetime
@@ -150,7 +155,9 @@ class OurMonth:
 
 
 async def our_month(session: AsyncSession, month: str, organization_ids: Sequence[uuid.UUID] = ()) -> OurMonth:
-    """Of these organizations, or of all. Raises: InvalidValue for a month that is none."""
+    """Return the month of these organizations, or of all. Raises: InvalidValue for an invalid
+    month.
+    """
     begins, ends = month_bounds(month)
     closed_until = await session.scalar(CLOSED_UNTIL, {"close_delay": CLOSE_DELAY})
     assert isinstance(closed_until, datetime)
@@ -164,7 +171,7 @@ async def our_month(session: AsyncSession, month: str, organization_ids: Sequenc
 
 
 async def stripe_counts(sessions: Sessions, gateway: StripeGateway, ours: OurMonth) -> list[int]:
-    """What Stripe counts of each sum, in their order. Raises: StripeFailed."""
+    """Return Stripe's count of each sum, in their order. Raises: StripeFailed."""
     calls = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def counted(each: StageSum) -> int:
@@ -187,8 +194,9 @@ async def stripe_counts(sessions: Sessions, gateway: StripeGateway, ours: OurMon
     return [task.result() for task in asked]
 
 
-# Invoices of one period are compared together: a customer with many prices has several subscriptions, and an invoice of each. What
-# Stripe had counted when it finalised them is on them, what came later is on none.
+# Invoices of one period are compared together: a customer with many prices has several
+# subscriptions, each with its own invoice. They contain the usage Stripe had counted when it
+# finalized them; later usage is on none.
 INVOICED = text(f"""
 SELECT o.id AS organization_id, o.name AS organization, i.currency_code, i.period_start, i.period_end, i.finalized_at, i.ids,
        i.amount_due_minor, coalesce(c.in_time_picos, 0) AS in_time_picos, coalesce(c.late_picos, 0) AS late_picos,
@@ -214,7 +222,7 @@ LATERAL (
             AND b.hour >= i.period_start AND b.hour < i.period_end
     ) priced
 ) c,
--- Items that were put on no draft are on the first one that was made after them, which is at the end of a period.
+-- Items that were put on no draft are on the first invoice made after them, at the end of a period.
 LATERAL (
     SELECT coalesce(sum(t.amount_minor), 0)::bigint AS item_minor FROM (
         SELECT organization_id, amount_minor, created_at, NULL AS invoice_stripe_id FROM stripe_late_items
@@ -229,7 +237,7 @@ LATERAL (
 ) items
 WHERE CAST(:organization_id AS uuid) IS NULL OR o.id = :organization_id ORDER BY o.name, i.period_start
 """)
-# Closed months of customers that Stripe has, with what they were settled by.
+# Closed months of customers known to Stripe, with the amounts that settled them.
 SETTLED = text("""
 SELECT o.id AS organization_id, o.name AS organization, c.currency_code, m.closed_at, n.number, s.due_minor, s.settled_at,
        coalesce(n.total_picos, 0) AS total_picos, s.invoiced_minor, s.late_minor, items.minor AS item_minor, items.waiting_count
@@ -248,14 +256,16 @@ ORDER BY o.name
 
 
 async def invoice_differences(session: AsyncSession, ours: OurMonth, organization_id: uuid.UUID | None) -> list[Difference]:
-    """Of one organization or all, as far as the biller has told us."""
+    """Return the invoice differences of one organization or all, as far as the biller has reported."""
     parameters = {"begins": ours.begins, "ends": ours.ends, "organization_id": organization_id}
-    found = [each for row in await session.execute(INVOICED, parameters) for each in invoiced(row)]
-    return found + [each for row in await session.execute(SETTLED, parameters) for each in settled(row)]
+    differences = [each for row in await session.execute(INVOICED, parameters) for each in invoiced(row)]
+    return differences + [each for row in await session.execute(SETTLED, parameters) for each in settled(row)]
 
 
 def settled(row: Row[Any]) -> Iterator[Difference]:
-    """Our invoice of a closed month against what the biller has invoiced of it: usage, late usage, and the items made for it."""
+    """Compare our invoice of a closed month with the biller's: usage, late usage, and the items
+    made for it.
+    """
     unit = minor_unit_picos(row.currency_code)
     ours, name = int(row.total_picos), f"invoice {row.number}" if row.number else "a month without an invoice"
     if row.settled_at is None or row.waiting_count:
@@ -264,8 +274,8 @@ def settled(row: Row[Any]) -> Iterator[Difference]:
             row,
             stage=Stage.SETTLEMENT,
             detail=f"{name} of {exact_text(ours, row.currency_code)} {row.currency_code} is not settled at the biller yet",
-            remedy="the worker makes the items that are missing once all usage of the month is delivered: see that one runs with "
-            "WEIR_EXPORT=stripe; its log says what it waits for",
+            remedy="the worker makes the missing items once all usage of the month is delivered: check that one runs with "
+            "WEIR_EXPORT=stripe; its log shows the reason for the wait",
             amount_picos=ours - row.item_minor * unit,
             since=row.closed_at,
         )
@@ -274,23 +284,24 @@ def settled(row: Row[Any]) -> Iterator[Difference]:
             Difference,
             row,
             stage=Stage.SETTLEMENT,
-            detail=f"{name} comes to {exact_text(row.due_minor * unit, row.currency_code)} {row.currency_code}, and what the "
-            "biller invoiced of it with all items does not",
-            remedy="what is settled never changes: find out what did with weir fsck",
+            detail=f"{name} comes to {exact_text(row.due_minor * unit, row.currency_code)} {row.currency_code}, and the "
+            "biller's invoices of it with all items do not",
+            remedy="settled amounts never change: find the cause with weir fsck",
             amount_picos=missing * unit,
             since=row.settled_at,
         )
 
 
 def invoiced(row: Row[Any]) -> Iterator[Difference]:
-    """What the biller invoiced against what it had been told by then, and what it was told too late to invoice.
+    """Compare the biller's invoices with the usage delivered by then, and report usage delivered
+    too late.
 
-    Stripe rounds each line, so it may be half a minor unit off per line without anything being wrong.
+    Stripe rounds each line, so a difference of half a minor unit per line is normal.
     """
     minor_picos = minor_unit_picos(row.currency_code)
     due_picos, late = row.amount_due_minor * minor_picos, int(row.late_picos)
     in_time = int(row.in_time_picos) + row.item_minor * minor_picos
-    invoices = f"{', '.join(row.ids)}, finalised {row.finalized_at:%Y-%m-%d %H:%M} UTC"
+    invoices = f"{', '.join(row.ids)}, finalized {row.finalized_at:%Y-%m-%d %H:%M} UTC"
     if 2 * abs(in_time - due_picos) > row.line_count * minor_picos:
         yield record_of(
             Difference,
@@ -298,7 +309,7 @@ def invoiced(row: Row[Any]) -> Iterator[Difference]:
             stage=Stage.INVOICE,
             detail=f"{exact_text(in_time, row.currency_code)} {row.currency_code} of usage were counted in time, and "
             f"{exact_text(due_picos, row.currency_code)} were invoiced ({invoices})",
-            remedy="look for coupons, taxes and hand-made items on the invoice; correct what is left by an item on the next one, "
+            remedy="look for coupons, taxes and manual items on the invoice; correct the rest by an item on the next one, "
             "or by a credit note",
             amount_picos=in_time - due_picos,
             since=row.finalized_at,
@@ -308,8 +319,8 @@ def invoiced(row: Row[Any]) -> Iterator[Difference]:
             Difference,
             row,
             stage=Stage.LATE,
-            detail=f"reached the biller after it had finalised ({invoices}): counted in the old period, and on no invoice",
-            remedy="the worker invoices by an item of its own what came more than five minutes late; invoice the rest by hand: "
+            detail=f"reached the biller after it had finalized ({invoices}): counted in the old period, and on no invoice",
+            remedy="the worker invoices usage more than five minutes late by an item of its own; invoice the rest by hand: "
             f"{exact_text(late, row.currency_code)} {row.currency_code} in all",
             token_count=row.late_tokens,
             amount_picos=late,
@@ -326,23 +337,25 @@ FROM meter_batches b
 WHERE b.organization_id = :organization_id AND b.hour >= :begins AND b.hour < :until AND b.state NOT IN ('delivered', 'cancelled')
 GROUP BY 1, 2, 3 ORDER BY 1, 2, 3
 """)
-EXPORTED = text("SELECT EXISTS (SELECT FROM export_progress)")  # from the first batch of any customer on
+EXPORTED = text("SELECT EXISTS (SELECT FROM export_progress)")  # once any customer has a batch
 REMEDIES = {
-    "pending": "the worker hands it over by itself: see that one runs with WEIR_EXPORT set",
-    "sent": "the worker asks again by itself: see that one runs with WEIR_EXPORT set",
-    "parked": "compare with the biller, then say what is so: weir stripe settle BATCH --counted or --not-counted",
+    "pending": "the worker delivers it: check that one runs with WEIR_EXPORT set",
+    "sent": "the worker retries it: check that one runs with WEIR_EXPORT set",
+    "parked": "compare with the biller, then record the result: weir stripe settle BATCH --counted or --not-counted",
     "rejected": "remove the cause, then: weir stripe resend BATCH",
-    "cancelling": "it is being taken back: weir stripe resend BATCH ends it",
+    "cancelling": "the cancellation is incomplete: weir stripe resend BATCH completes it",
 }
 COUNT_REMEDIES = {
-    "stripe": "it counts some seconds late: ask again; then look for what it rejected with weir stripe status",
-    "file": "a part of the file may have been moved away: count it too; else a line is missing or doubled",
+    "stripe": "it counts some seconds late: try again; then look for rejected batches with weir stripe status",
+    "file": "a part of the file may have been moved away: count it too; otherwise a line is missing or duplicated",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class MonthReconciliation:
-    """A month at every stage. counted: the biller's own counts in the order of `ours.sums`; None where it was not asked."""
+    """A month at every stage. counted: the biller's counts in the order of `ours.sums`; None if it
+    was not asked.
+    """
 
     month: str
     ours: OurMonth
@@ -356,17 +369,17 @@ class MonthReconciliation:
 
 
 async def differences_here(session: AsyncSession, ours: OurMonth, organization_id: uuid.UUID | None = None) -> list[Difference]:
-    """What differs between the stages after the ledger, as far as we know ourselves."""
-    found = list(batching(ours))
+    """Return the differences between the stages after the ledger, without asking the biller."""
+    differences = list(batching(ours))
     for each in sorted({(each.organization_id, each.organization) for each in ours.sums}):
-        found += await stuck(session, ours, *each)
-    return found + await invoice_differences(session, ours, organization_id)
+        differences += await stuck(session, ours, *each)
+    return differences + await invoice_differences(session, ours, organization_id)
 
 
 async def reconciled_here(session: AsyncSession, month: str, organization_id: uuid.UUID) -> tuple[MonthReconciliation, bool]:
-    """One customer's month as far as we know ourselves, and whether usage is exported at all. The biller is not asked.
+    """Return one customer's month and whether usage is exported at all, without asking the biller.
 
-    Raises: InvalidValue for a month that is none.
+    Raises: InvalidValue for an invalid month.
     """
     ours = await our_month(session, month, (organization_id,))
     is_exported = bool(await session.scalar(EXPORTED))
@@ -377,15 +390,17 @@ async def reconciled_here(session: AsyncSession, month: str, organization_id: uu
 def conclude(
     month: str, ours: OurMonth, here: Sequence[Difference] = (), counted: Sequence[int] | None = None, biller: str = ""
 ) -> MonthReconciliation:
-    """Every difference of the month, by stage.
+    """Return every difference of the month, sorted by stage.
 
-    here: those between the stages after the ledger. counted: what the biller counts of each sum; None where it was not asked.
-    biller: what is exported to, or empty where nothing is.
+    here: differences between the stages after the ledger. counted: the biller's count of each sum;
+    None if it was not asked. biller: name of the export's destination, empty if the export is off.
     """
-    found = [*rating(ours), *invoicing(ours), *here, *(counting(ours, counted, biller) if counted is not None else ())]
+    differences = [*rating(ours), *invoicing(ours), *here, *(counting(ours, counted, biller) if counted is not None else ())]
     order = list(Stage)
-    found.sort(key=lambda each: (order.index(each.stage), each.organization, each.model, each.price_version or 0, each.token_kind))
-    return MonthReconciliation(month, ours, None if counted is None else tuple(counted), tuple(found), biller)
+    differences.sort(
+        key=lambda each: (order.index(each.stage), each.organization, each.model, each.price_version or 0, each.token_kind)
+    )
+    return MonthReconciliation(month, ours, None if counted is None else tuple(counted), tuple(differences), biller)
 
 
 def rating(ours: OurMonth) -> Iterator[Difference]:
@@ -394,27 +409,27 @@ def rating(ours: OurMonth) -> Iterator[Difference]:
             continue
         if each.unrated_since is not None and each.used > each.posted:
             detail = "is not rated"
-            remedy = "the worker rates each second: see that one runs; its log names events that it cannot rate"
+            remedy = "the worker rates each second: check that one runs; its log names events that it cannot rate"
         else:
-            detail, remedy = "ledger and usage events say different things", "find out where with: weir fsck"
+            detail, remedy = "ledger and usage events disagree", "find the place with: weir fsck"
         yield place(each, Stage.RATING, each.used - each.posted, detail, remedy, each.unrated_since)
 
 
 def invoicing(ours: OurMonth) -> Iterator[Difference]:
-    """Posted to months that are closed, and on no invoice of theirs."""
+    """Yield tokens posted to closed months that are on none of their invoices."""
     for each in ours.sums:
         if each.billed != each.invoiced:
             detail = f"{each.billed:,} are posted to closed months, and their invoices have {each.invoiced:,}"
-            remedy = "a closed month never changes: find out what did with weir fsck, and correct it by an adjustment"
+            remedy = "a closed month never changes: find the cause with weir fsck, and correct it by an adjustment"
             yield place(each, Stage.INVOICING, each.billed - each.invoiced, detail, remedy)
 
 
 def batching(ours: OurMonth) -> Iterator[Difference]:
-    """Used in hours that are over, and in no batch."""
+    """Yield tokens used in completed hours that are in no batch."""
     for each in ours.sums:
         if each.due != each.batched:
-            detail = "of hours that are over stands in no batch" if each.due > each.batched else "is exported and was not used"
-            remedy = "the worker makes batches each quarter of a minute once usage is rated: see that one runs; then weir fsck"
+            detail = "of completed hours is in no batch" if each.due > each.batched else "is exported and was not used"
+            remedy = "the worker forms batches every 15 s once usage is rated: check that one runs; then weir fsck"
             yield place(each, Stage.BATCHING, each.due - each.batched, detail, remedy)
 
 
@@ -426,7 +441,7 @@ def counting(ours: OurMonth, counted: Sequence[int], biller: str) -> Iterator[Di
 
 
 async def stuck(session: AsyncSession, ours: OurMonth, organization_id: uuid.UUID, organization: str) -> list[Difference]:
-    """Batches that the biller does not count, or not surely."""
+    """Return the batches that the biller does not count, or not certainly, as differences."""
     parameters = {"organization_id": organization_id, "begins": ours.begins, "until": ours.until}
     sums: Mapping[tuple[int, str], StageSum] = {
         (each.price_version, each.token_kind): each for each in ours.sums if each.organization_id == organization_id

@@ -1,10 +1,10 @@
-"""The only module that knows Stripe's SDK: what we call there, and what its answers mean in our words.
+"""Calls to Stripe and the meaning of its answers. The only module that imports Stripe's SDK.
 
-Calls are made on threads, with a bounded wait and without the SDK's own retries: the worker decides when to try again. No key and
-no payload appears in what is returned or raised.
+Calls run on threads, with timeouts and without the SDK's own retries: the worker decides when to
+retry. No returned value or error contains a key or a payload.
 
-Prices are picos per token as `unit_amount_decimal`, exactly or not at all. Invoices are those of our subscriptions, read from
-Stripe whatever a webhook reported of them.
+Prices are picos per token as `unit_amount_decimal`, exact or refused. Invoices are those of our
+subscriptions, read from Stripe regardless of webhook reports.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from metering.export.exporting import DELIVERED, Answer, Quantity, Verdict
 from metering.pricing.prices import COUNTS_OF_EVENT
 
 CONNECT_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 10.0  # Stripe answers in tenths of a second; a lost answer costs no more than asking again
-# Stripe knows an identifier for at least 24 hours; the hour less is for clocks and for the call itself.
+READ_TIMEOUT_S = 10.0  # Stripe answers in tenths of a second; a lost answer costs only a retry
+# Stripe remembers an identifier for at least 24 hours; one hour is left for clock skew and the call
+# itself.
 REMEMBERS_FOR = timedelta(hours=23)
-CANCEL_WITHIN = timedelta(hours=24)  # of receiving it, Stripe takes a meter event back
-PAGE_SIZE = 100  # Stripe's most
+CANCEL_WITHIN = timedelta(hours=24)  # after reception; Stripe refuses to cancel older meter events
+PAGE_SIZE = 100  # Stripe's maximum
 RETRY_AFTER_S_MAX = 3600.0
-DUPLICATE = "event already exists with identifier"  # Stripe gives this refusal no code of its own
+DUPLICATE = "event already exists with identifier"  # Stripe has no error code for this refusal
 TOO_MANY_REQUESTS, CONFLICT, SERVER_ERROR = 429, 409, 500
 
 
 @dataclass(frozen=True, slots=True)
 class MeterErrors:
-    """What an error report names. error_count may be larger than the named ones: a report holds samples."""
+    """Content of an error report. error_count may exceed the named errors: a report holds samples."""
 
     error_count: int
     by_identifier: Mapping[str, str]
 
 
 class StripeGateway:
-    """Calls Stripe for one account. Safe to use from many tasks."""
+    """Client of one Stripe account. Safe to use from many tasks."""
 
     remembers_for = REMEMBERS_FOR
 
@@ -62,19 +63,22 @@ class StripeGateway:
 
     @property
     def account(self) -> str:
-        """`test` or `live`."""
+        """Mode of the account, `test` or `live`."""
         return self.settings.account
 
     def event_name(self, price_version: int, token_kind: TokenKind) -> str:
-        """What a meter's events are called: one meter per price version and kind, so that each has one price for ever."""
+        """Return the name of a meter's events: one meter per price version and kind, so that its
+        price never changes.
+        """
         return f"{self.settings.namespace}_{price_version}_{token_kind}"
 
     async def deliver(self, quantity: Quantity) -> Answer:
         """Send the meter event.
 
-        Each attempt has an idempotency key of its own: Stripe repeats what it first answered to a key for a day, a failure of its
-        own included. That an attempt is counted once is the identifier's business. The key names the quantity: a batch that was
-        formed again after a failover may have another one, and a key with other parameters is refused.
+        Each attempt has its own idempotency key: Stripe repeats its first answer to a key for a
+        day, even a failure of its own. The identifier ensures that an attempt is counted once. The
+        key contains the quantity: a batch formed again after a failover may have another one, and
+        Stripe refuses a known key with other parameters.
         """
         stream = quantity.stream
         return await answered(
@@ -89,9 +93,10 @@ class StripeGateway:
         )
 
     async def take_back(self, identifier: str, event_name: str) -> Answer:
-        """Cancel a meter event. Delivered means here: it is not counted any more.
+        """Cancel a meter event. Delivered means that it is no longer counted.
 
-        One idempotency key for all attempts: unlike an event, a cancellation has no name by which Stripe would know a second one.
+        All attempts share one idempotency key: a cancellation has no identifier by which Stripe
+        detects a repeat.
         """
         return await answered(
             self._client.v1.billing.meter_event_adjustments.create,
@@ -100,7 +105,7 @@ class StripeGateway:
         )
 
     async def call(self, method: str, path: str, /, idempotency_key: str = "", **parameters: Any) -> dict[str, Any]:
-        """One administrative call; its answer as plain JSON. Raises: StripeFailed."""
+        """Make one administrative call and return its answer as plain JSON. Raises: StripeFailed."""
         options: dict[str, Any] = {"idempotency_key": idempotency_key} if idempotency_key else {}
         try:
             answer = await asyncio.to_thread(self._client.raw_request, method, path, **parameters, **options)
@@ -111,7 +116,7 @@ class StripeGateway:
         return document
 
     async def find(self, path: str) -> dict[str, Any] | None:
-        """One object; None where there is none of its id. Raises: StripeFailed."""
+        """Return one object; None if its id does not exist. Raises: StripeFailed."""
         try:
             return await self.call("get", path)
         except StripeFailed as failed:
@@ -120,17 +125,19 @@ class StripeGateway:
             raise
 
     async def list_all(self, path: str, **parameters: Any) -> list[dict[str, Any]]:
-        """Every object of a list, page by page. Raises: StripeFailed."""
-        found: list[dict[str, Any]] = []
+        """Return every object of a list, reading all pages. Raises: StripeFailed."""
+        objects: list[dict[str, Any]] = []
         while True:
             page = await self.call("get", path, limit=PAGE_SIZE, **parameters)
-            found += page["data"]
+            objects += page["data"]
             if not page.get("has_more") or not page["data"]:
-                return found
+                return objects
             parameters["starting_after"] = page["data"][-1]["id"]
 
     async def meter_errors(self, event_id: str) -> MeterErrors:
-        """The errors of a report, which the webhook only announces, by the identifier that Stripe names. Raises: StripeFailed."""
+        """Return the errors of a report by identifier; the webhook only announces them. Raises:
+        StripeFailed.
+        """
         reason = (await self.call("get", f"/v2/core/events/{event_id}"))["data"]["reason"]
         named = {
             sample["request"]["identifier"]: f"{kind['code']}: {sample['error_message']}"
@@ -141,7 +148,7 @@ class StripeGateway:
 
 
 def verify_signature(body: bytes, header: str, secrets: Sequence[str]) -> None:
-    """Raises: InvalidValue unless Stripe signed this body with one of the secrets, within the last five minutes."""
+    """Raise InvalidValue unless one of the secrets signed this body within the last five minutes."""
     for secret in secrets:
         try:
             stripe.WebhookSignature.verify_header(body, header, secret, stripe.Webhook.DEFAULT_TOLERANCE)
@@ -152,7 +159,7 @@ def verify_signature(body: bytes, header: str, secrets: Sequence[str]) -> None:
 
 
 async def answered(create: Callable[..., object], *arguments: object) -> Answer:
-    """What a call about a meter event came to."""
+    """Make a call about a meter event and return its answer."""
     try:
         await asyncio.to_thread(create, *arguments)
     except stripe.StripeError as error:
@@ -161,7 +168,7 @@ async def answered(create: Callable[..., object], *arguments: object) -> Answer:
 
 
 def classified(error: stripe.StripeError) -> Answer:
-    """What an error of the SDK means for a meter event."""
+    """Return the answer that an error of the SDK means for a meter event."""
     reason = described(error)
     status = error.http_status
     if isinstance(error, stripe.APIConnectionError):
@@ -178,18 +185,18 @@ def classified(error: stripe.StripeError) -> Answer:
 
 
 def described(error: stripe.StripeError) -> str:
-    """Status, kind and Stripe's own words on one line; Stripe masks keys in them."""
+    """Return status, error class and Stripe's message on one line; Stripe masks keys in it."""
     status = f"HTTP {error.http_status}, " if error.http_status else ""
     return f"{status}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def never_connected(error: BaseException) -> bool:
-    """Whether a connection error came before anything could be sent."""
+    """Return whether a connection error happened before anything could be sent."""
     return any(isinstance(each, (NewConnectionError, ConnectTimeoutError)) for each in causes(error))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and all that it was made of: `requests` hides the cause in the arguments and in `reason`."""
+    """Yield an error and all its causes: `requests` hides them in the arguments and in `reason`."""
     waiting, seen = [error], set[int]()
     while waiting:
         each = waiting.pop()
@@ -202,7 +209,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds by the header `Retry-After`; None where there is none that makes sense."""
+    """Return the seconds of the header `Retry-After`; None if missing or invalid."""
     value = next((value for name, value in headers.items() if name.lower() == "retry-after"), "")
     try:
         seconds = float(value)
@@ -211,16 +218,19 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     return min(max(seconds, 0.0), RETRY_AFTER_S_MAX) if seconds == seconds else None
 
 
-DECIMALS_MAX = 12  # digits after the point that Stripe keeps of an amount in minor units
+DECIMALS_MAX = 12  # fraction digits of an amount in minor units that Stripe keeps
 
-# Digits of Stripe's minor unit where they are not those of ISO 4217, or not supported with them.
+# Digits of Stripe's minor unit where they differ from ISO 4217.
 ZERO_DECIMAL = frozenset(["BIF", "CLP", "DJF", "GNF", "JPY", "KMF", "KRW", "MGA", "PYG", "RWF", "VND", "VUV", "XAF", "XOF", "XPF"])
-TWO_DECIMAL = frozenset({"ISK", "UGX"})  # without minor unit by ISO; Stripe counts hundredths all the same
+# No minor unit in ISO 4217; Stripe counts hundredths nonetheless.
+TWO_DECIMAL = frozenset({"ISK", "UGX"})
 THREE_DECIMAL = frozenset(["BHD", "JOD", "KWD", "OMR", "TND"])
 
 
 def stripe_digits(currency_code: str) -> int:
-    """Digits of the minor unit that Stripe counts in. Raises: InvalidValue for a currency that it does not bill."""
+    """Return the digits of Stripe's minor unit. Raises: InvalidValue for a currency that Stripe
+    does not bill.
+    """
     if currency_code in ZERO_DECIMAL:
         return 0
     if currency_code in THREE_DECIMAL:
@@ -231,15 +241,17 @@ def stripe_digits(currency_code: str) -> int:
 
 
 def minor_unit_picos(currency_code: str) -> int:
-    """What Stripe counts amounts in. Raises: InvalidValue for a currency that it does not bill."""
+    """Return the picos of Stripe's minor unit. Raises: InvalidValue for a currency that Stripe does
+    not bill.
+    """
     picos: int = 10 ** (PICO_DIGITS - stripe_digits(currency_code))
     return picos
 
 
 def unit_amount_decimal(picos_per_token: int, currency_code: str) -> str:
-    """The price of one token in minor units: 150,000 picos of USD are `0.000015`.
+    """Return the price of one token in minor units: 150,000 picos of USD are `0.000015`.
 
-    Raises: InvalidValue if Stripe could not keep every digit.
+    Raises: InvalidValue if Stripe cannot keep every digit.
     """
     shift = PICO_DIGITS - stripe_digits(currency_code)
     amount = Decimal((0, tuple(map(int, str(picos_per_token))), -shift))
@@ -250,14 +262,15 @@ def unit_amount_decimal(picos_per_token: int, currency_code: str) -> str:
     return f"{whole}.{fraction}" if fraction else whole
 
 
-# SQL of what a token of a batch costs: `b` is its batch, `p` its price version.
+# SQL of the price of a token in a batch: `b` is the batch, `p` its price version.
 PRICE_CASES = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
 PICOS_PER_TOKEN = f"CASE b.token_kind {PRICE_CASES} END"
 Invoice = Mapping[str, Any]
 
 
 async def known_items(gateway: StripeGateway, label: str, customer: str) -> dict[str, str]:
-    """A customer's invoice items by our ids, which they carry under the label: of calls whose answers were lost, too.
+    """Return a customer's invoice items by our ids in their metadata, including those whose answers
+    were lost.
 
     Raises: StripeFailed.
     """
@@ -266,14 +279,18 @@ async def known_items(gateway: StripeGateway, label: str, customer: str) -> dict
 
 
 async def create_item(gateway: StripeGateway, label: str, item_id: uuid.UUID, key: str, currency_code: str, **terms: Any) -> str:
-    """Create an invoice item that carries our id under the label; its id at Stripe. key: once per item. Raises: StripeFailed."""
+    """Create an invoice item with our id in its metadata; return its Stripe id. key: once per item.
+    Raises: StripeFailed.
+    """
     metadata = {label: str(item_id)}
     item = await gateway.call("post", "/v1/invoiceitems", key, currency=currency_code.lower(), metadata=metadata, **terms)
     return str(item["id"])
 
 
 async def usage_invoices(gateway: StripeGateway, customer: str, ends: datetime) -> list[Invoice]:
-    """A customer's invoices of usage until a month's end, one for each of its subscriptions. Raises: StripeFailed."""
+    """Return a customer's invoices of usage for the month ending at `ends`, one per subscription.
+    Raises: StripeFailed.
+    """
     subscriptions = await gateway.list_all("/v1/subscriptions", customer=customer, status="all")
     ours = {each["id"] for each in subscriptions if (each.get("metadata") or {}).get("namespace") == gateway.settings.namespace}
     if not ours:
@@ -287,18 +304,20 @@ async def usage_invoices(gateway: StripeGateway, customer: str, ends: datetime) 
 
 
 def subscription_of(invoice: Invoice) -> str:
-    """Whose invoice it is; empty for one that is of no subscription."""
+    """Return the subscription of an invoice; empty if it has none."""
     details = (invoice.get("parent") or {}).get("subscription_details") or {}
     return str(details.get("subscription") or "")
 
 
 def begins_within(invoice: Invoice, begins: datetime) -> bool:
-    """Whether all of its period is after this."""
+    """Return whether the invoice's period begins at or after `begins`."""
     return int(invoice["period_start"]) >= int(begins.timestamp())
 
 
 def finalized_at(invoices: Iterable[Invoice]) -> datetime | None:
-    """When the last of them became final; None if there is none, or one that is not."""
+    """Return the time at which the last invoice became final; None if there is none, or one is not
+    final.
+    """
     times = [(each.get("status_transitions") or {}).get("finalized_at") for each in invoices]
     known = [each for each in times if each is not None]
     return datetime.fromtimestamp(max(known), UTC) if known and len(known) == len(times) else None

@@ -1,7 +1,9 @@
-"""Stripe's events and payments: each event is verified, stored once by its id, and handled in whatever order it came.
+"""Inbox of Stripe's events and payments: events are verified, stored once by id, and handled in any
+order.
 
-The endpoint answers 2xx only after the event is committed, and does nothing else with it; the worker handles what is stored, found
-by a query. Handling is idempotent, and what it writes does not depend on the order of events.
+The endpoint answers 2xx only after the event is committed and does nothing else; the worker queries
+the stored events and handles them. Handling is idempotent, and its result does not depend on their
+order.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from metering.store.db import Sessions
 
 
 class PaymentState(StrEnum):
-    """How far an invoice at Stripe is paid. See the contract, `PaymentState`."""
+    """Payment state of an invoice at Stripe. See the contract, `PaymentState`."""
 
     OPEN = "open"
     FAILED = "failed"
@@ -46,7 +48,7 @@ class PaymentState(StrEnum):
     UNCOLLECTIBLE = "uncollectible"
 
 
-UNPAID = [str(each) for each in (PaymentState.FAILED, PaymentState.OVERDUE, PaymentState.UNCOLLECTIBLE)]  # a person should look
+UNPAID = [str(each) for each in (PaymentState.FAILED, PaymentState.OVERDUE, PaymentState.UNCOLLECTIBLE)]
 INVOICES = "SELECT i.*, o.name AS organization FROM stripe_invoices i JOIN organizations o ON o.id = i.organization_id WHERE"
 OF_ORGANIZATION = text(
     f"{INVOICES} i.organization_id = :organization_id AND i.period_end > i.period_start ORDER BY i.period_start, i.id"
@@ -61,7 +63,7 @@ ALERTING = {"invoice.payment_failed": InvoiceEvent.PAYMENT_FAILED, "invoice.paid
 
 @dataclass(frozen=True, slots=True)
 class InvoicePayment:
-    """One invoice at Stripe. month: the one that it bills, `YYYY-MM`."""
+    """One invoice at Stripe. month: its billing month, `YYYY-MM`."""
 
     stripe_invoice_id: str
     stripe_number: str
@@ -86,14 +88,15 @@ async def payments_by_month(session: AsyncSession, organization_id: uuid.UUID) -
 
 
 async def unpaid_invoices(session: AsyncSession, limit: int) -> list[InvoicePayment]:
-    """Invoices of all organizations that a person should look at, the oldest first."""
+    """Return invoices of all organizations that need an operator's attention, the oldest first."""
     return [payment_of(row) for row in await session.execute(TO_LOOK_AT, {"states": UNPAID, "limit": limit})]
 
 
 async def alert_on_payment(session: AsyncSession, stripe_invoice_id: str, kind: str) -> None:
-    """Fire the alert of an event that is stored already. kind: the event's type. Never commits.
+    """Fire the alert of a stored event. kind: the event's type. Never commits.
 
-    A failure that is told of after the payment is old news. Nothing is due of an invoice of zero.
+    A failure reported after the payment is obsolete and fires none, and neither does an invoice of
+    zero.
     """
     invoice = (await session.execute(ONE_INVOICE, {"id": stripe_invoice_id})).one_or_none()
     event = ALERTING.get(kind)
@@ -122,22 +125,24 @@ def payment_of(row: Row[Any]) -> InvoicePayment:
 
 
 log = logging.getLogger(__name__)
-http_log = logging.getLogger(f"{__name__}.http")  # aiohttp logs a traceback of each request that is not HTTP
+# Aiohttp logs a traceback for each request that is not HTTP.
+http_log = logging.getLogger(f"{__name__}.http")
 http_log.setLevel(logging.CRITICAL)
 retries = Retries("stripe_events", passing=(StoreAway,))  # by event
 
 PATH = "/stripe/events"
-HEAD_MAX_BYTES = 16 * 1024  # of a line; all of Stripe's heads are below 1 kB
-BODY_MAX_BYTES = 1024 * 1024  # of an event; an invoice with many lines is some 100 kB
-REQUEST_TIMEOUT_S = 10.0  # Stripe's own patience is longer; a slow sender must not keep a connection
-CONNECTIONS_MAX = 256  # beyond it the connection whose request has been awaited for longest gives way
+HEAD_MAX_BYTES = 16 * 1024  # per line; all of Stripe's headers are below 1 kB
+BODY_MAX_BYTES = 1024 * 1024  # per event; an invoice with many lines is some 100 kB
+REQUEST_TIMEOUT_S = 10.0  # below Stripe's own timeout; a slow sender must not keep a connection
+CONNECTIONS_MAX = 256  # beyond it the connection with the oldest incomplete request is closed
 SHUTDOWN_S = 2.0  # for events that are being stored
-EVENTS_MAX = 100  # handled in one run
-ATTEMPTS_MAX = 20  # after which an event is left to a person; `weir stripe status` counts it
+EVENTS_MAX = 100  # per run
+ATTEMPTS_MAX = 20  # afterwards the event is left to an operator; `weir stripe status` counts it
 ERROR_LENGTH_MAX = 500
 UUID_LENGTH = 36
 ERROR_REPORTS = frozenset({"v1.billing.meter.error_report_triggered", "v1.billing.meter.no_meter_found"})
-# Which time of an invoice an event sets: one each, so that no order of events can unset what another one told.
+# The column that each event sets: one each, so that no order of events can unset the report of
+# another.
 INVOICE_CREATED = "invoice.created"
 INVOICE_TIMES = {
     "invoice.finalized": "finalized_at",
@@ -156,7 +161,8 @@ PAYLOAD = text("SELECT payload FROM stripe_events WHERE id = :id AND handled_at 
 TAKE = text("SELECT payload FROM stripe_events WHERE id = :id AND handled_at IS NULL FOR UPDATE SKIP LOCKED")
 DONE = text("UPDATE stripe_events SET handled_at = now(), outcome = :outcome WHERE id = :id")
 FAILED = text("UPDATE stripe_events SET attempt_count = attempt_count + 1, outcome = :why WHERE id = :id AND handled_at IS NULL")
-# Of amounts the latest event's count; of two of the same second the larger one, whichever came first.
+# The latest event's amounts apply; of two in the same second the larger ones, whichever arrived
+# first.
 TELL_INVOICE = text("""
 INSERT INTO stripe_invoices AS known (id, organization_id, customer_id, currency_code, period_start, period_end, amount_due_minor,
                                       amount_paid_minor, total_minor, finalized_at, paid_at, payment_failed_at, voided_at,
@@ -189,19 +195,23 @@ WHERE id = :id AND state IN ('pending', 'sent', 'delivered', 'parked') RETURNING
 
 
 async def store_event(sessions: Sessions, body: bytes, signature: str, secrets: Sequence[str]) -> bool:
-    """Commit an event to the database; tells whether it is new. Raises: InvalidValue if it is not Stripe's."""
+    """Commit an event to the database; return whether it is new. Raises: InvalidValue if it is not
+    Stripe's.
+    """
     verify_signature(body, signature, secrets)
     try:
         payload = json.loads(body)
         values = {"id": str(payload["id"]), "type": str(payload["type"]), "payload": payload}
     except (ValueError, KeyError, TypeError) as error:
-        raise InvalidValue("body", "it is no event of Stripe") from error
+        raise InvalidValue("body", "must be a Stripe event") from error
     async with sessions.begin() as session:
         return await session.scalar(STORE, values) is not None
 
 
 async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Handle what is stored; tells how many. One that cannot be handled now waits, and holds up no other."""
+    """Handle stored events; return their number. An event that fails is retried later and delays no
+    other.
+    """
     async with sessions() as session:
         waiting = (await session.execute(UNHANDLED, {"attempts": ATTEMPTS_MAX, "limit": EVENTS_MAX})).all()
     handled = 0
@@ -219,7 +229,7 @@ async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
             raise
         except Exception as error:
             if isinstance(error, (StripeFailed, KeyError, TypeError, ValueError)):
-                log.warning("event %s of Stripe is not handled: %s", event_id, error)
+                log.warning("Stripe event %s is not handled: %s", event_id, error)
                 why = str(error)[:ERROR_LENGTH_MAX]
             else:
                 why = f"incident {retries.failed(error, event_id)}"
@@ -229,7 +239,9 @@ async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
 
 
 async def _hold(sessions: Sessions, gateway: StripeGateway, event_id: str) -> None:
-    """Keep a draft of usage a draft until its month is closed. Raises: StripeFailed, KeyError, TypeError."""
+    """Keep a draft of usage from being finalized until its month closes. Raises: StripeFailed,
+    KeyError, TypeError.
+    """
     async with sessions() as session:
         payload = await session.scalar(PAYLOAD, {"id": event_id})
     if payload is not None:
@@ -239,7 +251,7 @@ async def _hold(sessions: Sessions, gateway: StripeGateway, event_id: str) -> No
 async def _handle(session: AsyncSession, event_id: str, kind: str, errors: MeterErrors | None) -> int:
     payload = await session.scalar(TAKE, {"id": event_id})
     if payload is None:
-        return 0  # another worker has it
+        return 0  # another worker handles it
     if errors is not None:
         outcome = await _reject(session, errors)
         log.warning("Stripe did not count meter events: %s", outcome)
@@ -257,18 +269,20 @@ async def _handle(session: AsyncSession, event_id: str, kind: str, errors: Meter
 
 
 async def _reject(session: AsyncSession, errors: MeterErrors) -> str:
-    """Mark the batches that a report names. It holds samples: what it does not name shows in `weir reconcile`."""
+    """Reject the batches named in a report. It holds samples: `weir reconcile` shows the others."""
     rejected = 0
     for identifier, reason in errors.by_identifier.items():
         batch_id = batch_of(identifier)
         if batch_id is not None:
-            found = await session.scalar(REJECT, {"id": batch_id, "error": reason[:ERROR_LENGTH_MAX]})
-            rejected += found is not None
+            updated = await session.scalar(REJECT, {"id": batch_id, "error": reason[:ERROR_LENGTH_MAX]})
+            rejected += updated is not None
     return f"{errors.error_count} errors, {len(errors.by_identifier)} named, {rejected} batches rejected"
 
 
 def batch_of(identifier: str) -> uuid.UUID | None:
-    """The batch by what a report calls it: its identifier, or the idempotency key, which begins with it. None for another's."""
+    """Return the batch of a report's identifier, or of an idempotency key, which begins with it;
+    None if not ours.
+    """
     try:
         return uuid.UUID(identifier[:UUID_LENGTH])
     except ValueError:
@@ -276,7 +290,9 @@ def batch_of(identifier: str) -> uuid.UUID | None:
 
 
 def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """What an invoice event says, as parameters of its row. Raises: KeyError, TypeError for an event of another shape."""
+    """Return an invoice event as parameters of its row. Raises: KeyError, TypeError for an event of
+    another shape.
+    """
     invoice, told_at = payload["data"]["object"], datetime.fromtimestamp(payload["created"], UTC)
     times = dict.fromkeys(INVOICE_TIMES.values()) | {INVOICE_TIMES[kind]: told_at}
     return times | {
@@ -295,24 +311,27 @@ def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class EventServer(web.Server):
-    """aiohttp's server for Stripe's events: one path, one method, one request per connection, bounded in size, time and number.
+    """Server for Stripe's events: one path, one method, one request per connection; size, time and
+    number are bounded.
 
-    TLS is the business of the proxy in front.
+    A reverse proxy terminates TLS.
     """
 
     def __init__(self, sessions: Sessions, secrets: Sequence[str]) -> None:
         self._sessions, self._secrets = sessions, secrets
-        # Ends of connections whose requests are not complete, the oldest first.
+        # Timeouts of connections whose requests are incomplete, the oldest first.
         self._reading: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         super().__init__(
             self._answer, max_line_size=HEAD_MAX_BYTES, max_field_size=HEAD_MAX_BYTES, access_log=None, logger=http_log
         )
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """See `web.Server`. Of too many connections, the one whose request has been awaited for longest is aborted."""
+        """Implement `web.Server.connection_made`. Above the limit, the oldest incomplete connection
+        is aborted.
+        """
         super().connection_made(handler, transport)
         self._reading[handler] = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, transport.abort)
-        if len(self.connections) > CONNECTIONS_MAX:  # slow senders must not keep Stripe's events away
+        if len(self.connections) > CONNECTIONS_MAX:  # slow senders must not block Stripe's events
             oldest = next(iter(self._reading))
             (oldest.transport or transport).abort()
 
@@ -347,17 +366,17 @@ class EventServer(web.Server):
         except InvalidValue as error:
             return HTTPStatus.BAD_REQUEST, str(error)
         except (StoreAway, TimeoutError):
-            log.warning("an event of Stripe is not stored: the database is away")
-            return HTTPStatus.SERVICE_UNAVAILABLE, "come again"
-        except Exception:  # whatever it was, Stripe sends the event again
-            log.exception("an event of Stripe is not stored")
-            return HTTPStatus.INTERNAL_SERVER_ERROR, "come again"
+            log.warning("a Stripe event is not stored: the database is unavailable")
+            return HTTPStatus.SERVICE_UNAVAILABLE, "try again later"
+        except Exception:  # Stripe sends the event again
+            log.exception("a Stripe event is not stored")
+            return HTTPStatus.INTERNAL_SERVER_ERROR, "try again later"
         return HTTPStatus.OK, "stored" if new else "known"
 
 
 @contextlib.asynccontextmanager
 async def webhook_server(sessions: Sessions, settings: WebhookSettings) -> AsyncIterator[str]:
-    """Listens inside the block, which gets the address."""
+    """Listen for events within the context; yield the URL."""
     events = EventServer(sessions, settings.secrets)
     server = await asyncio.get_running_loop().create_server(events, settings.listen_host, settings.listen_port)
     host, port = server.sockets[0].getsockname()[:2]
@@ -369,7 +388,7 @@ async def webhook_server(sessions: Sessions, settings: WebhookSettings) -> Async
 
 
 async def serve_webhooks(sessions: Sessions, settings: WebhookSettings, report: Callable[[str], None]) -> None:
-    """Take events until SIGTERM or SIGINT."""
+    """Serve the webhook until SIGTERM or SIGINT."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

@@ -1,13 +1,15 @@
-"""Makes Stripe's customers, products, meters, prices and subscriptions what our organizations and price book say.
+"""Synchronization of Stripe's customers, products, meters, prices and subscriptions with our data.
 
-Each object carries a name of ours (an id, an event name, a lookup key, metadata) by which it is found again, so that a sync may
-be cut off and repeated at any point. Customers follow their billing profiles; nothing else at Stripe is changed or deleted: what
-differs is told. What Stripe would refuse for lack of a billing profile is found before anything is sent. Stripe is called outside
-of transactions.
+Each object carries a name of ours (an id, an event name, a lookup key, metadata) by which it is
+found again, so a sync may be interrupted and repeated at any point. Customers follow their billing
+profiles; nothing else at Stripe is changed or deleted: differences are reported. Billing details
+that Stripe would require are checked before anything is sent. Stripe is called outside of
+transactions.
 
-Operators decide on single batches: to send one again, to settle a parked one. Stripe takes an event back within 24 hours of
-receiving it. Usage itself never shrinks here, so nothing has to be offset by a negative quantity; money is given back by a credit
-on the invoice."""
+Operators decide on single batches: sending one again, or settling a parked one. Stripe cancels an
+event within 24 hours of receiving it. Usage never shrinks here, so no negative quantity is needed;
+refunds are credits on the invoice.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,12 @@ from metering.store.db import Sessions, database_now
 from metering.tenants.billing_profiles import BillingProfile, billing_profiles
 from metering.tenants.tenants import find_organization
 
-ITEMS_MAX = 20  # of one Stripe subscription; more prices make another one
-LOOKUP_KEYS_MAX = 10  # that Stripe takes in one question
-NEW = "new"  # id of what a dry run would create
+ITEMS_MAX = 20  # per Stripe subscription; more prices need another one
+LOOKUP_KEYS_MAX = 10  # per query, by Stripe's limit
+NEW = "new"  # id of an object that a dry run would create
 ENDED = frozenset({"canceled", "incomplete_expired"})
 
-# Of an address at Stripe, and of our billing profiles.
+# Fields of a Stripe address, and of our billing profiles.
 ADDRESS_FIELDS = {
     "line1": "address_line1",
     "line2": "address_line2",
@@ -49,11 +51,12 @@ ADDRESS_FIELDS = {
     "country": "country",
 }
 CUSTOMER = "customer"  # kind of `stripe_objects`
-PAYMENT_METHOD = "payment_method"  # kind of `stripe_objects`: that of a customer, empty if the last sync found none
+# Kind of `stripe_objects`: that of a customer; empty if none was found.
+PAYMENT_METHOD = "payment_method"
 
 ORGANIZATIONS = text("SELECT id, name, currency_code FROM organizations ORDER BY name")
-# Prices that are in force or will be, and those of batches of the last 35 days, which may still be billed. A row that withdraws a
-# customer's own price bills nobody.
+# Prices in force now or later, and those of batches of the last 35 days, which may still be billed.
+# A row that withdraws a customer's own price applies to no usage.
 VERSIONS = text("""
 SELECT id, model, currency_code, organization_id, tier, input_picos_per_token AS input,
        cached_input_picos_per_token AS cached_input, output_picos_per_token AS output,
@@ -74,7 +77,7 @@ ON CONFLICT (account, kind, ref) DO UPDATE SET stripe_id = excluded.stripe_id, s
 
 @dataclass(frozen=True, slots=True)
 class Metered:
-    """One kind of token at one price: what has a meter and a price of its own at Stripe."""
+    """One kind of token at one price, which has its own meter and price at Stripe."""
 
     version: int
     model: str
@@ -85,19 +88,19 @@ class Metered:
 
     @property
     def ref(self) -> str:
-        """Its name in `stripe_objects`."""
+        """Key in `stripe_objects`."""
         return f"{self.version}:{self.token_kind}"
 
     @property
     def title(self) -> str:
-        """What a person reads on an invoice."""
+        """Description shown on invoices."""
         of_tier = "" if self.tier is ServiceTier.INTERACTIVE else f"{self.tier} "
         return f"{self.model}, {of_tier}{self.token_kind.replace('_', ' ')} tokens (price version {self.version})"
 
 
 @dataclass(frozen=True, slots=True)
 class PriceBook:
-    """What is to be at Stripe. wanted: by organization, the prices of its subscriptions."""
+    """Target state of Stripe. wanted: prices of each organization's subscriptions."""
 
     organizations: tuple[tuple[uuid.UUID, str, str], ...]
     profiles: dict[uuid.UUID, BillingProfile]
@@ -107,9 +110,11 @@ class PriceBook:
 
 @dataclass(slots=True)
 class Sync:
-    """One pass. created, updated: what it made and changed or, in a dry run, would.
+    """One pass. created, updated: descriptions of the objects it made and changed or, in a dry run,
+    would.
 
-    without_payment_method: names of organizations that Stripe could not charge; where invoices are sent, it needs not to.
+    without_payment_method: names of organizations that Stripe cannot charge; unused where invoices
+    are sent.
     """
 
     sessions: Sessions
@@ -121,10 +126,10 @@ class Sync:
     without_payment_method: list[str] = field(default_factory=list)
 
     async def run(self) -> list[str]:
-        """All of it; what it created.
+        """Synchronize all objects; return the descriptions of those created.
 
-        Raises: BillingDetailsMissing before anything is sent; StripeFailed, InvalidValue for a price that Stripe cannot hold,
-        AlreadyExists for what differs.
+        Raises: BillingDetailsMissing before anything is sent; StripeFailed, InvalidValue for a
+        price that Stripe cannot represent, AlreadyExists for an object that differs.
         """
         book = await read_book(self.sessions)
         if missing := missing_details(book, self.gateway.settings.collection):
@@ -152,13 +157,14 @@ class Sync:
 
     async def _remember(self, kind: str, ref: str, stripe_id: str) -> None:
         if self.dry_run or (kind != CUSTOMER and self.known.get((kind, ref)) == stripe_id):
-            return  # of customers the row tells when they were last like their billing profiles
+            # A customer's row is always written: its time tells when its profile was last compared.
+            return
         async with self.sessions.begin() as session:
             values = {"account": self.gateway.account, "kind": kind, "ref": ref, "stripe_id": stripe_id}
             await session.execute(REMEMBER, values)
 
     async def _customer(self, organization_id: uuid.UUID, name: str, profile: BillingProfile | None) -> tuple[str, str]:
-        """Id of the customer, and its default payment method or an empty text."""
+        """Return the customer's id and its default payment method or an empty string."""
         ref, namespace = str(organization_id), self.gateway.settings.namespace
         stripe_id = self.known.get(("customer", ref), "")
         found = await self.gateway.find(f"/v1/customers/{stripe_id}") if stripe_id else None
@@ -169,9 +175,10 @@ class Sync:
             if found is not None:
                 stripe_id = str(found["id"])
             else:
-                # The search lags behind by up to a minute; until then the key keeps a repeated sync from making a second one.
+                # The search lags by up to a minute; until then the key prevents a second customer.
                 key, metadata = f"{namespace}-customer-{ref}", {f"{namespace}_organization_id": ref}
-                # The billing profile follows in a call of its own: a key is good for one set of parameters alone.
+                # The billing profile is sent in its own call: a key is valid for one set of
+                # parameters only.
                 stripe_id = await self._create(f"customer {name}", "/v1/customers", key, name=name, metadata=metadata)
         wanted = customer_details(name, profile)
         details = {part: value for part, value in wanted.items() if value != detail_of(found, part)}
@@ -240,9 +247,10 @@ class Sync:
         return prices
 
     async def _subscriptions(self, name: str, customer: str, wanted: list[str]) -> str:
-        """Every price in one subscription item. The first ones fill up before there is another subscription.
+        """Put every price in one subscription item, filling the existing subscriptions before
+        adding another.
 
-        Answers a payment method that a subscription has for itself, or an empty text.
+        Returns the payment method of a subscription, or an empty string.
         """
         room: list[tuple[str, int]] = []
         payment_method = ""
@@ -276,7 +284,9 @@ class Sync:
 
 
 def missing_details(book: PriceBook, collection: Collection) -> list[str]:
-    """Why Stripe would refuse a subscription, a sentence for each organization that is to have one."""
+    """Return the reasons for which Stripe would refuse a subscription, one for each organization
+    concerned.
+    """
     if collection is not Collection.SEND_INVOICE:
         return []
     return [
@@ -288,7 +298,9 @@ def missing_details(book: PriceBook, collection: Collection) -> list[str]:
 
 
 def customer_details(name: str, profile: BillingProfile | None) -> dict[str, Any]:
-    """What Stripe is told of a customer. Without a profile its e-mail and address at Stripe are left alone."""
+    """Return a customer's details for Stripe. Without a profile, e-mail and address at Stripe are
+    left alone.
+    """
     if profile is None:
         return {"name": name}
     address = {part: getattr(profile, ADDRESS_FIELDS[part]) for part in ADDRESS_FIELDS}
@@ -301,7 +313,7 @@ def customer_details(name: str, profile: BillingProfile | None) -> dict[str, Any
 
 
 def detail_of(customer: Mapping[str, Any] | None, name: str) -> Any:
-    """A detail that Stripe knows of a customer, in the form of `customer_details`."""
+    """Return a detail of Stripe's customer in the form of `customer_details`."""
     value: Any = (customer or {}).get(name) or ""
     if name == "address" and value:
         address = {part: value.get(part) or "" for part in ADDRESS_FIELDS}
@@ -310,14 +322,16 @@ def detail_of(customer: Mapping[str, Any] | None, name: str) -> Any:
 
 
 def payment_method_of(customer: Mapping[str, Any] | None) -> str:
-    """The payment method that Stripe charges a customer by; empty if there is none."""
+    """Return the payment method that Stripe charges for a customer; empty if there is none."""
     known = customer or {}
     default = (known.get("invoice_settings") or {}).get("default_payment_method") or known.get("default_source")
     return str(default or "")
 
 
 async def payment_method_page(sessions: Sessions, gateway: StripeGateway, organization: str) -> str:
-    """URL of Stripe's page on which a customer sets its default payment method. Raises: NotFound, InvalidValue, StripeFailed."""
+    """Return the URL of Stripe's page for the default payment method. Raises: NotFound,
+    InvalidValue, StripeFailed.
+    """
     async with sessions() as session:
         owner = await find_organization(session, organization)
         rows = await session.execute(KNOWN, {"account": gateway.account})
@@ -330,17 +344,19 @@ async def payment_method_page(sessions: Sessions, gateway: StripeGateway, organi
 
 
 def check_price(wanted: Metered, key: str, found: dict[str, Any], meter: str) -> None:
-    """Raises: AlreadyExists if a price of this name at Stripe says something else than our price book."""
-    # Stripe may write an amount with other zeros than we do, so numbers are compared.
-    told = (Decimal(found["unit_amount_decimal"]), found["currency"], found["recurring"]["meter"])
-    if told != (Decimal(wanted.unit_amount), wanted.currency_code.lower(), meter):
+    """Raise AlreadyExists if Stripe's price of this name differs from our price book."""
+    # Stripe may write an amount with other zeros, so the numbers are compared.
+    actual = (Decimal(found["unit_amount_decimal"]), found["currency"], found["recurring"]["meter"])
+    if actual != (Decimal(wanted.unit_amount), wanted.currency_code.lower(), meter):
         raise AlreadyExists(
-            "Stripe price", key, f"as {told[0]:f} {told[1]} on meter {told[2]}: archive it or use another namespace"
+            "Stripe price", key, f"as {actual[0]:f} {actual[1]} on meter {actual[2]}: archive it or use another namespace"
         )
 
 
 def subscription_terms(collection: Collection, now: datetime) -> dict[str, Any]:
-    """Calendar months in UTC from this one on: the month is billed whole, whenever in it the customer came."""
+    """Return terms for calendar months in UTC from this one on: the first month is billed as a
+    whole.
+    """
     begins, ends = month_bounds(f"{now:%Y-%m}")
     terms: dict[str, Any] = {
         "collection_method": str(collection),
@@ -352,7 +368,9 @@ def subscription_terms(collection: Collection, now: datetime) -> dict[str, Any]:
 
 
 async def read_book(sessions: Sessions) -> PriceBook:
-    """What we have, at one moment. Raises: InvalidValue for a price that Stripe cannot hold."""
+    """Return our organizations, profiles and prices at one time. Raises: InvalidValue for a price
+    Stripe cannot represent.
+    """
     async with sessions() as session:
         organizations = tuple((row.id, row.name, row.currency_code) for row in await session.execute(ORGANIZATIONS))
         profiles = await billing_profiles(session)
@@ -373,19 +391,21 @@ async def read_book(sessions: Sessions) -> PriceBook:
                 tier=ServiceTier(row.tier),
             )
             for kind in TokenKind
-            # A subscription has few places: a model that embeds nothing, or for nothing, takes none for it.
+            # A subscription has few items: a model without embeddings, or with free ones, gets no
+            # item for them.
             if kind is not TokenKind.EMBEDDING or row.embedding or row.embedded
         ]
         metered += kinds
         for organization_id, _, currency_code in organizations:
-            # A customer's own price is nobody else's; the list stays at hand for the day on which that is withdrawn.
+            # A customer's own price applies to it alone; the list price stays ready for its
+            # withdrawal.
             pays_it = row.organization_id in (None, organization_id) and currency_code == row.currency_code
             if organization_id in row.used_by or (pays_it and not row.past):
                 wanted[organization_id] += kinds
     return PriceBook(organizations, profiles, tuple(metered), {key: tuple(value) for key, value in wanted.items()})
 
 
-ATTENTION_MAX = 50  # batches named; the counts say how many there are
+ATTENTION_MAX = 50  # batches named; the counts include all
 
 STATES = text("SELECT state, count(*), sum(token_count)::bigint FROM meter_batches GROUP BY 1 ORDER BY 1")
 PAUSE = text("SELECT closed_until, paused_until, pause_reason FROM export_progress")
@@ -408,7 +428,7 @@ WHERE m.state = 'closed' AND s.settled_at IS NULL AND m.closed_at >= (SELECT mon
   AND EXISTS (SELECT FROM stripe_objects WHERE kind = 'customer' AND ref = m.organization_id::text)
 ORDER BY m.month, o.name LIMIT :limit
 """)
-# A customer's row is written by each sync that finds it.
+# Each sync writes the row of every customer that it finds.
 CHANGED_PROFILES = text("""
 SELECT o.name FROM billing_profiles p JOIN organizations o ON o.id = p.organization_id
 WHERE EXISTS (SELECT FROM stripe_objects s WHERE (s.kind, s.ref) = ('customer', o.id::text) AND s.seen_at < p.updated_at)
@@ -423,7 +443,7 @@ UNHANDLED = text("SELECT count(*) FROM stripe_events WHERE handled_at IS NULL")
 
 @dataclass(frozen=True, slots=True)
 class StateCount:
-    """Batches of one state."""
+    """Number of batches and tokens in one state."""
 
     state: str
     batch_count: int
@@ -432,7 +452,9 @@ class StateCount:
 
 @dataclass(frozen=True, slots=True)
 class StuckBatch:
-    """One that needs a person: `weir stripe resend` for what is rejected, `weir stripe settle` for what is parked."""
+    """A batch that needs an operator: `weir stripe resend` if rejected, `weir stripe settle` if
+    parked.
+    """
 
     id: uuid.UUID
     state: str
@@ -445,11 +467,13 @@ class StuckBatch:
 
 @dataclass(frozen=True, slots=True)
 class ExportStatus:
-    """All of it, at one moment. closed_until: hours before it have their batches; None where nothing was exported ever.
+    """Export status at one time. closed_until: earlier hours have their batches; None if nothing
+    was exported.
 
-    unsettled_months: organization and month, of which Stripe's invoices do not come to ours yet. changed_profiles,
-    without_payment_method: names of organizations, as of the last `weir stripe sync`. unpaid_invoices: those whose charge failed,
-    that are overdue, or that were marked as uncollectible.
+    unsettled_months: organization and month whose Stripe invoices do not equal ours yet.
+    changed_profiles, without_payment_method: names of organizations, as of the last `weir stripe
+    sync`. unpaid_invoices: invoices whose charge failed, that are overdue, or that were marked as
+    uncollectible.
     """
 
     states: tuple[StateCount, ...]
@@ -489,47 +513,52 @@ COUNTED = text("UPDATE meter_batches SET state = 'delivered', delivered_at = sen
 
 
 async def resend(sessions: Sessions, gateway: StripeGateway, batch_id: uuid.UUID) -> None:
-    """Take a delivered batch back, or give up a rejected one, and let its tokens go out anew as another part.
+    """Cancel a delivered batch at Stripe, or give up a rejected one, and queue its tokens as
+    another part.
 
-    May be repeated when it was cut off. Raises: NotFound, InvalidValue where the batch's state or age forbids it, StripeFailed.
+    May be repeated after an interruption. Raises: NotFound, StripeFailed, InvalidValue if its state
+    or age forbids it.
     """
     async with sessions.begin() as session:
         batch = await _locked(session, batch_id)
         if batch.late_item_id is not None:
-            raise InvalidValue("batch", f"{batch_id} is invoiced by an item of its own: sent again, it would be invoiced twice")
+            raise InvalidValue("batch", f"{batch_id} is invoiced by an item of its own: resending it would invoice it twice")
         state = BatchState(batch.state)
         if state is BatchState.REJECTED:
             await _give_up(session, batch)
             return
         if state is BatchState.DELIVERED:
             if await database_now(session) - batch.delivered_at >= CANCEL_WITHIN:
-                told = f"{batch_id} was delivered over 24 hours ago, and Stripe keeps it: credit the customer instead"
-                raise InvalidValue("batch", told)
+                reason = f"{batch_id} was delivered over 24 hours ago and cannot be cancelled: credit the customer instead"
+                raise InvalidValue("batch", reason)
             await session.execute(MOVE, {"id": batch_id, "state": "cancelling", "error": None})
         elif state is not BatchState.CANCELLING:
-            raise InvalidValue("batch", f"{batch_id} is {state}: only what is delivered or rejected can be sent again")
+            raise InvalidValue("batch", f"{batch_id} is {state}: only a delivered or rejected batch can be sent again")
     event_name = gateway.event_name(batch.price_version_id, TokenKind(batch.token_kind))
     answer = await gateway.take_back(str(batch_id), event_name)
     async with sessions.begin() as session:
         batch = await _locked(session, batch_id)
         if batch.state != BatchState.CANCELLING:
-            return  # another call was quicker
+            return  # another call completed it
         if answer.verdict is Verdict.DELIVERED:
             await _give_up(session, batch)
         elif answer.verdict is Verdict.REFUSED:
-            # An earlier attempt whose answer was lost may have taken it back, and would be why this one is refused.
-            stands = BatchState.PARKED if state is BatchState.CANCELLING else BatchState.DELIVERED
-            await session.execute(MOVE, {"id": batch_id, "state": str(stands), "error": answer.reason})
+            # An earlier attempt with a lost answer may have cancelled it, which would explain this
+            # refusal.
+            refused = BatchState.PARKED if state is BatchState.CANCELLING else BatchState.DELIVERED
+            await session.execute(MOVE, {"id": batch_id, "state": str(refused), "error": answer.reason})
     if answer.verdict is not Verdict.DELIVERED:
-        raise StripeFailed(f"the meter event is not taken back: {answer.reason}")
+        raise StripeFailed(f"the meter event is not cancelled: {answer.reason}")
 
 
 async def settle(sessions: Sessions, batch_id: uuid.UUID, *, counted: bool) -> None:
-    """Say of a parked batch whether Stripe counts it. If it does not, its tokens go out anew. Raises: NotFound, InvalidValue."""
+    """Record whether Stripe counts a parked batch. If not, its tokens are queued again. Raises:
+    NotFound, InvalidValue.
+    """
     async with sessions.begin() as session:
         batch = await _locked(session, batch_id)
         if batch.state != BatchState.PARKED:
-            raise InvalidValue("batch", f"{batch_id} is {batch.state}: there is doubt about parked batches only")
+            raise InvalidValue("batch", f"{batch_id} is {batch.state}: only a parked batch can be settled")
         if counted:
             await session.execute(COUNTED, {"id": batch_id})
         else:
@@ -543,6 +572,8 @@ async def _locked(session: AsyncSession, batch_id: uuid.UUID) -> Row[Any]:
 
 
 async def _give_up(session: AsyncSession, batch: Row[Any]) -> None:
-    """Cancel it and make its successor in the same transaction: at no commit are its tokens missing."""
+    """Cancel a batch and form its successor in the same transaction, so that its tokens are never
+    missing.
+    """
     await session.execute(MOVE, {"id": batch.id, "state": "cancelled", "error": batch.last_error})
     await form(session, batch.hour, batch.hour + timedelta(hours=1), batch.organization_id)

@@ -1,1 +1,1 @@
-"""Limits: what they are, what a request weighs on them, whether it fits, and when it will."""
+"""Quotas: rules, admission decisions, usage counters and retry hints."""

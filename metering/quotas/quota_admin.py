@@ -1,7 +1,9 @@
-"""Setting, raising and removing quotas. What is charged to them is the business of `quotas.py`, reading them of `quota_states.py`.
+"""Creation, temporary override and removal of quotas. `quotas.py` charges them, `quota_states.py`
+reads them.
 
-Functions take a session and never commit; every change writes the audit log in the same transaction. Changes to the quotas of one
-subject take turns, so the log tells them in the order in which they happened.
+Functions take a session and never commit. Every change writes the audit log in the same
+transaction. Changes to the quotas of one subject are serialized, so that the log lists them in the
+order in which they happened.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ from metering.quotas.quota_states import rule_now, states
 from metering.store.db import Sessions
 from metering.tenants.tenants import as_uuid, find_api_key, find_organization, find_project
 
-LIMIT_MAX = 2**63 - 1  # what the column holds; in picos of money that is some nine million units
-PAST_COUNTER_BATCHES_MAX = 50  # in one run: some seconds, in which the worker does nothing else
-PAST_COUNTERS_MAX = 20_000  # deleted by one statement: far below its time limit, also where two days of minutes are left
-WEIGHT_MAX = 1_000_000  # a thousandfold; more would be a unit mixed up
+LIMIT_MAX = 2**63 - 1  # maximum of the column; about nine million units for a quota on money
+PAST_COUNTER_BATCHES_MAX = 50  # per run: a few seconds, during which the worker does nothing else
+# Per statement: far below its timeout, even with a backlog of two days of minutes.
+PAST_COUNTERS_MAX = 20_000
+WEIGHT_MAX = 1_000_000  # a factor of 1000; a larger one is a mistake in the unit
 REASON_CHARS_MAX = 500
-RAISE_MAX = timedelta(days=366)  # what lasts longer is not temporary
+RAISE_MAX = timedelta(days=366)  # an override that lasts longer is not temporary
 
 SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
     QuotaSubject.ORGANIZATION: Organization,
@@ -66,13 +69,16 @@ async def set_quota(
     actor: str,
     later: list[Uncounted] | None = None,
 ) -> QuotaState:
-    """Set one limit. One that stands for the same subject, model and dimension keeps its id, and so what was used of it.
+    """Set one limit. A limit that exists for the same subject, model and dimension keeps its id and
+    its usage.
 
-    subject_ref: as in `find_subject`. model: empty for all models together. weights: of input, cached input and output, in
-    thousandths. alert_at: in percent. They and enforced: None leaves them as they stand; a new one weighs plainly, is enforced and
-    alerts as usual. for_new_keys: not a limit of the subject, but one that each key that is created under it from then on gets for
-    itself. A new limit counts from the first what was used in its window. later: gets the limit instead, for a `recount` at the end
-    of the transaction. A raise that is not above the new limit ends. Raises: NotFound, InvalidValue.
+    subject_ref: as in `find_subject`. model: empty for all models together. weights: of input,
+    cached input and output tokens, in thousandths. alert_at: in percent. For weights, enforced and
+    alert_at, None keeps the present value; a new limit weighs all tokens as 1, is enforced and has
+    the default alerts. for_new_keys: the limit does not apply to the subject, but is copied to each
+    key created under it from then on. A new limit includes what was already used in its window.
+    later: list to which the limit is added for a `recount` at the end of the transaction. A
+    temporary override that does not exceed the new limit ends. Raises: NotFound, InvalidValue.
     """
     _check_values(subject, dimension, limit_value, for_new_keys=for_new_keys)
     if model:
@@ -116,7 +122,8 @@ async def set_quota(
 async def raise_quota(
     session: AsyncSession, *, quota_id: str, limit_value: int, until: datetime | None, reason: str, actor: str
 ) -> QuotaState:
-    """Let a higher limit hold until a time, by the database's clock; without a time, end the raise that stands.
+    """Set a higher limit until a time of the database's clock, or, without a time, end the current
+    override.
 
     Raises: NotFound, InvalidValue.
     """
@@ -126,16 +133,16 @@ async def raise_quota(
     else:
         now: datetime = (await session.scalars(select(func.now()))).one()
         if quota.for_new_keys:
-            raise InvalidValue("quota_id", "a limit for new keys cannot be raised for a time: set it, or raise that of a key")
+            raise InvalidValue("quota_id", "a limit for new keys has no temporary override: set it, or override that of a key")
         if not quota.limit_value < limit_value <= LIMIT_MAX:
             raise InvalidValue(
                 "limit_value",
-                f"give more than the limit of {quota.limit_value}, at most {LIMIT_MAX}{in_units(QuotaDimension(quota.dimension))}",
+                f"must be above {quota.limit_value} and at most {LIMIT_MAX}{in_units(QuotaDimension(quota.dimension))}",
             )
         if not now < until <= now + RAISE_MAX:
-            raise InvalidValue("expire_time", f"give a time in the next {RAISE_MAX.days} days; it is {now.isoformat()} now")
+            raise InvalidValue("expire_time", f"must lie within the next {RAISE_MAX.days} days; the time is {now.isoformat()}")
         if not 1 <= len(reason.strip()) <= REASON_CHARS_MAX or "\0" in reason:
-            raise InvalidValue("reason", f"say why in 1 to {REASON_CHARS_MAX} characters")
+            raise InvalidValue("reason", f"must have 1 to {REASON_CHARS_MAX} characters")
         values = {"raised_limit_value": limit_value, "raised_until": until, "raise_reason": reason.strip()}
     before = snapshot(quota)
     after = snapshot(await _update(session, quota.id, values))
@@ -145,7 +152,7 @@ async def raise_quota(
 
 
 async def delete_quota(session: AsyncSession, *, quota_id: str, actor: str) -> None:
-    """Remove one limit; requests that run are no longer held to it. Raises: NotFound."""
+    """Remove one limit; running requests are no longer held to it. Raises: NotFound."""
     quota = await _standing(session, quota_id)
     before = snapshot(quota)
     await session.execute(update(Quota).where(Quota.id == quota.id).values(deleted_at=func.now()))
@@ -153,10 +160,12 @@ async def delete_quota(session: AsyncSession, *, quota_id: str, actor: str) -> N
 
 
 async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS_MAX) -> int:
-    """Delete the counters of windows that ended long ago, of which nothing is held any more, so many at most; tells how many.
+    """Delete at most `limit` counters of past windows that no hold refers to, and return the number
+    deleted.
 
-    Long ago is a day after the end of a minute or a day, two months after that of a month: no request runs for so long. With them
-    go the marks of changes that nobody asks for any more (`holds/known.py`).
+    Counters of minutes and days are kept for two days and those of months for 93 days: no request
+    runs that long. Records of rule changes that no process asks for any more (`holds/known.py`) are
+    deleted as well.
     """
     await session.execute(text("DELETE FROM rule_changes WHERE changed_at < now() - :kept"), {"kept": PAST_DAYS_KEPT})
     ages = {
@@ -172,9 +181,10 @@ async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS
 
 
 async def delete_all_past_counters(sessions: Sessions, limit: int = PAST_COUNTERS_MAX) -> int:
-    """The same, a transaction for each so many, until none is left or a run has done its part; tells how many.
+    """Delete past counters in transactions of `limit` rows, for a bounded number of batches; return
+    the number deleted.
 
-    However long no worker ran: cut off anywhere, the next run goes on.
+    An interrupted run is continued by the next one.
     """
     deleted_count = 0
     for _ in range(PAST_COUNTER_BATCHES_MAX):
@@ -187,9 +197,10 @@ async def delete_all_past_counters(sessions: Sessions, limit: int = PAST_COUNTER
 
 
 async def find_subject(session: AsyncSession, subject: QuotaSubject, ref: str) -> tuple[uuid.UUID, uuid.UUID]:
-    """Id of an organization by name or id, of a project by "organization/project" or id, of a key by prefix or id.
+    """Return the ids of a subject and of its organization.
 
-    With it that of its organization. Raises: NotFound.
+    An organization is named by name or id, a project by "organization/project" or id, a key by
+    prefix or id. Raises: NotFound.
     """
     match subject:
         case QuotaSubject.ORGANIZATION:
@@ -207,11 +218,11 @@ NO_RAISE: dict[str, object] = {"raised_limit_value": None, "raised_until": None,
 
 
 SETTABLE = tuple(each for each in QuotaDimension if each is not QuotaDimension.PREPAID_CREDIT_PICOS)
-OF_CREDIT = "prepaid credit is no limit to set: grant credit, or let the organization no longer be prepaid only"
+OF_CREDIT = "prepaid credit cannot be set as a limit: grant credit, or make the organization no longer prepaid only"
 
 
 def in_units(dimension: QuotaDimension) -> str:
-    """Return what the greatest limit is in money, for a dimension of money; else nothing."""
+    """Return the largest limit in units of money for a dimension of money, or an empty string."""
     if DIMENSIONS[dimension][0] is not Kind.MONEY:
         return ""
     return f", which is {to_decimal(LIMIT_MAX):,.0f} units of the organization's currency: leave the limit out for more"
@@ -221,9 +232,9 @@ def _check_values(subject: QuotaSubject, dimension: QuotaDimension, limit_value:
     if dimension is QuotaDimension.PREPAID_CREDIT_PICOS:
         raise InvalidValue("dimension", OF_CREDIT)
     if not 0 <= limit_value <= LIMIT_MAX:
-        raise InvalidValue("limit_value", f"give 0 to {LIMIT_MAX}{in_units(dimension)}")
+        raise InvalidValue("limit_value", f"must be between 0 and {LIMIT_MAX}{in_units(dimension)}")
     if for_new_keys and subject is QuotaSubject.API_KEY:
-        raise InvalidValue("for_new_keys", "new keys come under an organization or a project, not under a key")
+        raise InvalidValue("for_new_keys", "must be set on an organization or a project, not on a key")
 
 
 def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
@@ -231,22 +242,26 @@ def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
         return
     kind, _, counts_input, counts_output = DIMENSIONS[dimension]
     if kind is not Kind.TOKENS:
-        raise InvalidValue("input_weight_milli", f"{dimension} counts no tokens: leave weights out")
+        raise InvalidValue("input_weight_milli", f"{dimension} does not count tokens: leave the weights out")
     for name, weight, counts in zip(Weights._fields, weights, (counts_input, counts_input, counts_output), strict=True):
         if not 0 <= weight <= WEIGHT_MAX:
-            raise InvalidValue(f"{name}_weight_milli", f"give 0 to {WEIGHT_MAX}: thousandths, 1000 counts a token as one")
+            raise InvalidValue(
+                f"{name}_weight_milli", f"must be between 0 and {WEIGHT_MAX} thousandths; 1000 counts a token as one"
+            )
         if not counts and weight != PLAIN[0]:
             raise InvalidValue(f"{name}_weight_milli", f"{dimension} does not count these tokens: leave it out")
     scale = token_scale(dimension, weights)
     if scale is not None and not any(scale.factors):
         raise InvalidValue(
             "output_weight_milli" if counts_output else "input_weight_milli",
-            "at least one weight must be more than 0, else nothing would ever be counted",
+            "at least one weight must be more than 0, otherwise no token is counted",
         )
 
 
 async def _standing(session: AsyncSession, quota_id: str) -> Quota:
-    """A quota that was not removed, with its subject locked. Raises: NotFound."""
+    """Return a quota that was not removed, with its subject locked. Raises: NotFound, InvalidValue
+    for prepaid credit.
+    """
     key = as_uuid(quota_id)
     quota = None if key is None else await session.get(Quota, key)
     if quota is None:
@@ -271,6 +286,6 @@ async def _state(session: AsyncSession, quota_id: uuid.UUID) -> QuotaState:
 
 
 async def _lock_subject(session: AsyncSession, subject: QuotaSubject, subject_id: uuid.UUID) -> None:
-    # FOR NO KEY UPDATE: requests that are admitted at the same time refer to the row and must not wait.
+    # FOR NO KEY UPDATE: requests admitted concurrently refer to the row and must not wait.
     table = SUBJECT_TABLES[subject]
     await session.execute(select(table.id).where(table.id == subject_id).with_for_update(key_share=True))

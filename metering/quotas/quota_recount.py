@@ -1,12 +1,14 @@
-"""Makes a quota that is new, or counts differently from now on, count what its subject has used already, to the token.
+"""Exact recount of past usage for a quota that is new or whose weights changed.
 
-Nobody admits while the sum is taken: admissions share a lock that is held alone here (`read.BEGIN_ADMITTING`), and the live
-holds of the subject are locked like by any batch. So every charge is either in the sum or made under the new quota, never both and
-never neither. Live holds are charged to the quota from then on.
+No request is admitted while the sum is computed: admissions share a lock that is held exclusively
+here (`read.BEGIN_ADMITTING`), and the live holds of the subject are locked as by any batch. Every
+charge is therefore counted exactly once: either in the sum or under the new quota. Live holds are
+charged to the quota from then on.
 
-Windows are summed up in two steps, so that admissions wait for the second one only: first, without the lock, all that was settled
-up to the heads of the receipt chains, behind which nothing can be settled any more; then what is beyond them, and what has not been
-settled. Many quotas are counted together, by as many statements as one of each kind takes.
+Windows are summed in two steps, so that admissions wait for the second one only: first, without the
+lock, all usage settled up to the heads of the receipt chains, before which nothing can be settled
+any more; then all usage after them, and all usage that is not settled. Many quotas are counted
+together, with one statement of each kind.
 """
 
 from __future__ import annotations
@@ -26,29 +28,32 @@ from metering.core.models import Hold, HoldState, Quota, QuotaCounter, QuotaDime
 from metering.quotas.quota_rules import DIMENSIONS, Kind, Unit, Weights, token_scale, window_end, window_start
 from metering.quotas.quotas import USED_MAX
 
-# Admissions share this lock, and whoever makes a quota count what was used before it holds it alone: no request can be admitted
-# by the rules of before while its usage is summed up. 0x57656972 is "Weir".
+# Admissions share this lock; a recount holds it exclusively, so that no request is admitted under
+# the previous rules while its usage is summed. 0x57656972 is "Weir".
 QUOTA_LOCK = "1466263922, 1"
 
 
 def amount(sent: str, cached: str, output: str) -> str:
-    """SQL of a weighted sum, rounded up, as `quota_rules.Scale.amount` has it."""
+    """Return the SQL of a weighted sum, rounded up as in `quota_rules.Scale.amount`."""
     return f"(({sent} - {cached}) * w_input + {cached} * w_cached + {output} * w_output + divisor - 1) / divisor"
 
 
 def posted_at(border: str) -> str:
-    """SQL of what a hold had been charged before a border between two windows, by the marks of its extensions."""
+    """Return the SQL of the amount charged to a hold before a window border, by the marks of its
+    extensions.
+    """
     posted = f"""(SELECT max(posted_minutes[i + 1]) FROM generate_series(1, cardinality(posted_minutes), 2) AS i
                   WHERE posted_minutes[i] < extract(epoch FROM {border}) / 60)"""
     return f"""CASE WHEN charged_at < {border} THEN total WHEN admitted_at >= {border} THEN 0
                ELSE coalesce((SELECT {amount("sent", "cached", "(mark - sent)")} FROM (SELECT {posted} AS mark) m), 0) END"""
 
 
-# All that was charged to each of some subjects in each of some windows: by holds that were settled since a time, which change no
-# more, and by others. A settled hold has one usage event, and the receipts of a project are numbered in the order of their commits:
-# so `beyond` tells what was committed after the heads of the chains were read from what was before. An expired hold is charged its
-# lease, until its owner has told by a usage event beyond the one of its expiry what it delivered; by a lifetime quota it is charged
-# what is billed.
+# All charges to each given subject in each given window: those of holds settled since a time, which
+# no longer change, and those of other holds. A settled hold has one usage event, and the receipts
+# of a project are numbered in commit order, so `beyond` separates commits after the heads of the
+# chains were read from those before. An expired hold is charged its lease until its owner reports,
+# by a usage event after that of the expiry, how much it delivered; a lifetime quota is charged the
+# billed tokens of an expired hold.
 COLUMNS = """
     h.organization_id, h.project_id, h.api_key_id, h.model AS charged_model, h.state, h.posted_minutes,
     h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at, h.input_token_count AS sent,
@@ -149,15 +154,19 @@ PARAMETERS: tuple[BindParameter[Any], ...] = (
 )
 
 
-# So old no transaction can be: a batch of hold operations is given up after some seconds, and the server ends one that idles.
+# No transaction is older: a batch of hold operations times out after some seconds, and the server
+# ends an idle one.
 SETTLED_AGE = timedelta(minutes=2)
 
-# A batch that waited for the lock counts in the window of its beginning; it waits no longer than a statement may take.
+# A batch that waited for the lock counts in the window in which it began; its wait is limited by
+# the statement timeout.
 BORDER_AGE = timedelta(minutes=1)
 
-EARLY_TIMEOUT_MS = 600_000  # a month of a large customer is millions of rows, and nobody waits for them
+# A month of a large customer is millions of rows, and no admission waits for them.
+EARLY_TIMEOUT_MS = 600_000
 
-LOCKED_TIMEOUT_MS = 3_000  # below what a batch waits for a lock: rather no quota than no admissions
+# Below the lock timeout of a batch: setting the quota fails before admissions do.
+LOCKED_TIMEOUT_MS = 3_000
 
 FOR_EVER = datetime(9999, 1, 1, tzinfo=UTC)
 
@@ -190,16 +199,19 @@ WHERE h.id = n.hold_id
 """).bindparams(*(bindparam(name, type_=IDS) for name in ("hold_ids", "quota_ids")))
 
 
-NO_HEAD = 0, datetime(1970, 1, 1, tzinfo=UTC)  # of a project that has just been made
+NO_HEAD = 0, datetime(1970, 1, 1, tzinfo=UTC)  # of a newly created project
 
-Heads = dict[uuid.UUID, tuple[int, datetime]]  # by project: the place of its last receipt, and when that was settled
+# By project: sequence number and settlement time of its last receipt.
+Heads = dict[uuid.UUID, tuple[int, datetime]]
 
 
 @dataclass(slots=True)
 class Recount:
-    """One quota that is counted anew: what was used and held by window, of which windows, and the live holds of its subject.
+    """Recount of one quota: used and held amounts by window, the windows, and the live holds of its
+    subject.
 
-    number: its place among those that are counted together. early: windows of which all is in the sums that was settled early.
+    number: index among the quotas counted together. early: windows whose early settlements are all
+    in the sums.
     """
 
     number: int
@@ -213,34 +225,38 @@ class Recount:
 
     @property
     def dimension(self) -> QuotaDimension:
-        """What it counts."""
+        """Dimension that the quota counts."""
         return QuotaDimension(self.quota.dimension)
 
     @property
     def kind(self) -> Kind:
-        """What a request is charged in."""
+        """Kind of charge: requests, tokens, money or concurrency."""
         return DIMENSIONS[self.dimension][0]
 
     @property
     def unit(self) -> Unit | None:
-        """Over which window."""
+        """Calendar window that the quota counts over; None if it never resets."""
         return DIMENSIONS[self.dimension][1]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which charges are summed up: of settled holds up to the heads of the chains or beyond them, or of all others."""
+    """Part of the charges to sum: of settled holds up to or beyond the heads of the chains, or of
+    all other holds.
+    """
 
     settled: bool
     beyond: bool
     heads: Heads = field(default_factory=dict)
-    since: datetime | None = None  # a time before which there are none; None: the beginning of the first window
+    since: datetime | None = None  # no charge is older; None: the start of the first window
 
 
 async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None:
-    """Write the counters of quotas anew, and charge the live holds of their subjects to them. Counters of past windows go.
+    """Rewrite the counters of quotas and charge the live holds of their subjects to them. Past
+    counters are deleted.
 
-    From here to the end of the transaction nobody admits: whoever makes many changes in one does this last, and for all at once.
+    No request is admitted from here to the end of the transaction, so recount last, and all quotas
+    at once.
     """
     if not uncounted:
         return
@@ -253,7 +269,7 @@ async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None
     heads = await _chain_heads(session, recounts)
     await _sum_up(session, [(each, each.early) for each in recounts], Share(settled=True, beyond=False, heads=heads))
     await session.execute(text(f"SET LOCAL statement_timeout = {LOCKED_TIMEOUT_MS}"))
-    await session.execute(text("SET LOCAL enable_seqscan = off"))  # whatever there is, little of it is new
+    await session.execute(text("SET LOCAL enable_seqscan = off"))  # only few of the rows are new
     await session.execute(text(f"SELECT pg_advisory_xact_lock({QUOTA_LOCK})"))
     await _find_live(session, recounts, lock=True)
     heads_now = await _chain_heads(session, recounts)
@@ -270,7 +286,9 @@ async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None
 
 
 async def _find_live(session: AsyncSession, recounts: Sequence[Recount], *, lock: bool) -> None:
-    """Note the live holds of all subjects, and which windows have to be counted. lock: the holds, in the order of every batch."""
+    """Record the live holds of all subjects and the windows to count. lock: lock the holds, in the
+    order of every batch.
+    """
     by_subject: defaultdict[uuid.UUID, list[Recount]] = defaultdict(list)
     for each in recounts:
         by_subject[each.quota.subject_id].append(each)
@@ -291,14 +309,14 @@ async def _find_live(session: AsyncSession, recounts: Sequence[Recount], *, lock
 
 
 async def _chain_heads(session: AsyncSession, recounts: Sequence[Recount]) -> Heads:
-    """How far the receipts of all projects have come."""
+    """Return the heads of the receipt chains of all projects."""
     organization_ids = list({each.organization_id for each in recounts})
     rows = await session.execute(SELECT_HEADS, {"organization_ids": organization_ids})
     return {project_id: (last_sequence, last_settled_at) for project_id, last_sequence, last_settled_at in rows}
 
 
 async def _sum_up(session: AsyncSession, asked: Iterable[tuple[Recount, Collection[Window]]], share: Share) -> None:
-    """Add a share of the charges in these windows."""
+    """Add a share of the charges in the given windows."""
     groups: defaultdict[tuple[str, Unit | None], list[tuple[Recount, Collection[Window]]]] = defaultdict(list)
     for each, windows in asked:
         if windows and not (share.settled and each.kind is Kind.CONCURRENCY):
@@ -321,7 +339,7 @@ async def _sum_up(session: AsyncSession, asked: Iterable[tuple[Recount, Collecti
 
 
 def _values(group: Sequence[tuple[Recount, Collection[Window]]]) -> dict[str, Any]:
-    """What CHARGES asks for these quotas."""
+    """Return the parameters of CHARGES for these quotas."""
     quotas = [each.quota for each, _ in group]
     weights = [Weights(quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli) for quota in quotas]
     scales = [token_scale(QuotaDimension(quota.dimension), each) for quota, each in zip(quotas, weights, strict=True)]
@@ -344,7 +362,9 @@ def _values(group: Sequence[tuple[Recount, Collection[Window]]]) -> dict[str, An
 
 
 async def _write(session: AsyncSession, recounts: Sequence[Recount]) -> None:
-    """The counters as they were summed up, and the live holds charged to those quotas that they were not charged to."""
+    """Write the summed counters, and charge the live holds to the quotas that did not count them
+    before.
+    """
     await session.execute(delete(QuotaCounter).where(QuotaCounter.quota_id.in_([each.quota.id for each in recounts])))
     rows = [
         (each.quota.id, start, min(each.used[start], USED_MAX), each.held[start])
@@ -362,7 +382,9 @@ async def _write(session: AsyncSession, recounts: Sequence[Recount]) -> None:
 
 
 async def _clock(session: AsyncSession) -> datetime:
-    """The database's time now, not that of the transaction's beginning: it may have waited for locks since."""
+    """Return the database's present time, not that of the transaction's start: it may have waited
+    for locks since.
+    """
     now: datetime = (await session.scalars(select(func.clock_timestamp()))).one()
     return now
 
@@ -372,5 +394,5 @@ def _window(dimension: QuotaDimension, at: datetime) -> Window:
 
 
 def _windows_about(dimension: QuotaDimension, now: datetime) -> set[Window]:
-    """The window of now, and the one before as long as a batch may still count in it."""
+    """Return the current window, and the previous one as long as a batch may still count in it."""
     return {_window(dimension, now), _window(dimension, now - BORDER_AGE)}

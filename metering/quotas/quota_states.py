@@ -1,4 +1,4 @@
-"""Reading quotas: what is left of each, by subject, and which of them a key really meets.
+"""Quota queries: remaining amounts by subject, and the limits that apply to a key.
 
 Functions take a session and change nothing.
 """
@@ -23,10 +23,11 @@ DIMENSION_ORDER = list(QuotaDimension)
 
 @dataclass(frozen=True, slots=True)
 class EffectiveQuota:
-    """A limit among those that the same requests meet.
+    """A limit, compared with the other limits that apply to the same requests.
 
-    binding: of the enforced limits on its dimension, it has least left. narrowed_by: the enforced limit further up that always runs
-    out before it does, or at the same moment; None if there is none.
+    binding: it has the least remaining of the enforced limits on its dimension. narrowed_by: the
+    enforced limit of a wider scope that always runs out before it or at the same time; None if
+    there is none.
     """
 
     state: QuotaState
@@ -35,7 +36,9 @@ class EffectiveQuota:
 
 
 async def list_quotas(session: AsyncSession, *, organization: str | None = None) -> list[QuotaState]:
-    """All limits, or those of an organization, its projects and their keys; by subject, then dimension. Raises: NotFound."""
+    """Return all limits, or those of one organization with its projects and keys, sorted. Raises:
+    NotFound.
+    """
     query = select(Quota)
     if organization:
         owner = (await find_organization(session, organization)).id
@@ -46,7 +49,9 @@ async def list_quotas(session: AsyncSession, *, organization: str | None = None)
 
 
 async def quotas_for(session: AsyncSession, *, subject_ids: Collection[uuid.UUID], model: str | None = None) -> list[QuotaState]:
-    """The limits that a request charged to these subjects must pass; for every model if none is given."""
+    """Return the limits that apply to a request of these subjects; for every model if `model` is
+    None.
+    """
     query = select(Quota).where(Quota.subject_id.in_(subject_ids), Quota.for_new_keys.is_(False))
     if model is not None:
         query = query.where(Quota.model.in_(("", model)))
@@ -54,7 +59,7 @@ async def quotas_for(session: AsyncSession, *, subject_ids: Collection[uuid.UUID
 
 
 async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState]:
-    """Live quotas of a query with the counters of the windows that the database's clock is in."""
+    """Return the quotas of a query that were not removed, with the counters of the current windows."""
     now: datetime = (await session.scalars(select(func.clock_timestamp()))).one()
     starts = case(*((Quota.dimension == d, literal(window_start(d, now))) for d in QuotaDimension))
     counted = (
@@ -67,19 +72,21 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
     return sorted((_state(row[0], row[1:], now, names) for row in rows), key=sort_key)
 
 
-def effective(found: Sequence[QuotaState]) -> list[EffectiveQuota]:
-    """How the limits that the same requests meet stand to each other. Those for new keys are no such limits."""
-    met = [state for state in found if not state.for_new_keys]
-    least: dict[QuotaDimension, QuotaState] = {}
-    for state in met:
-        standing = least.get(state.dimension)
-        if state.rule.enforced and (standing is None or state.remaining < standing.remaining):
-            least[state.dimension] = state
-    return [EffectiveQuota(state, least.get(state.dimension) is state, _narrowed_by(state, met)) for state in met]
+def effective(quotas: Sequence[QuotaState]) -> list[EffectiveQuota]:
+    """Compare the limits that apply to the same requests with each other. Limits for new keys are
+    left out.
+    """
+    applied = [state for state in quotas if not state.for_new_keys]
+    binding: dict[QuotaDimension, QuotaState] = {}
+    for state in applied:
+        tightest = binding.get(state.dimension)
+        if state.rule.enforced and (tightest is None or state.remaining < tightest.remaining):
+            binding[state.dimension] = state
+    return [EffectiveQuota(state, binding.get(state.dimension) is state, _narrowed_by(state, applied)) for state in applied]
 
 
 async def narrowed_by(session: AsyncSession, state: QuotaState) -> uuid.UUID | None:
-    """The limit further up that makes this one idle, if there is one."""
+    """Return the limit of a wider scope that makes this one ineffective; None if there is none."""
     subject_ids = {state.subject_id}
     if state.subject is QuotaSubject.API_KEY:
         project_id = await session.scalar(select(ApiKey.project_id).where(ApiKey.id == state.subject_id))
@@ -91,7 +98,9 @@ async def narrowed_by(session: AsyncSession, state: QuotaState) -> uuid.UUID | N
 
 
 def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID | None:
-    """The tightest enforced limit of a subject above, or on all models, that everything counted here is counted by no later."""
+    """Return the tightest enforced limit of a wider scope that counts everything this one counts
+    and runs out no later.
+    """
     rank = SUBJECT_ORDER.index(state.subject), state.model != ""
     above = [
         other
@@ -106,9 +115,11 @@ def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID |
 
 
 def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
-    """Whether a limit that counts all that another one counts always runs out before it or with it.
+    """Return whether `parent`, which counts everything `child` counts, always runs out before it or
+    with it.
 
-    So it is if each kind of token uses up at least as large a share of the parent's limit as of the child's.
+    This holds if each kind of token uses at least as large a share of the parent's limit as of the
+    child's.
     """
     if parent.dimension is not child.dimension:
         return False
@@ -121,24 +132,26 @@ def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
 
 
 def sort_key(state: QuotaState) -> tuple[int, str, int, str, bool]:
-    """By subject, then dimension, then model."""
+    """Return a key that sorts by subject, dimension and model."""
     place = SUBJECT_ORDER.index(state.subject), str(state.subject_id), DIMENSION_ORDER.index(state.dimension)
     return *place, state.model, state.for_new_keys
 
 
 async def subject_names(session: AsyncSession, subject_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, str]:
-    """What people call these organizations, projects ("organization/project") and keys (their prefix)."""
+    """Return display names: of organizations, of projects ("organization/project"), and the
+    prefixes of keys.
+    """
     organizations = select(Organization.id, Organization.name)
     projects = select(Project.id, Organization.name + "/" + Project.name).join(
         Organization, Organization.id == Project.organization_id
     )
     keys = select(ApiKey.id, ApiKey.prefix)
-    wanted = (
+    queries = (
         organizations.where(Organization.id.in_(subject_ids)),
         projects.where(Project.id.in_(subject_ids)),
         keys.where(ApiKey.id.in_(subject_ids)),
     )
-    return {row[0]: row[1] for row in await session.execute(union_all(*wanted))}
+    return {row[0]: row[1] for row in await session.execute(union_all(*queries))}
 
 
 def _state(quota: Quota, counts: Sequence[int], now: datetime, names: Mapping[uuid.UUID, str]) -> QuotaState:
@@ -151,7 +164,7 @@ def _state(quota: Quota, counts: Sequence[int], now: datetime, names: Mapping[uu
 
 
 def rule_now(quota: Quota, now: datetime) -> QuotaRule:
-    """The rule that a row is at a moment."""
+    """Return the rule in force at a time from its row."""
     raised = quota.raised_until is not None and quota.raised_until > now
     return QuotaRule(
         id=quota.id,

@@ -1,8 +1,10 @@
-"""The decision whether a request fits its quotas, and what it holds and uses of them. Pure: no database, no clock.
+"""Admission decisions: whether a request fits its quotas, and the amounts it holds and uses. No
+database, no clock.
 
-A batch works on copies of the counter rows it has locked (`Counters`); whoever applies the batch writes the changed ones back in
-the same transaction. Conservation: for each counter, `held` is the sum of what live holds claim of it and `used` the sum of what
-settled or posted holds left there; a claim lives in exactly one window at a time, the one of the hold's `charged_at`.
+A batch works on copies of the counter rows it has locked (`Counters`); the caller writes the
+changed ones back in the same transaction. Conservation: for each counter, `held` is the sum of the
+claims of live holds and `used` the sum of the amounts that settled or posted holds left there; a
+claim is held in exactly one window at a time, that of the hold's `charged_at`.
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ from metering.quotas.quota_rules import (
 
 Tokens = tuple[int, int]  # input and output
 
-# A counter that has come so far stays there, for the rest of its window: "so much or more". Limits end there, too, so that none is
-# passed; but where a limit only watches, or was set after the use, a request that was served has to be settled whatever it adds.
+# A counter saturates here until its window ends. Limits have the same maximum, so none is exceeded;
+# but where a limit is not enforced, or was set after the usage, a request that was served must be
+# settled whatever it adds.
 USED_MAX = 2**63 - 1  # what the column holds: some nine million units of money
 
 
 class QuotaExceeded(MeteringError):
     """The request does not fit its limits. `QuotaFailure` lists them, the first to reset in front.
 
-    requested: what it asked of each of them. claim: what an admission would have claimed with all
-    of its first slice; met: every enforced limit it met, and what it asked of each. hint_s: seconds
-    after which it will fit, where that was worked out (`retry_hints.py`); infinite if it never
-    will.
+    requested: amount requested of each. claim: the claim of an admission with its whole first
+    slice; met: every enforced limit that applies, and the amount requested of each. hint_s: seconds
+    until the request fits, if computed (`retry_hints.py`); infinite if it never will.
     """
 
     reason = "QUOTA_EXCEEDED"
@@ -60,21 +62,25 @@ class QuotaExceeded(MeteringError):
 
     @property
     def retry_helps(self) -> bool:
-        """Whether waiting alone can make the request fit: not if it is more than a limit allows even when nothing is used of it."""
+        """True if waiting can make the request fit; False if it exceeds a limit even when nothing
+        else is used.
+        """
         if self.hint_s == math.inf:
             return False
         return all(amount <= state.limit_value for amount, state in zip(self.requested, self.failing, strict=True))
 
     @property
     def retry_after_s(self) -> float:
-        """How long to wait: the hint, or until the last failing limit has reset; a moment where there is neither."""
+        """Seconds to wait: the hint, or the time until the last failing limit resets; 1 s if there
+        is neither.
+        """
         return max(state.resets_in_s or 1.0 for state in self.failing) if self.hint_s is None else self.hint_s
 
 
 class InsufficientCredit(QuotaExceeded):
     """The prepaid credit does not cover the least that the request costs. Waiting does not help.
 
-    failing: the credit in front, as a quota, and whatever else does not fit.
+    failing: the credit in front, as a quota, followed by the other limits that the request exceeds.
     """
 
     reason = "INSUFFICIENT_CREDIT"
@@ -83,22 +89,22 @@ class InsufficientCredit(QuotaExceeded):
         super().__init__(failing, requested)
         units, left = (Decimal(picos).scaleb(-12).normalize() for picos in (requested[0], max(failing[0].remaining, 0)))
         self.args = (
-            f"the prepaid credit does not cover this request: it needs {units:f} {currency_code} at least, and {left:f} "
+            f"the prepaid credit does not cover this request: it needs at least {units:f} {currency_code}, and {left:f} "
             "is left that no running request holds: add credit",
         )
 
     @property
     def retry_helps(self) -> bool:
-        """Never by waiting: credit has to be added."""
+        """Always False: credit has to be added."""
         return False
 
 
 NO_MOVE = 0, 0  # of used and held
-NO_LIMIT = -1  # of a row that may be moved however full it is
+NO_LIMIT = -1  # of a row that may be moved regardless of its usage
 
 
 class Unsure(Exception):
-    """What was seen of the counters last does not tell what the decision is: the rows have to be locked and read."""
+    """The last known counters do not determine the decision: the rows must be locked and read."""
 
 
 @dataclass(slots=True)
@@ -111,13 +117,14 @@ class Counter:
 
 @dataclass(slots=True)
 class Counters:
-    """The locked counter rows of one batch, at one database time. created: those that the batch itself has inserted, empty.
+    """Locked counter rows of one batch at one database time. created: rows that the batch itself
+    inserted, empty.
 
-    changed: what the rows were before the batch changed them: used and held.
-    would_refuse: admissions of this batch that went past a quota which is not enforced, by counter.
-    guessed: the rows are as they were seen last and not locked; some may be missing. What is decided then holds only if every row
-    can be moved as the batch does within `limits`; a decision that would be another one for another row raises `Unsure`.
-    moves: what is added to rows that are missing: used and held.
+    changed: used and held of the rows before the batch changed them. would_refuse: admissions of
+    this batch that exceed a quota which is not enforced, by counter. guessed: the rows are last
+    known values and not locked; some may be missing. Decisions are then valid only if every row can
+    be moved as the batch does within `limits`; a decision that another row could change raises
+    `Unsure`. moves: used and held amounts added to missing rows.
     """
 
     now: datetime
@@ -130,7 +137,9 @@ class Counters:
     moves: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, key: CounterKey, used: int = 0, held: int = 0) -> None:
-        """Move a counter. Going below zero is a bug of the caller and would break conservation."""
+        """Add to a counter. A result below zero is a bug of the caller and would break
+        conservation.
+        """
         if not used and not held:
             return
         if self.guessed and key not in self.limits:  # the row does not matter
@@ -141,7 +150,7 @@ class Counters:
         if key not in self.changed:
             self.changed[key] = row.used, row.held
         row.held += held
-        if self.guessed:  # what is added counts, and not where that leads to
+        if self.guessed:  # only the difference counts, the resulting value does not
             row.used += used
             return
         if row.used < USED_MAX:
@@ -150,7 +159,7 @@ class Counters:
         assert row.held >= 0, f"counter {key} held {row.held} < 0"
 
     def all_moves(self) -> dict[CounterKey, tuple[int, int]]:
-        """Return what guessed rows are moved by, used and held."""
+        """Return the used and held amounts to add to guessed rows."""
         moves = dict(self.moves)
         for key, (used, held) in self.changed.items():
             row, more = self.rows[key], moves.get(key, NO_MOVE)
@@ -158,14 +167,14 @@ class Counters:
         return {key: move for key, move in moves.items() if move != NO_MOVE}
 
     def remaining(self, rule: QuotaRule) -> int | None:
-        """What may still be charged to the rule now; None for unlimited."""
+        """Return the amount that may still be charged to the rule; None for unlimited."""
         if rule.limit_value is None:
             return None
         row = self.row(rule.key(self.now))
         return rule.limit_value - row.used - row.held
 
     def row(self, key: CounterKey) -> Counter:
-        """Return a row. Raises: Unsure for one that was never seen."""
+        """Return a row. Raises: Unsure if the row is unknown."""
         try:
             return self.rows[key]
         except KeyError:
@@ -174,27 +183,29 @@ class Counters:
             raise
 
     def copy_for(self, rules: Iterable[QuotaRule]) -> Counters:
-        """Counters of these rules to decide on without changing anything."""
+        """Return a copy of the counters of these rules, to decide on without side effects."""
         keys = {rule.key(self.now) for rule in rules}
         rows = {key: self.row(key) for key in keys}
         return Counters(self.now, {key: Counter(row.used, row.held) for key, row in rows.items()}, guessed=self.guessed)
 
     def state(self, rule: QuotaRule) -> QuotaState:
-        """The rule as its subject may see it."""
+        """Return the rule's state as shown to its subject."""
         row = self.rows[rule.key(self.now)]
         return QuotaState(rule, row.used, row.held, self.now)
 
     def counts(self, rules: Iterable[QuotaRule]) -> list[tuple[int, int]]:
-        """Return used and held of each rule as they are now, whatever comes later."""
+        """Return the present used and held amounts of each rule, unaffected by later changes."""
         rows = [self.rows[rule.key(self.now)] for rule in rules]
         return [(row.used, row.held) for row in rows]
 
 
 def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_token_count: int, least_token_count: int) -> Claim:
-    """Charge a new claim to all rules, with as large a first slice of output tokens as fits, or to none.
+    """Charge a new claim to all rules or to none, with as large a first slice of output tokens as
+    fits.
 
-    wanted_token_count: the slice asked for; least_token_count: below that the request is better refused than started.
-    Raises: QuotaExceeded naming every rule that does not fit, the first to reset in front.
+    wanted_token_count: requested slice; least_token_count: minimum slice, below which the request
+    is refused. Raises: QuotaExceeded naming every rule that the request exceeds, the first to reset
+    in front.
     """
     if charge_whole(counters, rules, money_scale(claim.prices), claim.input_token_count, wanted_token_count) is not None:
         return claim.leasing(wanted_token_count)
@@ -203,19 +214,19 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
     smallest = claim._replace(leased_token_count=least_token_count)
     lease = wanted_token_count
     failing: list[QuotaRule] = []
-    unheeded: list[QuotaRule] = []
+    not_enforced: list[QuotaRule] = []
     for rule in rules:
         room = counters.remaining(rule)
         if room is None:
             continue
         if demand(rule, smallest) > room:
-            (failing if rule.enforced else unheeded).append(rule)
-        elif rule.enforced and (most := smallest.most_output(rule, room)) is not None and most < lease:
-            lease = most
+            (failing if rule.enforced else not_enforced).append(rule)
+        elif rule.enforced and (largest := smallest.most_output(rule, room)) is not None and largest < lease:
+            lease = largest
     if failing:
         error = refusal(counters, failing, smallest)
         error.claim = claim._replace(leased_token_count=wanted_token_count)
-        # Of credit nothing is promised: no time brings it back.
+        # No room is promised for credit: it does not come back with time.
         met = (rule for rule in rules if rule.enforced and rule.dimension is not QuotaDimension.PREPAID_CREDIT_PICOS)
         error.met = tuple((counters.state(rule), demand(rule, smallest)) for rule in met)
         raise error
@@ -226,7 +237,7 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
             counters.add(rule.key(now), used=1)
         else:
             counters.add(rule.key(now), held=admitted.held(rule))
-    for rule in unheeded:
+    for rule in not_enforced:
         key = rule.key(now)
         counters.would_refuse[key] = counters.would_refuse.get(key, 0) + 1
     return admitted
@@ -235,10 +246,12 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
 def charge_whole(
     counters: Counters, rules: Iterable[QuotaRule], money: Scale, input_token_count: int, output_token_count: int
 ) -> list[tuple[int, int]] | None:
-    """Charge a new claim with all of a lease to all rules, or to none: what most admissions come to.
+    """Charge a new claim with its whole lease to all rules or to none: the common case of an
+    admission.
 
-    Written out for its many calls; the amounts are those of `Claim.charge`. money: how the claim counts money. Returns used and
-    held of each rule then; None if some rule has no room. Raises: Unsure.
+    Inlined because it is called often; the amounts are those of `Claim.charge`. money: weights of
+    the claim's prices. Returns the resulting used and held of each rule; None if a rule has no
+    room. Raises: Unsure.
     """
     starts, rows, changed = window_starts(counters.now), counters.rows, counters.changed
     charges: list[tuple[QuotaRule, CounterKey, Counter, int]] = []
@@ -269,9 +282,11 @@ def charge_whole(
 def extend(
     counters: Counters, rules: Sequence[QuotaRule], claim: Claim, delivered_token_count: int, wanted_token_count: int
 ) -> Claim:
-    """Post what was delivered to the window it was charged to, and move the rest, enlarged, into the window of now.
+    """Post the delivered tokens to the window they were charged to, and move the extended rest into
+    the current window.
 
-    Grants what fits of `wanted_token_count`, at least one token. Raises: QuotaExceeded if not even that; nothing has changed then.
+    Grants as many of `wanted_token_count` as fit, at least one token. Raises: QuotaExceeded,
+    without a change, if not even one fits.
     """
     now = counters.now
     posted = claim.moved_on(delivered_token_count, now)
@@ -289,12 +304,12 @@ def extend(
             counters.row(new)
         if room is None or not rule.enforced:
             continue
-        if old == new:  # its own present charge is not in its way
+        if old == new:  # its own present charge does not count against it
             room += held - used
         if one_more.held(rule) > room:
             failing.append(rule)
-        elif (most := one_more.most_output(rule, room)) is not None and most < lease:
-            lease = most
+        elif (largest := one_more.most_output(rule, room)) is not None and largest < lease:
+            lease = largest
     if counters.guessed and (failing or lease < posted.leased_token_count + wanted_token_count):
         raise Unsure
     if failing:
@@ -309,7 +324,7 @@ def extend(
 
 
 def end(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, input_token_count: int, delivered_token_count: int) -> None:
-    """Give back what the claim holds and leave what it consumed in `used`."""
+    """Release the amount that the claim holds and add what it consumed to `used`."""
     money, cached = money_scale(claim.prices), min(claim.cached_input_token_count, input_token_count)
     if not claim.posted_token_count:
         claimed = claim.input_token_count, claim.leased_token_count
@@ -334,7 +349,7 @@ def end_whole(
     claimed: Tokens,
     consumed: tuple[int, int, int],
 ) -> None:
-    """The same for a claim of which nothing is posted, as of most; written out for its many calls.
+    """End a claim without postings, the common case; inlined because it is called often.
 
     claimed: input and leased output. consumed: input that was not cached, cached input, output.
     """
@@ -358,10 +373,11 @@ def end_whole(
 
 
 def expire(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, billed: Tokens) -> None:
-    """End a claim whose delivered tokens are unknown. billed: input and output tokens of its usage event.
+    """End a claim whose delivered tokens are unknown. billed: input and output tokens of its usage
+    event.
 
-    Quotas with a window keep the whole lease as used until the window ends, so that no limit is exceeded. A lifetime quota would
-    keep it for ever: it is left with what is billed.
+    Quotas with a window keep the whole lease as used until the window ends, so that no limit is
+    exceeded. A lifetime quota would keep it for ever, so it is charged the billed tokens only.
     """
     whole = claim.input_token_count, claim.leased_token_count
     windowed = [rule for rule in rules if not rule.is_lifetime]
@@ -376,10 +392,11 @@ def expire(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, billed:
 def give_back(
     counters: Counters, rules: Iterable[QuotaRule], claim: Claim, charged: Tokens, billed: Tokens, consumed: Tokens
 ) -> None:
-    """Correct `used` of an expired claim once it is known what it consumed.
+    """Correct `used` of an expired claim once its consumption is known.
 
-    charged: what quotas with a window were charged when it expired; billed: what lifetime quotas were. All are input and output
-    tokens. A window whose counter is gone is long over: nothing is left there to give back to.
+    charged: tokens charged to quotas with a window at the expiry; billed: tokens charged to
+    lifetime quotas. All are input and output tokens. A window whose counter was deleted is long
+    past and needs no correction.
     """
     for rule in rules:
         key = rule.key(claim.charged_at)
@@ -392,7 +409,9 @@ def give_back(
 
 
 def void(counters: Counters, rules: Iterable[QuotaRule], claim: Claim) -> None:
-    """Undo the claim as if it had never been admitted, in every window that it or its extensions were charged to."""
+    """Undo the claim as if it had never been admitted, in every window to which it or its
+    extensions were charged.
+    """
     for rule in rules:
         if rule.kind is Kind.REQUESTS:
             counters.add(rule.key(claim.admitted_at), used=-1)
@@ -402,9 +421,10 @@ def void(counters: Counters, rules: Iterable[QuotaRule], claim: Claim) -> None:
 
 
 def take_back(counters: Counters, claim: Claim, rule: QuotaRule) -> None:
-    """Take from `used` what extensions of the claim have posted, never below zero.
+    """Subtract the postings of the claim's extensions from `used`, never below zero.
 
-    A quota that was set later may have no counter of an early window, or one that does not count the claim.
+    A quota that was set later may lack the counter of an early window, or have one that does not
+    count the claim.
     """
     for key, amount in claim.postings(rule):
         if key not in counters.created:
@@ -414,9 +434,10 @@ def take_back(counters: Counters, claim: Claim, rule: QuotaRule) -> None:
 def touched_keys(
     rules: Iterable[QuotaRule], claim: Claim, now: datetime, *, extends: bool, undoes: bool = False
 ) -> set[CounterKey]:
-    """Every counter that an end of this claim can touch at `now`.
+    """Return the key of every counter that an end of this claim can change at `now`.
 
-    extends: an extension may come as well. undoes: the end may take back what extensions have posted.
+    extends: an extension is possible as well. undoes: the end may subtract the postings of
+    extensions.
     """
     keys: set[CounterKey] = set()
     for rule in rules:
@@ -432,13 +453,13 @@ def touched_keys(
 
 
 def demand(rule: QuotaRule, claim: Claim) -> int:
-    """What a claim asks of a rule at the moment it is charged."""
+    """Return the amount that a claim charges to a rule on admission."""
     return 1 if rule.kind is Kind.REQUESTS else claim.held(rule)
 
 
 def refusal(counters: Counters, failing: Sequence[QuotaRule], claim: Claim) -> QuotaExceeded:
-    """The error for rules that do not fit: credit first, which no time brings back; then the one that resets first, concurrency
-    before all.
+    """Return the error for rules that do not fit: credit first, which waiting does not restore;
+    then the first to reset, with concurrency before all others.
     """
     credit = QuotaDimension.PREPAID_CREDIT_PICOS
 

@@ -1,6 +1,8 @@
-"""What a request would be, without being it: prices, what to expect, and whether the quotas would let it in. Changes nothing.
+"""Quotes: prices, expected output and quota decision of a request that is not made. Changes
+nothing.
 
-The decision is that of an admission (`quotas.py`), taken on copies of the counters without locking any: true at its moment.
+The decision is that of an admission (`quotas.py`), made on copies of the counters without locks:
+valid at its time only.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ from metering.quotas.quota_states import quotas_for
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 from metering.quotas.refusals import Refusals, Refused
 
-RECENT_EVENT_COUNT = 1000  # of the organization: among so many the project's latest are looked for
+# Latest events of the organization, among which the project's latest are searched.
+RECENT_EVENT_COUNT = 1000
 EXPECTED_FROM_COUNT = 100  # requests of the project to the model
 
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """What a request would be at one moment.
+    """Prices, expected output and quota decision of a request at one time.
 
-    expected_token_count: output, by the project's latest requests to the model; None if there were none. refusal: why it would not
-    be let in, with the hint when it will.
+    expected_token_count: output, by the project's latest requests to the model; None if there were
+    none. refusal: the reason for which it would be refused, with its retry hint.
     """
 
     prices: TokenPrices
@@ -49,7 +52,9 @@ async def quote(
     tier: ServiceTier = ServiceTier.INTERACTIVE,
     embedding: bool = False,
 ) -> Quote:
-    """See `operations.Admit` for the arguments. Raises: PriceMissing."""
+    """Return the quote of a request. `operations.Admit` describes the arguments. Raises:
+    PriceMissing.
+    """
     prices = await price_in_force(
         session, model=model, currency_code=payer.currency_code, organization_id=payer.organization_id, tier=tier
     )
@@ -66,14 +71,17 @@ async def quote(
             quotas.admit(Counters(now, rows), rules, claim, first_slice_token_count, least_slice_token_count)
         except QuotaExceeded as exceeded:
             refusal = exceeded
-            # Apart from what this process has promised to others: a quote is not a place in the line.
+            # Independent of this process's promises to other clients: a quote does not reserve
+            # room.
             await Refusals().note(await raw_connection(session), now, [Refused(payer.organization_id, refusal)])
     expected = 0 if embedding else await expected_output(session, payer, model)
     return Quote(prices, expected, tuple(states), refusal)
 
 
 async def expected_output(session: AsyncSession, payer: Payer, model: str) -> int | None:
-    """Output tokens of the project's latest requests to the model, in the mean and rounded up; None if there were none."""
+    """Return the mean output tokens of the project's latest requests to the model, rounded up; None
+    if there were none.
+    """
     of_organization = select(UsageEvent).where(UsageEvent.organization_id == payer.organization_id, UsageEvent.part == 0)
     recent = of_organization.order_by(UsageEvent.settled_at.desc()).limit(RECENT_EVENT_COUNT).subquery()
     of_project = (
@@ -88,7 +96,7 @@ async def expected_output(session: AsyncSession, payer: Payer, model: str) -> in
 
 
 async def raw_connection(session: AsyncSession) -> psycopg.AsyncConnection[tuple[Any, ...]]:
-    """The driver's connection under a session, in its transaction."""
+    """Return the driver's connection of a session, in its transaction."""
     connection = await (await session.connection()).get_raw_connection()
     driver = connection.driver_connection
     assert isinstance(driver, psycopg.AsyncConnection)

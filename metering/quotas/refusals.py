@@ -1,6 +1,7 @@
-"""Refused admissions of one process: how many by what, and for each of them when to try again.
+"""Refused admissions of one process: counts by quota, and the retry hint of each.
 
-A refusal leaves no trace in the database. What is counted and promised here is this process's own and gone with it.
+A refusal is not written to the database. Counts and promises belong to this process and end with
+it.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ from metering.quotas.retry_hints import (
 )
 from metering.store.exchange import Connection
 
-REFRESH_S = 0.25  # how old what is known of running requests may be: refusals come in floods, and each look costs a query
+# Maximum age of the data on running requests: refusals come in bursts, and each refresh is a query.
+REFRESH_S = 0.25
 
-FORECAST_COUNT_MAX = 10_000  # quotas that refuse at the same time; beyond it the promises of all are forgotten
+# Quotas that refuse at the same time; beyond it all promises are dropped.
+FORECAST_COUNT_MAX = 10_000
 
 RUNNING_COUNT_MAX = 20_000
 
-HISTORY_COUNT = 64  # requests: enough for a share of 95 %
+HISTORY_COUNT = 64  # requests: enough for a 95th percentile
 
 
-# What holds of these quotas run, the oldest first.
+# Live holds of these quotas, the oldest first.
 SELECT_RUNNING = """
 SELECT q.quota_id, h.owner_id, extract(epoch FROM now() - h.admitted_at)::float8, h.input_token_count, h.cached_input_token_count,
        h.leased_token_count, h.posted_token_count, h.admitted_at, h.charged_at
@@ -60,7 +63,7 @@ log = structlog.get_logger(__name__)
 
 
 class Refused(NamedTuple):
-    """An admission that does not fit a quota."""
+    """An admission refused by a quota."""
 
     organization_id: uuid.UUID
     error: QuotaExceeded
@@ -69,14 +72,16 @@ class Refused(NamedTuple):
 
 
 class Told(NamedTuple):
-    """When a request was told to return, on the database's clock, and because of which quotas."""
+    """Time at which a request was told to retry, on the database's clock in seconds, and the quotas
+    that refused it.
+    """
 
     at_s: float
     quota_ids: frozenset[uuid.UUID]
 
 
 class Refusals:
-    """Counts refusals and gives each its hint."""
+    """Counter of refusals that gives each one its retry hint."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[QuotaDimension, QuotaSubject]] = Counter()
@@ -86,18 +91,18 @@ class Refusals:
 
     @property
     def counts(self) -> Mapping[tuple[QuotaDimension, QuotaSubject], int]:
-        """Refused admissions since the start, by the quota that stood in front."""
+        """Refused admissions since the start, by the first failing quota."""
         return dict(self._counts)
 
     @property
     def awaits_returns(self) -> bool:
-        """Whether any request was told to come back."""
+        """True if any request has a retry hint outstanding."""
         return bool(self._told)
 
     async def note(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
-        """Count refusals of one batch, and tell each when to try again.
+        """Count the refusals of one batch and set the retry hint of each.
 
-        Never fails: the batch is committed, and its answers must go out.
+        Never raises: the batch is committed, and its responses must be sent.
         """
         self._counts.update((each.error.failing[0].dimension, each.error.failing[0].subject) for each in refused)
         waiting = [each for each in refused if each.error.retry_helps and each.error.claim is not None]
@@ -107,11 +112,13 @@ class Refusals:
                 self._tell(each, now)
         except psycopg.Error as away:
             log.info("retry_hints_unknown", cause=str(away).strip())
-        except Exception:  # whoever else is in the batch has nothing to do with it
+        except Exception:  # the other operations of the batch are not affected
             log.exception("retry_hints_failed")
 
     def _tell(self, refused: Refused, now: datetime) -> None:
-        """Promise room, but to a request only once: who comes too early is told the same time again, not a place farther behind."""
+        """Promise room, but to a request only once: a request that retries too early gets the same
+        time again.
+        """
         error, request, now_s = refused.error, refused.request, now.timestamp()
         quota_ids = frozenset(state.quota_id for state in error.failing)
         told = self._told.pop(request, None) if request is not None else None
@@ -131,12 +138,13 @@ class Refusals:
                 del self._told[next(iter(self._told))]
 
     def let_in(self, request: RequestKey) -> None:
-        """A request was admitted: if it was told to come back, it has."""
+        """Record that a request was admitted, which keeps the promise made to it."""
         if self._told.pop(request, None) is not None:
             self._keeping.returned(request, math.inf)
 
     def promise(self, error: QuotaExceeded, now: datetime, api_key_id: uuid.UUID | None = NOBODY) -> None:
-        """Tell one refused request when all quotas that it meets will have room, by what is known already.
+        """Set the hint of one refusal: the time at which all its quotas will have room, by the
+        present forecasts.
 
         api_key_id: see `retry_hints.promise`.
         """
@@ -152,9 +160,11 @@ class Refusals:
         process_count: int,
         running: Sequence[RunningRequest],
     ) -> None:
-        """Take what is known of a quota now; what was promised of it stands, but to keys that mostly do not come back.
+        """Replace the forecast of a quota. Promises are kept, except those to keys whose requests
+        mostly do not return.
 
-        Processes whose requests have all ended still promise: as many are reckoned with as there ever were.
+        The process count never shrinks: processes whose requests have all ended still make
+        promises.
         """
         known = self._forecasts.get(rule.id)
         promises = [each for each in known.promises if not self._keeping.is_doubted(each[2])] if known is not None else []
@@ -162,7 +172,7 @@ class Refusals:
         self._forecasts[rule.id] = Forecast(rule, now.timestamp(), history, processes, running, promises)
 
     async def _refresh(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
-        """Look at the running requests of the quotas that refuse, if the last look is too long ago."""
+        """Refresh the forecasts of the refusing quotas that are older than `REFRESH_S`."""
         stale: dict[uuid.UUID, tuple[QuotaRule, Claim, uuid.UUID]] = {}
         for organization_id, error, *_ in refused:
             for state, _ in error.met:
@@ -189,7 +199,7 @@ class Refusals:
 
 
 async def read_histories(connection: Connection, organization_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, History]:
-    """How the latest requests of organizations ran."""
+    """Return durations and outputs of the latest requests, by organization."""
     cursor = await connection.execute(SELECT_HISTORY, (list(organization_ids), HISTORY_COUNT))
     durations: defaultdict[uuid.UUID, list[float]] = defaultdict(list)
     outputs: defaultdict[uuid.UUID, list[int]] = defaultdict(list)

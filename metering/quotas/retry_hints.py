@@ -1,9 +1,11 @@
-"""When a request that a quota refused will fit: by what runs, by what ended lately, and by what was promised before.
+"""Forecast of when a refused request will fit, from running requests, recent durations and earlier
+promises.
 
-Each hint is a promise of room that is given once: the next client is told the next place or the next window, and within a window
-the returns are spread, so that those who wait exactly as long as they were told come one after the other and find room. Nothing
-here is a reservation. Who does not wait may take what was promised, and a request may run longer than almost all before it did; the
-hint errs on the late side for the second. Pure: times are seconds of the database's clock, handed in.
+Each hint is a promise of room that is given once: the next client is given the next free place or
+the next window, and within a window the retries are spread, so that clients that wait exactly as
+long as told return one after the other and find room. No hint is a reservation: a client that does
+not wait may take promised room, and a request may run longer than nearly all before it. Hints err
+on the late side for the latter. Pure: times are seconds of the database's clock, passed in.
 """
 
 from __future__ import annotations
@@ -21,24 +23,26 @@ from typing import NamedTuple, TypeVar
 
 from metering.quotas.quota_rules import Claim, Kind, QuotaRule, QuotaState, Unit, window_end, window_start
 
-KEY_PROMISES_MAX = 500  # outstanding ones of one key that keeps its word: a crowd of clients behind one key is no attack
+# Outstanding promises of one key that keeps them: many clients behind one key are not an attack.
+KEY_PROMISES_MAX = 500
 
 ORGANIZATION_PROMISES_MAX = 2000  # of all its keys
 
-BROKEN_PROMISES_MAX = 8  # of one key, beyond as many as it has kept
+BROKEN_PROMISES_MAX = 8  # broken promises of one key in excess of kept ones
 
-DOUBTED_PROMISES_MAX = 16  # outstanding ones of a key that has broken more
+DOUBTED_PROMISES_MAX = 16  # outstanding promises of a key that has broken more
 
-GRACE_S_MIN, GRACE_SHARE = 2.0, 0.5  # how late a client may be: clocks, jitter, the way of the message; and a share of the wait
+# How late a client may retry: clocks, jitter, network; and a share of the wait.
+GRACE_S_MIN, GRACE_SHARE = 2.0, 0.5
 
-REMEMBERED_MAX = 64  # returns of one key, after which older ones count half
+REMEMBERED_MAX = 64  # promises of one key, after which older ones count half
 
 
 RequestKey = tuple[uuid.UUID, uuid.UUID]  # project and request id
 
 
 class Asker(NamedTuple):
-    """Behind a request: whose promises are counted together."""
+    """Organization and key of a request: the owners whose promises are counted."""
 
     organization_id: uuid.UUID
     api_key_id: uuid.UUID
@@ -46,41 +50,44 @@ class Asker(NamedTuple):
 
 @dataclass(slots=True)
 class Record:
-    """How often one key's requests came back when told, and did not."""
+    """Counts of one key's kept and broken promises."""
 
     kept: int = 0
     broken: int = 0
 
     @property
     def is_doubted(self) -> bool:
-        """Whether it mostly does not come back."""
+        """True if the key's requests mostly do not return."""
         return self.broken > self.kept + BROKEN_PROMISES_MAX
 
 
 class PromiseKeeping:
-    """Outstanding promises by request, and what became of earlier ones by key."""
+    """Outstanding promises by request, and kept and broken ones by key."""
 
     def __init__(self) -> None:
         self._outstanding: dict[RequestKey, tuple[float, Asker]] = {}
-        self._due: list[tuple[float, float, RequestKey]] = []  # when it is broken, and the time told
+        # Time at which the promise is broken, promised time, request.
+        self._due: list[tuple[float, float, RequestKey]] = []
         self._by_key: Counter[uuid.UUID] = Counter()
         self._by_organization: Counter[uuid.UUID] = Counter()
-        self._records: dict[uuid.UUID, Record] = {}  # the latest to change last
+        self._records: dict[uuid.UUID, Record] = {}  # the most recently changed last
 
     def may_have_one_more(self, asker: Asker, now_s: float) -> bool:
-        """Whether room may be laid aside for another request of this key."""
+        """Return whether room may be reserved for another request of this key."""
         self._note_broken(now_s)
-        most = DOUBTED_PROMISES_MAX if self.is_doubted(asker.api_key_id) else KEY_PROMISES_MAX
+        maximum = DOUBTED_PROMISES_MAX if self.is_doubted(asker.api_key_id) else KEY_PROMISES_MAX
         within = self._by_organization[asker.organization_id] < ORGANIZATION_PROMISES_MAX
-        return within and self._by_key[asker.api_key_id] < most
+        return within and self._by_key[asker.api_key_id] < maximum
 
     def is_doubted(self, api_key_id: uuid.UUID) -> bool:
-        """Whether this key's requests mostly do not come back: what is promised to them then puts nobody off."""
+        """Return whether this key's requests mostly do not return, so that promises to them delay
+        no other client.
+        """
         record = self._records.get(api_key_id)
         return record is not None and record.is_doubted
 
     def made(self, request: RequestKey, asker: Asker, now_s: float, at_s: float) -> None:
-        """A request was told to come then, with room laid aside."""
+        """Record a promise of room at `at_s` to a request."""
         self._forget(request)
         self._outstanding[request] = (at_s, asker)
         self._by_key[asker.api_key_id] += 1
@@ -90,7 +97,9 @@ class PromiseKeeping:
             self._drop_past()
 
     def returned(self, request: RequestKey, now_s: float) -> None:
-        """A request asks again, or was let in. Too early is not yet kept."""
+        """Record that a request was retried or admitted. A retry before the promised time does not
+        keep the promise.
+        """
         at_s, asker = self._outstanding.get(request, (None, None))
         if at_s is not None and asker is not None and now_s >= at_s:
             self._forget(request)
@@ -99,17 +108,19 @@ class PromiseKeeping:
     def _note_broken(self, now_s: float) -> None:
         while self._due and self._due[0][0] <= now_s:
             _, at_s, request = heapq.heappop(self._due)
-            standing = self._outstanding.get(request)
-            if standing is not None and standing[0] == at_s:
+            outstanding = self._outstanding.get(request)
+            if outstanding is not None and outstanding[0] == at_s:
                 self._forget(request)
-                self._count(standing[1].api_key_id, kept=False)
+                self._count(outstanding[1].api_key_id, kept=False)
 
     def _drop_past(self) -> None:
-        """Of promises that were kept, or given again with another time, nothing is due: some would be so for a month only."""
+        """Drop due times of promises that were kept or renewed, which could otherwise stay for up
+        to a month.
+        """
         due: dict[RequestKey, tuple[float, float, RequestKey]] = {}
         for each in sorted(self._due):
-            standing = self._outstanding.get(each[2])
-            if standing is not None and standing[0] == each[1]:
+            outstanding = self._outstanding.get(each[2])
+            if outstanding is not None and outstanding[0] == each[1]:
                 due.setdefault(each[2], each)
         self._due = list(due.values())  # sorted, and so a heap
 
@@ -124,9 +135,9 @@ class PromiseKeeping:
             del self._records[next(iter(self._records))]
 
     def _forget(self, request: RequestKey) -> None:
-        standing = self._outstanding.pop(request, None)
-        if standing is not None:
-            for counts, key in ((self._by_key, standing[1].api_key_id), (self._by_organization, standing[1].organization_id)):
+        outstanding = self._outstanding.pop(request, None)
+        if outstanding is not None:
+            for counts, key in ((self._by_key, outstanding[1].api_key_id), (self._by_organization, outstanding[1].organization_id)):
                 counts[key] -= 1
                 if not counts[key]:
                     del counts[key]
@@ -135,72 +146,80 @@ class PromiseKeeping:
 N = TypeVar("N", int, float)
 
 
-LATE_SHARE = 0.98  # of the requests before, so many were no longer and no larger than is reckoned with
+LATE_SHARE = 0.98  # quantile of earlier requests' durations and outputs that a forecast assumes
 
-LATE_DEVIATIONS = 4.0  # standard deviations that a place is left later than expected, over the root of the number of places
+# Standard deviations added to the expected end, divided by the root of the number of places.
+LATE_DEVIATIONS = 4.0
 
-DURATION_UNKNOWN_S = 5.0  # of a request, where none has ended yet: an answer of some hundred tokens
+DURATION_UNKNOWN_S = 5.0  # assumed when no request has ended yet: a response of some hundred tokens
 
-EARLY_FACTOR = 2  # so much more than a request needs has to come back: newcomers take some of it
+# Multiple of the needed amount that must be released: new requests take some of it.
+EARLY_FACTOR = 2
 
-APART_SHARE = 0.7  # of the mean distance of those who take all places in turn
+APART_SHARE = 0.7  # of the mean interval between requests that use all places in turn
 
-SPREAD_SHARE, SPREAD_MAX_S = 0.1, 5.0  # of a window's beginning, over which returns are spread
+SPREAD_SHARE, SPREAD_MAX_S = 0.1, 5.0  # part of a window's start over which retries are spread
 
-GOLDEN = 0.6180339887498949  # multiples of it, without their whole part, fill an interval evenly from the first one on
+# The fractional parts of its multiples fill an interval evenly from the first one on.
+GOLDEN = 0.6180339887498949
 
-# Least wait. A forecast is up to a quarter of a second old, so a place may be overdue that the quota still counts.
+# Minimum wait. A forecast is up to 0.25 s old, so a place may be overdue that the quota still
+# counts.
 HINT_S_MIN = 0.05
 
-WINDOW_COUNT_MAX = 1000  # promises reach no further; who would come later still is told the last one
+WINDOW_COUNT_MAX = 1000  # promises reach no further; later requests are given the last window
 
-ROUND_COUNT_MAX = 50  # of looking for a time that suits all quotas
+ROUND_COUNT_MAX = 50  # iterations in search of a time that suits all quotas
 
-NOBODY = uuid.UUID(int=0)  # whose a promise is of which nobody asks who has it
+NOBODY = uuid.UUID(int=0)  # key of a promise whose holder does not matter
 
-PROMISE_COUNT_MAX = 10_000  # of one quota: beyond it nothing is remembered, and hints repeat the last one
+# Of one quota: beyond it none is recorded, and hints repeat the last one.
+PROMISE_COUNT_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """A live hold. age_s: since its admission."""
+    """A live hold. age_s: seconds since its admission."""
 
     claim: Claim
     age_s: float
 
 
 class History:
-    """How long the latest requests ran, and how many tokens they delivered."""
+    """Durations and delivered tokens of the latest requests."""
 
     def __init__(self, durations_s: Sequence[float] = (), outputs: Sequence[int] = ()) -> None:
         self.durations_s = sorted(durations_s)
         self.mean_s = statistics.fmean(durations_s) if durations_s else DURATION_UNKNOWN_S
         self.deviation_s = statistics.pstdev(durations_s) if durations_s else 0.0
-        # What almost no request delivers more than; None if nothing is known.
+        # Output that almost no request exceeds; None if unknown.
         self.output_token_count = late(sorted(outputs)) if outputs else None
 
     def left_s(self, age_s: float) -> float:
-        """How much longer a request of this age runs, at the latest but for few: as those did that became so old."""
+        """Return the remaining seconds of a request of this age that few exceed, by the requests
+        that reached this age.
+        """
         older = self.durations_s[bisect.bisect_right(self.durations_s, age_s) :]
-        # Older than all that are known: what has run so long may well run half as long again.
+        # Older than all known requests: assume that it runs half as long again.
         return late(older) - age_s if older else max(self.mean_s - age_s, age_s / 2)
 
     def mean_left_s(self, age_s: float) -> float:
-        """How much longer it runs in the mean."""
+        """Return the mean remaining seconds of a request of this age."""
         older = self.durations_s[bisect.bisect_right(self.durations_s, age_s) :]
         return statistics.fmean(older) - age_s if older else max(self.mean_s - age_s, age_s / 2)
 
 
 def late(values: Sequence[N]) -> N:
-    """The value that almost none of the sorted values is above."""
+    """Return the `LATE_SHARE` quantile of sorted values."""
     return values[math.ceil(LATE_SHARE * len(values)) - 1]
 
 
 @dataclass(slots=True)
 class Forecast:
-    """What will become free of one quota, as far as is known, and what of it was promised.
+    """Expected free capacity of one quota, and the promises made of it.
 
-    at_s: when it was made. process_count: processes that admit against the quota and promise on their own, each its share.
+    at_s: time of the forecast. process_count: processes that admit against the quota, each
+    promising its own share.
     """
 
     rule: QuotaRule
@@ -208,21 +227,25 @@ class Forecast:
     history: History
     process_count: int
     running: Sequence[RunningRequest]
-    # When a client was told to return, with how much, and by which key.
+    # Promised time, amount and key.
     promises: list[tuple[float, int, uuid.UUID]] = field(default_factory=list)
-    # When each is expected to be left; of those that are free no more than are promised, since a limit may be any number.
+    # Expected end of each place; free places only up to the maximum of promises, since a limit may
+    # be any number.
     _places: list[float] = field(default_factory=list)
-    _releases: list[tuple[float, int]] = field(default_factory=list)  # when, and how much will have come back by then
+    # Time, and total amount released by then.
+    _releases: list[tuple[float, int]] = field(default_factory=list)
     _promised: Counter[datetime] = field(default_factory=Counter)  # by the start of the window
-    _remaining: int | None = None  # in the window of now, when the forecast was made
+    _remaining: int | None = None  # in the current window, when the forecast was made
 
     def __post_init__(self) -> None:
-        """Lay out what becomes free, less what was promised to clients that have not come back yet."""
+        """Compute the capacity that becomes free, less the promises to clients that have not
+        returned yet.
+        """
         self.promises = sorted(promise for promise in self.promises if promise[0] > self.at_s)
         if self.rule.kind is Kind.CONCURRENCY:
             ends = sorted(self.at_s + self.history.mean_left_s(each.age_s) for each in self.running)
             limit = self.rule.limit_value or 0
-            # Running beyond a limit that was lowered: the first that end make no room.
+            # Requests beyond a lowered limit: the first that end free no place.
             ends = ends[max(len(ends) - limit, 0) :]
             self._places = [self.at_s] * min(limit - len(ends), PROMISE_COUNT_MAX) + ends
         else:
@@ -235,9 +258,10 @@ class Forecast:
             self._lay_aside(at, amount)
 
     def earliest(self, state: QuotaState, asked: int, amount: int, from_s: float) -> float:
-        """The first time from `from_s` on at which there is room that was not promised; infinite if there will be none.
+        """Return the first time from `from_s` on with room that was not promised; infinite if there
+        is none.
 
-        asked: what the request needs at least; amount: what it will take.
+        asked: minimum amount that the request needs; amount: the amount it will take.
         """
         if asked > (self.rule.limit_value or 0):
             return math.inf
@@ -248,16 +272,19 @@ class Forecast:
         else:
             at = self._room(state, asked, amount, from_s)
         limit = self.rule.limit_at(datetime.fromtimestamp(at, UTC))
-        return math.inf if limit is None or asked > limit else at  # a raise may end before there is room
+        # An override may end before there is room.
+        return math.inf if limit is None or asked > limit else at
 
     def promise(self, at_s: float, amount: int, api_key_id: uuid.UUID = NOBODY) -> None:
-        """Remember that a client was told to come then."""
+        """Record that a client was told to retry at `at_s`."""
         if len(self.promises) < PROMISE_COUNT_MAX:
             bisect.insort(self.promises, (at_s, amount, api_key_id))
             self._lay_aside(at_s, amount)
 
     def amount(self, claim: Claim, asked: int) -> int:
-        """What a request will take in all: its whole first slice, as much output as others had, at least what it asks for."""
+        """Return the expected amount of a request: its first slice or the usual output, at least
+        the amount it asks for.
+        """
         if self.rule.kind is Kind.CONCURRENCY or self.rule.kind is Kind.REQUESTS:
             return asked
         output = max(self.history.output_token_count or 0, claim.leased_token_count)
@@ -267,23 +294,28 @@ class Forecast:
         if self.rule.kind is not Kind.CONCURRENCY:
             self._promised[self._start(at_s)] += amount
             return
-        # Other processes promise at the same pace. The place that is sure to be left last before then: others serve others.
+        # Other processes promise at the same rate: reserve the last place that is surely free by
+        # then for each of them.
         for _ in range(min(self.process_count, len(self._places))):
             index = max(bisect.bisect_right(self._places, at_s - self._margin_s) - 1, 0)
             left = self._places[index]
             if at_s - left > 2 * (self.history.mean_s + self._margin_s):
-                return  # promised when requests were slower, or none was known: others fit in before it, at a distance
+                # Promised when requests were slower or unknown: others fit in before it, at a
+                # distance.
+                return
             del self._places[index]
             bisect.insort(self._places, max(left, at_s) + self.history.mean_s)
 
     def _place(self, from_s: float) -> float:
-        """When a place is left that no process has promised."""
+        """Return the time at which a place becomes free that no process has promised."""
         rounds, index = divmod(self.process_count - 1, len(self._places))
         left = self._places[index] + rounds * self.history.mean_s
         return self._apart(max(left + self._margin_s, from_s)) if left > self.at_s else from_s
 
     def _apart(self, at_s: float) -> float:
-        """The first time from then on that keeps a distance to every promise: who comes all at once needs all places free."""
+        """Return the first time from `at_s` on with a distance to every promise: simultaneous
+        retries would need all places.
+        """
         gap_s = APART_SHARE * (self.history.mean_s + self._margin_s) * self.process_count / (self.rule.limit_value or 1)
         index = bisect.bisect_right(self.promises, (at_s - gap_s, 0, NOBODY))
         while index < len(self.promises) and self.promises[index][0] < at_s + gap_s:
@@ -293,16 +325,20 @@ class Forecast:
 
     @property
     def _margin_s(self) -> float:
-        """How much later than expected a place may be left. The more there are, the less all of them together are late."""
+        """Seconds added to the expected end of a place; fewer with more places, whose delays
+        average out.
+        """
         return LATE_DEVIATIONS * self.history.deviation_s * math.sqrt(self.process_count / (self.rule.limit_value or 1))
 
     def _room(self, state: QuotaState, asked: int, amount: int, from_s: float) -> float:
-        """When a window has room: this one, by what running requests give back, or the first of those to come."""
+        """Return when a window has room: the current one, through releases of running requests, or
+        the first later one.
+        """
         start = self._start(from_s)
         carried = 0
         if start == self._start(self.at_s):
             end_s = self._end(start)
-            # What came back since the forecast was made is in its releases.
+            # Amounts released since the forecast was made are in its releases.
             self._remaining = state.remaining if self._remaining is None else min(self._remaining, state.remaining)
             needed = amount - self._remaining + self._promised[start] * self.process_count
             if needed <= 0 and asked <= state.remaining:
@@ -312,7 +348,8 @@ class Forecast:
                 return max(self._releases[index][0], from_s)
             start = datetime.fromtimestamp(end_s, UTC)
             carried = sum(each.claim.held(self.rule) for each in self.running if self._outlives(each, end_s))
-        # Who is told to come back tomorrow or next month is told of the first such window: by then nobody keeps a place.
+        # Clients told to retry tomorrow or next month get the first such window: promises do not
+        # last that long.
         for _ in range(WINDOW_COUNT_MAX if self.rule.unit is Unit.MINUTE else 0):
             room = ((self.rule.limit_at(start) or 0) - carried) // self.process_count - self._promised[start]
             if amount <= room or (not self._promised[start] and asked <= room):
@@ -326,7 +363,9 @@ class Forecast:
         return self.at_s + self.history.left_s(running.age_s) > at_s
 
     def _comes_back(self, claim: Claim) -> int:
-        """What a running request gives back at its end, by what others delivered."""
+        """Return the amount that a running request is expected to release at its end, by the usual
+        output.
+        """
         output = self.history.output_token_count
         if output is None:
             return 0
@@ -345,10 +384,12 @@ class Forecast:
 def promise(
     wanted: Sequence[tuple[Forecast, QuotaState, int]], claim: Claim, now_s: float, api_key_id: uuid.UUID | None = NOBODY
 ) -> float:
-    """Seconds after which all quotas have room for a claim, which is promised then; infinite if they never have. Never 0.
+    """Promise room for a claim and return the seconds until all quotas have it; infinite if never,
+    and never 0.
 
-    wanted: each enforced quota that the request meets, and what it asks of it at least. claim: with the lease that it would get.
-    api_key_id: whom it is promised to; None lays nothing aside, so that the next one is told the same.
+    wanted: each enforced quota that applies, and the minimum amount requested of it. claim: with
+    its requested lease. api_key_id: key that the room is promised to; None reserves nothing, so
+    that the next request gets the same time.
     """
     at = now_s + HINT_S_MIN
     needs = [(plan, state, asked, plan.amount(claim, asked)) for plan, state, asked in wanted]

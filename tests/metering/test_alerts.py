@@ -276,9 +276,9 @@ async def test_what_can_never_alert_is_refused_and_new_keys_alert_as_their_copy_
     world.tenant()
     wrong: list[tuple[QuotaDimension, Sequence[int], str]] = [
         (QuotaDimension.TOKENS_PER_MINUTE, [50], "does not alert"),
-        (DAY, [0], "0 is none"),
-        (DAY, [1001], "1001 is none"),
-        (DAY, [50, 50], "once"),
+        (DAY, [0], "got 0"),
+        (DAY, [1001], "got 1001"),
+        (DAY, [50, 50], "not repeat"),
         (DAY, range(1, 12), "at most 10"),
     ]
     for dimension, alert_at, told in wrong:

@@ -86,7 +86,7 @@ async def test_usage_that_is_not_rated_is_told_with_its_age(
 
 PLANTED = [
     ("UPDATE ledger_entries SET token_count = token_count - 5 WHERE token_kind = 'output'", Stage.RATING, 5, "weir fsck"),
-    ("UPDATE meter_batches SET state = 'cancelled' WHERE token_kind = 'output'", Stage.BATCHING, 50, "worker makes batches"),
+    ("UPDATE meter_batches SET state = 'cancelled' WHERE token_kind = 'output'", Stage.BATCHING, 50, "worker forms batches"),
     ("UPDATE meter_batches SET token_count = token_count + 5 WHERE token_kind = 'output'", Stage.BATCHING, -5, "weir fsck"),
     ("UPDATE meter_batches SET state = 'pending' WHERE token_kind = 'output'", Stage.DELIVERY, 50, "WEIR_EXPORT"),
     ("UPDATE meter_batches SET state = 'parked' WHERE token_kind = 'output'", Stage.DELIVERY, 50, "weir stripe settle"),

@@ -146,7 +146,7 @@ async def test_nothing_is_let_in_without_credit_and_the_error_says_what_is_missi
         QuotaDimension.PREPAID_CREDIT_PICOS,
         QuotaDimension.REQUESTS_PER_MINUTE,
     ]
-    assert "it needs 0.000000000037 USD at least, and 0 is left" in str(refused)
+    assert "it needs at least 0.000000000037 USD, and 0 is left" in str(refused)
     assert world.rows("SELECT used, held FROM quota_counters") == []
 
 

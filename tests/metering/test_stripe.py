@@ -135,9 +135,9 @@ def test_nothing_starts_with_a_setting_that_cannot_be(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WEIR_EXPORT", "stripe")
     monkeypatch.setenv("STRIPE_API_KEY", "sk_live")
 
-    with pytest.raises(SystemExit, match="STRIPE_API_KEY: give a secret"):
+    with pytest.raises(SystemExit, match="STRIPE_API_KEY: must be a secret"):
         refuse_without_database()
-    with pytest.raises(StackFailed, match="STRIPE_API_KEY: give a secret"):
+    with pytest.raises(StackFailed, match="STRIPE_API_KEY: must be a secret"):
         optional_children(os.environ, tmp_path)
     assert [each.name for each in optional_children({"WEIR_STRIPE_WEBHOOK_SECRET": "whsec_x"}, tmp_path)] == [
         "endpoint for Stripe's events"
