@@ -1,8 +1,9 @@
-"""Corrections by hand: proposed by one, approved by another, posted once to the month whose invoice comes next.
+"""Manual corrections: proposed by one person, approved by another, posted once to the next invoiced
+month.
 
-An adjustment is a line of that invoice. A credit note is about an invoice that was issued: a document with a number of its own,
-which gives back whole minor units and stands beside the invoices. Nothing that was posted or issued is ever changed. Functions
-take a session and never commit.
+An adjustment is a line of that invoice. A credit note refers to an issued invoice: a numbered
+document of its own that refunds whole minor units and is kept beside the invoices. Posted and
+issued amounts never change. Functions take a session and never commit.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from metering.plans.prepaid import refresh
 from metering.store.db import database_now
 from metering.tenants.tenants import as_uuid, find_organization
 
-REASON_FORM = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]{0,199}")  # one line that a customer reads; no formula for a spreadsheet either
-AMOUNT_MAX_PICOS = 10**24  # a trillion units: more is a unit mixed up
+# One line that the customer reads; its first character rules out spreadsheet formulas.
+REASON_FORM = re.compile(r"\w[^\x00-\x1f\x7f-\x9f]{0,199}")
+AMOUNT_MAX_PICOS = 10**24  # a trillion units: a larger amount is a mistake in the unit
 
-# The first month with anything in it that is not closed: the one whose invoice comes next. The present one where there is none.
-# Usage that waits for rating counts: of what is misstated, the adjustment is all that the month may ever have.
+# The first open month with any content, which is invoiced next; the present month if there is none.
+# Usage that waits for rating counts: for misstated usage, the adjustment may be all that the month
+# ever has.
 NEXT_INVOICED = text("""
 SELECT min(month) FROM (
     SELECT billing_month FROM ledger_transactions WHERE organization_id = :organization_id
@@ -70,7 +73,7 @@ LOCK_INVOICE = text("SELECT * FROM invoices WHERE id = :id FOR UPDATE")
 
 
 class AdjustmentState(StrEnum):
-    """What became of an adjustment."""
+    """State of an adjustment."""
 
     PROPOSED = "proposed"
     APPROVED = "approved"
@@ -79,7 +82,9 @@ class AdjustmentState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdjustmentRecord:
-    """An adjustment and what became of it. amount_picos: what the customer owes more. invoice_number: of a credit note."""
+    """An adjustment and its decision. amount_picos: additional amount owed. invoice_number: of a
+    credit note.
+    """
 
     id: uuid.UUID
     organization_id: uuid.UUID
@@ -99,16 +104,17 @@ class AdjustmentRecord:
 async def create_adjustment(
     session: AsyncSession, *, organization: str, amount_picos: int, currency_code: str, reason: str, actor: str
 ) -> AdjustmentRecord:
-    """Propose that a customer owes more, or less, on its next invoice. Raises: NotFound, InvalidValue.
+    """Propose a higher or lower amount on a customer's next invoice. Raises: NotFound,
+    InvalidValue.
 
-    Nothing more and nothing less is for misstated usage whose tokens cost nothing, and for no other case.
+    Zero is allowed only for misstated usage whose tokens cost nothing.
     """
     owner = await find_organization(session, organization)
     if abs(amount_picos) > AMOUNT_MAX_PICOS:
-        most = exact_text(AMOUNT_MAX_PICOS, owner.currency_code)
-        raise InvalidValue("amount", f"give at most {most}, more or less: this is a unit mixed up")
+        maximum = exact_text(AMOUNT_MAX_PICOS, owner.currency_code)
+        raise InvalidValue("amount", f"must be between -{maximum} and {maximum}: check the unit")
     if not amount_picos and await misstated_usage(session, owner.id, datetime.max.replace(tzinfo=UTC)) is None:
-        raise InvalidValue("amount", "give an amount that is not zero: above it to charge more, below it to charge less")
+        raise InvalidValue("amount", "must not be zero: positive to charge more, negative to charge less")
     check_currency(currency_code, owner.currency_code)
     return await _propose(session, owner.id, None, amount_picos, owner.currency_code, reason, actor)
 
@@ -116,17 +122,18 @@ async def create_adjustment(
 async def create_credit_note(
     session: AsyncSession, *, invoice: Row[Any], amount_picos: int, currency_code: str, reason: str, actor: str
 ) -> AdjustmentRecord:
-    """Propose to give back a part of an invoice, or all of it. amount_picos: above zero. Raises: InvalidValue."""
+    """Propose to refund part or all of an invoice. amount_picos: above zero. Raises: InvalidValue."""
     check_currency(currency_code, invoice.currency_code)
     if amount_picos <= 0 or amount_picos != round_to_minor_unit(amount_picos, invoice.currency_code):
         smallest = exact_text(minor_unit(invoice.currency_code), invoice.currency_code)
-        raise InvalidValue("amount", f"give back a multiple of {smallest} above zero: a credit note is paid out")
+        raise InvalidValue("amount", f"must be a positive multiple of {smallest}: a credit note is paid out")
     await check_credit_left(session, invoice, amount_picos)
     return await _propose(session, invoice.organization_id, invoice, -amount_picos, invoice.currency_code, reason, actor)
 
 
-# Two keys are one hand where one of them has created the other, over any number of keys between, or where the approver's key was
-# created when there was something to approve. By the audit log, which tells who has created which key.
+# Two keys count as one person if one created the other, directly or through other keys, or if the
+# approver's key was created after the proposal. Determined from the audit log, which records who
+# created each key.
 OF_ONE_HAND = text("""
 WITH RECURSIVE created AS (
     SELECT e.actor AS creator, k.prefix AS key, e.created_at FROM audit_log e JOIN api_keys k ON k.id::text = e.subject_id
@@ -141,10 +148,12 @@ SELECT EXISTS (SELECT FROM creators WHERE (pair, key) IN (('author', :approver),
 
 
 async def approve(session: AsyncSession, *, adjustment_id: str, actor: str, now: datetime | None = None) -> AdjustmentRecord:
-    """Approve what somebody else proposed, and post it; the same approver again changes nothing.
+    """Approve another person's proposal and post it; repeating it with the same approver changes
+    nothing.
 
-    now: the moment of the approval, by default the database's. Raises: NotFound; ApprovalRefused for the author and for what is
-    decided; InvalidValue where the invoice has less left than the credit note gives back.
+    now: time of the approval, by default the database's. Raises: NotFound; ApprovalRefused for the
+    author and for a decided proposal; InvalidValue if the credit note exceeds the refundable rest
+    of its invoice.
     """
     row = await _locked(session, adjustment_id)
     record = await find_adjustment(session, row.id)
@@ -152,11 +161,11 @@ async def approve(session: AsyncSession, *, adjustment_id: str, actor: str, now:
         return record
     refuse_decided(record)
     if record.author == actor:
-        raise ApprovalRefused(f"{actor} proposed adjustment {record.id}: somebody else has to approve it")
+        raise ApprovalRefused(f"{actor} proposed adjustment {record.id}: another person has to approve it")
     if await session.scalar(OF_ONE_HAND, {"author": record.author, "approver": actor, "proposed_at": record.created_at}):
         raise ApprovalRefused(
             f"{actor} cannot approve adjustment {record.id}: the key was created after the proposal, or by {record.author}, or "
-            f"created {record.author}; a key that somebody else holds, and held before, has to approve it"
+            f"created {record.author}; approve it with a key that another person held before the proposal"
         )
     decided_at = now or await database_now(session)
     month = await _billing_month(session, row.organization_id, decided_at)
@@ -166,7 +175,8 @@ async def approve(session: AsyncSession, *, adjustment_id: str, actor: str, now:
         invoice = (await session.execute(LOCK_INVOICE, {"id": row.invoice_id})).one()
         await check_credit_left(session, invoice, -int(row.amount_picos))
     await post(session, [_posting(record, month, decided_at)])
-    await refresh(session, row.organization_id, actor=actor)  # of one that pays in advance, the limit has changed
+    # The limit of a prepaid customer has changed.
+    await refresh(session, row.organization_id, actor=actor)
     if row.invoice_id is not None:
         decision["credit_note_ordinal"], decision["credit_note_number"] = await draw_number(session, Series.CREDIT_NOTE)
     await session.execute(insertion("adjustment_decisions", decision))
@@ -174,7 +184,9 @@ async def approve(session: AsyncSession, *, adjustment_id: str, actor: str, now:
 
 
 async def reject(session: AsyncSession, *, adjustment_id: str, actor: str, now: datetime | None = None) -> AdjustmentRecord:
-    """Say that it will never be posted; its author may as well. Again, it changes nothing. Raises: NotFound, ApprovalRefused."""
+    """Reject a proposal for good; its author may do so. Idempotent. Raises: NotFound,
+    ApprovalRefused.
+    """
     row = await _locked(session, adjustment_id)
     record = await find_adjustment(session, row.id)
     if record.state is AdjustmentState.REJECTED:
@@ -186,7 +198,7 @@ async def reject(session: AsyncSession, *, adjustment_id: str, actor: str, now: 
 
 
 async def find_adjustment(session: AsyncSession, adjustment_id: uuid.UUID) -> AdjustmentRecord:
-    """One by its id. Raises: NotFound."""
+    """Return an adjustment by its id. Raises: NotFound."""
     row = (await session.execute(ONE, {"id": adjustment_id})).one_or_none()
     if row is None:
         raise NotFound("adjustment", str(adjustment_id))
@@ -196,31 +208,31 @@ async def find_adjustment(session: AsyncSession, adjustment_id: uuid.UUID) -> Ad
 async def list_adjustments(
     session: AsyncSession, organization_id: uuid.UUID, *, undecided_only: bool = False, invoice_id: uuid.UUID | None = None
 ) -> list[AdjustmentRecord]:
-    """Adjustments and credit notes, the latest first; only of one invoice if it is given."""
-    wanted = {"organization_id": organization_id, "undecided_only": undecided_only, "invoice_id": invoice_id}
-    return [_record(row) for row in await session.execute(LISTED, wanted)]
+    """Return adjustments and credit notes, the latest first; of one invoice only if it is passed."""
+    filters = {"organization_id": organization_id, "undecided_only": undecided_only, "invoice_id": invoice_id}
+    return [_record(row) for row in await session.execute(LISTED, filters)]
 
 
-def check_currency(given: str, expected: str) -> None:
-    """Raises: InvalidValue for another one; none at all is the right one."""
-    if given not in ("", expected):
-        raise InvalidValue("amount.currency_code", f"give {expected}, which this organization is billed in")
+def check_currency(code: str, expected: str) -> None:
+    """Raise InvalidValue for a currency other than the expected one; an empty code is accepted."""
+    if code not in ("", expected):
+        raise InvalidValue("amount.currency_code", f"must be {expected}, the currency of the organization, got {code}")
 
 
 async def check_credit_left(session: AsyncSession, invoice: Row[Any], amount_picos: int) -> None:
-    """Raises: InvalidValue if an invoice with its credit notes has less left than is to be given back."""
+    """Raise InvalidValue if the amount exceeds the part of an invoice that is not refunded yet."""
     left = int(invoice.total_picos) - await credited_picos(session, invoice.id)
     if amount_picos > left:
         total, rest = (exact_text(picos, invoice.currency_code) for picos in (int(invoice.total_picos), max(left, 0)))
         raise InvalidValue(
-            "amount", f"must be at most {rest}: invoice {invoice.number} is {total}, and so much of it has not been given back"
+            "amount", f"must be at most {rest}: invoice {invoice.number} is {total}, of which {rest} is still refundable"
         )
 
 
 def refuse_decided(record: AdjustmentRecord) -> None:
-    """Raises: ApprovalRefused for one that was approved or rejected."""
+    """Raise ApprovalRefused for a proposal that was approved or rejected."""
     if record.state is not AdjustmentState.PROPOSED:
-        raise ApprovalRefused(f"adjustment {record.id} was {record.state} by {record.decided_by}: propose another one")
+        raise ApprovalRefused(f"adjustment {record.id} was {record.state} by {record.decided_by}: propose a new one")
 
 
 async def _propose(
@@ -234,7 +246,7 @@ async def _propose(
 ) -> AdjustmentRecord:
     if REASON_FORM.fullmatch(reason) is None:
         raise InvalidValue(
-            "reason", "give 1 to 200 characters on one line, beginning with a letter or a digit: the customer reads it"
+            "reason", "must have 1 to 200 characters on one line and begin with a letter or a digit: the customer reads it"
         )
     values = {
         "organization_id": organization_id,
@@ -249,7 +261,7 @@ async def _propose(
 
 
 async def _decided(session: AsyncSession, adjustment_id: uuid.UUID, actor: str, action: str) -> AdjustmentRecord:
-    """The record as it is now, with an entry in the audit log."""
+    """Return the current record after writing it to the audit log."""
     record = await find_adjustment(session, adjustment_id)
     after = {
         "organization_id": str(record.organization_id),
@@ -267,7 +279,7 @@ async def _decided(session: AsyncSession, adjustment_id: uuid.UUID, actor: str, 
 
 
 async def _locked(session: AsyncSession, adjustment_id: str) -> Row[Any]:
-    """The row, so that nobody else decides it meanwhile. Raises: NotFound."""
+    """Return the row, locked against concurrent decisions. Raises: NotFound."""
     key = as_uuid(adjustment_id)
     if key is None or (row := (await session.execute(LOCK, {"id": key})).one_or_none()) is None:
         raise NotFound("adjustment", adjustment_id)
@@ -275,11 +287,13 @@ async def _locked(session: AsyncSession, adjustment_id: str) -> Row[Any]:
 
 
 async def _billing_month(session: AsyncSession, organization_id: uuid.UUID, now: datetime) -> date:
-    """The month whose invoice comes next. Nobody closes it before this transaction ends."""
+    """Return the month that is invoiced next. It cannot be closed before this transaction ends."""
     await share_lanes(session, [organization_id])
     present = month_of(now.date())
-    found: date | None = (await session.execute(NEXT_INVOICED, {"organization_id": organization_id, "present": present})).scalar()
-    return await posting_month(session, organization_id, found or present)
+    next_month: date | None = (
+        await session.execute(NEXT_INVOICED, {"organization_id": organization_id, "present": present})
+    ).scalar()
+    return await posting_month(session, organization_id, next_month or present)
 
 
 def _posting(record: AdjustmentRecord, month: date, decided_at: datetime) -> Posting:

@@ -1,12 +1,14 @@
-"""Closing a month of a customer: open → closing → closed, exactly once, however often it is interrupted.
+"""Month close of a customer: open → closing → closed, exactly once, however often it is
+interrupted.
 
-All that a close writes is one transaction, which holds the customer's lane exclusively (`ledger.py`): nothing is posted to the
-month meanwhile, and after it nothing can be. Killed anywhere, it leaves a month that is open or closing, and the same call
-continues. Of two at once, the second waits and finds it closed. Before it commits, a close reads the report again, as readers will
-later, and compares the bytes.
+A close writes everything in one transaction, which holds the customer's posting lock exclusively
+(`ledger.py`): nothing is posted to the month meanwhile or afterwards. A killed close leaves the
+month open or closing, and the same call continues it. Of two concurrent closes the second waits and
+finds the month closed. Before it commits, a close reads the report again, as readers will later,
+and compares the bytes.
 
-Obstacles are what keeps a month from being closed, each with its remedy. Postings of a close are the plan's lines, the credit that
-pays, and what rounding moves.
+Obstacles prevent a close; each names its remedy. A close posts the plan's lines, the credit
+applied, and the rounding.
 """
 
 from __future__ import annotations
@@ -50,10 +52,11 @@ from metering.receipts.months import receipt_month, seal_month
 from metering.store.db import Sessions, database_now, patience
 from metering.tenants.tenants import find_organization
 
-GRACE = timedelta(hours=1)  # after the month's end: what began in it has ended by then, and clocks that differ agree on the month
-NAMED_MAX = 10  # ids that a description names
+# After the month's end: its requests have ended by then, and clocks agree on the month.
+GRACE = timedelta(hours=1)
+NAMED_MAX = 10  # ids named in a description
 
-# A hold that has its own id as request id was taken in advance for an outage: nothing runs under it.
+# A hold whose request id is its own id was pre-authorized for an outage: no request runs under it.
 RUNNING = text("""
 SELECT request_id FROM holds
 WHERE state = 'held' AND organization_id = :organization_id AND admitted_at < :ends AND request_id <> id ORDER BY admitted_at
@@ -76,79 +79,84 @@ WHERE organization_id = :organization_id AND month = :month
 
 
 async def find_obstacles(session: AsyncSession, request: CloseRequest, *, all_rated: bool) -> list[Obstacle]:
-    """All that stands in the way of closing a month. all_rated: no backlog of usage is left.
+    """Return the obstacles to closing a month. all_rated: no backlog of usage is left.
 
-    What has come since is not in the way: it is late usage.
+    Usage that arrives later is not an obstacle: it is late usage.
     """
     organization_id, month, now = request.organization_id, request.month, await request.now(session)
     ends = month_end(month)
-    found: list[Obstacle] = []
+    obstacles: list[Obstacle] = []
     if now < (begins := ends + request.grace):
-        told = f"{month_text(month)} can be closed from {begins:%Y-%m-%d %H:%M} UTC on; it is {now:%Y-%m-%d %H:%M} now"
-        found.append(Obstacle(ObstacleKind.MONTH_NOT_OVER, told))
+        reason = f"{month_text(month)} can be closed from {begins:%Y-%m-%d %H:%M} UTC on; it is {now:%Y-%m-%d %H:%M} now"
+        obstacles.append(Obstacle(ObstacleKind.MONTH_NOT_OVER, reason))
     parameters = {"organization_id": organization_id, "ends": ends, "month": month}
     before = (await session.execute(BEFORE, parameters)).one()
     if before.last_closed is not None and before.last_closed >= month:
-        told = f"{month_text(before.last_closed)} is closed, and with it all before: what comes late is in the month after it"
-        found.append(Obstacle(ObstacleKind.LATER_MONTH_CLOSED, told))
+        reason = f"{month_text(before.last_closed)} and all earlier months are closed: late usage is in the month after it"
+        obstacles.append(Obstacle(ObstacleKind.LATER_MONTH_CLOSED, reason))
     elif before.first_open is not None and before.first_open < month:
-        told = f"{month_text(before.first_open)} is not closed: months are closed in their order, also those without usage"
-        found.append(Obstacle(ObstacleKind.EARLIER_MONTH_OPEN, told))
+        reason = f"{month_text(before.first_open)} is not closed: close months in order, including those without usage"
+        obstacles.append(Obstacle(ObstacleKind.EARLIER_MONTH_OPEN, reason))
     elif before.last_closed is None and before.first_open is not None and before.first_open > month and not request.before_first:
-        found.append(_before_first(month, before.first_open))
-    found += await _misstated(session, organization_id, ends, request.correcting)
+        obstacles.append(_before_first(month, before.first_open))
+    obstacles += await _misstated(session, organization_id, ends, request.correcting)
     if not all_rated:
-        told = "more usage waits for the ledger than one close rates: let the worker catch up, and try again"
-        found.append(Obstacle(ObstacleKind.USAGE_UNRATED, told))
+        reason = "more usage waits for rating than one close rates: let the worker catch up, and try again"
+        obstacles.append(Obstacle(ObstacleKind.USAGE_UNRATED, reason))
     if unratable := [str(each) for each in await unratable_usage(session, organization_id, ends)]:
-        told = f"{len(unratable)} usage events cannot be rated: {named(unratable)}; their prices are in another currency than"
-        found.append(
-            Obstacle(ObstacleKind.USAGE_UNRATED, f"{told} the customer, or they are lost: `weir fsck` tells what is wrong")
+        reason = (
+            f"{len(unratable)} usage events cannot be rated: {named(unratable)}; their prices are missing or in another "
+            "currency than the customer's: run `weir fsck` for details"
         )
+        obstacles.append(Obstacle(ObstacleKind.USAGE_UNRATED, reason))
     if not request.leave_running:
         running = [str(each) for each in (await session.execute(RUNNING, parameters)).scalars()]
         if running:
-            found.append(
+            obstacles.append(
                 Obstacle(
                     ObstacleKind.REQUESTS_RUNNING,
-                    f"{len(running)} requests that were admitted before the month's end still run: {named(running)}; wait, end "
+                    f"{len(running)} requests admitted before the month's end are still running: {named(running)}; wait, end "
                     "them (`weir requests kill`, `weir requests stuck`), or leave them to the month of their end (--leave-running)",
                 )
             )
-    return found
+    return obstacles
 
 
 def _before_first(month: date, first: date) -> Obstacle:
-    """What a mistyped year would do."""
+    """Return the obstacle to closing a month before the customer's first one, such as for a
+    mistyped year.
+    """
     empty = (first.year - month.year) * 12 + first.month - month.month
-    told = (
-        f"{month_text(month)} is before the customer's first month, {month_text(first)}: closing it would be for good, and {empty} "
-        "empty months, from this one on, would have to be closed before that one can be; say so if you want that (--before-first)"
+    reason = (
+        f"{month_text(month)} is before the customer's first month, {month_text(first)}: closing it would be final, and {empty} "
+        "empty months, from this one on, would have to be closed before that one; confirm with --before-first"
     )
-    return Obstacle(ObstacleKind.MONTH_BEFORE_FIRST, told)
+    return Obstacle(ObstacleKind.MONTH_BEFORE_FIRST, reason)
 
 
 async def _misstated(session: AsyncSession, organization_id: uuid.UUID, ends: datetime, correcting: str) -> list[Obstacle]:
-    found = await misstated_usage(session, organization_id, ends)
-    if found is None:
+    usage = await misstated_usage(session, organization_id, ends)
+    if usage is None:
         return []
-    refused = await why_not(session, organization_id, found, correcting) if correcting else ""
+    refused = await why_not(session, organization_id, usage, correcting) if correcting else ""
     if correcting and not refused:
         return []
-    told = f"{len(found.ids)} usage events do not cost what their tokens cost: {named([str(each) for each in found.ids])}"
+    reason = (
+        f"{len(usage.ids)} usage events have a cost that differs from their tokens: {named([str(each) for each in usage.ids])}"
+    )
     remedy = (
         f"{refused}; " if refused else ""
-    ) + f"find out why; then have {found.right_cost}, which the tokens cost, charged by an adjustment that somebody else approves"
-    return [Obstacle(ObstacleKind.USAGE_MISSTATED, f"{told}; {remedy}, and close with --corrected-by ADJUSTMENT")]
+    ) + f"find the cause; then charge {usage.right_cost}, the cost of the tokens, by an adjustment that another person approves"
+    return [Obstacle(ObstacleKind.USAGE_MISSTATED, f"{reason}; {remedy}, and close with --corrected-by ADJUSTMENT")]
 
 
 def named(ids: list[str]) -> str:
-    """The first few, and how many more there are."""
+    """Return the first ids and the number of further ones."""
     more = f" and {len(ids) - NAMED_MAX} more" if len(ids) > NAMED_MAX else ""
     return ", ".join(ids[:NAMED_MAX]) + more
 
 
-# Lines of a plan that change what usage costs. Adjustments are posted when they are approved, not here.
+# Plan lines that change the cost of usage. Adjustments are posted on approval, not here.
 DISCOUNTS = (LineKind.ALLOWANCE, LineKind.GRADUATED, LineKind.VOLUME)
 INSTANT = timedelta(microseconds=1)
 
@@ -162,7 +170,7 @@ def spent_credit(draft: MonthReport) -> list[CreditApplication]:
 
 
 def close_postings(draft: MonthReport, month: date, invoice_id: uuid.UUID) -> list[Posting]:
-    """What the close adds to the ledger: the plan's lines, the credit that pays, and what rounding moves."""
+    """Return the postings of a close: the plan's lines, the credit applied, and the rounding."""
     discount, commitment, spent = (
         sum(each.amount_picos for each in draft.charges if each.kind in kinds)
         for kinds in (DISCOUNTS, (LineKind.COMMITMENT,), (LineKind.CREDIT,))
@@ -188,7 +196,7 @@ def _posting(
     description: str,
     amounts: tuple[tuple[AccountKind, int], ...],
 ) -> Posting:
-    """Amounts that the customer owes more, each against its account."""
+    """Return a posting of additional amounts owed, each against its account."""
     return Posting(
         kind=kind,
         organization_id=draft.organization_id,
@@ -206,10 +214,11 @@ Clock = Callable[[AsyncSession], Awaitable[datetime]]
 
 @dataclass(frozen=True, slots=True)
 class CloseRequest:
-    """What is to be closed, by whom. month: its first day. leave_running: although requests that were admitted in it still run.
+    """A month to close and the person who closes it. month: its first day.
 
-    before_first: although it is before the customer's first month, so that the empty ones up to that have to be closed too.
-    correcting: the id of an approved adjustment of what misstated usage costs, or empty.
+    leave_running: ignore running requests that were admitted in the month. before_first: allow a
+    month before the customer's first one, so that the empty months between them have to be closed
+    too. correcting: the id of an approved adjustment for the cost of misstated usage, or empty.
     """
 
     organization_id: uuid.UUID
@@ -222,20 +231,20 @@ class CloseRequest:
     correcting: str = ""
 
     async def now(self, session: AsyncSession) -> datetime:
-        """The moment of the close: the database's, unless a clock was given."""
+        """Return the time of the close: the database's, unless a clock is set."""
         return await (self.clock or database_now)(session)
 
 
 @dataclass(frozen=True, slots=True)
 class CloseResult:
-    """The report as it is for ever, and whether the month had been closed before."""
+    """Final report, and whether the month had been closed before."""
 
     report: MonthReport
     already_closed: bool
 
 
 class CloseTerms(TypedDict, total=False):
-    """How a month is closed: see `CloseRequest`."""
+    """Options of a close: see `CloseRequest`."""
 
     leave_running: bool
     before_first: bool
@@ -245,16 +254,17 @@ class CloseTerms(TypedDict, total=False):
 
 
 async def close_month(sessions: Sessions, *, organization: str, month: str, actor: str, **terms: Unpack[CloseTerms]) -> CloseResult:
-    """Close a month `YYYY-MM` of an organization, given by name or id, and issue its invoice if there is anything to invoice.
+    """Rate pending usage, close a month `YYYY-MM`, and issue its invoice if there is anything to
+    invoice.
 
-    Rates first what is pending. Raises: NotFound, InvalidValue; MonthNotClosable with everything that stands in the way.
+    organization: name or id. Raises: NotFound, InvalidValue; MonthNotClosable with all obstacles.
     """
     request = await _request(sessions, organization, month, actor, **terms)
     await _rate(sessions)
     with patience(LONG_READ_S):
         async with sessions.begin() as session:
             await _refuse_obstacles(session, request)
-            if not await _is_closed(session, request):  # else there is nothing to mark, and months after it may be closed as well
+            if not await _is_closed(session, request):  # a closed month needs no mark
                 await _mark_closing(session, request)
                 await seal_month(session, request.organization_id, request.month)
         async with sessions.begin() as session:
@@ -262,7 +272,8 @@ async def close_month(sessions: Sessions, *, organization: str, month: str, acto
 
 
 async def check_month(sessions: Sessions, *, organization: str, month: str, **terms: Unpack[CloseTerms]) -> list[Obstacle]:
-    """What would stand in the way of a close now; nothing for a closed month. Rates what is pending, as the worker always does.
+    """Return the obstacles to a close now; none for a closed month. Rates pending usage, as the
+    worker does.
 
     Raises: NotFound, InvalidValue.
     """
@@ -281,7 +292,8 @@ async def _request(sessions: Sessions, organization: str, month: str, actor: str
 
 
 async def _rate(sessions: Sessions) -> None:
-    with contextlib.suppress(InvariantViolated):  # misstated events, of whomever: the obstacles name those of this customer
+    # Misstated events of any customer; the obstacles name this one's.
+    with contextlib.suppress(InvariantViolated):
         await rate_all_pending(sessions)
 
 
@@ -291,7 +303,7 @@ async def _is_closed(session: AsyncSession, request: CloseRequest) -> bool:
 
 
 async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obstacle]:
-    """What stands in the way once the customer's usage is rated; nothing for a closed month. Has its lane alone from here on."""
+    """Lock the customer's ledger, rate its usage and return the obstacles; none for a closed month."""
     await read_patiently(session)
     await take_lane(session, request.organization_id)
     if await _is_closed(session, request):
@@ -301,24 +313,26 @@ async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obsta
 
 
 async def _refuse_obstacles(session: AsyncSession, request: CloseRequest) -> None:
-    if found := await _obstacles(session, request):
-        raise MonthNotClosable(found)
+    if obstacles := await _obstacles(session, request):
+        raise MonthNotClosable(obstacles)
 
 
 async def _mark_closing(session: AsyncSession, request: CloseRequest) -> None:
-    """Say who closes it and since when. Whoever began, stays."""
+    """Record who closes the month and since when. An earlier record is kept."""
     begun = {"at": await request.now(session), "by": request.actor}
     await session.execute(BEGIN, begun | {"organization_id": request.organization_id, "month": request.month})
 
 
 async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
-    """The transaction that closes it. Alone with the organization's ledger from its first statement to its commit."""
+    """Close the month, with the organization's ledger locked from the first statement to the
+    commit.
+    """
     await _refuse_obstacles(session, request)
     owner = await session.get_one(Organization, request.organization_id)
     if await _is_closed(session, request):
         return CloseResult(await read_month(session, owner, request.month), already_closed=True)
-    if request.correcting and (found := await misstated_usage(session, owner.id, month_end(request.month))) is not None:
-        await correct(session, owner.id, found, request.correcting, request.actor)
+    if request.correcting and (usage := await misstated_usage(session, owner.id, month_end(request.month))) is not None:
+        await correct(session, owner.id, usage, request.correcting, request.actor)
     now = await request.now(session)
     draft = await read_month(session, owner, request.month, to_close=True)
     invoice_id = uuid.uuid4()
@@ -343,14 +357,15 @@ async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
     credit = await prepaid_credit_of(session, owner.id, request.month)
     report = replace(draft, credit=credit, closed=closed)
     await _freeze(session, request, report, now)
-    await refresh(session, owner.id, actor=request.actor)  # of one that pays in advance, the limit is that of what is left
+    # A prepaid customer's limit is its remaining credit.
+    await refresh(session, owner.id, actor=request.actor)
     if await read_month(session, owner, request.month) != report:
         raise InvariantViolated(f"the report of {report.month} of {owner.name} cannot be reproduced: the month is not closed")
     return CloseResult(report, already_closed=False)
 
 
 async def _freeze(session: AsyncSession, request: CloseRequest, report: MonthReport, now: datetime) -> None:
-    """Write down what a later reading needs and compares, and close the month."""
+    """Record the facts and digests that later readings need, and close the month."""
     digest = digests(report)
     facts = {
         "organization_id": request.organization_id,

@@ -1,8 +1,9 @@
-"""An invoice as the customer reads it: plain values in reading order, made of a month report and an issuer.
+"""Invoice document: plain values in reading order, made from a month report and an issuer.
 
-Pure: the same report and issuer give the same document, which `invoice_pdf.py` draws. Amounts are picos throughout; nothing is
-priced or rounded here. The issuer of a closed month is the one that its document was first written with (`letterheads`,
-append-only by a trigger), whatever the settings say later.
+Pure: the same report and issuer give the same document, which `invoice_pdf.py` draws. Amounts are
+picos throughout; nothing is priced or rounded here. A closed month keeps the issuer with which its
+document was first written (`letterheads`, append-only by a trigger), whatever the settings say
+later.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from metering.tenants.billing_profiles import BillingProfile
 
 @dataclass(frozen=True, slots=True)
 class Issuer:
-    """Who sends the invoice: what stands in its letterhead and at its foot. Without a name it is a statement, not an invoice.
+    """Sender of the invoice, for its letterhead and foot. Without a name the document is a
+    statement.
 
-    payment: how to pay, a line each. font, bold_font: TrueType files for names beyond Western European letters; None for Helvetica.
+    payment: payment instructions, one per line. font, bold_font: TrueType files for names beyond
+    Western European letters; None for Helvetica.
     """
 
     name: str = ""
@@ -43,9 +46,9 @@ class Issuer:
 
 @dataclass(frozen=True, slots=True)
 class TokenGroup:
-    """The lines of one model, each with the picos that it adds to the rounded total.
+    """Lines of one model, each with its picos in the rounded total.
 
-    late_month: the month of use, if it was closed when the usage was found.
+    late_month: the month of use, if it was closed before the usage was posted.
     """
 
     model: str
@@ -55,9 +58,10 @@ class TokenGroup:
 
 @dataclass(frozen=True, slots=True)
 class AmountLine:
-    """An amount with its reason: a discount of the plan, an adjustment, an applied credit. detail stands below it, smaller.
+    """An amount and its reason: a discount of the plan, an adjustment, an applied credit. detail:
+    small print below.
 
-    billed_picos: what it adds to the rounded total; None for what is no part of it.
+    billed_picos: its part of the rounded total; None if it is not part of it.
     """
 
     description: str
@@ -68,7 +72,9 @@ class AmountLine:
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """A row of the sums at the end. amount_picos: exact; None where `text` stands instead. strong: what is owed."""
+    """A row of the sums at the end. amount_picos: exact; None if `text` is shown. strong: the
+    amount owed.
+    """
 
     label: str
     amount_picos: int | None = None
@@ -80,9 +86,9 @@ class SummaryRow:
 class InvoiceDocument:
     """One invoice, draft or statement.
 
-    mark: a few words that must not be overlooked, on every page; empty on a final invoice. facts: label and text, beside the
-    customer. sections: amounts of one sort with their heading. summary ends with what is owed. customer_lines: address, tax id and
-    e-mail of the customer.
+    mark: warning on every page; empty on a final invoice. facts: label and text, beside the
+    customer. sections: amounts of one kind with their heading. summary: sums, the amount owed last.
+    customer_lines: address, tax id and e-mail of the customer.
     """
 
     title: str
@@ -101,7 +107,7 @@ class InvoiceDocument:
 
 
 def grouped(text: str) -> str:
-    """A decimal number as text with thousands separators before the point: `-1,234.5`."""
+    """Return a decimal number with thousands separators before the point: `-1,234.5`."""
     sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
     whole, point, fraction = digits.partition(".")
     assert len(fraction) <= PICO_DIGITS
@@ -109,7 +115,7 @@ def grouped(text: str) -> str:
 
 
 def shown_by_helvetica(character: str) -> bool:
-    """Whether one of PDF's built-in fonts has it: the letters of Western Europe."""
+    """Return whether PDF's built-in fonts have the character: the letters of Western Europe."""
     return character >= " " and character.encode("cp1252", errors="ignore") != b""
 
 
@@ -140,14 +146,16 @@ def invoice_document(report: MonthReport, issuer: Issuer) -> InvoiceDocument:
 
 
 def title(report: MonthReport, issuer: Issuer) -> str:
-    """An invoice has an issuer and a number; what lacks one of them is a statement of the same amounts."""
+    """Return the title: an invoice needs an issuer and a number, otherwise the document is a
+    statement.
+    """
     if report.closed is None:
         return "Draft invoice" if issuer.name else "Draft statement"
     return "Invoice" if issuer.name and report.closed.invoice_number else "Statement"
 
 
 def facts(report: MonthReport, number: str) -> Iterator[tuple[str, str]]:
-    """What stands beside the customer; the period comes first."""
+    """Yield the facts shown beside the customer, the period first."""
     begins, ends = month_bounds(report.month)
     yield "Billing period", f"{begins:%Y-%m-%d} to {ends - timedelta(days=1):%Y-%m-%d}"
     yield "Time zone", "UTC"
@@ -158,7 +166,7 @@ def facts(report: MonthReport, number: str) -> Iterator[tuple[str, str]]:
 
 
 def usage(report: MonthReport) -> Iterator[TokenGroup]:
-    """The lines by model, in the order of the report: the month's own usage first, then what came late."""
+    """Yield the lines by model, in the report's order: the month's own usage, then late usage."""
     groups: dict[tuple[str, str], list[tuple[ReportLine, int]]] = defaultdict(list)
     for line, billed_picos in zip(report.lines, report.rounded_parts_picos, strict=False):
         groups[line.late_month, line.model].append((line, billed_picos))
@@ -167,7 +175,7 @@ def usage(report: MonthReport) -> Iterator[TokenGroup]:
 
 
 def sections(report: MonthReport) -> Iterator[tuple[str, tuple[AmountLine, ...]]]:
-    """Plan, adjustments and credit, and beside them the credit notes, which are paid back apart."""
+    """Yield plan, adjustments and credit, then the credit notes, which are refunded separately."""
     headed: dict[str, list[AmountLine]] = {PLAN_HEADING: [], **{heading: [] for heading in HEADINGS.values()}}
     parts = report.rounded_parts_picos[len(report.lines) :]
     for charge, billed_picos in zip(report.charges, parts, strict=True):
@@ -188,7 +196,7 @@ def sections(report: MonthReport) -> Iterator[tuple[str, tuple[AmountLine, ...]]
 
 
 def summary(report: MonthReport) -> Iterator[SummaryRow]:
-    """From the exact sums to what is owed. Rows that say nothing are left out."""
+    """Yield the rows from the exact sums to the amount owed. Empty rows are left out."""
     late = sum(line.amount_picos for line in report.lines if line.late_month)
     yield SummaryRow("Usage", sum(line.amount_picos for line in report.lines) - late)
     if any(line.late_month for line in report.lines):
@@ -212,7 +220,7 @@ def summary(report: MonthReport) -> Iterator[SummaryRow]:
 def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
     counts, currency = report.request_counts, report.currency_code
     if not issuer.name:
-        yield "This is a statement and no invoice: no issuer is set. The operator sets one with WEIR_ISSUER_NAME."
+        yield "This is a statement, not an invoice: no issuer is set. The operator sets one with WEIR_ISSUER_NAME."
     if report.closed is None:
         yield "The month is not closed: amounts may change, and the total is what the invoice would be now."
     if report.unrated_event_count:
@@ -229,8 +237,8 @@ def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
         f"{counts.limited_count:,} ended by a limit, {counts.failed_count:,} failed. Tokens that were delivered are billed."
     )
     yield (
-        "Exact amounts are quantity times price. They are rounded once, in the total; the column at the right tells what each line "
-        "adds to it. Tokens are counted at the time they were settled, in UTC."
+        "Exact amounts are quantity times price. They are rounded once, in the total; the right column shows the part of each "
+        "line. Tokens are counted at the time they were settled, in UTC."
     )
     if any((report.credit.granted_picos, report.credit.expired_picos, report.credit.left_picos)):
         yield (
@@ -242,13 +250,8 @@ def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
         yield f"Root of the receipts of this month: {report.closed.receipts_root}"
 
 
-LETTERHEAD = (
-    "name",
-    "address",
-    "tax_id",
-    "contact",
-    "payment",
-)  # what of the issuer an invoice keeps; address and payment as lines
+# Stored fields; address and payment as lines.
+LETTERHEAD = ("name", "address", "tax_id", "contact", "payment")
 KEPT = text("""
 SELECT l.* FROM invoice_letterheads l JOIN invoices i ON i.id = l.invoice_id
 WHERE i.organization_id = :organization_id AND i.month = :month
@@ -261,10 +264,11 @@ ON CONFLICT DO NOTHING
 
 
 async def letterhead_of(session: AsyncSession, organization_id: uuid.UUID, month: str, issuer: Issuer) -> Issuer:
-    """The issuer on the documents of a month `YYYY-MM`, with the fonts of this one.
+    """Return the issuer on the documents of a month `YYYY-MM`, with the fonts of the one passed.
 
-    Of an invoice the kept one, or this one, which is kept from now on if it has a name; of a month without an invoice this one.
-    Never commits. Two who ask first at once get the same. Raises: InvalidValue for a bad month.
+    For an invoice this is the stored issuer; if there is none, the one passed is stored if it has a
+    name. For a month without an invoice it is the one passed. Concurrent first calls get the same
+    result. Never commits. Raises: InvalidValue for an invalid month.
     """
     of_month = {"organization_id": organization_id, "month": month_bounds(month)[0].date()}
     if issuer.name:

@@ -1,7 +1,8 @@
-"""Draws an `InvoiceDocument` as PDF: letterhead, table of lines with repeated head, sums, notes, page x of y.
+"""PDF rendering of an `InvoiceDocument`: letterhead, table with repeated head, sums, notes, page x
+of y.
 
-The same document gives the same bytes: no clock, no random ids. Only pagination is computed here. Run as a program it reads a
-pickled document from the process that started it, and writes the file.
+The same document gives the same bytes: no clock, no random ids. Only pagination is computed here.
+Run as a program it reads a pickled document from its parent process and writes the file.
 """
 
 from __future__ import annotations
@@ -63,30 +64,34 @@ PADDED = [
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """The two faces of a document, and what they can show."""
+    """The two faces of a document, and the characters that they can show."""
 
     regular: str
     bold: str
     shows: Callable[[str], bool]
 
     def text(self, text: str) -> str:
-        """Text for a paragraph: markup escaped, and a character that the font lacks written as its code point."""
+        """Return paragraph text: markup escaped, and characters missing in the font as their code
+        points.
+        """
         return escape("".join(each if self.shows(each) else f"[U+{ord(each):04X}]" for each in text))
 
     def style(self, size: float = 8.5, *, bold: bool = False, right: bool = False, color: Color = INK) -> ParagraphStyle:
-        """Of a paragraph, sizes in points."""
+        """Return a paragraph style; sizes in points."""
         name = f"{self.regular}-{size}-{bold}-{right}-{color.hexval()}"
         font = self.bold if bold else self.regular
         align: Literal[0, 2] = 2 if right else 0  # TA_RIGHT, TA_LEFT
         return ParagraphStyle(name, fontName=font, fontSize=size, leading=size * 1.32, textColor=color, alignment=align)
 
     def paragraph(self, text: str, size: float = 8.5, *, bold: bool = False, right: bool = False, color: Color = INK) -> Paragraph:
-        """A paragraph; long words are broken rather than let out of their column."""
+        """Return a paragraph; long words are broken instead of overflowing their column."""
         return Paragraph(self.text(text), self.style(size, bold=bold, right=right, color=color))
 
 
 def load_type(issuer: Issuer) -> Type:
-    """The issuer's fonts, or Helvetica. Raises: InvalidValue naming the file that is no TrueType font."""
+    """Return the issuer's fonts, or Helvetica. Raises: InvalidValue naming a file that is not a
+    TrueType font.
+    """
     if issuer.font is None:
         return Type("Helvetica", "Helvetica-Bold", shown_by_helvetica)
     faces = {"WeirRegular": issuer.font, "WeirBold": issuer.bold_font or issuer.font}
@@ -104,18 +109,21 @@ def load_type(issuer: Issuer) -> Type:
 def plain_table(
     rows: Sequence[Sequence[Any]], widths: Sequence[float], look: Sequence[tuple[Any, ...]], *, repeat: int = 0
 ) -> Table:
-    """A table without padding but for what `look` says."""
+    """Return a table without padding except where `look` sets it."""
     bare = [("LEFTPADDING", (0, 0), (-1, -1), 0), ("RIGHTPADDING", (0, 0), (-1, -1), 0)]
     bare += [("TOPPADDING", (0, 0), (-1, -1), 0), ("BOTTOMPADDING", (0, 0), (-1, -1), 0)]
     return Table(list(map(list, rows)), colWidths=list(widths), style=[*bare, *look], repeatRows=repeat, hAlign="LEFT")
 
 
-TOGETHER_LINES_MAX = 12  # lines of a model that stay on one page with its name; of more, each such part repeats the name
+# Lines of a model kept on one page with its name; each further part repeats the name.
+TOGETHER_LINES_MAX = 12
 COLUMNS = (27, 18, 12, 22, 24, 24, 28, 19)  # millimetres; they fill the width
 
 
 def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
-    """The table of usage: a heading per model with its sums, its lines below it, the head of the table on every page."""
+    """Yield the table of usage: a heading per model with its sums and lines; the head repeats on
+    every page.
+    """
     if not document.usage:
         yield type_.paragraph("No usage in this period.", 9, color=GREY)
         return
@@ -150,21 +158,23 @@ def sum_cells(name: str, of: Sequence[tuple[ReportLine, int]], places: Places, c
 
 
 def parts(usage: Sequence[TokenGroup]) -> Iterator[tuple[TokenGroup, int, tuple[tuple[ReportLine, int], ...]]]:
-    """Each group in runs that fit a page, with the index of the run."""
+    """Yield each group in runs that fit a page, with the index of the run."""
     for group in usage:
         for part, start in enumerate(range(0, len(group.lines), TOGETHER_LINES_MAX)):
             yield group, part, group.lines[start : start + TOGETHER_LINES_MAX]
 
 
 def heading(group: TokenGroup, part: int) -> str:
-    """The model, and the month of use if that was another one."""
+    """Return the model, with the month of use of late usage."""
     late = f"Late usage of {group.late_month} · " if group.late_month else ""
     return f"{late}{group.model}{' (continued)' if part else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Digits after the point in each column of exact numbers: as many as its finest number needs, so that points stand in line."""
+    """Fraction digits in each column of exact numbers: those of its finest number, so that points
+    align.
+    """
 
     million: int
     token: int
@@ -172,7 +182,7 @@ class Places:
 
 
 def decimal_places(document: InvoiceDocument) -> Places:
-    """What the lines of the usage need."""
+    """Return the fraction digits that the lines of the usage need."""
     of = [line for group in document.usage for line, _ in group.lines]
     amounts = [line.amount_picos for line in of]
     return Places(
@@ -183,12 +193,12 @@ def decimal_places(document: InvoiceDocument) -> Places:
 
 
 def needed(amounts: Iterable[int], currency: str) -> int:
-    """Digits after the point of the finest of some amounts."""
+    """Return the number of fraction digits of the finest amount."""
     return max(len(exact_text(picos, currency).partition(".")[2]) for picos in amounts)
 
 
 def aligned(picos: int, places: int) -> str:
-    """An exact amount with so many digits after the point, which it does not exceed."""
+    """Return an exact amount, padded to the number of fraction digits."""
     whole, _, fraction = exact_text(picos, "").partition(".")
     fraction = fraction.ljust(places, "0")[: max(places, len(fraction.rstrip("0")))]
     return grouped(f"{whole}.{fraction}" if fraction else whole)
@@ -209,7 +219,7 @@ def token_cells(line: ReportLine, billed_picos: int, places: Places, currency: s
 
 
 def sections(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
-    """Plan, adjustments, credits: each with its heading, which stays with its first lines."""
+    """Yield plan, adjustments and credits, each with a heading that stays with its first lines."""
     for heading, amounts in document.sections:
         yield CondPageBreak(24 * mm)
         yield section_table(heading, amounts, document.currency_code, type_)
@@ -217,7 +227,7 @@ def sections(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
 
 
 def section_table(heading: str, amounts: Sequence[AmountLine], currency: str, type_: Type) -> Table:
-    """Amounts with their reasons; the heading is repeated on the next page."""
+    """Return a table of amounts and reasons; the heading repeats on the next page."""
     rows: list[list[Any]] = [[type_.paragraph(heading, 8.5, bold=True), "", ""]]
     for line in amounts:
         reason = [type_.paragraph(line.description, 8)]
@@ -231,7 +241,7 @@ def section_table(heading: str, amounts: Sequence[AmountLine], currency: str, ty
 
 
 def closing(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
-    """The sums, what is owed last, then how to pay and the notes; the sums are never torn apart."""
+    """Yield the sums with the amount owed last, never split, then payment instructions and notes."""
     exact = [row.amount_picos for row in document.summary if row.amount_picos is not None and not row.strong]
     places = needed(exact, document.currency_code) if exact else 0
     rows = [summary_cells(row, places, document.currency_code, type_) for row in document.summary]
@@ -250,7 +260,9 @@ def closing(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
 
 
 def summary_cells(row: SummaryRow, places: int, currency: str, type_: Type) -> list[Any]:
-    """The cells of one sum; what is owed has the digits of a coin, the sums before it one number of them."""
+    """Return the cells of one sum: minor-unit digits for the amount owed, a common number for the
+    others.
+    """
     size = 10.5 if row.strong else 8.5
     text = row.text
     if row.amount_picos is not None:
@@ -259,13 +271,15 @@ def summary_cells(row: SummaryRow, places: int, currency: str, type_: Type) -> l
     return ["", label, type_.paragraph(f"{currency} {text}" if row.strong else text, size, bold=row.strong, right=True)]
 
 
-NICENESS = 10  # whoever waits for tokens goes first
-HEAD = 10 * mm  # kept free on later pages for the running head
-FOOT, BOTTOM = 10 * mm, 10 * mm  # for the foot of each page, and below it
+NICENESS = 10  # requests for tokens take precedence
+HEAD = 10 * mm  # reserved on later pages for the running head
+FOOT, BOTTOM = 10 * mm, 10 * mm  # height of the foot, and the margin below it
 
 
 def render_pdf(document: InvoiceDocument) -> bytes:
-    """The document as PDF 1.4, A4. Raises: InvalidValue if a font of the issuer cannot be used."""
+    """Return the document as PDF 1.4, A4. Raises: InvalidValue if a font of the issuer cannot be
+    used.
+    """
     type_ = load_type(document.issuer)
     target = io.BytesIO()
     template = BaseDocTemplate(
@@ -277,7 +291,7 @@ def render_pdf(document: InvoiceDocument) -> bytes:
         author=document.issuer.name,
         subject=f"{document.customer_name}, {document.currency_code}",
         creator="Weir",
-        invariant=1,  # no time of making and no random id in the file
+        invariant=1,  # no creation time and no random id in the file
         initialFontName=type_.regular,
     )
     first = Frame(MARGIN, BOTTOM + FOOT, WIDTH, A4[1] - MARGIN - BOTTOM - FOOT, 0, 0, 0, 0)
@@ -291,7 +305,9 @@ def render_pdf(document: InvoiceDocument) -> bytes:
 
 
 def numbered_canvas(document: InvoiceDocument, type_: Type) -> type[Canvas]:
-    """A canvas that holds its pages back until their number is known, and puts the foot under each."""
+    """Return a canvas class that buffers pages until their number is known, then draws the foot of
+    each.
+    """
 
     class Numbered(Canvas):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -313,7 +329,7 @@ def numbered_canvas(document: InvoiceDocument, type_: Type) -> type[Canvas]:
 
 
 def draw_foot(canvas: Canvas, document: InvoiceDocument, type_: Type, page: str) -> None:
-    """Who sends it, what must not be overlooked, and the page."""
+    """Draw the issuer, the mark and the page number."""
     canvas.saveState()
     canvas.setStrokeColor(RULE)
     canvas.setLineWidth(0.5)
@@ -328,7 +344,7 @@ def draw_foot(canvas: Canvas, document: InvoiceDocument, type_: Type, page: str)
 
 
 def running_head(document: InvoiceDocument, type_: Type) -> Callable[[Canvas, BaseDocTemplate], None]:
-    """What stands above the table on later pages: whose it is and which."""
+    """Return a function that draws the head of later pages: title, reference, customer and period."""
 
     def draw(canvas: Canvas, _: BaseDocTemplate) -> None:
         text = " · ".join(filter(None, (document.title, document.reference, document.customer_name, document.facts[0][1])))
@@ -340,7 +356,7 @@ def running_head(document: InvoiceDocument, type_: Type) -> Callable[[Canvas, Ba
 
 
 def letterhead(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
-    """The issuer at the left, what this is at the right."""
+    """Yield the issuer at the left and the title at the right."""
     issuer = document.issuer
     left = [type_.paragraph(issuer.name, 13, bold=True)] if issuer.name else []
     left += [type_.paragraph(each, 8.5, color=GREY) for each in (*issuer.address, issuer.contact) if each]
@@ -353,7 +369,7 @@ def letterhead(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
 
 
 def parties(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
-    """The customer at the left, period, time zone and currency at the right."""
+    """Yield the customer at the left, and period, time zone and currency at the right."""
     customer = [
         type_.paragraph("Billed to", 7.5, color=GREY),
         type_.paragraph(document.customer_name, 11, bold=True),
@@ -368,7 +384,7 @@ def parties(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
 
 
 def main() -> None:
-    """Draw for the process that started this one, at a priority below its own."""
+    """Render the parent process's document at a lower priority."""
     os.nice(NICENESS)
     document = pickle.load(sys.stdin.buffer)
     assert isinstance(document, InvoiceDocument)

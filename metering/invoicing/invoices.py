@@ -1,8 +1,9 @@
-"""Invoices: their lines and totals, and writing and reading them.
+"""Invoices: lines and totals, writing and reading.
 
-An invoice is made of a month's report, line by line in its order. Each line has its exact amount, and beside it the whole minor
-units that the customer pays for it. All tables are append-only, by triggers; only `document_series` counts on: the next number is
-drawn in the transaction that uses it and given back if that fails, so numbers have no gaps. Functions never commit.
+An invoice is made from a month's report, line by line in its order. Each line has its exact amount
+and the whole minor units that the customer pays for it. All tables are append-only, by triggers;
+only `document_series` counts: a number is drawn in the transaction that uses it and returned if
+that fails, so numbers have no gaps. Functions never commit.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from metering.invoicing.month_report import MonthReport, ReportLine
 from metering.ledger.ledger import month_text
 from metering.plans.plans import LineKind
 
-TOKENS_PER_PRICE = 10**6  # prices are told per million tokens, as they are set
+TOKENS_PER_PRICE = 10**6  # prices are set and shown per million tokens
 
 
 class Series(StrEnum):
-    """A row of numbers without gaps, by the prefix of its documents."""
+    """A gapless series of document numbers; the value is their prefix."""
 
     INVOICE = "INV"
     CREDIT_NOTE = "CN"
@@ -37,7 +38,7 @@ class Series(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InvoiceLine:
-    """One line. exact_picos: before rounding; amount_picos: in whole minor units, what the customer pays."""
+    """One line. exact_picos: before rounding; amount_picos: payable amount in whole minor units."""
 
     kind: LineKind
     description: str
@@ -54,7 +55,9 @@ class InvoiceLine:
 
 @dataclass(frozen=True, slots=True)
 class Invoice:
-    """What a customer owes for a month. Picos; total = exact + carried in - carried out, and the sum of the lines' amounts."""
+    """Amount owed for a month, in picos; total = exact + carried in - carried out = sum of the
+    lines' amounts.
+    """
 
     number: str
     organization_id: uuid.UUID
@@ -72,7 +75,7 @@ class Invoice:
 
 
 def document_number(series: Series, ordinal: int) -> str:
-    """`INV-000001`: the ordinal has at least six digits, so that numbers sort as text for long enough."""
+    """Return a number such as `INV-000001`: with at least six digits, so that numbers sort as text."""
     return f"{series}-{ordinal:06d}"
 
 
@@ -95,7 +98,7 @@ def invoice_lines(report: MonthReport) -> tuple[InvoiceLine, ...]:
 
 
 def usage_description(line: ReportLine, currency_code: str) -> str:
-    """A line of usage in words: `late usage of 2026-10: demo, output tokens, USD 0.60 per million (price 3)`."""
+    """Describe usage: `late usage of 2026-10: demo, output tokens, USD 0.60 per million (price 3)`."""
     late = f"late usage of {line.late_month}: " if line.late_month else ""
     price = exact_text(line.unit_price_picos * TOKENS_PER_PRICE, currency_code)
     tier = "" if line.tier is ServiceTier.INTERACTIVE else f"{line.tier} "
@@ -118,12 +121,15 @@ WHERE a.invoice_id = :invoice_id AND d.approved
 
 
 async def draw_number(session: AsyncSession, series: Series) -> tuple[int, str]:
-    """The next ordinal and number. Whoever else draws one waits until this transaction ends: draw late in it."""
+    """Return the next ordinal and number. Blocks other draws until the transaction ends, so draw
+    late.
+    """
     ordinal: int = (await session.execute(NUMBER, {"series": series})).scalar_one()
     return ordinal, document_number(series, ordinal)
 
 
-# One statement for all lines: a trigger sees that they add up to the invoice. One parameter, since a statement has 65,535 at most.
+# One statement for all lines: a trigger checks their sum. One parameter, since a statement has
+# 65,535 at most.
 WRITE_LINES = text("INSERT INTO invoice_lines SELECT * FROM jsonb_populate_recordset(NULL::invoice_lines, CAST(:lines AS jsonb))")
 
 
@@ -138,7 +144,7 @@ async def write_invoice(
     issued_at: datetime,
     issued_by: str,
 ) -> None:
-    """The rows of a month's invoice, as its report tells it."""
+    """Insert the rows of a month's invoice from its report."""
     lines = invoice_lines(report)
     row = {
         "id": invoice_id,
@@ -168,19 +174,21 @@ def _line_values(invoice_id: uuid.UUID, position: int, line: InvoiceLine) -> dic
 
 
 async def find_invoice_row(session: AsyncSession, number: str) -> Row[Any]:
-    """By its number. Raises: NotFound."""
+    """Return an invoice's row by its number. Raises: NotFound."""
     if (row := (await session.execute(OF_NUMBER, {"number": number})).one_or_none()) is None:
         raise NotFound("invoice", number)
     return row
 
 
 async def invoice_of_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> Row[Any] | None:
-    """The invoice of a closed month; None where there was nothing to invoice, or the month is not closed."""
+    """Return the invoice of a closed month; None if there was nothing to invoice or the month is
+    open.
+    """
     return (await session.execute(OF_MONTH, {"organization_id": organization_id, "month": month})).one_or_none()
 
 
 async def read_invoice(session: AsyncSession, row: Row[Any]) -> Invoice:
-    """The whole invoice, with what credit notes have given back of it."""
+    """Return the whole invoice with the sum of its credit notes."""
     lines, credited = await read_lines(session, row.id), await credited_picos(session, row.id)
     return record_of(Invoice, row, month=month_text(row.month), lines=lines, credited_picos=credited)
 
@@ -190,5 +198,5 @@ async def read_lines(session: AsyncSession, invoice_id: uuid.UUID) -> tuple[Invo
 
 
 async def credited_picos(session: AsyncSession, invoice_id: uuid.UUID) -> int:
-    """The sum of an invoice's approved credit notes."""
+    """Return the sum of an invoice's approved credit notes."""
     return int((await session.execute(CREDITED, {"invoice_id": invoice_id})).scalar_one())

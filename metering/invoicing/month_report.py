@@ -1,7 +1,7 @@
-"""The month of a customer as a value: its usage, its charges and what it owes; as JSON and as CSV. Pure.
+"""Month report of a customer: usage, charges and the amount owed; as JSON and as CSV. Pure.
 
-`months.py` reads it from the ledger, `invoices.py` makes an invoice of it. The same report gives the same bytes, in the
-format version that the report names.
+`months.py` reads it from the ledger, `invoices.py` makes an invoice of it. The same report gives
+the same bytes, in the format version that it names.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from metering.core.money import exact_text, round_parts
 from metering.plans.plans import Charge
 from metering.tenants.billing_profiles import BillingProfile
 
-REPORT_FORMAT = 2  # 1: until months could be closed. A closed month is written in the format of its close, for ever
+REPORT_FORMAT = 2  # 1: before months could be closed. A closed month keeps the format of its close
 TAX_NOTE = "tax not included"
 
 
 @dataclass(frozen=True, slots=True)
 class ReportLine:
-    """Tokens of one kind, of one model, at one price. `cancelled_token_count` of the `token_count` are of cancelled requests.
+    """Tokens of one kind, model and price. cancelled_token_count: those of cancelled requests.
 
-    late_month: the month `YYYY-MM` of the use, where that was closed before the usage was posted; else empty.
+    late_month: the month `YYYY-MM` of use, if it was closed before the usage was posted; otherwise
+    empty.
     """
 
     model: str
@@ -47,7 +48,7 @@ class ReportLine:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Requests that used something, by how they ended."""
+    """Number of requests with usage, by outcome."""
 
     total_count: int
     completed_count: int
@@ -58,7 +59,7 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
-    """Tokens of all kinds: in usage events, in the ledger, and in events that are still to be rated."""
+    """Tokens of all kinds: in usage events, in the ledger, and in events not yet rated."""
 
     usage_token_count: int
     ledger_token_count: int
@@ -66,13 +67,13 @@ class Reconciliation:
 
     @property
     def balanced(self) -> bool:
-        """Whether every token used is in the ledger or about to be."""
+        """True if every token used is in the ledger or waits for rating."""
         return self.usage_token_count == self.ledger_token_count + self.unrated_token_count
 
 
 @dataclass(frozen=True, slots=True)
 class CreditNoteIssued:
-    """A credit note of the month. It stands beside the invoice: its amount, above zero, is given back and in no invoice's total."""
+    """A credit note of the month. Its amount, above zero, is refunded and is in no invoice's total."""
 
     number: str
     invoice_number: str
@@ -82,7 +83,9 @@ class CreditNoteIssued:
 
 @dataclass(frozen=True, slots=True)
 class PrepaidCredit:
-    """Prepaid credit of the month in picos: granted and expired in it, and left at its end. What was spent is among the charges."""
+    """Prepaid credit of the month in picos: granted, expired, and left at its end. Charges include
+    the spent part.
+    """
 
     granted_picos: int = 0
     expired_picos: int = 0
@@ -91,7 +94,9 @@ class PrepaidCredit:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """How a month was closed. invoice_number: empty where there was nothing to invoice. receipts_root: of its receipts, if any."""
+    """Close of a month. invoice_number: empty if nothing was invoiced. receipts_root: of its
+    receipts, if any.
+    """
 
     closed_at: datetime
     closed_by: str
@@ -101,10 +106,12 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class MonthReport:
-    """One calendar month (UTC) of one organization. Lines are sorted by month of use, model, price version and kind of token.
+    """One calendar month (UTC) of one organization. Lines are sorted by month of use, model, price
+    and token kind.
 
-    Of a month that is not closed it tells what the invoice would be now. carried_in_picos: what rounding left of the months before.
-    billing_profile: addressee of the documents; of a closed month as it was at the close.
+    For an open month it shows the invoice as it would be now. carried_in_picos: rounding carried
+    from previous months. billing_profile: addressee of the documents; for a closed month as of the
+    close.
     """
 
     organization_name: str
@@ -125,12 +132,12 @@ class MonthReport:
 
     @property
     def state(self) -> str:
-        """`closed`, or `open`: its numbers may change."""
+        """`closed`, or `open` if its numbers may change."""
         return "open" if self.closed is None else "closed"
 
     @property
     def total_picos(self) -> int:
-        """Sum of lines and charges, exact."""
+        """Exact sum of lines and charges."""
         return sum(self._amounts())
 
     @property
@@ -140,12 +147,14 @@ class MonthReport:
 
     @property
     def total_rounded_picos(self) -> int:
-        """What is owed: the total and what was carried, in whole minor units of the currency, rounded once."""
+        """Amount owed: total and carried rounding, in whole minor units of the currency, rounded
+        once.
+        """
         return sum(self.rounded_parts_picos)
 
     @property
     def carried_out_picos(self) -> int:
-        """What the rounding leaves for the next month."""
+        """Rounding carried to the next month."""
         return round_parts(self._amounts(), self.carried_in_picos, self.currency_code)[1]
 
     def _amounts(self) -> list[int]:
@@ -186,19 +195,19 @@ class Digests:
 
 
 def digests(report: MonthReport) -> Digests:
-    """Of the report as it is written now, as UTF-8."""
+    """Return the digests of the report as it is written now, in UTF-8."""
     json_sha256, csv_sha256 = (hashlib.sha256(text.encode()).digest() for text in (to_json(report), to_csv(report)))
     return Digests(json_sha256, csv_sha256)
 
 
 def check_format(report: MonthReport) -> None:
-    """Raises: InvalidValue for a version that is not known here."""
+    """Raise InvalidValue for a version unknown to this release."""
     if report.format_version != REPORT_FORMAT:
-        raise InvalidValue("report_format", f"version {report.format_version} is not known to this release: use a later one")
+        raise InvalidValue("report_format", f"version {report.format_version} is unknown to this release: use a later one")
 
 
 def to_json(report: MonthReport) -> str:
-    """The whole report. Amounts are exact decimal strings in units of the currency."""
+    """Return the whole report. Amounts are exact decimal strings in units of the currency."""
     check_format(report)
     parts = iter(report.rounded_parts_picos)
     document = {
@@ -233,7 +242,7 @@ def to_json(report: MonthReport) -> str:
 
 
 def identity(report: MonthReport) -> dict[str, Any]:
-    """Which month of whom it is, in what format."""
+    """Return format, organization, month, currency and state."""
     return {
         "report_format": report.format_version,
         "organization_name": report.organization_name,
@@ -246,7 +255,7 @@ def identity(report: MonthReport) -> dict[str, Any]:
 
 
 def closing_facts(report: MonthReport) -> dict[str, str | None]:
-    """Who closed it and when, and what number the invoice has; all null of a month that is not closed."""
+    """Return who closed the month and when, and its invoice number; all null for an open month."""
     closed = report.closed
     return {
         "closed_at": None if closed is None else time_text(closed.closed_at),
@@ -286,10 +295,11 @@ def charge_fields(report: MonthReport, charge: Charge, rounded_picos: int) -> di
 
 
 def to_csv(report: MonthReport) -> str:
-    """RFC 4180 with a header. Rows `usage` and `late_usage` are the lines, then come the charges by their kind, then the sums.
+    """Return RFC 4180 CSV with a header: `usage` and `late_usage` rows, charges by kind, then sums.
 
-    `total` is the exact sum, `carried_in` and `carried_out` what rounding takes over and passes on, `total_rounded` what is owed.
-    `credit_note` and `prepaid_credit_…` tell what stands beside the invoice. Nothing else is to be added up.
+    `total` is the exact sum, `carried_in` and `carried_out` are carried rounding, `total_rounded`
+    is the amount owed. `credit_note` and `prepaid_credit_…` rows are informational and not part of
+    any sum.
     """
     check_format(report)
     text_file = io.StringIO()
@@ -332,7 +342,7 @@ def _csv_rows(report: MonthReport) -> Iterator[dict[str, Any]]:
 
 
 def time_text(moment: datetime) -> str:
-    """ISO 8601 in UTC with `Z`."""
+    """Return a time as ISO 8601 in UTC with `Z`."""
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 

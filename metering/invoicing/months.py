@@ -1,11 +1,12 @@
-"""The months of a customer: what each says, where it stands, and whether a closed one is still what its close froze.
+"""Months of a customer: reports, states, and verification of closed ones. Reads only.
 
-Reads only. Verification makes the report again from the ledger and compares four things: the documents with their digests, the
-receipts with their root, the invoice's lines with the report's, and what the month posted to the customer's account with what was
-invoiced.
+Verification builds the report again from the ledger and compares four things: the documents with
+their digests, the receipts with their root, the invoice's lines with the report's, and the month's
+postings to the customer's account with the invoiced amount.
 
-Amounts come from the ledger, never from today's prices. While a month is open, its plan, adjustments and prepaid credit are
-worked out here; of a closed month they are the lines of its invoice."""
+Amounts come from the ledger, never from today's prices. Plan, adjustments and prepaid credit of an
+open month are computed here; those of a closed month are the lines of its invoice.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ SELECT c.*, b.closed_at, b.closed_by FROM month_closings c JOIN billing_months b
 WHERE organization_id = :organization_id AND month = :month
 """)
 ALL_CLOSED = text("SELECT organization_id, month FROM month_closings ORDER BY month, organization_id")
-# Postings by hand, but for those of credit notes, which are documents of their own.
+# Manual postings, except those of credit notes, which are documents of their own.
 ADJUSTMENTS = text(f"""
 SELECT t.id, t.source_id, coalesce('adjustment: ' || a.reason, t.description) AS description, sum(e.amount_picos) AS amount_picos
 FROM ledger_transactions t
@@ -84,9 +85,11 @@ WHERE c.organization_id = :organization_id AND c.kind = '{AccountKind.PREPAID_CR
 async def draft_charges(
     session: AsyncSession, organization_id: uuid.UUID, month: date, lines: Sequence[ReportLine]
 ) -> tuple[Charge, ...]:
-    """The charges as they are now, in the order of the invoice: plan, adjustments, then the credit that pays what is due.
+    """Return the present charges in the order of the invoice: plan, adjustments, then the credit
+    applied.
 
-    The plan acts on late usage too. Adjustments come in the order of posting, credit by grants: those that end first, first.
+    The plan applies to late usage too. Adjustments are in the order of posting, credit grants by
+    earliest end.
     """
     versions = select(PriceVersion).where(PriceVersion.id.in_({line.price_version for line in lines}))
     begins = {version.id: version.effective_at for version in await session.scalars(versions)}
@@ -105,7 +108,7 @@ async def draft_charges(
 
 
 async def prepaid_credit_of(session: AsyncSession, organization_id: uuid.UUID, month: date) -> PrepaidCredit:
-    """Prepaid credit as posted: granted and expired in a month, and left at its end."""
+    """Return the posted prepaid credit: granted and expired in a month, and left at its end."""
     row = (await session.execute(PREPAID, {"organization_id": organization_id, "month": month})).one()
     return PrepaidCredit(int(row.granted_picos), int(row.expired_picos), int(row.left_picos))
 
@@ -119,11 +122,11 @@ FAILED = (Outcome.FAILED,)
 
 
 def _of(row: str, count: str) -> str:
-    """SQL of an event's tokens, as columns of one of two events."""
+    """Return SQL of an event's tokens, as columns of one of two events."""
     return re.sub(r"[a-z_]+", lambda column: f"{row}.{column[0]}", count)
 
 
-LONG_READ_S = 300.0  # some ten million events; one takes a few microseconds
+LONG_READ_S = 300.0  # for some ten million events, at a few microseconds each
 LONG_STATEMENTS = text(f"SET LOCAL statement_timeout = '{LONG_READ_S:.0f}s'")
 MONTH_OF = "CAST(date_trunc('month', {}, 'UTC') AS date)"
 UNIT_PRICES = " ".join(f"WHEN '{kind}' THEN p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items())
@@ -138,9 +141,10 @@ BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, request_coun
 BOTH_HAVE = ", ".join(
     f"('{kind}', {_of('first', count)} > 0 AND {_of('second', count)} > 0)" for kind, (count, _) in COUNTS_OF_EVENT.items()
 )
-# One statement, so that all numbers are of one moment: rating may go on meanwhile. Tokens and amounts are the ledger's; how many
-# requests they were of, and how those ended, is told by the events that point to its transactions. Events are read once, into sums.
-# A request whose part 1 adds to what its part 0 has of a kind is counted once.
+# One statement, so that all numbers are of one time: rating may continue meanwhile. Tokens and
+# amounts come from the ledger; the number of requests and their outcomes come from the events that
+# refer to its transactions. Events are read once, into sums. A request whose parts 0 and 1 both
+# have tokens of a kind is counted once.
 MONTH = text(f"""
 WITH transactions AS MATERIALIZED (
     SELECT id, effective_at, {MONTH_OF.format("effective_at")} AS usage_month FROM ledger_transactions
@@ -196,20 +200,25 @@ SELECT used.*, lines.* FROM used LEFT JOIN lines ON true
 
 
 async def read_patiently(session: AsyncSession) -> None:
-    """Let the statements of this transaction take minutes: for reading a month of millions of events. Inside `patience`."""
+    """Raise this transaction's statement timeout to minutes, for months of millions of events. Use
+    in `patience`.
+    """
     await session.execute(LONG_STATEMENTS)
 
 
 async def month_report(session: AsyncSession, *, organization: str, month: str) -> MonthReport:
-    """The report of an organization, given by name or id, for a month `YYYY-MM`. Raises: NotFound, InvalidValue."""
+    """Return an organization's report of a month `YYYY-MM`. organization: name or id. Raises:
+    NotFound, InvalidValue.
+    """
     begins, _ = month_bounds(month)
     return await read_month(session, await find_organization(session, organization), begins.date())
 
 
 async def read_month(session: AsyncSession, owner: Organization, month: date, *, to_close: bool = False) -> MonthReport:
-    """The report of a month, by its first day. Of a closed one it is made of what cannot change, and always the same.
+    """Return the report of a month, given by its first day. A closed one is read from immutable
+    data only.
 
-    to_close: as the close sees it, which leaves what is not rated to the next month.
+    to_close: as a close sees it, which leaves unrated usage to the next month.
     """
     of_month = {"organization_id": owner.id, "month": month}
     closing = (await session.execute(CLOSING, of_month)).one_or_none()
@@ -240,13 +249,14 @@ async def read_month(session: AsyncSession, owner: Organization, month: date, *,
         report,
         charges=charges,
         credit=credit,
-        carried_in_picos=int((await session.execute(CARRIED, of_month)).scalar_one()),  # which closes alone post to
+        # Posted by closes only.
+        carried_in_picos=int((await session.execute(CARRIED, of_month)).scalar_one()),
         billing_profile=await billing_profile(session, owner.id),
     )
 
 
 async def _as_closed(session: AsyncSession, report: MonthReport, closing: Row[Any]) -> MonthReport:
-    """With what the close has frozen in place of what may have changed since."""
+    """Return the report with values frozen by the close in place of those that may have changed."""
     invoice = await invoice_of_month(session, closing.organization_id, closing.month)
     lines = () if invoice is None else await read_lines(session, invoice.id)
     return replace(
@@ -264,7 +274,9 @@ async def _as_closed(session: AsyncSession, report: MonthReport, closing: Row[An
 async def _usage(
     session: AsyncSession, owner: Organization, month: date, *, with_unrated: bool
 ) -> tuple[tuple[ReportLine, ...], Row[Any]]:
-    """The lines of a month, and the numbers beside them. Raises: InvariantViolated for postings in another currency."""
+    """Return the lines and counts of a month. Raises: InvariantViolated for postings in another
+    currency.
+    """
     begins, ends = month_bounds(month_text(month))
     parameters = {
         "organization_id": owner.id,
@@ -281,7 +293,7 @@ async def _usage(
     lines = []
     for row in rows:
         if row.model is None:
-            continue  # nothing is posted: the row is there for the counts
+            continue  # no postings: the row holds the counts only
         if row.currency_code != owner.currency_code:
             raise InvariantViolated(
                 f"organization {owner.name} has postings in {row.currency_code}: it is billed in {owner.currency_code}"
@@ -292,7 +304,8 @@ async def _usage(
     return tuple(lines), rows[0]
 
 
-# From the first month with anything in it to the present one. A month before a closed one is closed with it.
+# From the first month with any content to the present one. A month before a closed one is closed
+# with it.
 MONTHS = text("""
 WITH known AS (
     SELECT min(month) AS first, max(month) AS last FROM (
@@ -317,7 +330,9 @@ ORDER BY 1 DESC
 
 @dataclass(frozen=True, slots=True)
 class MonthEntry:
-    """Where one month stands. Digests in hexadecimal. total_picos: of the invoice; None where there is none."""
+    """State of one month. Digests are hexadecimal. total_picos: of the invoice; None if there is
+    none.
+    """
 
     organization_id: uuid.UUID
     organization_name: str
@@ -337,12 +352,12 @@ class MonthEntry:
 
 
 async def list_months(session: AsyncSession, organization: Organization) -> list[MonthEntry]:
-    """All of an organization's, the latest first."""
+    """Return all months of an organization, the latest first."""
     return await _read(session, organization, None)
 
 
 async def month_entry(session: AsyncSession, organization: Organization, month: str) -> MonthEntry:
-    """One month `YYYY-MM`, whether there is anything in it or not. Raises: InvalidValue."""
+    """Return one month `YYYY-MM`, even if it is empty. Raises: InvalidValue."""
     return (await _read(session, organization, month_of(month_bounds(month)[0].date())))[0]
 
 
@@ -373,7 +388,9 @@ WHERE t.organization_id = :organization_id AND t.billing_month = :month
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What a month's report is today. differences: from its close, in words; none if it is reproduced."""
+    """Result of a verification. differences: descriptions of differences from the close; empty if
+    reproduced.
+    """
 
     report: MonthReport
     digests: Digests
@@ -381,7 +398,7 @@ class Verification:
 
 
 async def changed_months(session: AsyncSession) -> AsyncIterator[tuple[str, str, str]]:
-    """Of every closed month, what is not as it was closed: name of the organization, month, and what differs in words."""
+    """Yield each difference of a closed month: organization name, month and description."""
     for organization_id, month in (await session.execute(ALL_CLOSED)).all():
         owner = await session.get_one(Organization, organization_id)
         for difference in (await verify_month(session, owner, month_text(month))).differences:
@@ -389,33 +406,35 @@ async def changed_months(session: AsyncSession) -> AsyncIterator[tuple[str, str,
 
 
 async def verify_month(session: AsyncSession, organization: Organization, month: str) -> Verification:
-    """Compare a month `YYYY-MM`. Raises: InvalidValue, MonthOpen."""
+    """Compare a month `YYYY-MM` with its close. Raises: InvalidValue, MonthOpen."""
     first_day = month_of(month_bounds(month)[0].date())
     closing = (await session.execute(CLOSING, {"organization_id": organization.id, "month": first_day})).one_or_none()
     if closing is None:
-        raise MonthOpen(f"{month} of {organization.name} is not closed: there is nothing to compare it with")
+        raise MonthOpen(f"{month} of {organization.name} is not closed: there is no close to compare it with")
     await read_patiently(session)
     with patience(LONG_READ_S):
         report = await read_month(session, organization, first_day)
-    found = digests(report)
+    recomputed = digests(report)
     differences: list[str] = []
     for name, now, then in (
-        ("JSON", found.json_sha256, closing.json_sha256),
-        ("CSV", found.csv_sha256, closing.csv_sha256),
+        ("JSON", recomputed.json_sha256, closing.json_sha256),
+        ("CSV", recomputed.csv_sha256, closing.csv_sha256),
     ):
         if now != then:
             differences.append(f"the report as {name} has the SHA-256 {now.hex()}, and had {then.hex()} at its close")
     invoice = await invoice_of_month(session, organization.id, first_day)
     lines = () if invoice is None else await read_lines(session, invoice.id)
     if lines != invoice_lines(report):
-        differences.append("the lines of the invoice are not those of the report")
+        differences.append("the lines of the invoice differ from those of the report")
     root = (await month_root(session, organization.id, first_day)).hex()
     if closing.receipts_root and root != closing.receipts_root:
         differences.append(f"the root of the receipts is {root}, and was {closing.receipts_root} at the close")
-    given_back = sum(note.amount_picos for note in report.credit_notes)
+    refunded = sum(note.amount_picos for note in report.credit_notes)
     owed = int((await session.execute(OWED, {"organization_id": organization.id, "month": first_day})).scalar_one())
-    if owed != report.total_rounded_picos - given_back:
-        told = exact_text(report.total_rounded_picos - given_back, report.currency_code)
+    if owed != report.total_rounded_picos - refunded:
+        invoiced = exact_text(report.total_rounded_picos - refunded, report.currency_code)
         posted = exact_text(owed, report.currency_code)
-        differences.append(f"the ledger has {posted} on the customer's account for the month, the invoice and credit notes {told}")
-    return Verification(report, found, tuple(differences))
+        differences.append(
+            f"the ledger has {posted} on the customer's account for the month, the invoice and credit notes {invoiced}"
+        )
+    return Verification(report, recomputed, tuple(differences))

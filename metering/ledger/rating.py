@@ -313,7 +313,7 @@ async def why_not(session: AsyncSession, organization_id: uuid.UUID, found: Miss
     if row.organization_id != organization_id or row.is_credit_note:
         return f"adjustment {number} is another customer's, or a credit note"
     if not row.approved:
-        return f"adjustment {number} is not approved: somebody else has to approve it"
+        return f"adjustment {number} is not approved: another person has to approve it"
     if row.is_used:
         return f"adjustment {number} has corrected other usage already"
     if row.amount_picos != found.right_picos:

@@ -108,7 +108,7 @@ async def test_a_month_is_closed_proved_and_corrected_by_commands(finance: Finan
     rejected = await finance.weir("adjustment", "reject", less["adjustment_id"])
     notes = await finance.weir("credit-note", "list", *org)
 
-    assert "somebody else has to approve it" in own
+    assert "another person has to approve it" in own
     assert "credit note CN-" in approved
     assert "rejected" in rejected
     assert "an outage" in notes

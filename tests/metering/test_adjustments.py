@@ -82,7 +82,7 @@ async def posted(world: ClosingWorld) -> tuple[object, ...]:
 async def test_nobody_approves_what_he_proposed_and_it_is_posted_once(world: ClosingWorld) -> None:
     adjustment = await proposed(world, -7)
 
-    with pytest.raises(ApprovalRefused, match="somebody else"):
+    with pytest.raises(ApprovalRefused, match="another person"):
         await decided(world, adjustment, "ann")
     assert await posted(world) == (0, 0)
     first = await decided(world, adjustment, "bob")

@@ -157,7 +157,7 @@ async def test_a_batch_that_is_invoiced_by_an_item_is_not_sent_again(
     async with sessions() as session:
         batch_id = await session.scalar(text("SELECT id FROM meter_batches"))
 
-    with pytest.raises(InvalidValue, match="invoiced twice"):
+    with pytest.raises(InvalidValue, match="invoice it twice"):
         await resend(sessions, gateway, batch_id)
 
 

@@ -338,7 +338,7 @@ async def test_what_is_settled_cannot_be_changed_and_each_planted_fault_is_seen(
 
 
 def test_a_bad_setting_is_refused_by_name() -> None:
-    with pytest.raises(InvalidValue, match="give close or stripe"):
+    with pytest.raises(InvalidValue, match="must be close or stripe"):
         stripe_settings({"STRIPE_API_KEY": "sk_test_1", "WEIR_STRIPE_FINALIZE": "never"})
 
 

@@ -447,7 +447,7 @@ async def test_a_cancellation_whose_answer_is_lost_is_repeated_or_left_to_a_pers
 ) -> None:
     batch, *_ = await delivered(sessions, gateway, customer, price)
     double.lose_cancellations = 1
-    with pytest.raises(StripeFailed, match="not taken back"):
+    with pytest.raises(StripeFailed, match="not cancelled"):
         await resend(sessions, gateway, batch)
     in_between = await states(sessions)
     if forgotten:
