@@ -141,9 +141,7 @@ async def _misstated(session: AsyncSession, organization_id: uuid.UUID, ends: da
     refused = await why_not(session, organization_id, usage, correcting) if correcting else ""
     if correcting and not refused:
         return []
-    reason = (
-        f"{len(usage.ids)} usage events have a cost that differs from their tokens: {named([str(each) for each in usage.ids])}"
-    )
+    reason = f"{len(usage.ids)} usage events have a cost that differs from their tokens: {named([str(each) for each in usage.ids])}"
     remedy = (
         f"{refused}; " if refused else ""
     ) + f"find the cause; then charge {usage.right_cost}, the cost of the tokens, by an adjustment that another person approves"

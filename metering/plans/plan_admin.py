@@ -1,7 +1,9 @@
-"""Plans and their assignments: versions of rules, stored as JSON, and the plan of an organization from a month on.
+"""Plans and their assignments: versioned rules, stored as JSON, and an organization's plan from a
+month on.
 
-Neither is ever changed. For a close, the rules of `plan_in_force` are what `plans.plan_lines` needs. Functions
-take a session and never commit; every change writes the audit log. Months are given by their first day.
+Neither is ever changed. A close passes the rules of `plan_in_force` to `plans.plan_lines`.
+Functions take a session and never commit; every change writes the audit log. Months are represented
+by their first day.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from metering.ledger.ledger import MonthState, current_month, month_of, share_la
 from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
 from metering.tenants.tenants import checked_name, find_organization
 
-# Rules of a plan, as `rules_document` writes them. Another set of rules is another version.
+# Rules of a plan, as `rules_document` writes them. Other rules are another version.
 PLANS = text("""
 SELECT * FROM plan_versions WHERE :id IN (0, id) AND :name IN ('', name) AND :version IN (0, version) ORDER BY name, version DESC
 """)
@@ -33,7 +35,8 @@ LAST_CLOSED = text(f"""
 SELECT max(month) FROM billing_months WHERE organization_id = :organization_id AND month >= :month
 AND state IN ('{MonthState.CLOSING}', '{MonthState.CLOSED}')
 """)
-# Which plan an organization has from a month on, until the next one; none for no plan. Of two for a month the later counts.
+# An organization's plan from a month until the next assignment; NULL for no plan. The latest row of
+# a month counts.
 ASSIGNED = text("""
 SELECT DISTINCT ON (organization_id, first_month) * FROM plan_assignments
 WHERE CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_id ORDER BY organization_id, first_month, id DESC
@@ -41,7 +44,9 @@ WHERE CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_
 
 
 class PrepaidOrganization(Base):
-    """An organization that pays in advance: which quota keeps it to its credit, and for which month that was last worked out."""
+    """A prepaid organization: the quota that enforces its credit, and the month of its last
+    refresh.
+    """
 
     __tablename__ = "prepaid_organizations"
 
@@ -54,7 +59,7 @@ Document = dict[str, Any]
 
 
 def rules_document(rules: PlanRules) -> Document:
-    """The rules, each in a fixed order: the same rules are the same document, however they were given."""
+    """Return the rules in a fixed order, so that equal rules give equal documents."""
     return {
         "allowances": [
             asdict(each.selector) | {"token_count": each.token_count}
@@ -114,9 +119,11 @@ class Assignment:
 async def create_plan(
     session: AsyncSession, *, name: str, currency_code: str = "USD", rules: PlanRules, actor: str
 ) -> tuple[Plan, bool]:
-    """A plan, or the next version of one; and whether its latest version says the same, which is then answered.
+    """Return a plan or its next version, and whether its latest version has the same rules and was
+    returned.
 
-    Customers keep the version that they were assigned. Raises: InvalidValue; AlreadyExists if somebody else makes one this moment.
+    Customers keep their assigned version. Raises: InvalidValue; AlreadyExists for a concurrent
+    creation.
     """
     document = rules_document(rules)
     latest = next(iter(await _plans(session, checked_name(name))), None)
@@ -126,44 +133,45 @@ async def create_plan(
     making = insertion("plan_versions", values | {"currency_code": checked_currency(currency_code)}).on_conflict_do_nothing()
     made = (await session.execute(making.returning(text("*")))).one_or_none()
     if made is None:
-        raise AlreadyExists("plan", name, "in another version that was made this moment: call again")
+        raise AlreadyExists("plan", name, "in another version that was just created: call again")
     before = None if latest is None else snapshot(latest)
     await record_change(session, actor=actor, action="plan.create", subject_id=name, before=before, after=snapshot(made))
     return _plan(made), False
 
 
 async def list_plans(session: AsyncSession, *, name: str = "") -> list[Plan]:
-    """All versions, or those of one plan, by name, the latest version first."""
+    """Return all plan versions, or those of one plan, by name with the latest version first."""
     return [_plan(row) for row in await _plans(session, name)]
 
 
 async def find_plan(session: AsyncSession, name: str, version: int = 0) -> Plan:
-    """A version of a plan, 0 for the latest. Raises: NotFound."""
-    if not (found := await _plans(session, name, version)):
+    """Return a version of a plan, 0 for the latest. Raises: NotFound."""
+    if not (rows := await _plans(session, name, version)):
         raise NotFound("plan", f"{name} version {version}" if version else name)
-    return _plan(found[0])
+    return _plan(rows[0])
 
 
 async def assign_plan(
     session: AsyncSession, *, organization: str, plan: str, version: int = 0, first_month: date | None = None, actor: str
 ) -> tuple[Assignment, bool]:
-    """Give an organization a plan from a month on, by default this one; and whether it had it from then on already.
+    """Assign a plan from a month on, by default the present one; also return whether it was
+    assigned already.
 
-    plan: empty for none. Months before stay as they are; an assignment of a later month stays too. Raises: NotFound, InvalidValue,
-    MonthClosed if that month is closed or being closed.
+    plan: empty for none. Earlier months keep theirs, as do later months with an assignment. Raises:
+    NotFound, InvalidValue; MonthClosed if a month from there on is closed or closing.
     """
     owner = await find_organization(session, organization)
     chosen = await find_plan(session, plan, version) if plan else None
     month = await current_month(session) if first_month is None else month_of(first_month)
     await share_lanes(session, (owner.id,))
-    # In turn with whoever makes it pay in advance, which goes with no plan.
+    # Serialized with `set_prepaid`: a prepaid organization cannot have a plan.
     await session.execute(select(Organization.id).where(Organization.id == owner.id).with_for_update(key_share=True))
     if (closed := await session.scalar(LAST_CLOSED, {"organization_id": owner.id, "month": month})) is not None:
         raise MonthClosed(owner.id, closed)
     if chosen is not None and chosen.currency_code != owner.currency_code:
         raise InvalidValue("plan", f"{plan} is in {chosen.currency_code}, and {owner.name} is billed in {owner.currency_code}")
     if chosen is not None and chosen.rules != NO_PLAN and await session.get(PrepaidOrganization, owner.id) is not None:
-        remedy = f"{owner.name} is prepaid only, and what {plan} gives or asks is known at a month's end only: end that first"
+        remedy = f"{owner.name} is prepaid only, and the lines of {plan} are known only at the month's end: end that first"
         raise InvalidValue("plan", remedy)
     before = await _latest(session, owner.id, month)
     chosen_id = None if chosen is None else chosen.id
@@ -183,19 +191,23 @@ async def assign_plan(
 
 
 async def list_assignments(session: AsyncSession, *, organization: str = "") -> list[Assignment]:
-    """Of one organization or all: by organization, then month, without those that a later one for the same month replaced."""
+    """Return assignments of one organization or all, by organization and month, without replaced
+    ones.
+    """
     owner_id = (await find_organization(session, organization)).id if organization else None
     return [await _assignment(session, row) for row in await session.execute(ASSIGNED, {"organization_id": owner_id})]
 
 
 async def plan_in_force(session: AsyncSession, organization_id: uuid.UUID, month: date) -> Plan | None:
-    """The plan of an organization in a month; None for no plan."""
+    """Return the plan of an organization in a month; None for no plan."""
     row = await _latest(session, organization_id, month)
     return None if row is None else (await _assignment(session, row)).plan
 
 
 async def has_plan_from(session: AsyncSession, organization_id: uuid.UUID, month: date) -> str:
-    """The name of a plan with rules that an organization has in a month or any later one; empty if it has none."""
+    """Return the name of a plan with rules that applies in a month or a later one; empty if there
+    is none.
+    """
     months = (row.first_month for row in await session.execute(ASSIGNED, {"organization_id": organization_id}))
     for each in (month, *(later for later in months if later > month)):
         plan = await plan_in_force(session, organization_id, each)
@@ -215,7 +227,7 @@ async def _assignment(session: AsyncSession, row: Row[Any]) -> Assignment:
 
 
 async def _plans(session: AsyncSession, name: str = "", version: int = 0, plan_id: int = 0) -> Sequence[Row[Any]]:
-    """Versions of plans, only those of what is given; the latest of each plan first."""
+    """Return plan versions that match the arguments; the latest of each plan first."""
     return (await session.execute(PLANS, {"id": plan_id, "name": name, "version": version})).all()
 
 

@@ -1,21 +1,26 @@
-"""What a plan makes of a month: free allowances, graduated and volume prices, a minimum commitment. Pure and exact.
+"""Plan rules applied to a month: free allowances, graduated and volume prices, a commitment. Pure
+and exact.
 
-A plan acts on the totals of a closed-up month, never on single requests: `plan_lines(rules, usage)` takes the month's tokens per
-model, price version, service tier and kind, each at the price it was admitted at, and answers the lines that go on the bill beside
-them. Discounts are negative. The result depends on neither the order of the rules nor that of the usage.
+A plan applies to the totals of a completed month, never to single requests: `plan_lines(rules,
+usage)` takes the month's tokens per model, price version, service tier and kind, each at its price
+of admission, and returns the additional lines of the bill. Discounts are negative. The result
+depends neither on the order of the rules nor on that of the usage.
 
-1. Free allowances, the most specific first. What one covers is free and counts for no other rule. It is shared between the
-   (model, kind, tier) it applies to in proportion to their tokens; within one of them the oldest price version is covered first.
-2. Graduated and volume prices, on what no allowance covered. A token has at most one (`PlanRules` refuses two that overlap).
-   Graduated: each step prices the tokens that fall into it, counted from the oldest price version, interactive before batch.
-   Volume: the step that the total falls into prices all of them.
-3. The commitment: what is missing to it, from list price and the lines before, is charged.
+1. Free allowances, the most specific first. Covered tokens are free and count for no other rule. An allowance
+   is shared between its (model, kind, tier) groups in proportion to their tokens; within a group the oldest
+   price version is covered first.
+2. Graduated and volume prices, on tokens that no allowance covered. A token has at most one (`PlanRules`
+   refuses two that overlap). Graduated: each step prices the tokens within it, counted from the oldest price
+   version, interactive before batch. Volume: the step that contains the total prices all tokens.
+3. The commitment: the shortfall of list price and previous lines is charged.
 
-A price of a step is whole picos per token, or thousandths of the price at admission. Only the second can leave a part of a pico:
-it is carried from line to line in `whole_picos`, and at the end of the month less than one pico is left in the customer's favour.
+The price of a step is whole picos per token, or thousandths of the price at admission. Only the
+latter can produce a fraction of a pico: `whole_picos` carries it from line to line, and at the end
+of the month less than one pico is dropped in the customer's favor.
 
-`apply_credit(grants, amount_due_picos)` spends prepaid credit in the order of (last month, id), each grant down to zero at most,
-and never more than is due. Whoever calls it hands in the grants that are usable in the billing month, with what is left of each.
+`apply_credit(grants, amount_due_picos)` spends prepaid credit in the order of (last month, id),
+each grant down to zero, and never more than is due. The caller passes the grants usable in the
+billing month with their remaining amounts.
 """
 
 from __future__ import annotations
@@ -31,14 +36,16 @@ from itertools import pairwise
 from metering.core.errors import InvalidValue
 from metering.core.models import ServiceTier, TokenKind
 
-LIST_PRICE_MILLI = 1000  # thousandths of the price at admission that change nothing
-PRICE_MILLI_MAX = 1_000_000  # a thousandfold; more would be a unit mixed up
+LIST_PRICE_MILLI = 1000  # thousandths of the price at admission: unchanged
+PRICE_MILLI_MAX = 1_000_000  # a factor of 1000; a larger one is a mistake in the unit
 KIND_ORDER = {kind: index for index, kind in enumerate(TokenKind)}
 TIER_ORDER = {tier: index for index, tier in enumerate(ServiceTier)}
 
 
 class LineKind(StrEnum):
-    """What a line of a bill is for: usage of the month or of an earlier one; or a charge, of a plan or what else is owed."""
+    """Kind of a bill's line: usage of the month or of an earlier one, or a charge of a plan or
+    another reason.
+    """
 
     USAGE = "usage"
     LATE_USAGE = "late_usage"
@@ -51,30 +58,30 @@ class LineKind(StrEnum):
 
     @property
     def is_charge(self) -> bool:
-        """Whether the line stands beside the usage."""
+        """True unless the line is usage."""
         return self not in (LineKind.USAGE, LineKind.LATE_USAGE)
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Which tokens a rule is about; None and the empty model: all."""
+    """Tokens that a rule applies to; None and the empty model match all."""
 
     model: str = ""
     token_kind: TokenKind | None = None
     tier: ServiceTier | None = None
 
     def matches(self, model: str, token_kind: TokenKind, tier: ServiceTier) -> bool:
-        """Whether the rule is about these tokens."""
+        """Return whether the rule applies to these tokens."""
         return self.model in ("", model) and self.token_kind in (None, token_kind) and self.tier in (None, tier)
 
     def overlaps(self, other: Selector) -> bool:
-        """Whether there are tokens that both are about."""
+        """Return whether some tokens match both selectors."""
         pairs = ((self.model or None, other.model or None), (self.token_kind, other.token_kind), (self.tier, other.tier))
         return all(mine is None or theirs is None or mine == theirs for mine, theirs in pairs)
 
     @property
     def order(self) -> tuple[object, ...]:
-        """The most specific first; a fixed order among equals."""
+        """Sort key: the most specific first; a fixed order among equals."""
         return (
             -(bool(self.model) + (self.token_kind is not None) + (self.tier is not None)),
             self.model,
@@ -83,13 +90,13 @@ class Selector:
         )
 
     def __str__(self) -> str:
-        """For a line of the bill: "all models, output, batch"."""
+        """Return the text for a line of the bill: "all models, output, batch"."""
         return ", ".join([self.model or "all models", *(str(part) for part in (self.token_kind, self.tier) if part is not None)])
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """So many tokens of a month are free."""
+    """Number of free tokens per month."""
 
     selector: Selector
     token_count: int
@@ -97,9 +104,9 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class PriceStep:
-    """A price up to so many tokens of the month, those included; None: without end.
+    """A price up to a number of tokens of the month, inclusive; None for no upper bound.
 
-    Either whole picos per token, or thousandths of the price at admission.
+    The price is either whole picos per token or thousandths of the price at admission.
     """
 
     up_to_token_count: int | None
@@ -107,7 +114,7 @@ class PriceStep:
     price_milli: int | None = None
 
     def charge_milli(self, token_count: int, unit_price_picos: int) -> int:
-        """What the step changes for tokens of a price, in thousandths of a pico."""
+        """Return the difference to the list price for some tokens, in thousandths of a pico."""
         if self.price_picos is not None:
             return token_count * (self.price_picos - unit_price_picos) * LIST_PRICE_MILLI
         assert self.price_milli is not None
@@ -116,7 +123,7 @@ class PriceStep:
 
 @dataclass(frozen=True, slots=True)
 class TieredPrice:
-    """Prices by how much is used in a month. kind: graduated or volume."""
+    """Prices by the usage of a month. kind: graduated or volume."""
 
     kind: LineKind
     selector: Selector
@@ -132,49 +139,47 @@ class PlanRules:
     commitment_picos: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what could be read in two ways."""
+        """Refuse ambiguous rules."""
         if self.commitment_picos < 0:
-            raise InvalidValue("commitment", "give 0 or more")
+            raise InvalidValue("commitment", "must be 0 or more")
         for index, allowance in enumerate(self.allowances):
             if allowance.token_count < 1:
-                raise InvalidValue(f"allowances[{index}].tokens", "give 1 or more")
+                raise InvalidValue(f"allowances[{index}].tokens", "must be 1 or more")
             if any(allowance.selector == other.selector for other in self.allowances[:index]):
-                raise InvalidValue(
-                    f"allowances[{index}]", f"there is an allowance for {allowance.selector} already: give their sum"
-                )
+                raise InvalidValue(f"allowances[{index}]", f"there is already an allowance for {allowance.selector}: combine them")
         for index, tiered in enumerate(self.tiered_prices):
             _check_steps(f"tiered_prices[{index}]", tiered)
             for other in self.tiered_prices[:index]:
                 if tiered.selector.overlaps(other.selector):
                     raise InvalidValue(
-                        f"tiered_prices[{index}]", f"{tiered.selector} overlaps {other.selector}: a token can have one price"
+                        f"tiered_prices[{index}]", f"{tiered.selector} overlaps {other.selector}: a token can have only one price"
                     )
 
 
 def _check_steps(field: str, tiered: TieredPrice) -> None:
-    """Raises: InvalidValue unless the steps rise and the last one, and only it, is without end."""
+    """Raise InvalidValue unless the bounds rise and only the last step has none."""
     if tiered.kind not in (LineKind.GRADUATED, LineKind.VOLUME):
-        raise InvalidValue(f"{field}.kind", "give graduated or volume")
+        raise InvalidValue(f"{field}.kind", "must be graduated or volume")
     if not tiered.steps or tiered.steps[-1].up_to_token_count is not None:
-        raise InvalidValue(f"{field}.steps", "the last step must have no up_to: it prices all that is beyond the others")
+        raise InvalidValue(f"{field}.steps", "the last step must have no up_to: it prices all further tokens")
     bounds = [0, *(step.up_to_token_count for step in tiered.steps[:-1])]
     for index, (before, bound) in enumerate(pairwise(bounds)):
         if bound is None or before is None or bound <= before:
             raise InvalidValue(
-                f"{field}.steps[{index}].up_to", "each step must end beyond the one before; only the last has no end"
+                f"{field}.steps[{index}].up_to", "each step must end beyond the previous one; only the last has no end"
             )
     for index, step in enumerate(tiered.steps):
         if (step.price_picos is None) == (step.price_milli is None):
-            raise InvalidValue(f"{field}.steps[{index}]", "give either a price per token or a share of the price at admission")
+            raise InvalidValue(f"{field}.steps[{index}]", "must have either a price per token or a share of the price at admission")
         if (step.price_picos or 0) < 0 or not 0 <= (step.price_milli or 0) <= PRICE_MILLI_MAX:
             raise InvalidValue(
-                f"{field}.steps[{index}]", f"give a price of 0 or more; a share is 0 to {PRICE_MILLI_MAX} thousandths"
+                f"{field}.steps[{index}]", f"a price must be 0 or more; a share must be 0 to {PRICE_MILLI_MAX} thousandths"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class MonthUsage:
-    """Tokens of one kind of a month, at one price. effective_at: since when the price version holds."""
+    """Tokens of one kind in a month, at one price. effective_at: start of the price version."""
 
     model: str
     price_version: int
@@ -186,13 +191,15 @@ class MonthUsage:
 
     @property
     def amount_picos(self) -> int:
-        """At the price of its admission; exact."""
+        """Exact amount at the price of admission."""
         return self.token_count * self.unit_price_picos
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """A line beside the usage; what the customer pays less for is negative. source_id: of the adjustment or the credit grant."""
+    """A line besides usage; negative if it reduces the bill. source_id: of the adjustment or credit
+    grant.
+    """
 
     kind: LineKind
     description: str
@@ -205,7 +212,9 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class UsableGrant:
-    """Prepaid credit that may be spent on a month: what is left of it, and the last month it is good for (its first day)."""
+    """Prepaid credit usable for a month: remaining amount and last month of validity (its first
+    day).
+    """
 
     grant_id: uuid.UUID
     last_month: date
@@ -214,14 +223,16 @@ class UsableGrant:
 
 @dataclass(frozen=True, slots=True)
 class CreditApplication:
-    """Credit spent: more than nothing, of one grant."""
+    """Positive amount spent from one grant."""
 
     grant_id: uuid.UUID
     amount_picos: int
 
 
 def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[Charge, ...]:
-    """The lines of a month; see above. Rows of the same price version, tier and kind count as one."""
+    """Return the charges of a plan for a month. Rows of the same price version, tier and kind are
+    merged.
+    """
     rows = _merged(usage)
     total_picos = sum(row.amount_picos for row in rows)
     lines: list[Charge] = []
@@ -240,7 +251,7 @@ def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[Charge, .
 
 
 def apply_credit(grants: Iterable[UsableGrant], amount_due_picos: int) -> tuple[CreditApplication, ...]:
-    """What is spent of each grant: those that end first, first. Nothing where nothing is due."""
+    """Return the amounts spent from each grant, the earliest-ending first; none if nothing is due."""
     applications: list[CreditApplication] = []
     due = max(amount_due_picos, 0)
     for grant in sorted(grants, key=lambda each: (each.last_month, each.grant_id)):
@@ -252,17 +263,19 @@ def apply_credit(grants: Iterable[UsableGrant], amount_due_picos: int) -> tuple[
 
 
 def whole_picos(charge_milli: int, carried_milli: int) -> tuple[int, int]:
-    """The one division of a plan: whole picos of thousandths, and the rest to carry to the next line, 0 to 999.
+    """Divide thousandths into whole picos, and the rest to carry to the next line, 0 to 999.
 
-    Nothing is lost: `1000 * picos + rest` is what came in.
+    The only division of a plan; exact: `1000 * picos + rest` equals the input.
     """
     return divmod(charge_milli + carried_milli, LIST_PRICE_MILLI)
 
 
 def shared(total: int, weights: Sequence[int]) -> list[int]:
-    """Whole parts of a total in proportion to weights, each at most its weight where the total is at most their sum.
+    """Split a total into whole parts in proportion to weights, each at most its weight if the total
+    allows.
 
-    They add up to the total exactly: what the division leaves goes to the largest remainders, the first among equals.
+    The parts add up to the total: the remainder of the division goes to the largest fractions, the
+    first among equals.
     """
     whole = sum(weights)
     if not whole:
@@ -275,12 +288,14 @@ def shared(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def group_of(row: MonthUsage) -> tuple[str, TokenKind, ServiceTier]:
-    """What selectors tell apart."""
+    """Return the attributes that selectors match."""
     return row.model, row.token_kind, row.tier
 
 
 def _merged(usage: Iterable[MonthUsage]) -> list[MonthUsage]:
-    """One row per model, kind, tier and version, in a fixed order: within a model and kind by the versions' times."""
+    """Return one row per model, kind, tier and version, ordered by model, kind and time of the
+    version.
+    """
     counts: defaultdict[MonthUsage, int] = defaultdict(int)
     for row in usage:
         counts[replace(row, token_count=0)] += row.token_count
@@ -312,7 +327,9 @@ def _allowed(allowance: Allowance, rows: Sequence[MonthUsage]) -> tuple[list[Cha
 
 
 def _stepped(tiered: TieredPrice, rows: Sequence[MonthUsage]) -> Iterator[tuple[PriceStep, int, int]]:
-    """Each step with the tokens that it prices and what that changes, in thousandths of a pico; those that change nothing not."""
+    """Yield each step with a price difference: its tokens, and the difference in thousandths of a
+    pico.
+    """
     ordered = sorted(rows, key=lambda row: (row.effective_at, TIER_ORDER[row.tier], row.model, KIND_ORDER[row.token_kind]))
     total = sum(row.token_count for row in ordered)
     steps = tiered.steps

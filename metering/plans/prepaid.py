@@ -1,23 +1,26 @@
-"""Organizations that pay in advance: kept to their credit by a quota on money that no window resets.
+"""Prepaid organizations and prepaid credit.
 
-The quota counts what all requests of the organization ever cost and hold, exactly, like any other. Its limit is
+A prepaid organization is limited to its credit by a quota on money that never resets. The quota
+counts the cost of all requests of the organization, used and held, like any other. Its limit is
 
-    what was used before this month  +  what credit this month may spend  -  what else is billed this month
+    usage before this month  +  credit usable this month  -  other charges of this month
 
-so what remains of it is the credit that is left. What credit this month may spend is what open months before it leave, worked out
-as their closes will do it. The limit changes only when credit is granted, something else is billed, or a month begins: usage
-moves the counter, never the limit. Credit that ends with this month is in the limit as a raise until the month's end, so the
-database's clock takes it away at that very moment, whether or not a worker is there; what begins with a month comes when a worker
-next looks.
+so its remaining amount is the credit left. The credit usable this month is the amount that earlier
+open months leave, computed as their closes will do it. The limit changes only when credit is
+granted, another charge is made, or a month begins: usage moves the counter, never the limit. Credit
+that ends with this month is part of the limit as a temporary override until the month's end, so it
+ends by the database's clock even if no worker runs; credit that begins with a month is added by the
+next run of a worker.
 
-Functions take a session and never commit. Whoever changes an organization's credit calls `refresh` in the same transaction.
+Credit consists of grants, the amounts spent of them by month closes, and expiries. Balances are
+sums, never stored. A close, in its transaction, passes `usable_grants` to `plans.apply_credit`,
+writes the result with `spend`, then posts the rest of ending grants with `expire`; it posts the
+ledger transaction `credit_applied` (prepaid_credit against receivable) itself. Grants and expiries
+are posted here.
 
-Prepaid credit: grants, what was spent of them at the closes of months, and what has expired. Balances are sums, never stored.
-
-For whoever closes a month, in the transaction of the close: `usable_grants` is what `plans.apply_credit` needs; `spend` writes
-what that answers; then `expire` posts the end of what is left of grants whose last month this is. The ledger's transaction of
-kind `credit_applied` (prepaid_credit against receivable) is the close's own. Grants and expiries are posted here. Months are
-given by their first day."""
+Functions take a session and never commit. Callers that change an organization's credit must call
+`refresh` in the same transaction. Months are represented by their first day.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ from metering.quotas.quota_rules import checked_lefts
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 
-AMOUNT_MAX_PICOS = 10**18  # a million units; more would be a unit mixed up, and a limit made of several must fit its column
+AMOUNT_MAX_PICOS = 10**18  # a million units; a limit that sums several grants must fit its column
 REASON_CHARS_MAX = 500
 
 GRANTS_WHERE = f"""
@@ -85,7 +88,7 @@ FROM unnest(CAST(:grant_ids AS uuid[]), CAST(:amounts AS numeric[])) AS spent (g
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Credit as it stands. spent: for closed months. Amounts in picos."""
+    """Prepaid credit. spent: by closed months. Amounts in picos."""
 
     id: uuid.UUID
     organization_id: uuid.UUID
@@ -101,11 +104,11 @@ class Grant:
 
     @property
     def remaining_picos(self) -> int:
-        """What closed months have left of it."""
+        """Amount left by closed months."""
         return self.amount_picos - self.spent_picos - self.expired_picos
 
     def usable_in(self, month: date) -> bool:
-        """Whether it may pay for what is billed in a month."""
+        """Return whether the grant may pay for charges of a month."""
         return self.first_month <= month <= self.last_month
 
 
@@ -119,7 +122,8 @@ async def grant_credit(
     reason: str,
     actor: str,
 ) -> Grant:
-    """Give an organization credit for what is billed from a month on, by default this one, up to `last_month`. Posts it.
+    """Grant and post credit for charges from a month on, by default the present one, up to
+    `last_month`.
 
     Raises: NotFound, InvalidValue.
     """
@@ -128,13 +132,15 @@ async def grant_credit(
     this_month = await current_month(session)
     begins, ends = this_month if first_month is None else month_of(first_month), month_of(last_month)
     if not 0 < amount_picos <= AMOUNT_MAX_PICOS:
-        raise InvalidValue("amount", f"give more than 0 and at most {AMOUNT_MAX_PICOS} picos; grant more than once for more")
+        raise InvalidValue(
+            "amount", f"must be more than 0 and at most {AMOUNT_MAX_PICOS} picos; split larger amounts into several grants"
+        )
     if ends < this_month:
-        raise InvalidValue("last_month", f"{ends:%Y-%m} is over: give this month or a later one")
+        raise InvalidValue("last_month", f"must be the present month or a later one, got {ends:%Y-%m}")
     if begins > ends:
-        raise InvalidValue("first_month", f"give a month up to the last one, {ends:%Y-%m}")
+        raise InvalidValue("first_month", f"must not be later than the last month, {ends:%Y-%m}")
     if not 1 <= len(reason.strip()) <= REASON_CHARS_MAX or not reason.isprintable():
-        raise InvalidValue("reason", f"say why in 1 to {REASON_CHARS_MAX} printable characters")
+        raise InvalidValue("reason", f"must have 1 to {REASON_CHARS_MAX} printable characters")
     values = {
         "organization_id": owner.id,
         "currency_code": owner.currency_code,
@@ -146,7 +152,7 @@ async def grant_credit(
     }
     row = (await session.execute(insertion("credit_grants", values).returning(text("*")))).one()
     grant = record_of(Grant, row)
-    # No later than the first month that may spend it, so that no month has spent what it did not have.
+    # Not after the first month that may spend it, so that no month spends credit granted later.
     await share_lanes(session, (owner.id,))
     first_open = await first_open_month(session, owner.id) or this_month
     month = await posting_month(session, owner.id, min(this_month, max(begins, first_open)))
@@ -157,40 +163,43 @@ async def grant_credit(
 
 
 async def list_grants(session: AsyncSession, *, organization: str = "") -> list[Grant]:
-    """Of one organization or all, those that end first in front. Raises: NotFound."""
+    """Return the grants of one organization or all, the earliest-ending first. Raises: NotFound."""
     owner_id = (await find_organization(session, organization)).id if organization else None
     return await grants_of(session, owner_id)
 
 
 async def grants_of(session: AsyncSession, organization_id: uuid.UUID | None) -> list[Grant]:
-    """The same by id; None for all."""
+    """Return the grants of an organization by its id; None for all."""
     return [Grant(*row) for row in await session.execute(GRANTS, {"organization_id": organization_id})]
 
 
 async def find_grant(session: AsyncSession, grant_id: uuid.UUID) -> Grant:
-    """One grant. Raises: NotFound."""
+    """Return a grant by its id. Raises: NotFound."""
     if (row := (await session.execute(GRANT, {"grant_id": grant_id})).one_or_none()) is None:
         raise NotFound("credit grant", str(grant_id))
     return Grant(*row)
 
 
 async def usable_grants(session: AsyncSession, organization_id: uuid.UUID, month: date) -> list[UsableGrant]:
-    """What may be spent on a month, in the order in which it is spent."""
+    """Return the grants usable for a month, in the order of spending."""
     grants = [each for each in await grants_of(session, organization_id) if each.usable_in(month) and each.remaining_picos > 0]
     return [UsableGrant(each.id, each.last_month, each.remaining_picos) for each in grants]
 
 
 async def spend(session: AsyncSession, month: date, spent: Sequence[CreditApplication]) -> None:
-    """Write what of each grant pays for a month. The database refuses more than was granted, and a second time for a month."""
+    """Record the amounts that grants pay for a month. The database refuses excess amounts and a
+    second record.
+    """
     if spent:
         amounts = [each.amount_picos for each in spent]
         await session.execute(SPEND, {"grant_ids": [each.grant_id for each in spent], "amounts": amounts, "month": month})
 
 
 async def expire(session: AsyncSession, organization_id: uuid.UUID, month: date, *, at: datetime) -> list[Grant]:
-    """Post the end of what is left of grants whose last month this is, or an earlier one; the grants as they were before.
+    """Post the expiry of grants whose last month is over with this one; return them as they were
+    before.
 
-    at: when it is effective, in the month. Doing it again does nothing.
+    at: effective time, within the month. Idempotent.
     """
     ended = [each for each in await grants_of(session, organization_id) if each.last_month <= month and each.remaining_picos > 0]
     moved = (AccountKind.PREPAID_CREDIT, AccountKind.CREDIT_BREAKAGE)
@@ -207,7 +216,7 @@ def _posting(
     amount_picos: int,
     moved: tuple[AccountKind, AccountKind],
 ) -> Posting:
-    """An amount from the second account to the first: debits are positive."""
+    """Return a posting from the second account to the first: debits are positive."""
     debited, credited = moved
     return Posting(
         kind=kind,
@@ -222,15 +231,16 @@ def _posting(
 
 
 ENDS_WITH_THE_MONTH = "prepaid credit that ends with the month"
-# Greatest value of the column: 9,223,372 units, for all that an organization ever uses and its credit. NUMERIC would
-# make counters slower, which every request updates.
+# Maximum of the column: 9,223,372 units, for all usage of an organization and its credit. NUMERIC
+# would slow down the counters, which every request updates.
 LIMIT_MAX = 2**63 - 1
 
 log = logging.getLogger(__name__)
 retries = Retries("prepaid_refresh", passing=(StoreAway,))  # by organization
 
-# What is owed by the month that bills it: usage of that month and of earlier ones, and all else. What is not rated yet will be
-# billed in its month, or the first open one after it. What a credit note gives back is paid out: nothing more to spend.
+# Amounts owed, by billing month: usage of that month and of earlier ones, and other charges.
+# Unrated usage will be billed in its month or the first open one after it. Credit notes are paid
+# out and do not become spendable.
 OWED = text(f"""
 SELECT month, sum(usage_now) AS usage_picos, sum(usage_before) AS before_picos, sum(other) AS other_picos FROM (
 SELECT month, coalesce(sum(picos) FILTER (WHERE is_usage AND effective_at >= :begins), 0) AS usage_now,
@@ -261,7 +271,9 @@ CLOSED = text(f"SELECT month FROM billing_months WHERE organization_id = :organi
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """What one month bills. before: of it, usage of earlier months than this one; other: what is no usage."""
+    """Amounts billed by one month. before: usage of earlier months than this one; other: charges
+    except usage.
+    """
 
     month: date
     usage_picos: int
@@ -275,9 +287,9 @@ class Owed:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The limit of the quota: for ever, and until this month ends.
+    """Limit of the quota: permanent, and until the end of this month.
 
-    eventual: the greatest limit that credit granted for later months can lead to.
+    eventual: the largest limit that credit granted for later months can lead to.
     """
 
     lasting_picos: int
@@ -287,10 +299,11 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class CreditBalance:
-    """Credit at this moment. In picos of the organization's currency.
+    """Credit at present, in picos of the organization's currency.
 
-    left: of grants that may be used this month or later, by the months that are closed. unbilled: what open months have used and
-    otherwise owe so far. available: what this month may still spend; for a prepaid organization less what running requests hold.
+    left: grants usable this month or later, less the spending of closed months. unbilled: usage and
+    other charges of open months so far. available: amount that this month may still spend; for a
+    prepaid organization less the amounts held by running requests.
     """
 
     organization: Organization
@@ -304,26 +317,26 @@ class CreditBalance:
 async def set_prepaid(
     session: AsyncSession, *, organization: str, prepaid: bool, alert_at: Sequence[int] | None = None, actor: str
 ) -> tuple[Organization, bool]:
-    """Keep an organization to its credit from now on, or no longer; and whether that was so already.
+    """Limit an organization to its credit, or end that; also return whether it was so already.
 
-    alert_at: picos of credit that are left; None leaves it as it stands, at first none. Requests that run count at once. Raises:
-    NotFound; InvalidValue where it has a plan.
+    alert_at: picos of remaining credit; None keeps the present thresholds, at first none. Running
+    requests count at once. Raises: NotFound; InvalidValue if it has a plan.
     """
     thresholds = None if alert_at is None else list(checked_lefts(alert_at))
     if thresholds and not prepaid:
-        raise InvalidValue("alert_at", "only what keeps an organization to its credit alerts: leave it out")
+        raise InvalidValue("alert_at", "applies to prepaid organizations only: leave it out")
     owner = await find_organization(session, organization)
     await _lock(session, owner.id)
-    standing = await session.get(PrepaidOrganization, owner.id, populate_existing=True)
-    if (standing is not None) == prepaid:
-        if standing is not None and thresholds is not None:
-            await _change(session, standing.quota_id, {"alert_at": thresholds}, actor)
+    present = await session.get(PrepaidOrganization, owner.id, populate_existing=True)
+    if (present is not None) == prepaid:
+        if present is not None and thresholds is not None:
+            await _change(session, present.quota_id, {"alert_at": thresholds}, actor)
         return owner, True
-    if standing is not None:
-        await _end(session, standing, actor)
+    if present is not None:
+        await _end(session, present, actor)
         return owner, False
     if name := await has_plan_from(session, owner.id, await current_month(session)):
-        reason = f"{owner.name} has the plan {name}, whose lines are known at a month's end only"
+        reason = f"{owner.name} has the plan {name}, whose lines are known only at the month's end"
         raise InvalidValue("organization", f"{reason}: end it first, with `weir plan assign {owner.name} --from MONTH` and no plan")
     values = {
         "subject": QuotaSubject.ORGANIZATION,
@@ -335,7 +348,8 @@ async def set_prepaid(
     quota = (await session.scalars(insert(Quota).values(values).returning(Quota))).one()
     row = {"organization_id": owner.id, "quota_id": quota.id, "month": await current_month(session)}
     await session.execute(insert(PrepaidOrganization).values(row))
-    # Nobody is let in from here to the end: the limit is set before the first request meets it.
+    # No request is admitted from here to the end: the limit is set before the first request is
+    # checked.
     await recount(session, [(quota, owner.id)])
     await record_change(session, actor=actor, action="quota.set", subject_id=str(quota.id), before=None, after=snapshot(quota))
     await refresh(session, owner.id, actor=actor, granted_picos=0)
@@ -343,11 +357,11 @@ async def set_prepaid(
 
 
 async def refresh(session: AsyncSession, organization_id: uuid.UUID, *, actor: str, granted_picos: int | None = None) -> None:
-    """Set the limit of a prepaid organization to what its credit is now; nothing for any other.
+    """Set the limit of a prepaid organization to its present credit; do nothing for any other.
 
-    granted_picos: credit that this transaction has granted, 0 where the organization begins to pay in advance. It is
-    refused where the limit cannot express it, now or in a later month. If None, credit beyond the greatest limit is
-    logged as an error and cannot be used. Raises: InvalidValue.
+    granted_picos: credit granted by this transaction, 0 when the organization becomes prepaid. It
+    is refused if the limit cannot express it, now or in a later month. If None, credit beyond the
+    maximum is logged as an error and cannot be used. Raises: InvalidValue.
     """
     await _lock(session, organization_id)
     prepaid = await session.get(PrepaidOrganization, organization_id, populate_existing=True)
@@ -360,7 +374,7 @@ async def refresh(session: AsyncSession, organization_id: uuid.UUID, *, actor: s
         _check_expressible(owner, granted_picos, asked.eventual_picos - LIMIT_MAX)
     if asked.until_month_end_picos > LIMIT_MAX:
         log.error(
-            "prepaid organization %s cannot use %s of its credit: the greatest limit of a quota on money is %s units",
+            "prepaid organization %s cannot use %s of its credit: the maximum of a quota on money is %s units",
             organization_id,
             to_decimal(asked.until_month_end_picos - LIMIT_MAX),
             to_decimal(LIMIT_MAX),
@@ -380,20 +394,20 @@ async def refresh(session: AsyncSession, organization_id: uuid.UUID, *, actor: s
 
 
 def _check_expressible(owner: Organization, granted_picos: int, excess_picos: int) -> None:
-    """Refuse credit that the limit cannot express. Raises: InvalidValue."""
+    """Raise InvalidValue for credit that the limit cannot express."""
     if excess_picos <= 0:
         return
-    code, most = owner.currency_code, f"{to_decimal(LIMIT_MAX):,.0f} {owner.currency_code}"
-    why = f"what a prepaid organization has used in all and its credit together are limited to {most}"
-    remedy = f"let {owner.name} pay afterwards (prepaid off), or go on as another organization with a currency of larger units"
+    code, maximum = owner.currency_code, f"{to_decimal(LIMIT_MAX):,.0f} {owner.currency_code}"
+    why = f"total usage and credit of a prepaid organization together are limited to {maximum}"
+    remedy = f"end prepaid mode of {owner.name} (prepaid off), or continue as another organization with a currency of larger units"
     if granted_picos:
         room = f"{to_decimal(max(granted_picos - excess_picos, 0)):,f}"
-        raise InvalidValue("amount_picos", f"give at most {room} {code}, got {to_decimal(granted_picos):,f}: {why}; {remedy}")
+        raise InvalidValue("amount_picos", f"must be at most {room} {code}, got {to_decimal(granted_picos):,f}: {why}; {remedy}")
     raise InvalidValue("prepaid", f"{owner.name} is {to_decimal(excess_picos):,f} {code} above the maximum: {why}; {remedy}")
 
 
 async def _change(session: AsyncSession, quota_id: uuid.UUID, values: dict[str, Any], actor: str) -> None:
-    """Set columns of the quota, and log it if that changes anything."""
+    """Set columns of the quota, and write the audit log if they change."""
     before = snapshot(await session.get_one(Quota, quota_id, populate_existing=True))
     changed = update(Quota).where(Quota.id == quota_id).values(values).returning(Quota)
     after = snapshot((await session.scalars(changed.execution_options(populate_existing=True))).one())
@@ -402,7 +416,9 @@ async def _change(session: AsyncSession, quota_id: uuid.UUID, values: dict[str, 
 
 
 async def refresh_for_the_month(sessions: Sessions) -> int:
-    """After a month's begin: set the limit of each prepaid organization for which that was not done; tells how many."""
+    """Refresh each prepaid organization that was not refreshed since the month began; return their
+    number.
+    """
     async with sessions() as session:
         month = await current_month(session)
         stale = select(PrepaidOrganization.organization_id).where(PrepaidOrganization.month < month)
@@ -417,7 +433,7 @@ async def refresh_for_the_month(sessions: Sessions) -> int:
 
 
 async def allowance(session: AsyncSession, organization_id: uuid.UUID, month: date) -> Allowed:
-    """What the quota's limit has to be in a month, however much that is."""
+    """Return the quota's limit for a month, without a maximum."""
     owed, closed = await _owed(session, organization_id, month)
     grants = await grants_of(session, organization_id)
     left = left_for(month, grants, [each for each in owed if each.month < month and each.month not in closed])
@@ -434,7 +450,7 @@ async def allowance(session: AsyncSession, organization_id: uuid.UUID, month: da
 
 
 def left_for(month: date, grants: Sequence[Grant], open_before: Sequence[Owed]) -> list[tuple[Grant, int]]:
-    """What of each grant the open months before a month leave, when they are closed one after the other. Pure."""
+    """Return the rest of each grant after earlier open months have closed in order. Pure."""
     left = {each.id: each.remaining_picos for each in grants}
     for each in sorted(open_before, key=lambda owed: owed.month):
         usable = [UsableGrant(g.id, g.last_month, left[g.id]) for g in grants if g.usable_in(each.month)]
@@ -444,7 +460,7 @@ def left_for(month: date, grants: Sequence[Grant], open_before: Sequence[Owed]) 
 
 
 async def credit_balance(session: AsyncSession, *, organization: str) -> CreditBalance:
-    """What there is of an organization's credit. Raises: NotFound."""
+    """Return the credit balance of an organization. Raises: NotFound."""
     owner = await find_organization(session, organization)
     month = await current_month(session)
     owed, closed = await _owed(session, owner.id, month)
@@ -452,7 +468,8 @@ async def credit_balance(session: AsyncSession, *, organization: str) -> CreditB
     left = left_for(month, await grants_of(session, owner.id), [each for each in open_months if each.month < month])
     usable = sum(picos for grant, picos in left if grant.usable_in(month))
     due = sum(each.due_picos for each in open_months if each.month >= month)
-    held: int | None = await session.scalar(HELD, {"organization_id": owner.id})  # None: it does not pay in advance
+    # None: not prepaid.
+    held: int | None = await session.scalar(HELD, {"organization_id": owner.id})
     return CreditBalance(
         organization=owner,
         prepaid=held is not None,
@@ -464,7 +481,7 @@ async def credit_balance(session: AsyncSession, *, organization: str) -> CreditB
 
 
 async def _owed(session: AsyncSession, organization_id: uuid.UUID, month: date) -> tuple[list[Owed], set[date]]:
-    """What each month bills so far, and the months that are closed."""
+    """Return the amounts billed by each month so far, and the closed months."""
     begins = datetime.combine(month, time(), UTC)
     rows = await session.execute(OWED, {"organization_id": organization_id, "begins": begins})
     owed = [record_of(Owed, row) for row in rows]
@@ -472,15 +489,17 @@ async def _owed(session: AsyncSession, organization_id: uuid.UUID, month: date) 
     return owed, closed
 
 
-async def _end(session: AsyncSession, standing: PrepaidOrganization, actor: str) -> None:
-    quota = await session.get_one(Quota, standing.quota_id)
+async def _end(session: AsyncSession, prepaid: PrepaidOrganization, actor: str) -> None:
+    quota = await session.get_one(Quota, prepaid.quota_id)
     before = snapshot(quota)
-    await session.delete(standing)
+    await session.delete(prepaid)
     await session.execute(update(Quota).where(Quota.id == quota.id).values(deleted_at=func.now()))
     await record_change(session, actor=actor, action="quota.delete", subject_id=str(quota.id), before=before, after=None)
 
 
 async def _lock(session: AsyncSession, organization_id: uuid.UUID) -> None:
-    """Changes of one organization's credit take turns; requests that are admitted refer to the row and must not wait."""
+    """Serialize changes of an organization's credit without blocking admissions, which refer to its
+    row.
+    """
     locking = select(Organization.id).where(Organization.id == organization_id)
     await session.execute(locking.with_for_update(key_share=True))

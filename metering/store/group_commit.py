@@ -1,10 +1,12 @@
-"""Group commit: all operations that wait while one batch is in the database go out together in the next.
+"""Group commit: all operations that wait during one batch are sent to the database together in the
+next.
 
-No timer: an idle store answers at once, a busy one batches by itself. One batch is under way at a time, so operations of one
-process never contend with each other.
+There is no timer: an idle store answers at once, a busy one forms batches by itself. One batch runs
+at a time, so operations of one process never contend with each other.
 
-A small batch costs the database and this process nearly as much as a large one. So a batch waits for a few turns of the event loop
-while it is small: an idle loop makes them in microseconds, and what a busy one brings meanwhile goes with it.
+A small batch costs the database and this process nearly as much as a large one. So a small batch
+waits for a few iterations of the event loop: an idle loop makes them in microseconds, and a busy
+one adds operations meanwhile.
 """
 
 from __future__ import annotations
@@ -22,20 +24,21 @@ import msgspec
 
 from common.incidents import Retries
 
-WORTHWHILE_COUNT = 32  # operations; in smaller batches the statements themselves cost more than the wait that is saved
+# Operations; from this size on a longer wait would not reduce the cost per operation.
+WORTHWHILE_COUNT = 32
 
-GATHER_TURNS = 10  # of the event loop; with more, batches hardly become larger
+GATHER_TURNS = 10  # iterations of the event loop; more hardly enlarge the batches
 
 Op = TypeVar("Op")
 Result = TypeVar("Result")
-Answered = Callable[[Any], None]  # told of a result or an exception
+Answered = Callable[[Any], None]  # receives a result or an exception
 
 
 class Entry(msgspec.Struct, Generic[Op], eq=False):
     """One operation until it is answered.
 
-    done: told of the answer; None if nobody takes it. since: when it came, by the loop's clock. attempt_count: how often it was
-    put off.
+    done: callback for the answer; None if there is none. since: arrival, by the loop's clock.
+    attempt_count: number of times it was put off.
     """
 
     op: Op
@@ -45,14 +48,16 @@ class Entry(msgspec.Struct, Generic[Op], eq=False):
     is_abandoned: bool = False
 
     def abandon(self) -> None:
-        """Take no answer any more: `done` is not called, and what the operation obtains is given back. Idempotent."""
+        """Discard the answer: `done` is not called, and the operation's result is released.
+        Idempotent.
+        """
         self.done = None
         self.is_abandoned = True
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCommitStatistics:
-    """Counts since the start. Peaks in operations."""
+    """Counts since the start. Peaks are in operations."""
 
     operation_count: int
     batch_count: int
@@ -61,7 +66,7 @@ class GroupCommitStatistics:
     batch_size_peak: int
 
     def plus(self, other: GroupCommitStatistics) -> GroupCommitStatistics:
-        """Of both together; of the peaks the higher."""
+        """Return the sum of both; of peaks the maximum."""
         return GroupCommitStatistics(
             self.operation_count + other.operation_count,
             self.batch_count + other.batch_count,
@@ -73,34 +78,39 @@ class GroupCommitStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long an operation waits for its answer at most, and the error that it gets then. The answer is orphaned."""
+    """Maximum wait for an answer in seconds, and the error returned then. The late answer is
+    orphaned.
+    """
 
     wait_s: float
     error: Callable[[], Exception]
 
 
 class Pending(Protocol):
-    """An operation whose answer is to come."""
+    """An operation whose answer is pending."""
 
     def abandon(self) -> None:
-        """Take no answer any more: `done` is not called, and what the operation obtains is given back. Idempotent."""
+        """Discard the answer: `done` is not called, and the operation's result is released.
+        Idempotent.
+        """
 
 
 class GroupCommit(Generic[Op, Result]):
-    """Collects operations and hands them to `execute` in batches, in order of arrival.
+    """Queue of operations that are passed to `execute` in batches, in order of arrival.
 
-    Answers are told by calls, those of a batch in one turn of the loop, while the next batch is in the database; never inside the
-    call that submits the operation. A callback that raises is an incident and harms no other.
+    Answers are delivered by callbacks, those of a batch in one iteration of the loop, while the
+    next batch runs; never within the call that submits the operation. A callback that raises is an
+    incident and affects no other.
 
-    execute: answers each operation of a batch with a result or an exception, in order; raising fails the whole batch.
-    orphaned: told of each answer, result or error, that nobody takes: of a posted operation, or of one that was abandoned after its
-    batch began, or has lost patience. So nothing that it obtained is lost, and nothing that it had to do.
-    droppable: whether an operation may be left out when it is abandoned before its batch begins.
-    refused: asked when an operation comes: why it is not even tried now.
-    put_off: asked about each error whether the operation is tried again, by `again`; the error is not told then.
-    patience: None: whoever waits waits until there is an answer.
-    fair_share: how many operations the next batch may take, where the rest is better left for the one after; None: all that wait.
-    measured: told of each batch how many operations it had, and how many seconds it took.
+    execute: returns a result or an exception for each operation of a batch, in order; raising fails
+    the whole batch. orphaned: receives each answer that has no caller: of a posted operation, or of
+    one abandoned or timed out after its batch began. So no result is lost and no follow-up work is
+    skipped. droppable: whether an operation may be skipped if it is abandoned before its batch
+    begins. refused: returns the error with which new operations are refused at present, or None.
+    put_off: whether an operation that failed is retried through `again`; its error is then not
+    delivered. patience: time limit of callers; None for no limit. fair_share: maximum size of the
+    next batch at present; None for no such limit. measured: receives the number of operations and
+    the seconds of each batch.
     """
 
     def __init__(
@@ -141,17 +151,18 @@ class GroupCommit(Generic[Op, Result]):
         self._answers = Retries("batch_answers")
 
     def begin(self, op: Op, done: Answered | None) -> Entry[Op]:
-        """Run one operation in the next batch. done: None: its answer goes to `orphaned`.
+        """Run one operation in the next batch. done: None sends its answer to `orphaned`.
 
-        Told is what `execute` answers; or the errors of `refused` and `patience`; `overflow()` if too many wait and it is droppable
-        (others are always taken, since their number is bounded by what was admitted before); what `close` was given, from then on.
+        The answer is that of `execute`, an error of `refused` or `patience`, the error of `close`
+        after that, or `overflow()` if too many operations wait and it is droppable. Other
+        operations are always accepted: their number is bounded by the admitted ones.
         """
         entry = Entry(op, done, asyncio.get_running_loop().time())
         self.again(entry)
         return entry
 
     def again(self, entry: Entry[Op]) -> None:
-        """Queue an operation, also one that was put off."""
+        """Queue an operation, new or put off."""
         refusal = self._closed or self._refused()
         if refusal is None and len(self._queue) >= self._waiting_count_max and self._droppable(entry.op):
             refusal = self._overflow()
@@ -166,12 +177,14 @@ class GroupCommit(Generic[Op, Result]):
             self._overdue_check = loop.call_later(self._patience.wait_s, self._answer_overdue, self._patience)
 
     async def submit(self, op: Op) -> Result:
-        """Run one operation in the next batch, and wait for its answer. Raises: what `begin` would tell."""
+        """Run one operation in the next batch and return its answer. Raises: the errors that
+        `begin` delivers.
+        """
         result: Result = await awaited(partial(self.begin, op), partial(self._orphaned, op))
         return result
 
     def close(self, error: Exception) -> None:
-        """Answer everything that waits, and all that is submitted later, with the error: no batch will run any more."""
+        """Answer all waiting and future operations with the error: no further batch runs."""
         self._closed = error
         self._note_peak()
         batch = list(self._queue)
@@ -179,30 +192,34 @@ class GroupCommit(Generic[Op, Result]):
         self._answer(batch, [error] * len(batch))
 
     def _answer_overdue(self, patience: Patience) -> None:
-        """One look for all: a timer for each operation would cost as much as answering it.
+        """Answer overdue operations, with one timer for all: one per operation would cost as much
+        as answering it.
 
-        Who is answered leaves the queue, so that no later look has to pass him, and that he takes nobody's place in it.
+        Answered operations leave the queue, so that later checks skip them and they occupy no
+        place.
         """
         loop = asyncio.get_running_loop()
         self._overdue_check = None
         self._note_peak()
         latest = loop.time() - patience.wait_s
         overdue: list[Entry[Op]] = []
-        for entry in itertools.chain(self._under_way, self._queue):  # who waits longest comes first
+        for entry in itertools.chain(self._under_way, self._queue):  # the oldest first
             if entry.done is None:
                 continue
             if entry.since > latest:
                 self._overdue_check = loop.call_at(entry.since + patience.wait_s, self._answer_overdue, patience)
                 break
             overdue.append(entry)
-            entry.is_abandoned = True  # what it obtains later is for nobody
+            entry.is_abandoned = True  # a later result is orphaned
         self._drop_abandoned()
         for entry in overdue:
-            if entry.done is not None:  # as what was told to others may have changed
+            if entry.done is not None:  # a previous callback may have changed it
                 self._tell([(entry, patience.error())])
 
     def _drop_abandoned(self) -> None:
-        """Take out of the front of the queue what may be left out, up to the first that somebody waits for."""
+        """Remove skippable operations from the front of the queue, up to the first one with a
+        caller.
+        """
         queue = self._queue
         kept: list[Entry[Op]] = []
         while queue and (queue[0].done is None or queue[0].is_abandoned):
@@ -212,7 +229,7 @@ class GroupCommit(Generic[Op, Result]):
         queue.extendleft(reversed(kept))
 
     async def run(self) -> None:
-        """Run one batch after the other until cancelled."""
+        """Run batches one after the other until cancelled."""
         while True:
             if not self._queue:
                 self._arrived = asyncio.get_running_loop().create_future()
@@ -244,11 +261,11 @@ class GroupCommit(Generic[Op, Result]):
 
     @property
     def open_count(self) -> int:
-        """Operations that wait or are under way."""
+        """Number of operations that wait or run."""
         return len(self._queue) + len(self._under_way)
 
     def statistics(self) -> GroupCommitStatistics:
-        """Counts and peaks so far."""
+        """Return counts and peaks so far."""
         self._note_peak()
         return GroupCommitStatistics(
             operation_count=self._operation_count,
@@ -259,7 +276,7 @@ class GroupCommit(Generic[Op, Result]):
         )
 
     def _take(self) -> list[Entry[Op]]:
-        """The next batch, without operations that nobody waits for any more."""
+        """Return the next batch, without abandoned operations."""
         self._note_peak()
         size_max = self._batch_size_max if self._fair_share is None else min(self._batch_size_max, self._fair_share())
         queue = self._queue
@@ -271,11 +288,11 @@ class GroupCommit(Generic[Op, Result]):
         return batch
 
     def _note_peak(self) -> None:
-        """Called wherever the queue is about to become shorter."""
+        """Record the queue's peak; called wherever the queue is about to shrink."""
         self._waiting_count_peak = max(self._waiting_count_peak, len(self._queue))
 
     def _answer(self, batch: Sequence[Entry[Op]], answers: Sequence[Result | Exception]) -> None:
-        """Deal at once with what nobody takes, and with the others soon: while the next batch is in the database."""
+        """Deliver answers without a caller at once, and the others while the next batch runs."""
         pairs = list(zip(batch, answers, strict=True))
         self._tell([pair for pair in pairs if pair[0].done is None])
         asyncio.get_running_loop().call_soon(self._tell, [pair for pair in pairs if pair[0].done is not None])
@@ -291,14 +308,15 @@ class GroupCommit(Generic[Op, Result]):
                 else:
                     entry.done = None
                     done(answer)
-            except Exception as error:  # the others are told all the same
+            except Exception as error:  # the other answers are delivered nonetheless
                 self._answers.failed(error)
 
 
 async def awaited(begin: Callable[[Answered], Pending], untaken: Callable[[Any], None]) -> Any:
-    """Begin an operation and wait for its answer. Raises: the answer, if it is an exception.
+    """Begin an operation and return its answer. Raises: the answer, if it is an exception.
 
-    untaken: told of the answer if the caller is cancelled between it and the wake-up; cancelled before, the operation is abandoned.
+    untaken: receives the answer if the caller is cancelled after it arrived; before, the operation
+    is abandoned.
     """
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 

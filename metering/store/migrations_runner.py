@@ -1,8 +1,9 @@
-"""Brings a database to the schema of this code, and grants the application role its rights.
+"""Schema migrations of a database, and the grants of the application role.
 
-The revisions are in `migrations/`, beside the package also when installed. The owner of the tables runs them. The application role,
-which api processes and workers connect as, owns nothing: it cannot switch off a trigger, truncate a table or change a function, so
-facts stay append-only and closed months closed even if its password is stolen.
+The revisions are in `migrations/`, beside the package even when installed. The owner of the tables
+runs them. Api processes and workers connect as the application role, which owns nothing: it cannot
+disable a trigger, truncate a table or change a function, so facts stay append-only and closed
+months closed even if its password is stolen.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sqlalchemy.pool import NullPool
 import metering
 from metering.store.db import psycopg_conninfo, sqlalchemy_url
 
-MIGRATION_LOCK_ID = 7_355_608  # any fixed number; it only has to be ours
+MIGRATION_LOCK_ID = 7_355_608  # an arbitrary fixed number
 SCRIPTS = Path(metering.__file__).resolve().parent.parent / "migrations"
 # The revisions of development before 0.1.0 had numbers that releases use again. The number of a column never
 # changes: there `description` was the fourth one, after a column that was dropped later.
@@ -72,7 +73,9 @@ def _revisions(database_url: str) -> set[str]:
 
 
 def config(database_url: str) -> Config:
-    """Alembic's configuration for any of its commands, without `alembic.ini` and without logging set up."""
+    """Return Alembic's configuration for any of its commands, without `alembic.ini` and logging
+    setup.
+    """
     result = Config()
     result.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
     result.set_main_option("path_separator", "os")
@@ -82,7 +85,7 @@ def config(database_url: str) -> Config:
 
 PASSWORD_VARIABLE = "WEIR_APPLICATION_PASSWORD"
 
-# Every table can be read, and inserted into unless it is named here. Partitions can only be read.
+# All tables are readable and, unless named here, accept inserts. Partitions are only readable.
 READ_ONLY = frozenset({"alembic_version"})
 UPDATED = frozenset(
     {
@@ -115,7 +118,8 @@ UPDATED = frozenset(
         "worker_incidents",
     }
 )
-# `SELECT … FOR UPDATE` demands UPDATE on one column. A key that others refer to cannot be changed anyway.
+# `SELECT … FOR UPDATE` requires UPDATE on one column. Foreign keys keep a referenced key from
+# changing.
 LOCKED = frozenset({"adjustments", "invoices", "organizations", "projects"})
 DELETED = frozenset(
     {
@@ -132,7 +136,7 @@ DELETED = frozenset(
     }
 )
 
-# Relations of the schema, with the rights that the role has in any way: by itself, as a member of another role, from PUBLIC.
+# Tables with the rights that the role has directly, as a member of another role, or from PUBLIC.
 EFFECTIVE = """
 SELECT c.relname, array_agg(privilege) FILTER (WHERE has_table_privilege(%(role)s, c.oid, privilege)),
        pg_has_role(%(role)s, c.relowner, 'MEMBER')
@@ -146,11 +150,12 @@ class RoleUnfit(Exception):
 
 
 def prepare_application_role(database_url: str, role: str, password: str = "") -> None:
-    """Give the role what api processes and workers need, and take every other right on the tables from it.
+    """Grant the role the rights that api processes and workers need, and revoke every other right
+    on the tables.
 
-    Run it as the owner of the tables, after each migration; running it again changes nothing, and processes that
-    are connected go on. password: creates the role where it is missing, and becomes its password.
-    Raises: RoleUnfit; psycopg.OperationalError.
+    Run it as the owner of the tables, after each migration; it is idempotent, and connected
+    processes continue. password: creates a missing role, and becomes its password. Raises:
+    RoleUnfit; psycopg.OperationalError.
     """
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
         connection.execute("SELECT pg_advisory_xact_lock(%s)", [MIGRATION_LOCK_ID])
@@ -165,19 +170,19 @@ def prepare_application_role(database_url: str, role: str, password: str = "") -
 
 def _ensure(connection: psycopg.Connection, role: str, password: str) -> None:
     name = sql.Identifier(role)
-    found = connection.execute(
+    row = connection.execute(
         "SELECT rolsuper OR rolcreaterole OR rolreplication OR rolname = current_user FROM pg_roles WHERE rolname = %s", [role]
     ).fetchone()
-    if found is None and not password:
+    if row is None and not password:
         remedy = f"set {PASSWORD_VARIABLE} to create it, or run CREATE ROLE as a database administrator"
         raise RoleUnfit(f"role {role!r} does not exist: {remedy}")
-    if found is not None and found[0]:
-        problem = f"role {role!r} must not be a superuser, create roles, replicate, or be the owner who runs this command"
+    if row is not None and row[0]:
+        problem = f"role {role!r} must not be a superuser, create roles, replicate, or be the owner running this command"
         raise RoleUnfit(f"{problem}: name another role")
-    if found is None:
+    if row is None:
         connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(name))
     if password:
-        # Hashed here, so that no log of the server's statements contains the password.
+        # Hashed here, so that the server's statement log does not contain the password.
         verifier = connection.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
         connection.execute(sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}").format(name, sql.Literal(verifier)))
 
@@ -198,13 +203,15 @@ def _grant(connection: psycopg.Connection, role: str) -> None:
             run("GRANT {rights} ON {table} TO {role}", rights=listed, table=sql.Identifier("public", table))
     for table in LOCKED:
         run("GRANT UPDATE (id) ON {table} TO {role}", table=sql.Identifier("public", table))
-    # As the migration does: a database that was restored without privileges has lost it.
+    # As in the migration: a database restored without privileges lacks it.
     run("REVOKE EXECUTE ON FUNCTION public.create_usage_partitions(int), public.create_usage_partition(date) FROM PUBLIC")
     run("GRANT EXECUTE ON FUNCTION public.create_usage_partitions(int) TO {role}")
 
 
 def _rights(connection: psycopg.Connection) -> dict[str, set[LiteralString]]:
-    """Return the rights beside SELECT by table. Partitions are absent: rows are written through `usage_events`."""
+    """Return the rights besides SELECT, by table. Partitions are absent: rows are written through
+    `usage_events`.
+    """
     query = """SELECT relname FROM pg_class
                WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition"""
     rights: dict[str, set[LiteralString]] = {}
@@ -214,12 +221,12 @@ def _rights(connection: psycopg.Connection) -> dict[str, set[LiteralString]]:
             "UPDATE": table in UPDATED,
             "DELETE": table in DELETED,
         }
-        rights[table] = {right for right, given in granted.items() if given}
+        rights[table] = {right for right, is_granted in granted.items() if is_granted}
     return rights
 
 
 def _check(connection: psycopg.Connection, role: str) -> None:
-    """Refuse a role that has more rights than were granted. Raises: RoleUnfit."""
+    """Raise RoleUnfit for a role with more rights than were granted."""
     rights = _rights(connection)
     for table, effective, owns in connection.execute(EFFECTIVE, {"role": role}).fetchall():
         excess = sorted(set(effective or ()) - rights.get(table, set()))

@@ -40,7 +40,7 @@ async def test_plans_are_versions_and_hang_on_organizations_from_a_month_on(serv
             await admin.assign_plan(tenant.name, "no-such-plan")
         with pytest.raises(InvalidRequest, match="first_month"):
             await admin.assign_plan(tenant.name, name, first_month="2026-13")
-        with pytest.raises(InvalidRequest, match=r"plan.tiered_prices\[0\].kind: give graduated or volume"):
+        with pytest.raises(InvalidRequest, match=r"plan.tiered_prices\[0\].kind: must be graduated or volume"):
             await admin.create_plan(plan(name, tiered_prices=[tiered | {"kind": "cheap"}]))
         with pytest.raises(InvalidRequest, match=r"has the plan"):
             await admin.set_prepaid(tenant.name, True)
@@ -66,10 +66,10 @@ async def test_credit_beyond_the_greatest_limit_is_refused_with_what_is_left_of_
         for _ in range(9):
             await grant(10**18)
         for first_month in ("", NEXT_MONTH):
-            with pytest.raises(InvalidRequest, match=r"amount_picos.*give at most 223,372\.036854775807 USD, got 1,000,000"):
+            with pytest.raises(InvalidRequest, match=r"amount_picos.*must be at most 223,372\.036854775807 USD, got 1,000,000"):
                 await grant(10**18, first_month)
         await grant(2**63 - 1 - 9 * 10**18)
-        with pytest.raises(InvalidRequest, match=r"give at most 0\.0* USD, got 0\.000000000001: .*; let .* pay afterwards"):
+        with pytest.raises(InvalidRequest, match=r"must be at most 0\.0* USD, got 0\.000000000001: .*; end prepaid mode"):
             await grant(1)
         balance = await admin.get_credit_balance(tenant.name)
 

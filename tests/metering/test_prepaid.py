@@ -277,7 +277,7 @@ async def test_credit_beyond_what_a_limit_can_say_is_refused_and_not_left_unused
             await grant(session, 10**18, last_month=DECEMBER)
 
     for first_month in (None, DECEMBER):
-        with pytest.raises(InvalidValue, match=r"give at most 223,372\.036854775807 USD, got 1,000,000") as refusal:
+        with pytest.raises(InvalidValue, match=r"must be at most 223,372\.036854775807 USD, got 1,000,000") as refusal:
             async with books.begin() as session:
                 await grant(session, 10**18, first_month=first_month, last_month=DECEMBER)
         assert refusal.value.field == "amount_picos"
