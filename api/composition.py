@@ -52,18 +52,19 @@ from metering.store.db import Sessions, StoreGate
 from metering.tenants.key_uses import KeyUses
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-OTHERS = 1000  # files that are no client's connection: journals, libraries, pipes to engines, the database, other processes
-LARGE_BYTES = 64 * 2**10  # a piece of a message; what a request needs otherwise is far smaller
-ARENAS_MAX = 2  # threads of the transport take pieces of messages, and give them back from others
+# Files other than client connections: journals, libraries, pipes, database, other processes
+OTHERS = 1000
+LARGE_BYTES = 64 * 2**10  # a piece of a message; other allocations of a request are far smaller
+ARENAS_MAX = 2  # transport threads allocate pieces of messages and free those of others
 
 log = structlog.get_logger(__name__)
 
-INTERVAL_S = 60.0  # an operator's graph needs no more, and a day of it is less than the log of one busy second
-SETTLE_GRACE_S = 10.0  # after the drain time, for the settlement of what was still running
+INTERVAL_S = 60.0  # sufficient for graphs; a day of it is less than a busy second's log
+SETTLE_GRACE_S = 10.0  # after the drain timeout, for settlements
 
 
 class Unfailing(io.TextIOBase):
-    """A text stream that drops what cannot be written: a full disk must not break the work that is being logged."""
+    """A text stream that drops failed writes: a full disk must not break the logged work."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -79,7 +80,7 @@ class Unfailing(io.TextIOBase):
 
 
 def configure_logs(level: str) -> None:
-    """Events of this level and above; readable on a terminal, JSON elsewhere."""
+    """Log events of this level and above: readable on a terminal, JSON elsewhere."""
     minimum = LEVELS.get(level.lower(), logging.INFO)
     on_terminal = sys.stderr.isatty()
     renderer: structlog.typing.Processor = (
@@ -104,7 +105,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 
 
 def allow_open_files(settings: Settings) -> None:
-    """Raise what the system lets this process open to what its bounds on connections need, as far as it may be raised."""
+    """Raise the limit of open files to what the connection limits require, if permitted."""
     wanted = settings.connections_max + settings.http_connections_max + OTHERS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -112,7 +113,7 @@ def allow_open_files(settings: Settings) -> None:
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    except (OSError, ValueError) as error:  # macOS has a bound of its own beside the one that it tells
+    except (OSError, ValueError) as error:  # macOS has another limit besides the one it reports
         log.warning("open_files_not_raised", open_file_count_max=soft, cause=str(error))
         return
     if allowed < wanted:
@@ -134,7 +135,8 @@ def return_freed_memory() -> None:
 
 
 def statistics_of(process: Process) -> dict[str, Any]:
-    """Admissions, refusals by limit (`dimension/subject`), each model's queue with what one more would wait, and replicas."""
+    """Return admissions, refusals by limit (`dimension/subject`), queues with expected waits, and
+    replicas."""
     refusals = process.admission.holds.statistics().refusals
     return {
         "admitted_count": process.admission.admitted_count,
@@ -159,7 +161,7 @@ def statistics_of(process: Process) -> dict[str, Any]:
 
 
 async def log_statistics_regularly(process: Process, interval_s: float = INTERVAL_S) -> None:
-    """Log what has changed, until cancelled."""
+    """Log changed statistics until cancelled."""
     before: dict[str, Any] = {}
     while True:
         await asyncio.sleep(interval_s)
@@ -170,7 +172,8 @@ async def log_statistics_regularly(process: Process, interval_s: float = INTERVA
 
 
 async def drain(settings: Settings, capacity: Capacity, process: Process, server: grpc.aio.Server, listener: Listener) -> None:
-    """Let running requests finish within the drain time; the rest ends settled. Clients are sent to other servers meanwhile."""
+    """Drain: running requests may finish in time, the rest is settled; clients move to other
+    servers."""
     capacity.drain()
     async with asyncio.TaskGroup() as tasks:
         sending_away = tasks.create_task(send_away(settings, server, listener), name="sending away")
@@ -179,14 +182,17 @@ async def drain(settings: Settings, capacity: Capacity, process: Process, server
 
 
 async def send_away(settings: Settings, server: grpc.aio.Server, listener: Listener) -> None:
-    """Take no connections any more, and no calls on those there are. Streams go on; what they begin is refused."""
+    """Stop accepting connections and calls.
+
+    Open streams continue; their new requests are refused.
+    """
     await asyncio.sleep(settings.drain_notice_s)
     listener.send_away()
     await server.stop(grace=settings.drain_s + SETTLE_GRACE_S)
 
 
 async def finish(settings: Settings, capacity: Capacity, process: Process) -> None:
-    """Wait for what runs, and end what takes too long."""
+    """Wait for running requests, and end those that take too long."""
     try:
         async with asyncio.timeout(settings.drain_s):
             await capacity.idle()
@@ -202,7 +208,7 @@ async def finish(settings: Settings, capacity: Capacity, process: Process) -> No
 
 @contextlib.contextmanager
 def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT begin the drain."""
+    """Start the drain on SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stopping.set)
@@ -212,7 +218,7 @@ def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
 
 
 def build_safety(settings: Settings) -> Safety:
-    """What prompts and outputs are checked by, if anything. Raises: SettingInvalid naming the file and the rule."""
+    """Return the safety checker, if configured. Raises: SettingInvalid naming file and rule."""
     if not settings.safety_rules:
         return Safety()
     try:
@@ -222,7 +228,7 @@ def build_safety(settings: Settings) -> Safety:
 
 
 def load_tokenizers(router: Router, settings: Settings) -> dict[str, Tokenizer]:
-    """By the names of the models. Raises: SettingInvalid, CheckpointInvalid."""
+    """Return tokenizers by model. Raises: SettingInvalid, CheckpointInvalid."""
     directories = {backend.model.name: Path(backend.model.directory) for backend in router.backends()}
     formats = settings.tool_call_formats
     if unknown := sorted(formats.keys() - directories.keys()):
@@ -231,7 +237,7 @@ def load_tokenizers(router: Router, settings: Settings) -> dict[str, Tokenizer]:
 
 
 def open_signer(settings: Settings) -> Signer | None:
-    """What signs receipts, if anything. Raises: SettingInvalid."""
+    """Return the signer of receipts, if configured. Raises: SettingInvalid."""
     try:
         signer = load_signer(settings.to_environment())
     except InvalidValue as error:
@@ -243,7 +249,7 @@ def open_signer(settings: Settings) -> Signer | None:
 def open_holds(
     settings: Settings, journal: UsageJournal, gate: StoreGate, signer: Signer | None, notices: UsageNotices, observer: Observer
 ) -> HoldStore:
-    """The holds of this process, under the deployment's policy for a database that is away."""
+    """Return the hold store, with the policy for an unavailable database."""
     terms = GraceTerms(settings.grace_holds_per_key, settings.grace_input_tokens, settings.lease_slice_tokens)
     return HoldStore(
         settings.database_url,
@@ -259,7 +265,10 @@ def open_holds(
 
 
 def open_door(settings: Settings, sessions: Sessions, uses: KeyUses, pace: FramePace) -> Authenticator:
-    """Authentication, under the same policy. uses: told of each key that is used. pace: of the calls of each key."""
+    """Return the authenticator, with the same policy.
+
+    uses: receives each used key. pace: of each key's calls.
+    """
     grace_s = settings.hold_expiry_s if settings.store_away_policy == "grace" else 0.0
     return Authenticator(
         sessions,
@@ -275,7 +284,7 @@ def open_door(settings: Settings, sessions: Sessions, uses: KeyUses, pace: Frame
 def open_control(
     settings: Settings, owner_id: uuid.UUID, peer: Peer, accepted: PeerCertificates, process: Process, authenticator: Authenticator
 ) -> ControlChannel:
-    """The channel on which other processes tell this one whom to end, and ask what it runs."""
+    """Return the channel on which other processes stop requests here and query what runs."""
     return ControlChannel(
         settings.database_url,
         owner_id,
@@ -291,7 +300,7 @@ def open_control(
 
 
 def openai_url(settings: Settings, listener: Listener, tls: Tls | None) -> str:
-    """Bind the door for OpenAI's clients, if there is to be one; its base URL, else nothing. Raises: OSError."""
+    """Bind the HTTP API if it is on. Return its base URL, or an empty one. Raises: OSError."""
     address = settings.openai_address()
     return "" if address is None else local_url(address[0], listener.bind(address), "/v1", tls=tls is not None)
 
@@ -316,5 +325,5 @@ def http_handle(
 
 
 def console_url(settings: Settings, openai_url: str) -> str:
-    """Where the console is for somebody on this machine; nothing if there is none."""
+    """Return the console's URL on this machine; empty if it is off."""
     return f"{openai_url.removesuffix('/v1')}{ROOT}/" if openai_url and settings.console else ""

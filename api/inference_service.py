@@ -1,4 +1,4 @@
-"""`InferenceService`: generate, count, list, look up."""
+"""`InferenceService`: generate, count tokens, list models and quotas, quote, look up, embed."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from metering.tenants.tenants import Principal
 Request = TypeVar("Request", bound=Message)
 Parsed = TypeVar("Parsed")
 
-FIRST_MESSAGE_WAIT_S = 5.0  # for that of a stream that is refused: it is on its way, from a client that opens thousands
+FIRST_MESSAGE_WAIT_S = 5.0  # of a refused stream, whose message is on its way
 
 
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
-    """See `proto/weir/v1/inference_service.proto`."""
+    """Implements the service of `proto/weir/v1/inference_service.proto`."""
 
     def __init__(self, process: Process, authenticator: Authenticator, sessions: Sessions, *, for_peers: bool = False) -> None:
-        """for_peers: those who call are other api processes, for what runs here and nothing else."""
+        """for_peers: serve other api processes only, for requests that run here."""
         self._process = process
         self._authenticator = authenticator
         self._sessions = sessions
@@ -54,18 +54,19 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self._open_streams = OpenStreams(process.admission.settings.streams_per_connection_max)
 
     def open_streams(self) -> int:
-        """`Generate` calls that are open now."""
+        """Number of open `Generate` calls."""
         return self._open_streams.open_count
 
     async def Generate(  # type: ignore[override]  # the stubs know only generators, grpc.aio also takes writers
         self, requests: AsyncIterator[pb.GenerateRequest], context: Context
     ) -> None:
-        """Runs requests over one stream."""
+        """Serve requests on one stream."""
         opened_at = time.monotonic()
         try:
             place = self._open_streams.take(context.peer())
         except Overloaded:
-            # A client that is refused while it still writes is told by its library of a broken stream, and not why.
+            # A client refused while it still writes would see a broken stream instead of the
+            # reason.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_MESSAGE_WAIT_S):
                     await anext(aiter(requests), None)
@@ -106,7 +107,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             return parse(request)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
-        """Counts a prompt's tokens."""
+        """Count the tokens of a prompt."""
         principal = await self._authenticator.principal(context)
         prompt, tools = await self._read(principal, request, parse_count_tokens)
         check_model(principal, self._process.router.own_name(request.model))
@@ -120,12 +121,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=model.context_window_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        """Lists models with what the caller pays for them."""
+        """List models with the caller's prices."""
         principal = await self._authenticator.principal(context)
         return pb.ListModelsResponse(models=await models_for(self._process.router, self._sessions, principal))
 
     async def GetQuota(self, request: pb.GetQuotaRequest, context: Context) -> pb.GetQuotaResponse:
-        """Tells the caller's quotas."""
+        """List the caller's quotas."""
         principal = await self._authenticator.principal(context)
         model = self._process.router.own_name(request.model)
         if model:
@@ -137,7 +138,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         return pb.GetQuotaResponse(quotas=effective_quota_statuses(states), restrictions=restrictions(principal))
 
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
-        """Tells what a request would be."""
+        """Quote a request without running it."""
         principal = await self._authenticator.principal(context)
         await self._process.turn_to_read(principal, request.ByteSize())
         if request.HasField("embed"):
@@ -147,7 +148,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         return await quote(self._process, self._sessions, principal, request)
 
     async def GetGeneration(self, request: pb.GetGenerationRequest, context: Context) -> pb.GetGenerationResponse:
-        """Looks up one request."""
+        """Look up one request."""
         principal = await self._authenticator.principal(context)
         request_id = wire.parse_request_id(request.request_id)
         async with self._sessions() as session:
@@ -155,7 +156,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         return pb.GetGenerationResponse(generation=generation)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        """Turns texts into vectors."""
+        """Embed texts as vectors."""
         received_at, granted_s = time.monotonic(), remaining_s(context)
         principal = await self._authenticator.principal(context)
         auth_ms = (time.monotonic() - received_at) * 1000

@@ -33,15 +33,17 @@ from api.inference_service import InferenceServicer
 # wait for others to end. So it takes more than the service does, which refuses them with a reason and a wait; and not many times
 # more, so that refusals which wait for their turn hold the next ones back.
 REFUSABLE_STREAMS = 500
-KEEPALIVE_MS = 30_000  # finds a client that vanished without a word; most load balancers close idle connections after a minute
+# Detects vanished clients; most load balancers close idle connections after a minute
+KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
-PEER_CONNECTIONS_MAX = 512  # one from each other process; `api/composition.py` leaves room for them
-CLIENT_PING_INTERVAL_MS_MIN = 10_000  # clients may ping this often, also without a call: proxies between us want it
+PEER_CONNECTIONS_MAX = 512  # one per other process; `api/composition.py` reserves room for them
+# Clients may ping this often, also without a call, as proxies require
+CLIENT_PING_INTERVAL_MS_MIN = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Servicers:
-    """All services."""
+    """The gRPC services of a process."""
 
     inference: InferenceServicer
     admin: AdminServicer
@@ -53,7 +55,7 @@ TurnToRead = Callable[[Context], Awaitable[Hashable]]
 
 
 async def peer_of(context: Context) -> str:
-    """For servers whose calls have no turns."""
+    """Return at once: calls have no turns."""
     return context.peer()
 
 
@@ -66,11 +68,11 @@ def build_server(
     pace: FramePace | None = None,
     turn_to_read: TurnToRead = peer_of,
 ) -> tuple[grpc.aio.Server, int]:
-    """The server and the port that it is bound to, which is chosen if the setting says 0. tls: None for plaintext.
+    """Return the server and its bound port; 0 lets the system choose. tls: None for plaintext.
 
-    failed: told of calls that end with an error. pace: counts calls; None: nobody does.
-    turn_to_read: waits until the message of a call may be read, and tells whose it is.
-    Raises: OSError if the address cannot be bound.
+    failed: called for calls that end with an error. pace: counts calls; None: they are not counted.
+    turn_to_read: waits until the message of a call may be read, and returns its owner. Raises:
+    OSError if the address cannot be bound.
     """
     server = grpc.aio.server(options=options(settings))
     services: Any = GuardedServices(server, BoundedCalls(turn_to_read), Guard(failed, pace))  # the stubs want a server
@@ -99,9 +101,9 @@ def build_server(
 def build_peer_server(
     settings: Settings, servicer: InferenceServicer, identity: Identity, accepted: PeerCertificates
 ) -> tuple[grpc.aio.Server, Peer]:
-    """The server for the other api processes, and how they reach it. Raises: OSError if the address cannot be bound.
+    """Return the server for other api processes, and its address. Raises: OSError if the address cannot be bound.
 
-    It has one call, `Generate`, in which the servicer takes `attach` and the frames that follow it. accepted: who may connect.
+    It has one call, `Generate`, for `attach` and the frames after it. accepted: client certificates.
     """
     peer_options = {
         "grpc.max_allowed_incoming_connections": min(settings.connections_max, PEER_CONNECTIONS_MAX),
@@ -127,10 +129,10 @@ def build_peer_server(
 
 
 def options(settings: Settings) -> tuple[tuple[str, int], ...]:
-    """What the transport bears."""
+    """Return the limits of the transport."""
     return (
         ("grpc.max_receive_message_length", settings.message_bytes_max),
-        # Both bounds the same: between them the transport would throw dice for each call.
+        # Equal bounds: between different ones the transport would decide at random.
         ("grpc.max_metadata_size", settings.metadata_bytes_max),
         ("grpc.absolute_max_metadata_size", settings.metadata_bytes_max),
         ("grpc.max_concurrent_streams", settings.streams_per_connection_max + REFUSABLE_STREAMS),
@@ -150,5 +152,5 @@ def options(settings: Settings) -> tuple[tuple[str, int], ...]:
 
 
 def milliseconds(seconds: float) -> int:
-    """As the transport counts, which takes 32 bits."""
+    """Return milliseconds, clamped to the 32 bits of the transport."""
     return min(max(1, int(seconds * 1000)), 2**31 - 1)

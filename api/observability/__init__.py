@@ -1,1 +1,1 @@
-"""Where the milliseconds and tokens went, for operators: counts of requests, and spans for whoever collects them."""
+"""Observability for operators: request counts, durations, and OpenTelemetry spans."""

@@ -30,8 +30,10 @@ STAGES = ("auth", "tokenize", "admission", "cold_start", "queue", "prefill", "de
 STAGE_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000, 120_000)
 TOTAL_BOUNDS_MS = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 20_000, 30_000, 60_000, 120_000, 300_000, 600_000)
 TOKEN_BOUNDS_MS = (1, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 250, 500, 1000, 2500)
-COLD_START_MS_MIN = 10.0  # below it no engine was waited for: none starts so quickly, and a busy process looks at its clock so late
-UNKNOWN_MODEL = ""  # of requests for models that there are not: what clients write there is no label
+# Less means no cold start: no engine starts so quickly, and a busy process reads its clock late
+COLD_START_MS_MIN = 10.0
+# Of requests for unknown models, since the client's text must not become a label
+UNKNOWN_MODEL = ""
 WATCHED_CALLS = ("Generate", "Embed", "http")  # incidents of others are told from their second on
 INCIDENT = "INTERNAL"
 Labels = tuple[str, ...]
@@ -43,13 +45,13 @@ class Histogram:
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """bounds: ascending; one more bucket takes what exceeds them all."""
+        """bounds: ascending; one more bucket takes larger values."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """The same value so many times."""
+        """Add the same value a number of times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
@@ -63,7 +65,8 @@ class Histogram:
         return sum(self.counts)
 
     def buckets(self, unit: float = 1.0) -> list[tuple[str, float]]:
-        """Bounds, in so many of their units, and how many values do not exceed each: as the exposition format wants them."""
+        """Return each bound in units, and the number of values up to it, as in the exposition
+        format."""
         found, below = [], 0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             below += count
@@ -90,7 +93,10 @@ class Times:
         return made
 
     def add(self, timings: Mapping[str, float], later_token_count: int) -> None:
-        """One request that has ended. later_token_count: of each choice after its first one; they came at their mean pace."""
+        """Add one ended request.
+
+        later_token_count: per choice after its first token, at their mean pace.
+        """
         for key, histogram in self._by_key:  # as `Histogram.observe` does, without a call for each stage
             if (value := timings.get(key)) is not None:
                 histogram.counts[bisect_left(histogram.bounds, value)] += 1
@@ -104,10 +110,10 @@ class Times:
 
 
 class RequestCounts:
-    """All of them. Not thread-safe: one event loop counts and reads."""
+    """All metrics of requests. Not thread-safe: used by one event loop."""
 
     def __init__(self, models: Iterable[str]) -> None:
-        """models: their own names; what is asked of any other is counted as one."""
+        """models: canonical names; requests for others are counted as one unknown model."""
         self._models = frozenset(models)
         self.ends: dict[Labels, int] = defaultdict(int)  # by model, tier and outcome
         self.refusals: dict[Labels, int] = defaultdict(int)  # by model, reason, and the quota's dimension and subject
@@ -122,7 +128,7 @@ class RequestCounts:
             self.failed_calls[call, INCIDENT] = 0
 
     def copy(self) -> RequestCounts:
-        """As they are now, for whoever takes longer to read them than the event loop should wait."""
+        """Return a snapshot, for readers that are too slow for the event loop."""
         made = RequestCounts(self._models)
         made.ends, made.refusals = self.ends.copy(), self.refusals.copy()
         made.tokens, made.failed_calls = self.tokens.copy(), self.failed_calls.copy()
@@ -133,7 +139,10 @@ class RequestCounts:
     def finished(
         self, model: str, tier: ServiceTier, outcome: str, timings: Mapping[str, float], settled: Settled | None, choice_count: int
     ) -> None:
-        """A request that ran has come to its end. choice_count: outputs side by side; 0: their pace is not known."""
+        """Count a request that ran to its end.
+
+        choice_count: parallel outputs; 0 if their pace is unknown.
+        """
         self.ends[model, tier, outcome] += 1
         times = self.times.get((model, tier))
         if times is None:
@@ -146,7 +155,10 @@ class RequestCounts:
         times.add(timings, later_token_count)
 
     def failed(self, model: str, tier: ServiceTier, error: Exception, settled: Settled | None) -> None:
-        """A request was refused, or broke. settled: what is billed of it all the same; without it, it was refused."""
+        """Count a refused or failed request.
+
+        settled: what is billed anyway; None if it was refused.
+        """
         model, reason = model if model in self._models else UNKNOWN_MODEL, reason_of(error)
         self.ends[model, tier, reason.lower()] += 1
         if settled is not None:
@@ -158,7 +170,7 @@ class RequestCounts:
         self.refusals[model, reason, dimension, subject] += 1
 
     def _add_tokens(self, model: str, settled: Settled) -> None:
-        """What is billed. Input that the cache had is told apart from what was computed: both together are the prompt."""
+        """Count billed tokens. Cached and computed input are separate; their sum is the prompt."""
         tokens, cached = self.tokens, settled.cached_input_token_count
         tokens[model, "input"] += settled.input_token_count - cached
         tokens[model, "cached_input"] += cached
@@ -169,12 +181,12 @@ class RequestCounts:
 
 BATCH_SECONDS_BOUNDS_MS = (0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000)
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-INTERVAL_S = 0.05  # between two looks: some 20 µs of CPU each
+INTERVAL_S = 0.05  # between two measurements, of some 20 µs of CPU each
 LAG_BOUNDS_MS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000)
 
 log = structlog.get_logger(__name__)
 
-HTTP = "http"  # the call of what comes through the door for OpenAI's clients
+HTTP = "http"  # name for calls of the HTTP API
 
 
 class HoldBatches:
@@ -185,13 +197,13 @@ class HoldBatches:
         self.durations = Histogram(BATCH_SECONDS_BOUNDS_MS)
 
     def measured(self, operation_count: int, duration_s: float) -> None:
-        """One batch was written, or failed."""
+        """Record a batch that was written or failed."""
         self.sizes.observe(operation_count)
         self.durations.observe(duration_s * 1000)
 
 
 class LoopLag:
-    """Measured by a timer, and by how much later than asked it comes."""
+    """Lag of the event loop, measured by how late a timer fires."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: in seconds."""
@@ -199,7 +211,7 @@ class LoopLag:
         self._clock = clock
 
     async def measure(self, late: Callable[[float], None] = lambda _: None, interval_s: float = INTERVAL_S) -> None:
-        """Until cancelled. late: told of each lag, in seconds."""
+        """Measure until cancelled. late: called with each lag, in seconds."""
         while True:
             due_at = self._clock() + interval_s
             await asyncio.sleep(interval_s)
@@ -209,7 +221,7 @@ class LoopLag:
 
 
 class Asking(Protocol):
-    """The part of a caller that is counted. trace: the one that its request belongs to."""
+    """Counted properties of a caller. trace: the trace of its request."""
 
     @property
     def payer(self) -> Payer: ...
@@ -219,7 +231,7 @@ class Asking(Protocol):
 
 
 class Asked(Protocol):
-    """The part of a request that is counted, of any kind. operation: by OpenTelemetry's names."""
+    """Counted properties of a request. operation: OpenTelemetry's name."""
 
     @property
     def request_id(self) -> uuid.UUID: ...
@@ -235,7 +247,7 @@ class Asked(Protocol):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How one request has ended.
+    """End of one request.
 
     start: what was asked, under the model's own name if there is such a model. outcome: of one that ran. broken: what it was
     refused or has failed with. timings: as `Stopwatch` has them. settled: what is billed; None if nothing is. choice_count: outputs
@@ -253,17 +265,17 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Observer:
-    """Counts what it is told."""
+    """Counter of ended requests, refusals and failures."""
 
     def __init__(self, models: Iterable[str], spans: Spans | None = None) -> None:
-        """models: by their own names. spans: where each request that ends is told, too."""
+        """models: canonical names. spans: receives each ended request as well."""
         self.counts = RequestCounts(models)
         self.spans = spans
         self.batches = HoldBatches()
         self.loop_lag = LoopLag()
 
     def ended(self, ending: Ending) -> None:
-        """A request has ended, or was refused after it had been parsed."""
+        """Record a request that ended, or was refused after parsing."""
         counts, start = self.counts, ending.start
         try:
             counts.migration_count += ending.migration_count
@@ -273,24 +285,24 @@ class Observer:
                 counts.finished(start.model, start.tier, ending.outcome, ending.timings, ending.settled, ending.choice_count)
             if self.spans is not None:
                 self.spans.put(record_of(ending))
-        except Exception:  # whatever is wrong here, the request has nothing to do with it
+        except Exception:  # an error here must not affect the request
             log.exception("request_not_counted")
 
     def start_refused(self, error: Exception) -> None:
-        """What asked for a request was refused before there was one."""
+        """Record a refusal before there was a request."""
         self.counts.failed(UNKNOWN_MODEL, ServiceTier.INTERACTIVE, error, None)
 
     def call_failed(self, method: str, error: BaseException) -> None:
-        """A whole call was refused, or broke. method: its path, as gRPC names it."""
+        """Record a refused or failed call. method: its gRPC path."""
         self.counts.failed_calls[method.rpartition("/")[2], reason_of(error)] += 1
 
     def http_failed(self, code: str) -> None:
-        """Something was wrong with a call as HTTP. code: as its error body has it."""
+        """Record an HTTP error of a call. code: as in its error body."""
         self.counts.failed_calls[HTTP, code.upper()] += 1
 
 
 def record_of(ending: Ending) -> Record:
-    """What its spans are made of: none of what was asked or answered."""
+    """Return the record for spans, without prompts and answers."""
     caller, start, broken = ending.caller, ending.start, ending.broken
     return Record(
         request_id=start.request_id,

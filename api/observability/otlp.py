@@ -21,11 +21,11 @@ from api.observability.observer import STAGES
 from api.observability.spans import Record
 
 NS_PER_MS = 1_000_000
-MODEL_CHARS_MAX = 128  # of what a client calls a model that there is not
+MODEL_CHARS_MAX = 128  # of an unknown model name sent by a client
 
 
 class Finished(SpanProcessor):
-    """Spans that have ended and are sampled, until they are taken."""
+    """Ended, sampled spans that were not taken yet."""
 
     def __init__(self) -> None:
         self._spans: list[ReadableSpan] = []
@@ -43,7 +43,7 @@ class OtlpSender:
     """Implements `Sender`."""
 
     def __init__(self, owner_id: uuid.UUID, exporter: SpanExporter | None = None) -> None:
-        """exporter: where to, if that is not what the variables say."""
+        """exporter: overrides the one from the environment."""
         ours = {"service.name": "weir", "service.version": version("weir-server"), "service.instance.id": str(owner_id)}
         resource = Resource.create(ours).merge(OTELResourceDetector().detect())
         self._finished = Finished()
@@ -63,7 +63,8 @@ class OtlpSender:
         self._exporter.shutdown()
 
     def _make(self, record: Record) -> None:
-        """The spans of one request, if it is sampled: by its client, or by `OTEL_TRACES_SAMPLER` where that says nothing."""
+        """Return the spans of one request if the client's trace or `OTEL_TRACES_SAMPLER` samples
+        it."""
         carrier = {"traceparent": record.trace.traceparent, "tracestate": record.trace.tracestate}
         parent = self._propagator.extract({key: value for key, value in carrier.items() if value})
         at = record.ended_at_ns - int(record.timings["total_ms"] * NS_PER_MS)

@@ -22,21 +22,22 @@ import structlog
 from api.core.settings import SettingInvalid
 from metering.holds.operations import Settled
 
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)  # version 00, and no other is defined
+# Version 00, the only defined one
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
 # Lists of members, as W3C has them: what is none is not handed to a library that would log it, line breaks and all.
 MEMBER = re.compile(r"[a-z0-9][a-z0-9_*/@-]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]", re.ASCII)
-TRACESTATE_CHARS_MAX = 512  # that whoever passes one on has to keep; more is not kept
-RECORDS_MAX = 4096  # requests that wait to be sent, of less than a kilobyte each: some ten seconds of a busy process
-BATCH_MAX = 64  # requests sent in one message, of up to eleven spans each
+TRACESTATE_CHARS_MAX = 512  # minimum that intermediaries must keep; longer values are dropped
+RECORDS_MAX = 4096  # waiting requests, below a kilobyte each: some ten seconds of a busy process
+BATCH_MAX = 64  # requests per message, of up to eleven spans each
 INTERVAL_S = 1.0  # how long the last request waits for others
-CLOSE_MAX_S = 5.0  # for sending what still waits when the process ends
+CLOSE_MAX_S = 5.0  # for sending waiting records at shutdown
 
 log = structlog.get_logger(__name__)
 
 
 class TraceContext(NamedTuple):
-    """Both empty if the client has no trace, or told nothing that could be one."""
+    """Trace context of a client; both fields are empty if there is none."""
 
     traceparent: str = ""
     tracestate: str = ""
@@ -46,7 +47,7 @@ NO_TRACE = TraceContext()
 
 
 def trace_of(traceparent: str | None, tracestate: str | None) -> TraceContext:
-    """From what a client tells; what is no traceparent is ignored, as W3C asks."""
+    """Parse a client's trace context. An invalid traceparent is ignored, as W3C requires."""
     if not traceparent or TRACEPARENT.fullmatch(traceparent) is None:
         return NO_TRACE
     return TraceContext(traceparent, tracestate if tracestate and _is_tracestate(tracestate) else "")
@@ -60,7 +61,7 @@ def _is_tracestate(told: str) -> bool:
 
 
 def trace_of_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> TraceContext:
-    """From the metadata of a gRPC call."""
+    """Return the trace context in the metadata of a gRPC call."""
     told = {key: value for key, value in metadata or () if key in ("traceparent", "tracestate") and isinstance(value, str)}
     return trace_of(told.get("traceparent"), told.get("tracestate")) if told else NO_TRACE
 
@@ -85,7 +86,7 @@ class Record:
 
 
 class SpanCounts(NamedTuple):
-    """Traces since the start: sent, and dropped because the collector was away or too slow; and those that wait now."""
+    """Traces since the start: sent; dropped by a slow or absent collector; and waiting."""
 
     sent: int
     dropped: int
@@ -93,17 +94,20 @@ class SpanCounts(NamedTuple):
 
 
 class Sender(Protocol):
-    """Makes spans of records and sends them."""
+    """Converts records to spans and sends them."""
 
     def send(self, records: list[Record]) -> bool:
-        """Whether they were taken. May wait for as long as the collector does; never raises for what that does."""
+        """Return whether the spans were accepted.
+
+        May block as long as the collector; never raises its errors.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class Spans:
-    """Where ended requests are told."""
+    """Queue of ended requests, to be sent as spans."""
 
     def __init__(self, sender: Sender, *, records_max: int = RECORDS_MAX) -> None:
         self._sender = sender
@@ -118,7 +122,7 @@ class Spans:
         self._thread.start()
 
     def put(self, record: Record) -> None:
-        """Tell one. Never waits; without room it is dropped."""
+        """Add a record. Never blocks; drops it if the queue is full."""
         if len(self._waiting) >= self._records_max:
             self._dropped_count += 1
             return
@@ -127,13 +131,13 @@ class Spans:
             self._wake.set()
 
     def close(self, wait_s: float = CLOSE_MAX_S) -> None:
-        """Send what waits, as far as that can be done in so long."""
+        """Send waiting records within this many seconds."""
         self._stopping = True
         self._wake.set()
         self._thread.join(wait_s)
 
     def counts(self) -> SpanCounts:
-        """Return what became of the traces so far."""
+        """Return the counts of traces so far."""
         return SpanCounts(self._sent_count, self._dropped_count + self._lost_count, len(self._waiting))
 
     def _run(self) -> None:
@@ -150,7 +154,7 @@ class Spans:
     def _send(self, batch: list[Record]) -> None:
         try:
             taken = self._sender.send(batch)
-        except Exception:  # a bug must not end the thread, and with it all traces to come
+        except Exception:  # an error must not end the thread, and with it all tracing
             log.exception("spans_not_sent")
             taken = False
         if taken:
