@@ -1,4 +1,4 @@
-"""Certificates for tests: authorities of their own, and what they sign."""
+"""Certificates for tests, with their authorities."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Certificate:
 def new_certificate(
     name: str, issuer: Certificate | None = None, *, authority: bool = False, hosts: Sequence[str] = ()
 ) -> Certificate:
-    """One that names these hosts or this machine's loopback, signed by the issuer or by itself."""
+    """Return a certificate for hosts, by default the loopback, signed by the issuer or itself."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC)

@@ -1,8 +1,8 @@
-"""Engine hosts for tests, forked from a process that has imported torch, and api processes that start such hosts.
+"""Engine workers for tests, forked from a process that has imported torch, and their api processes.
 
-Each is a host like any other, with the environment and the files that it would get, but that its parent is the server of
-`tests.forks`: `children_of` tells whose it is. Hosts are started as they are in production by the tests that use the fixture
-`executed_hosts`, and by `weir up` in tests/e2e/test_up.py.
+Each has the environment and the files of a normal worker, but its parent is the server of
+`tests.forks`; `children_of` returns the workers of an api process. The fixture `executed_hosts` and
+`weir up` in tests/e2e/test_up.py start workers as in production.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tests.forks import ANSWER_BYTES_MAX, ENVIRONMENT, Forked, ForkedChild, Serv
 
 
 class StartProcess(Protocol):
-    """The type of `process.start_process`."""
+    """Type of `process.start_process`."""
 
     def __call__(self, module: str, fd: int, environment: Mapping[str, str]) -> Coroutine[Any, Any, asyncio.subprocess.Process]:
-        """Start a host that has one end of a socket as its file `fd`."""
+        """Start a worker that has one end of a socket as file descriptor `fd`."""
 
 
 execute_host: StartProcess = process.start_process
@@ -40,7 +40,7 @@ CLASSIFIERS = Server(
     *("torch", "transformers.models.auto.modeling_auto", "transformers.models.bert.modeling_bert"),
     environment=lambda: {**CLASSIFIER_ENVIRONMENT, **inherited(ENVIRONMENT)},
 )
-# Of hosts whose environment is another one. The TensorRT-LLM of tests computes with torch, on one thread.
+# Servers of workers with other environments. The TensorRT-LLM double computes on one thread.
 OTHERS = {
     CLASSIFIER_MODULE: CLASSIFIERS,
     "inference.adapters.tensorrt_worker": Server(
@@ -50,19 +50,19 @@ OTHERS = {
 
 
 def start_api(environment: Mapping[str, str], log: Path) -> Forked | None:
-    """A new api process that appends to `log` and whose hosts are forked; None: see `Server.start`."""
+    """Start an api process that logs to `log` and forks its workers; None as in `Server.start`."""
     classifiers = [CLASSIFIERS.path] if environment.get("WEIR_SAFETY_RULES") else []
     return APIS.start([sys.executable, "-m", "tests.forked_hosts", HOSTS.path, *classifiers], environment, log)
 
 
 def children_of(pid: int, module: str = "") -> list[int]:
-    """Processes whose parent it is, and hosts that were forked for it. module: only those that run it."""
+    """Return the children of a process and the workers forked for it, if they run `module`."""
     executed = [child for child in system.children_of(pid) if module in command_of(child)]
     return executed + [child for server in (HOSTS, *OTHERS.values()) for child in server.children_of(pid, module)]
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process; empty if it has ended, and without /proc."""
+    """Return the command line of a process; empty if it has ended, and without /proc."""
     try:
         return (system.PROC / str(pid) / "cmdline").read_text(errors="replace")
     except OSError:
@@ -70,12 +70,12 @@ def command_of(pid: int) -> str:
 
 
 def path_of_server(module: str) -> str:
-    """The socket of the server that forks hosts which run this module."""
+    """Return the socket of the server that forks workers of this module."""
     return OTHERS.get(module, HOSTS).path
 
 
 def fork_hosts(path_of_server: Callable[[str], str] = path_of_server) -> StartProcess:
-    """A substitute for `process.start_process`, which is still used where the server's environment is another one."""
+    """Return a substitute for `process.start_process`, which stays the fallback."""
 
     async def start_process(module: str, fd: int, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
         with open(os.devnull, "r+") as null:  # noqa: ASYNC230  # never blocks
@@ -99,8 +99,8 @@ def fork_hosts(path_of_server: Callable[[str], str] = path_of_server) -> StartPr
 
 
 def main() -> None:
-    """Be an api process. The arguments are the paths of the servers of its engines and, if it has any, of its classifiers."""
-    from api.__main__ import main as api_main  # here, since tests that start no api process import this module as well
+    """Run an api process. Arguments: paths of the servers of engines and, if any, classifiers."""
+    from api.__main__ import main as api_main  # late: not every importer of this module needs it
 
     engines, *classifiers = sys.argv[1:]
     process.start_process = fork_hosts(lambda module: classifiers[0] if module == CLASSIFIER_MODULE else engines)

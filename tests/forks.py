@@ -1,8 +1,9 @@
-"""Processes for tests, forked from one that has imported their modules: in a new interpreter that takes one to two seconds of CPU.
+"""Processes for tests, forked from one that has imported their modules to save 1 to 2 s of CPU.
 
-`python -m tests.forks FD MODULE...` imports the modules and then forks a child for each connection to its socket. The request names
-the module to run as `python -m` would, arguments, environment and files; the answers are the child's pid and later its exit status.
-A server has one thread and ends with its standard input. `Server` starts it when a process is first asked for.
+`python -m tests.forks FD MODULE...` imports modules and forks a child for each connection to its
+socket. The request names the module to run as with `python -m`, arguments, environment and files;
+the answers are the child's pid and later its exit status. A server has one thread and ends with its
+standard input. `Server` starts it on first use.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ FILE_COUNT_MAX = 8
 
 
 class Forked:
-    """A forked process, with the methods of `subprocess.Popen` that tests use."""
+    """Forked process, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, connection: socket.socket, answer: bytes) -> None:
-        """answer: the beginning of what the server says: the pid, or all of it."""
+        """Wrap a process. answer: the server's answer so far: pid, maybe also exit status."""
         self._connection = connection
         self._status = b""
         self._returncode: int | None = None
@@ -48,28 +49,28 @@ class Forked:
         self.pid = int(pid)
 
     def __del__(self) -> None:
-        """The end of a process that nobody waits for is not told."""
+        """Close the connection: the exit status is no longer needed."""
         self._connection.close()
 
     @property
     def returncode(self) -> int | None:
-        """As `poll`."""
+        """Exit status, as from `poll`."""
         return self.poll()
 
     def poll(self) -> int | None:
-        """The exit status; None while the process runs."""
+        """Return the exit status; None while the process runs."""
         if self._returncode is None:
             with contextlib.suppress(BlockingIOError):
-                told = self._connection.recv(ANSWER_BYTES_MAX, socket.MSG_DONTWAIT)
-                assert told, "the server of forked processes has ended"
-                self._status += told
+                received = self._connection.recv(ANSWER_BYTES_MAX, socket.MSG_DONTWAIT)
+                assert received, "the server of forked processes has ended"
+                self._status += received
             if self._status.endswith(b"\n"):
                 self._returncode = int(self._status)
                 self._connection.close()
         return self._returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end. Raises: subprocess.TimeoutExpired."""
+        """Wait for the end and return the exit status. Raises: subprocess.TimeoutExpired."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -88,27 +89,27 @@ class Forked:
 
 
 class ForkedChild(Forked):
-    """The same with the methods of `asyncio.subprocess.Process`."""
+    """Forked process with the methods of `asyncio.subprocess.Process`."""
 
     async def wait(self) -> int:  # type: ignore[override]
-        """Wait for the end."""
-        while (status := self.poll()) is None:  # noqa: ASYNC110  # what ends is another process
+        """Wait for the end and return the exit status."""
+        while (status := self.poll()) is None:  # noqa: ASYNC110  # waits for another process
             await asyncio.sleep(POLL_S)
         return status
 
 
 class Server:
-    """The parent of processes of one kind in this test run."""
+    """Server that forks processes of one kind in this test run."""
 
     def __init__(self, *modules: str, environment: Callable[[], Mapping[str, str]] = lambda: ENVIRONMENT) -> None:
-        """modules: imported before the first process is forked. environment: of the server; imports may depend on it."""
+        """Start nothing. modules: imported before the first fork. environment: of the server."""
         self._modules = modules
         self._environment = environment
         self._path: str | None = None
 
     @property
     def path(self) -> str:
-        """Its socket. Starts the server at the first call."""
+        """Path of its socket. Starts the server on first use."""
         if self._path is None:
             directory = tempfile.mkdtemp(prefix="weir-forks-")
             path = f"{directory}/socket"
@@ -129,10 +130,10 @@ class Server:
         return self._path
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked | None:
-        """A process that appends its output to `log`.
+        """Fork a process that appends its output to `log`.
 
-        None if its environment differs from that of the server in more than settings of Weir: it takes a new interpreter.
-        command: as `subprocess.Popen` takes it, `[sys.executable, "-m", ...]`.
+        Return None if its environment differs from the server's in more than settings of Weir: it
+        needs a new interpreter. command: `[sys.executable, "-m", ...]`, as for `subprocess.Popen`.
         """
         assert command[:2] == [sys.executable, "-m"]
         with open(os.devnull) as null, log.open("ab") as out:
@@ -149,7 +150,7 @@ class Server:
         return None
 
     def children_of(self, pid: int, module: str) -> list[int]:
-        """Running processes that were started on behalf of another one."""
+        """Return the running processes that were forked for another one."""
         if self._path is None:
             return []
         with send(self._path, {}, children_of=pid, module=module) as connection:
@@ -157,7 +158,7 @@ class Server:
 
 
 def send(path: str, files: Mapping[int, int], **request: object) -> socket.socket:
-    """Send a request; the connection on which its answer comes. files: ours by their number in the child."""
+    """Send a request; return the connection for its answer. files: by descriptor in the child."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
     message = json.dumps({**request, "files": list(files)}).encode() + b"\n"
@@ -168,25 +169,25 @@ def send(path: str, files: Mapping[int, int], **request: object) -> socket.socke
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """A request and its files."""
+    """Receive a request and its files."""
     message, files, _, _ = socket.recv_fds(connection, REQUEST_BYTES_MAX, FILE_COUNT_MAX)
     while not message.endswith(b"\n"):
         more = connection.recv(REQUEST_BYTES_MAX)
-        assert more, "a request has no end"
+        assert more, "a request ended early"
         message += more
     return json.loads(message), files
 
 
 def decisive(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that imports may depend on: not settings of Weir and its tests, pytest's own, and what imports set."""
-    others = ("WEIR_", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "TOKENIZERS_PARALLELISM", "TENSORRT_DOUBLE")
-    chosen = [key for key in environment if key.startswith("WEIR_NATIVE") or not key.startswith(others)]
+    """Return the variables that imports may depend on: no settings of Weir, tests or pytest."""
+    ignored = ("WEIR_", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "TOKENIZERS_PARALLELISM", "TENSORRT_DOUBLE")
+    chosen = [key for key in environment if key.startswith("WEIR_NATIVE") or not key.startswith(ignored)]
     return {key: environment[key] for key in chosen}
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A running child of the server. connection: where its end is told. owner: the pid of the process on whose behalf it runs."""
+    """Running child of a server. connection: gets its exit status. owner: its api process."""
 
     connection: socket.socket
     module: str
@@ -194,9 +195,9 @@ class Child:
 
 
 def serve(listener: socket.socket, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Fork a child for each request, in which this returns the request; the server itself ends with its standard input.
+    """Fork a child for each request and return the request in it; exit when standard input ends.
 
-    environment: what imports could depend on.
+    environment: variables that imports may depend on.
     """
     children: dict[int, Child] = {}
     woken, waker = os.pipe()
@@ -208,7 +209,7 @@ def serve(listener: socket.socket, environment: Mapping[str, str]) -> dict[str, 
         ready = select.select(watched, [], [])[0]
         if woken in ready:
             os.read(woken, 4096)
-            tell_ends(children)
+            report_ends(children)
         if 0 in ready:
             sys.exit(0)
         if listener not in ready:
@@ -216,14 +217,14 @@ def serve(listener: socket.socket, environment: Mapping[str, str]) -> dict[str, 
         connection = listener.accept()[0]
         request, files = receive(connection)
         if "children_of" in request:
-            wanted = (request["children_of"], request["module"])
-            tell(connection, *(pid for pid, child in children.items() if child.owner == wanted[0] and wanted[1] in child.module))
+            owner, module = request["children_of"], request["module"]
+            send_numbers(connection, *(pid for pid, child in children.items() if child.owner == owner and module in child.module))
             connection.close()
         elif decisive(request["environment"]) != environment:
             connection.close()
         elif pid := os.fork():
             children[pid] = Child(connection, request["module"], request.get("owner"))
-            tell(connection, pid)
+            send_numbers(connection, pid)
         else:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -237,25 +238,25 @@ def serve(listener: socket.socket, environment: Mapping[str, str]) -> dict[str, 
             os.close(file)
 
 
-def tell_ends(children: dict[int, Child]) -> None:
-    """Tell of every child that has ended its status, as `Popen.returncode` gives it."""
+def report_ends(children: dict[int, Child]) -> None:
+    """Send the exit status of every ended child, in the form of `Popen.returncode`."""
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
         with children.pop(pid).connection as connection:
-            tell(connection, os.waitstatus_to_exitcode(status))
+            send_numbers(connection, os.waitstatus_to_exitcode(status))
 
 
-def tell(connection: socket.socket, *numbers: int) -> None:
-    """Send numbers; whoever asked may be gone."""
+def send_numbers(connection: socket.socket, *numbers: int) -> None:
+    """Send numbers; ignore a client that is gone."""
     with contextlib.suppress(ConnectionError):
         connection.sendall(" ".join(map(str, numbers)).encode() + b"\n")
 
 
 def take_files(targets: Sequence[int], files: Sequence[int]) -> None:
-    """Give files the numbers that the request says."""
-    unused = max(*targets, *files) + 1  # first out of the way of each other
+    """Give files the descriptors that the request names."""
+    unused = max(*targets, *files) + 1  # move them out of the way first
     for target, moved in [(target, fcntl.fcntl(file, fcntl.F_DUPFD, unused)) for target, file in zip(targets, files, strict=True)]:
         os.dup2(moved, target)
         os.close(moved)
@@ -264,16 +265,16 @@ def take_files(targets: Sequence[int], files: Sequence[int]) -> None:
 
 
 def main() -> None:
-    """Be a server, and then each of its children."""
+    """Run a server; in each child, run the requested module."""
     fd, *modules = sys.argv[1:]
-    given = dict(os.environ)
+    environment = dict(os.environ)
     for module in modules:
         importlib.import_module(module)
-    set_by_imports = {key: value for key, value in os.environ.items() if given.get(key) != value}
+    set_by_imports = {key: value for key, value in os.environ.items() if environment.get(key) != value}
     gc.collect()
-    gc.freeze()  # a collection in a child would copy every page that it looks at
+    gc.freeze()  # a collection in a child would copy every page that it visits
     with socket.socket(fileno=int(fd)) as listener:
-        request = serve(listener, decisive(given))
+        request = serve(listener, decisive(environment))
     os.environ.clear()
     os.environ.update(set_by_imports | request["environment"])
     sys.argv[1:] = request["arguments"]

@@ -1,4 +1,4 @@
-"""A peer that tests play themselves: its certificate is published, so the peer ports of a deployment accept it."""
+"""Peer process played by a test: its certificate is published, so peer ports accept it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ VALUES (%s, 'test:1', %s, now(), '[]')
 
 
 def peer_of(service: Service) -> Peer:
-    """How other processes reach this one."""
+    """Return the address and certificate by which other processes reach this service."""
     pattern = f"%:{service.pid}"
     [row] = service.books.rows("SELECT peer_address, peer_certificate FROM live_reports WHERE owner_name LIKE %s", pattern)
     return Peer(row["peer_address"], row["peer_certificate"])
 
 
 async def publish(service: Service, identity: Identity) -> None:
-    """As a process does when it connects; returns when this service accepts it."""
+    """Publish a certificate as processes do; return when this service accepts it."""
     with psycopg.connect(psycopg_conninfo(service.database_url), autocommit=True) as connection:
         connection.execute(PUBLISH, (identity.owner_id, identity.certificate.decode()))
         connection.execute("NOTIFY weir_control, 'peers'")
@@ -41,10 +41,10 @@ async def publish(service: Service, identity: Identity) -> None:
 
 
 async def code_of(channel: grpc.aio.Channel, secret: str | None = None) -> grpc.StatusCode:
-    """How a `Generate` call ends that sends nothing."""
+    """Return the status of a `Generate` call that sends nothing."""
     metadata = () if secret is None else (("authorization", f"Bearer {secret}"),)
     call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=metadata)
-    with contextlib.suppress(Exception):  # of a refused handshake the write fails first, with an internal error of gRPC
+    with contextlib.suppress(Exception):  # a refused handshake fails the write with an error
         await call.done_writing()
     with contextlib.suppress(grpc.aio.AioRpcError):
         await call.read()

@@ -11,7 +11,7 @@ TIMEOUT_S = 30.0
 
 
 def probe(url: str, path: str, *, method: str = "GET", timeout_s: float = TIMEOUT_S) -> tuple[int, dict[str, Any] | None]:
-    """Status and body of a path on the host of a URL. Raises: OSError, TimeoutError."""
+    """Return status and body of a path on the host of a URL. Raises: OSError, TimeoutError."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout_s)
     try:
         connection.request(method, path)

@@ -1,4 +1,4 @@
-"""What a scrape says, for tests that compare two of them."""
+"""Scraped metrics of a service, for tests that compare two scrapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TIMEOUT_S = 60.0
 
 
 class Scrape:
-    """One scrape of a service."""
+    """Metrics of one scrape of a service."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -21,16 +21,16 @@ class Scrape:
         }
 
     def value(self, name: str, **labels: str) -> float:
-        """Of the series with exactly these labels; 0 if there is none yet."""
+        """Return the value of the series with exactly these labels; 0 if there is none yet."""
         return float(self.samples.get((name, frozenset(labels.items())), 0.0))
 
     def names(self) -> set[str]:
-        """Of all samples."""
+        """Return the names of all samples."""
         return {name for name, _ in self.samples}
 
 
 async def scrape(url: str) -> Scrape:
-    """Ask now."""
+    """Scrape the metrics of a URL."""
 
     def ask() -> str:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:

@@ -1,6 +1,6 @@
-"""The whole service for tests: a real api process on a tiny model, tenants in its database, and a plain gRPC client of it.
+"""Service for tests: an api process with a tiny model, tenants in its database, and a gRPC client.
 
-The client is the generated stub and nothing of the SDK, so that what is tested is the wire.
+The client uses the generated stub instead of the SDK, so that tests check the wire.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from tests.inference.checkpoints import LlamaShape, make_checkpoint
 
 MODEL = "tiny"
 CONTEXT_WINDOW_TOKENS = 4096
-PATIENCE_S = 180.0  # far above what anything here takes on a busy machine
+PATIENCE_S = 180.0  # timeout of every wait, far above the duration on a busy machine
 POLL_S = 0.01
 INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS = 150_000, 15_000, 600_000
-PLAIN_IDS = range(7, 400)  # of the tiny tokenizer; those below are special tokens
+PLAIN_IDS = range(7, 400)  # token ids of the tiny tokenizer; lower ones are special tokens
 SMALL_WINDOWS = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.http2.write_buffer_size", 0))
 
 Value = TypeVar("Value")
@@ -64,14 +64,14 @@ Kind = str
 
 
 def make_model(directory: Path) -> Path:
-    """A random checkpoint of many thin layers: some 3 ms a token, so that a long answer can be met in the middle."""
+    """Write a random checkpoint of 12 thin layers, 3 ms per token; return `directory`."""
     make_checkpoint(directory, shape=LlamaShape(layer_count=12, context_window_tokens=CONTEXT_WINDOW_TOKENS))
     return directory
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One organization with one project and one key."""
+    """Organization with one project and one key."""
 
     name: str
     organization_id: uuid.UUID
@@ -81,27 +81,27 @@ class Tenant:
 
 
 class Books:
-    """What the database says."""
+    """Queries on the service's database."""
 
     def __init__(self, database_url: str) -> None:
         self.database_url = database_url
 
     def rows(self, query: str, *values: object) -> list[dict[str, Any]]:
-        """Rows by column name."""
+        """Return the rows of a query as dictionaries."""
         answer = ask(self.database_url, query, *values)
         return [dict(zip((column.name for column in answer.description or ()), row, strict=True)) for row in answer]
 
     def events(self, tenant: Tenant) -> list[dict[str, Any]]:
-        """Usage events of a tenant, in order."""
+        """Return the usage events of a tenant, in order."""
         return self.rows("SELECT * FROM usage_events WHERE organization_id = %s ORDER BY id", tenant.organization_id)
 
     def event(self, tenant: Tenant, request_id: str) -> dict[str, Any]:
-        """The one usage event of a request."""
+        """Return the only usage event of a request."""
         [event] = [event for event in self.events(tenant) if str(event["request_id"]) == request_id]
         return event
 
     def billed(self, tenant: Tenant) -> dict[str, dict[str, int]]:
-        """Token counts and cost in the usage event of each request, without those that are zero."""
+        """Return non-zero token counts and costs of usage events by request."""
         return {
             str(event["request_id"]): {
                 name: value for name, value in event.items() if name.endswith(("_token_count", "_picos")) and value
@@ -110,24 +110,24 @@ class Books:
         }
 
     def holds(self, tenant: Tenant) -> dict[str, int]:
-        """Holds of a tenant by state."""
+        """Return the number of a tenant's holds by state."""
         query = "SELECT state, count(*) AS n FROM holds WHERE organization_id = %s GROUP BY state"
         return {row["state"]: row["n"] for row in self.rows(query, tenant.organization_id)}
 
     def counters(self, tenant: Tenant) -> dict[str, tuple[int, int]]:
-        """Used and held by dimension, over all windows."""
+        """Return used and held amounts of quotas by dimension, over all windows."""
         query = """SELECT dimension, sum(used)::bigint AS used, sum(held)::bigint AS held
                    FROM quota_counters JOIN quotas ON quotas.id = quota_id WHERE subject_id = ANY(%s) GROUP BY dimension"""
         subjects = [tenant.organization_id, tenant.project_id, tenant.key.id]
         return {row["dimension"]: (row["used"], row["held"]) for row in self.rows(query, subjects)}
 
     def held_hold_count(self) -> int:
-        """Holds of everybody that have not ended."""
+        """Return the number of live holds of all tenants."""
         [row] = self.rows("SELECT count(*) AS n FROM holds WHERE state = 'held'")
         return int(row["n"])
 
     def delivered(self, tenant: Tenant) -> dict[str, int]:
-        """Delivered tokens by request, over all parts."""
+        """Return delivered tokens by request, over all usage events."""
         totals: dict[str, int] = defaultdict(int)
         for event in self.events(tenant):
             totals[str(event["request_id"])] += event["delivered_token_count"]
@@ -135,7 +135,7 @@ class Books:
 
 
 class Service:
-    """One api process and its database."""
+    """Api process and its database."""
 
     def __init__(self, home: Path, database_url: str, model: Path, **settings: Any) -> None:
         usual: dict[str, Any] = {
@@ -144,7 +144,7 @@ class Service:
             "engine_thread_count": 1,
             "kv_cache_bytes": 64 << 20,
             "recovery_interval_s": 0.5,
-            "auth_failures_per_minute": 0,  # all tests come from one address, and most wrong keys are meant to be looked at
+            "auth_failures_per_minute": 0,  # off: all tests share an address and use invalid keys
         }
         self.settings = Settings(database_url=database_url, home=home, **(usual | settings))
         self.home = home
@@ -153,43 +153,43 @@ class Service:
         self.tokenizer = Tokenizer(model)
         self.process: subprocess.Popen[bytes] | Forked | None = None
         self.address = ""
-        self.credentials: grpc.ChannelCredentials | None = None  # of its clients, where it speaks TLS
+        self.credentials: grpc.ChannelCredentials | None = None  # of clients, if it uses TLS
         self._priced = False
 
     @property
     def log(self) -> str:
-        """What the process has logged."""
+        """Log of the process."""
         path = self.home / "api.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     @property
     def openai_url(self) -> str:
-        """The base URL for OpenAI's clients."""
+        """Base URL for OpenAI's clients."""
         url = read_endpoint(self.home).openai_url
-        assert url, "the service has no door for them"
+        assert url, "the service has no HTTP API"
         return url
 
     @property
     def metrics_url(self) -> str:
-        """What Prometheus asks."""
+        """URL of the metrics."""
         url = read_endpoint(self.home).metrics_url
         assert url, "the service has no metrics"
         return url
 
     @property
     def pid(self) -> int:
-        """Of the api process."""
+        """Process id of the api process."""
         assert self.process is not None
         return self.process.pid
 
     @property
     def host_pid(self) -> int | None:
-        """Of the engine host, the api process's only child."""
+        """Process id of the engine worker, the api process's only child."""
         children = children_of(self.pid)
         return children[0] if children else None
 
     def spawn(self) -> None:
-        """Start the process and do not wait for it."""
+        """Start the process without waiting for it."""
         assert self.process is None or self.process.poll() is not None
         forget_endpoint(self.home)
         environment = {**os.environ, **self.settings.to_environment(), "WEIR_LOG": "info"}
@@ -201,18 +201,18 @@ class Service:
                 self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def start(self, *, serving: bool = True) -> None:
-        """Start the process, and wait until it takes requests, or only until it listens."""
+        """Start the process and wait until it serves or, without `serving`, until it listens."""
         self.spawn()
         self.address = wait_for(self._endpoint, "the api process to listen")
         if serving:
             self.wait_serving()
 
     def wait_serving(self) -> None:
-        """Wait until health checks say so."""
+        """Wait until the health check reports SERVING."""
         wait_for(self.serving, "the api process to serve")
 
     def serving(self, name: str = "") -> bool:
-        """What the health service says of the whole, a service, or a part."""
+        """Return whether the health check of the server, a service or a part reports SERVING."""
         if self.credentials is None:
             opened = grpc.insecure_channel(self.address)
         else:
@@ -230,21 +230,21 @@ class Service:
         return read_endpoint(self.home).address.removeprefix("https://") or None
 
     def terminate(self) -> None:
-        """Ask it to drain."""
+        """Begin the drain with SIGTERM."""
         os.kill(self.pid, signal.SIGTERM)
 
     def wait_ended(self) -> int:
-        """Wait until it has ended; its exit status."""
+        """Wait until the process has ended; return its exit status."""
         assert self.process is not None
         return self.process.wait(PATIENCE_S)
 
     def stop(self) -> int:
-        """Drain and end it."""
+        """Drain and end the process; return its exit status."""
         self.terminate()
         return self.wait_ended()
 
     def kill(self) -> None:
-        """As `kill -9` does."""
+        """Kill the process with SIGKILL."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -257,7 +257,7 @@ class Service:
         currency_code: str = "USD",
         lifetime: timedelta | None = None,
     ) -> Tenant:
-        """A new organization, with limits on the organization."""
+        """Create an organization with a project, a key and quotas on the organization."""
         name = f"t{uuid.uuid4().hex[:20]}"
         async with self.session() as session:
             if not self._priced:
@@ -282,7 +282,7 @@ class Service:
     async def new_key(
         self, tenant: Tenant, *scopes: str, models: Sequence[str] = (), lifetime: timedelta | None = None
     ) -> tuple[KeyRecord, str]:
-        """Another key of the tenant's project."""
+        """Create another key of the tenant's project."""
         async with self.session() as session:
             return await create_api_key(
                 session,
@@ -314,7 +314,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
-        """A transaction in the service's database."""
+        """Yield a session with a transaction in the service's database."""
         engine = create_engine(self.database_url, pool_size=1)
         try:
             async with create_sessions(engine).begin() as session:
@@ -324,7 +324,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def channel(self, *options: tuple[str, Any]) -> AsyncIterator[grpc.aio.Channel]:
-        """A connection of its own."""
+        """Yield a new connection."""
         alone = ("grpc.use_local_subchannel_pool", 1)
         if self.credentials is None:
             opened = grpc.aio.insecure_channel(self.address, options=[alone, *options])
@@ -343,7 +343,7 @@ class Service:
         options: Sequence[tuple[str, Any]] = (),
         metadata: Sequence[tuple[str, str]] = (),
     ) -> AsyncIterator[Stream]:
-        """A `Generate` call on a connection of its own, cancelled at the end of the block if it still runs."""
+        """Yield a `Generate` call on a new connection; cancel it at the end of the block."""
         async with self.channel(*options) as channel, asyncio.TaskGroup() as tasks:
             call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=(*bearer(secret), *metadata), timeout=timeout)
             stream = Stream(call)
@@ -356,11 +356,11 @@ class Service:
                     await reader
 
     def client(self, secret: str) -> AsyncClient:
-        """The SDK."""
+        """Return a client of the SDK."""
         return AsyncClient(self.address, secret, max_retries=0)
 
     async def no_hold_left(self, tenant: Tenant) -> None:
-        """Wait until everything of the tenant has ended. After a client has hung up, its last admission may still be on its way."""
+        """Wait until all holds of the tenant have ended; an admission may outlast its client."""
 
         def nothing_held() -> bool:
             counters = self.books.counters(tenant).values()
@@ -370,7 +370,7 @@ class Service:
 
 
 class Stream:
-    """One `Generate` call: what came of it, by request and in order."""
+    """`Generate` call with its received frames, by request and in order."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
@@ -396,7 +396,7 @@ class Stream:
             self._wake()
 
     def take(self, message: pb.GenerateResponse) -> None:
-        """One message that has arrived."""
+        """Store a received message."""
         self.messages.append(message)
         for frame in message.frames:
             self.frames[frame.request_id].append(frame)
@@ -407,12 +407,12 @@ class Stream:
         self._changed = asyncio.Event()
 
     async def send(self, *frames: pb.ClientFrame) -> None:
-        """Frames in one message."""
+        """Send frames in one message."""
         async with self._writing:  # gRPC allows one write at a time
             await self.call.write(pb.GenerateRequest(frames=frames))
 
     async def begin(self, **fields: Any) -> str:
-        """Send a start frame; its request id."""
+        """Send a start frame; return its request id."""
         frame = start(**fields)
         await self.send(frame)
         return frame.request_id
@@ -422,11 +422,11 @@ class Stream:
         await self.send(*map(cancel, request_ids))
 
     async def half_close(self) -> None:
-        """Nothing more will be sent."""
+        """Close the sending side."""
         await self.call.done_writing()
 
     async def wait(self, condition: Callable[[], Value | None], what: str = "frames") -> Value:
-        """Wait until the condition holds of what has arrived; its value."""
+        """Wait until the condition is true of the received frames; return its value."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 changed = self._changed
@@ -436,7 +436,7 @@ class Stream:
                 await changed.wait()
 
     async def first(self, request_id: str, kind: Kind) -> Any:
-        """The request's first frame of a kind."""
+        """Wait for the request's first frame of a kind and return it."""
         return await self.wait(lambda: next(iter(self.of(request_id, kind)), None), f"{kind} of {request_id}")
 
     async def received(self, request_id: str, token_count: int) -> None:
@@ -444,33 +444,33 @@ class Stream:
         await self.wait(lambda: len(self.token_ids(request_id)) >= token_count, f"{token_count} tokens")
 
     async def end(self, request_id: str) -> pb.ServerFrame:
-        """The request's last frame."""
+        """Wait for the request's last frame and return it."""
         return await self.wait(lambda: next(iter(self.ends(request_id)), None), f"the end of {request_id}")
 
     async def finished(self, request_id: str) -> pb.FinishedFrame:
-        """The end of a request that ran."""
+        """Wait for the end of a request, which must be `finished`, and return it."""
         frame = await self.end(request_id)
         assert frame.WhichOneof("kind") == "finished", frame
         return frame.finished
 
     async def failed(self, request_id: str) -> Refusal:
-        """The end of a request that did not run, or broke."""
+        """Wait for the end of a request, which must be `failed`, and return it."""
         frame = await self.end(request_id)
         assert frame.WhichOneof("kind") == "failed", frame
         return Refusal(frame.failed.status, frame.failed)
 
     async def closed(self) -> grpc.StatusCode:
-        """Wait for the end of the stream; its status."""
+        """Wait for the end of the stream; return its status."""
         await until(lambda: self.over, "the stream to end")
         code: grpc.StatusCode = await self.call.code()
         return code
 
     def of(self, request_id: str, kind: Kind) -> list[Any]:
-        """The request's frames of a kind."""
+        """Return the request's frames of a kind."""
         return [getattr(frame, kind) for frame in self.frames[request_id] if frame.WhichOneof("kind") == kind]
 
     def ends(self, request_id: str) -> list[pb.ServerFrame]:
-        """Last frames of a request: there must never be more than one."""
+        """Return the last frames of a request; more than one is an error."""
         return [
             frame
             for frame in self.frames[request_id]
@@ -478,17 +478,17 @@ class Stream:
         ]
 
     def token_ids(self, request_id: str) -> list[int]:
-        """All output tokens that arrived."""
+        """Return all received output tokens."""
         return [token_id for delta in self.of(request_id, "delta") for token_id in delta.token_ids]
 
     def text(self, request_id: str) -> str:
-        """All text that arrived."""
+        """Return all received text."""
         return "".join(delta.text for delta in self.of(request_id, "delta"))
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A status with its details."""
+    """Status with its details."""
 
     status: status_pb2.Status
     frame: pb.FailedFrame | None = None
@@ -499,7 +499,7 @@ class Refusal:
 
     @classmethod
     def of(cls, error: grpc.aio.AioRpcError) -> Refusal:
-        """From the error of a call."""
+        """Return the status of a call's error."""
         for key, value in error.trailing_metadata() or ():
             if key == "grpc-status-details-bin":
                 assert isinstance(value, bytes)
@@ -507,7 +507,7 @@ class Refusal:
         return cls(status_pb2.Status(code=error.code().value[0], message=error.details() or ""))
 
     def detail(self, kind: type[Detail]) -> Detail | None:
-        """The detail of a type."""
+        """Return the detail of a type, or None."""
         for packed in self.status.details:
             message = kind()
             if packed.Unpack(message):
@@ -516,7 +516,7 @@ class Refusal:
 
     @property
     def info(self) -> error_details_pb2.ErrorInfo:
-        """Every error has one."""
+        """`ErrorInfo`, which every error has."""
         info = self.detail(error_details_pb2.ErrorInfo)
         assert info is not None, self.status
         assert info.domain == "weir.dev"
@@ -524,24 +524,24 @@ class Refusal:
 
     @property
     def reason(self) -> str:
-        """Machine-readable."""
+        """Machine-readable reason."""
         return self.info.reason
 
     @property
     def fields(self) -> list[str]:
-        """The fields to mend."""
+        """Invalid fields."""
         bad_request = self.detail(error_details_pb2.BadRequest)
         return [] if bad_request is None else [violation.field for violation in bad_request.field_violations]
 
     @property
     def retry_after_s(self) -> float | None:
-        """How long to wait."""
+        """Retry-after in seconds, or None."""
         retry = self.detail(error_details_pb2.RetryInfo)
         return None if retry is None else retry.retry_delay.ToTimedelta().total_seconds()
 
 
 def start(request_id: str | None = None, **fields: Any) -> pb.ClientFrame:
-    """A start frame: ten plain tokens in, twenty out, greedy, unless told otherwise. prompt: token ids."""
+    """Return a start frame; by default 10 input and 20 output tokens, greedy. prompt: token ids."""
     values: dict[str, Any] = {"model": MODEL, "max_output_tokens": 20, "ignore_eos": True} | fields
     prompt = values.pop("prompt", None)
     if prompt is not None or not {"text", "conversation", "token_ids"} & values.keys():
@@ -551,34 +551,34 @@ def start(request_id: str | None = None, **fields: Any) -> pb.ClientFrame:
 
 
 def cancel(request_id: str) -> pb.ClientFrame:
-    """A cancel frame."""
+    """Return a cancel frame."""
     return pb.ClientFrame(request_id=request_id, cancel=pb.CancelFrame())
 
 
 def credit(request_id: str, token_count: int) -> pb.ClientFrame:
-    """A credit frame."""
+    """Return a credit frame."""
     return pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=token_count))
 
 
 def conversation(*turns: str) -> pb.Conversation:
-    """Turns of user and assistant, the user first."""
+    """Return a conversation of user and assistant in turn, the user first."""
     roles = (pb.ROLE_USER, pb.ROLE_ASSISTANT)
     return pb.Conversation(messages=[pb.Message(role=roles[i % 2], content=text) for i, text in enumerate(turns)])
 
 
 def cost_picos(usage: types_pb2.Usage) -> int:
-    """What the usage costs at the tests' prices."""
+    """Return the cost of the usage at the tests' prices."""
     uncached = usage.input_token_count - usage.cached_input_token_count
     return uncached * INPUT_PICOS + usage.cached_input_token_count * CACHED_PICOS + usage.billed_token_count * OUTPUT_PICOS
 
 
 def picos(money: types_pb2.Money) -> int:
-    """An amount as one number."""
+    """Return an amount in picos."""
     return money.units * 10**12 + money.picos
 
 
 def health_check(channel: Any) -> Any:
-    """The health service's `Check`, on either kind of channel."""
+    """Return the health service's `Check` for a blocking or an asyncio channel."""
     return channel.unary_unary(
         "/grpc.health.v1.Health/Check",
         request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -587,7 +587,7 @@ def health_check(channel: Any) -> Any:
 
 
 def bearer(secret: str | None) -> tuple[tuple[str, str], ...]:
-    """Call metadata."""
+    """Return call metadata with the key."""
     return () if secret is None else (("authorization", f"Bearer {secret}"),)
 
 
@@ -604,7 +604,7 @@ async def price_model(session: AsyncSession, model: str = MODEL) -> None:
 
 
 def wait_for(condition: Callable[[], Value | None], what: str, patience_s: float = PATIENCE_S) -> Value:
-    """Wait for something that another process brings about; its value."""
+    """Poll until the condition is true; return its value. Blocks the event loop."""
     deadline = time.monotonic() + patience_s
     while (value := condition()) is None or value is False:
         assert time.monotonic() < deadline, f"waited in vain for {what}"
@@ -613,9 +613,9 @@ def wait_for(condition: Callable[[], Value | None], what: str, patience_s: float
 
 
 async def until(condition: Callable[[], object], what: str) -> None:
-    """The same without holding up the event loop."""
+    """Poll until the condition is true, without blocking the event loop."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110  # what it looks at is in another process
+        while not condition():  # noqa: ASYNC110  # depends on another process
             await asyncio.sleep(POLL_S)
 
 
@@ -627,7 +627,7 @@ async def all_taken(output: Output) -> None:
 
 
 async def refused(call: Awaitable[object]) -> Refusal:
-    """The error that a call must end with."""
+    """Return the error of a call, which must fail."""
     try:
         answer = await call
     except grpc.aio.AioRpcError as error:
@@ -636,14 +636,14 @@ async def refused(call: Awaitable[object]) -> Refusal:
 
 
 def log_events(log: str, name: str) -> list[dict[str, Any]]:
-    """Events of a name in a log of JSON lines."""
+    """Return the events of a name in a log of JSON lines."""
     lines = (json.loads(line) for line in log.splitlines() if line.startswith("{"))
     return [line for line in lines if line.get("event") == name]
 
 
 @contextlib.contextmanager
 def running(service: Service, *, serving: bool = True) -> Iterator[Service]:
-    """A service for the block, waited for until it serves. What it logged is shown if the block fails."""
+    """Run a service during the block; print its log if the block fails."""
     try:
         service.start(serving=serving)
         yield service
@@ -657,7 +657,7 @@ def running(service: Service, *, serving: bool = True) -> Iterator[Service]:
 
 
 class SharedServices:
-    """Services that the tests of one directory share, stopped while other tests run: each takes 1 % of a core when it is idle."""
+    """Services shared by the tests of a directory, stopped during other tests to save CPU."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -665,16 +665,16 @@ class SharedServices:
         self._stopped: list[Service] = []
 
     def add(self, service: Service, *, may_be_killed: bool = False) -> None:
-        """Begin to share a running service. may_be_killed: by a test; any other must still run when it is stopped."""
+        """Share a running service. may_be_killed: by a test; others must run until `stop`."""
         self._may_be_killed[service] = may_be_killed
 
     def resume(self) -> None:
-        """Start what `stop` has stopped. For before each test."""
+        """Restart stopped services; called before each test."""
         while self._stopped:
             self._stopped.pop().start()
 
     def stop(self, following: pytest.Item | None = None) -> None:
-        """Stop all, the last one first, unless the following test belongs to the directory. For after each test."""
+        """Stop all services, the last one first, unless the next test is in the directory."""
         if following is not None and self._directory in following.path.parents:
             return
         for service, may_be_killed in reversed(self._may_be_killed.items()):
@@ -685,7 +685,7 @@ class SharedServices:
 
 
 class Inside:
-    """A service that runs in this process, and what is in it."""
+    """Service in this process, with access to its parts."""
 
     def __init__(self, service: Service, process: Process) -> None:
         self.service = service
@@ -694,15 +694,15 @@ class Inside:
 
     @property
     def capacity(self) -> Capacity:
-        """Permits."""
+        """Permits of the process."""
         return self.process.admission.capacity
 
     def queue_statistics(self) -> list[QueueStatistics]:
-        """Of each engine's queue."""
+        """Return the statistics of each engine's queue."""
         return [queue.statistics() for queue in self.process.queues.values()]
 
     def left_over(self) -> dict[str, int]:
-        """What requests that have ended must have given back, by name; empty when nothing is left."""
+        """Return non-zero counts of resources that ended requests must have released, by name."""
         statistics = self.engine.statistics()
         counts = {
             "permits": self.capacity.taken_count,
@@ -719,22 +719,22 @@ class Inside:
         return {name: count for name, count in counts.items() if count}
 
     async def check_empty(self) -> None:
-        """Wait until nothing runs, and check that nothing is left of it."""
+        """Wait until no request runs and all resources are released."""
         async with asyncio.timeout(PATIENCE_S):
             await self.capacity.idle()
-        await until(lambda: not self.left_over(), "what is left to go")
+        await until(lambda: not self.left_over(), "resources to be released")
 
 
 @contextlib.asynccontextmanager
 async def run_inside(service: Service, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Inside]:
-    """The service's own `serve` as a task of this event loop, drained at the end of the block."""
-    found: list[Process] = []
+    """Run the service's `serve` as a task of this event loop; drain it at the end of the block."""
+    created: list[Process] = []
     stops: list[asyncio.Event] = []
 
     class Seen(Process):
         def __init__(self, *parts: Any) -> None:
             super().__init__(*parts)
-            found.append(self)
+            created.append(self)
 
     @contextlib.contextmanager
     def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
@@ -745,9 +745,9 @@ async def run_inside(service: Service, monkeypatch: pytest.MonkeyPatch) -> Async
     monkeypatch.setattr(api_main, "stop_signals", stop_signals)
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(api_main.serve(service.settings))
-        await until(lambda: found and stops and read_endpoint(service.home).address, "the server to listen")
+        await until(lambda: created and stops and read_endpoint(service.home).address, "the server to listen")
         service.address = read_endpoint(service.home).address
-        inside = Inside(service, found[0])
+        inside = Inside(service, created[0])
         await inside.engine.start()
         try:
             yield inside

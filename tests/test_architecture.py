@@ -1,4 +1,4 @@
-"""The structure of the code is tested like its behaviour: every rule holds here, and every rule is shown to catch its fault."""
+"""Rules of the code's structure: the repository complies, and each rule detects a planted fault."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infra.architecture import PYTHON_RULES, REPOSITORY_RULES, TEXT_RULES, Repos
 @pytest.fixture(scope="module")
 def sources() -> list[Source]:
     if not (architecture.ROOT / ".git").exists():
-        pytest.skip("no git checkout: which files belong to the repository is not known")
+        pytest.skip("no git checkout: the files of the repository are unknown")
     return architecture.repository()
 
 
@@ -34,7 +34,7 @@ def test_the_rule_holds_for_the_repository(rule: RepositoryRule, sources: list[S
 
 
 def test_the_walk_sees_the_repository(sources: list[Source]) -> None:
-    """A walk that found nothing would let every rule hold."""
+    """Without any file every rule would hold."""
     paths = {source.path for source in sources}
 
     assert {"inference/engine.py", "metering/core/models.py", "proto/weir/v1/types.proto", "Makefile", "pyproject.toml"} <= paths
@@ -359,8 +359,8 @@ def test_a_product_that_has_grown_is_reported(monkeypatch: pytest.MonkeyPatch, n
     assert f"at most {size - 1}" in found.what
 
 
-# The engine host is a process of its own so that torch never runs beside the API's event loop; importing it there would cost
-# every API process seconds at start and hundreds of megabytes.
+# Engine workers are separate processes so that torch never runs beside the API's event loop;
+# importing it there would cost each API process seconds at start and hundreds of megabytes.
 @pytest.mark.parametrize(
     "module",
     [

@@ -1,4 +1,4 @@
-"""The images hold what the documents say of them. Nothing is built here: the steps that compute are tested where their code is."""
+"""Contents of the images and of compose.yaml, by their files: no test builds an image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IMAGES = ROOT / "infra" / "images"
 
 
 def instructions(name: str) -> list[str]:
-    """The instructions of a Dockerfile, each on one line."""
+    """Return the instructions of a Dockerfile, each on one line."""
     text = (IMAGES / name).read_text().replace("\\\n", " ")
     return [re.sub(r"\s+", " ", line) for line in text.splitlines() if line and not line.startswith("#")]
 
@@ -36,7 +36,7 @@ def test_the_image_has_every_extra_that_it_can_use() -> None:
 
 
 def test_the_image_computes_with_the_native_library() -> None:
-    """Compiled in a stage of its own, and copied to where the loader looks."""
+    """It is compiled in a separate stage and copied to the loader's path."""
     lines = instructions("Dockerfile")
     build = lines.index("RUN python -m inference.native.build --out /prebuilt")
     last_stage = max(index for index, line in enumerate(lines) if line.startswith("FROM "))
@@ -76,7 +76,7 @@ FULL_VERSION = re.compile(r"[a-z0-9./-]+:\d+\.\d+(\.\d+)?(-[a-z]+)*")
 
 
 def services() -> dict[str, dict[str, Any]]:
-    """The services of compose.yaml. Anchors and merged keys are resolved, variables stay as they are written."""
+    """Return the services of compose.yaml, with anchors resolved and variables unexpanded."""
     found: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     return found
 
@@ -87,7 +87,7 @@ def test_base_images_have_full_versions_and_can_be_pinned_by_digest(name: str) -
 
     (argument,) = [line.removeprefix("ARG ") for line in lines if line.startswith("ARG ")]
     variable, image = argument.split("=")
-    # A stage that only names the base image: Dependabot updates images named by FROM, and no build arguments.
+    # A stage that only names the base image: Dependabot updates FROM, but no build arguments.
     named = {found[2]: found[1] for line in lines if (found := re.fullmatch(r"FROM ([^$ ]+) AS (\S+)", line))}
     assert FULL_VERSION.fullmatch(named.pop(image, image)), image
     assert not named

@@ -17,7 +17,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
-from tests.otlp_receiver import Receiver, ToldSpan, receiving
+from tests.otlp_receiver import ReceivedSpan, Receiver, receiving
 from tests.scraped import scrape
 from tests.service import MODEL, Refusal, Service, Stream, bearer, conversation, running, start, until
 
@@ -53,7 +53,7 @@ def traceparent(flags: str) -> tuple[tuple[str, str], ...]:
     return (("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-{flags}"), ("tracestate", "vendor=1"))
 
 
-async def spans_of(receiver: Receiver, request_id: str) -> tuple[ToldSpan, list[ToldSpan]]:
+async def spans_of(receiver: Receiver, request_id: str) -> tuple[ReceivedSpan, list[ReceivedSpan]]:
     """The span of a request and those of its stages, in their order."""
     await until(lambda: request_id in receiver.traces(), "its spans to come")
     told = receiver.traces()[request_id]

@@ -1,4 +1,4 @@
-"""What has been used and what is on the books: the same tokens and the same money."""
+"""Comparison of usage and ledger: the same tokens and the same money."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.service import Service
 
 
 async def rate(service: Service) -> None:
-    """Post everything to the ledger, as the worker would."""
+    """Post all usage to the ledger, as the worker does."""
     engine = create_engine(service.database_url, pool_size=1)
     try:
         await rate_all_pending(create_sessions(engine))
@@ -17,7 +17,7 @@ async def rate(service: Service) -> None:
 
 
 def check_ledger(service: Service) -> None:
-    """Tokens and money of the ledger are those of the usage events."""
+    """Check that tokens and money of the ledger equal those of the usage events."""
     [usage] = service.books.rows(
         """SELECT coalesce(sum(input_token_count + billed_token_count), 0)::bigint AS tokens,
                   coalesce(sum(cost_picos), 0)::bigint AS picos, count(*) FILTER (WHERE rated_at IS NULL) AS unrated

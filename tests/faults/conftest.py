@@ -1,4 +1,4 @@
-"""Services that a test may break: each has a database, a home and a process of its own."""
+"""Services that a test may break: each has its own database, home and process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Start = Callable[..., Service]
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Return the directory of a tiny checkpoint."""
     return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def postgres(postgres_home: Path) -> Iterator[EmbeddedPostgres]:
-    """A migrated server of this test's own."""
+    """Yield a migrated server for this test only."""
     server = embedded_postgres.start(postgres_home / "postgres", CRASH_SETTINGS)
     migrate(server.url)
     yield server
@@ -35,7 +35,10 @@ def postgres(postgres_home: Path) -> Iterator[EmbeddedPostgres]:
 
 @pytest.fixture
 def launch(tmp_path: Path, database_url: str, model: Path) -> Iterator[Start]:
-    """Starts a service with these settings, on the test's database unless another is named; `serving`: waits until it serves."""
+    """Yield a function that starts a service with settings, by default on the test's database.
+
+    serving: wait until it serves.
+    """
     with ExitStack() as stack:
 
         def start(**settings: Any) -> Service:

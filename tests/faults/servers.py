@@ -1,4 +1,4 @@
-"""A PostgreSQL server of a test's own: to stop, to kill, to freeze, and to start again on the same data."""
+"""PostgreSQL servers that a test stops, kills, freezes and restarts on the same data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from metering.store.embedded_postgres import EmbeddedPostgres
 
 
 def restart(server: EmbeddedPostgres) -> None:
-    """Start it again on the same data."""
+    """Start the server again on the same data."""
     embedded_postgres.start(server.data_dir, CRASH_SETTINGS)
 
 
 @contextlib.contextmanager
 def frozen(server: EmbeddedPostgres) -> Iterator[None]:
-    """Every process of the server stands still for the block: it takes connections and answers nothing."""
+    """Suspend every process of the server during the block: it accepts connections only."""
     pid = server.pid
     assert pid is not None
     stopped = [pid, *children_of(pid)]

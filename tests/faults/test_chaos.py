@@ -1,4 +1,4 @@
-"""The crash kit: a short run of it finds nothing wrong, and what it is there to find it does find."""
+"""Chaos runs: a short run passes its audit, and the audit detects planted faults."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_kind_of_kill_is_drawn() -> None:
 
 
 async def test_the_audit_misses_no_request_and_no_token(sessions: Sessions, database_url: str, tmp_path: Path) -> None:
-    """Usage that nobody asked for, usage that is missing, an export that falls short, a journal that recovery refused."""
+    """Usage without a request, missing usage, an incomplete export, a refused journal."""
     async with sessions.begin() as session:
         price: ModelPrice = await new_price(session)
         await add_usage(session, await new_customer(session, "acme"), price, [Consumed(output_token_count=7)])

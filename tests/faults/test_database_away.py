@@ -1,4 +1,4 @@
-"""PostgreSQL stops, dies and comes back: streams go on as far as their lease reaches, and settle once it is there again."""
+"""PostgreSQL stops, dies and returns: streams continue up to their lease and settle afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.service import MODEL, PATIENCE_S, Service, bearer, log_events, refuse
 
 pytestmark = pytest.mark.faults
 
-ON_THE_WAY = 100  # tokens between a server that is stopped and what a client has seen of it: some messages of a token each
+ON_THE_WAY = 100  # tokens in flight when a server is suspended: some messages of one token each
 LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
 
 
@@ -76,7 +76,7 @@ async def test_a_crash_of_the_database_loses_and_doubles_nothing(launch: Start, 
 
 
 def check_told(away: Scrape, back: Scrape) -> None:
-    """What operators are told during the outage, and after it: what cannot be known is missing, and all else is there."""
+    """Check the metrics during and after the outage: only those of the database are missing."""
     assert away.value("weir_database_away_seconds") > 0
     assert away.value("weir_journal_unsettled_requests") == 12
     assert away.value("weir_books_read") == 0
@@ -89,7 +89,7 @@ def check_told(away: Scrape, back: Scrape) -> None:
 
 
 def waiting_settlements(service: Service) -> set[str]:
-    """Holds that the service has tried in vain to settle."""
+    """Return the holds whose settlement has been delayed."""
     delayed = log_events(service.log, "hold_operation_delayed")
     return {event["hold_id"] for event in delayed if event["operation"] == "Settle"}
 
@@ -100,7 +100,7 @@ async def test_streams_outwait_a_restart_of_the_database_at_the_end_of_their_lea
     service = launch(database_url=postgres.url, store_answer_wait_s=60.0)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
-        # Far more than a fast machine generates while the database stops: each has an extension to ask for when it is away.
+        # More than a fast machine generates while the database stops: each needs an extension then.
         starts = [start(max_output_tokens=1500) for _ in range(4)]
         await stream.send(*starts)
         for frame in starts:
@@ -119,7 +119,7 @@ async def test_streams_outwait_a_restart_of_the_database_at_the_end_of_their_lea
 
 
 async def test_a_server_that_is_stopped_without_a_database_ends_and_is_recovered(launch: Start, postgres: EmbeddedPostgres) -> None:
-    """It cannot settle, so it must leave that to whoever starts next, and not wait for ever."""
+    """It cannot settle, so it leaves that to the next start instead of waiting forever."""
     service = launch(database_url=postgres.url, drain_s=0.5)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
@@ -162,7 +162,7 @@ async def test_server_and_database_that_die_together_are_recovered(launch: Start
 
 
 async def test_a_short_outage_between_two_requests_is_not_noticed_by_the_second(launch: Start, postgres: EmbeddedPostgres) -> None:
-    """Connections of before the outage are dead; whoever draws one of them must get another."""
+    """Old connections are dead; a request that gets one from the pool must get a new one."""
     service = launch(database_url=postgres.url)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
@@ -195,7 +195,7 @@ async def test_a_server_that_starts_before_its_database_serves_once_it_is_there(
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 async def test_a_frozen_server_past_its_expiry_neither_streams_on_nor_doubles(launch: Start, moment: str) -> None:
-    """Stopped in mid-stream, its holds expire; awake again, it finds out by its own clock, and sends nothing more under them."""
+    """Its holds expire while it is suspended; afterwards its clock keeps it from sending more."""
     service = launch(hold_expiry_s=1.0, lease_slice_tokens=400)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
@@ -205,7 +205,7 @@ async def test_a_frozen_server_past_its_expiry_neither_streams_on_nor_doubles(la
         os.kill(service.pid, signal.SIGSTOP)
         await until_swept(service.database_url, 4)
         assert service.books.holds(tenant) == {"expired": 4}
-        before = {request_id: len(stream.token_ids(request_id)) for request_id in request_ids}  # what was on its way has come
+        before = {request_id: len(stream.token_ids(request_id)) for request_id in request_ids}  # tokens in flight have arrived
 
         os.kill(service.pid, signal.SIGCONT)
 
@@ -216,7 +216,7 @@ async def test_a_frozen_server_past_its_expiry_neither_streams_on_nor_doubles(la
             assert service.books.delivered(tenant)[request_id] == received
             assert refusal.frame is not None
             assert refusal.frame.usage.delivered_token_count == received
-            # What it had handed to the transport before it was stopped still arrives.
+            # Tokens handed to the transport before the suspension still arrive.
             assert received - before[request_id] < ON_THE_WAY
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
     assert service.books.holds(tenant) == {"expired": 4, "settled": 1}
@@ -224,7 +224,7 @@ async def test_a_frozen_server_past_its_expiry_neither_streams_on_nor_doubles(la
 
 
 async def until_swept(database_url: str, count: int) -> None:
-    """Run the sweeper until it has expired so many. It waits for rows that the frozen server has locked, half a minute at most."""
+    """Run the sweeper until it has expired `count` holds; a frozen server may lock rows 30 s."""
     swept = 0
     async with asyncio.timeout(PATIENCE_S):
         while swept < count:
@@ -233,7 +233,7 @@ async def until_swept(database_url: str, count: int) -> None:
 
 
 async def test_a_disk_that_is_full_stops_streams_before_their_tokens_leave(launch: Start) -> None:
-    """What cannot be written to the journal is not sent. With room again, the same server serves on, and recovery finds all."""
+    """Tokens that cannot be journaled are not sent; with room again, the server continues."""
     service = launch()
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
@@ -258,12 +258,12 @@ async def test_a_disk_that_is_full_stops_streams_before_their_tokens_leave(launc
 
 
 def journal_size(directory: Path) -> int:
-    """Bytes that the running server has written."""
+    """Return the size in bytes of the running server's journal."""
     return wait_for(lambda: max((path.stat().st_size for path in directory.glob("*.journal")), default=None), "a journal")
 
 
 def limit_file_size(pid: int, size: int) -> None:
-    """What a full disk is to one process; -1 for no limit."""
+    """Limit file sizes of a process, which acts like a full disk; -1 for no limit."""
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 

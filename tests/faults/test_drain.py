@@ -1,4 +1,4 @@
-"""A server that is told to stop: what runs finishes, nothing new begins, and whatever does not finish in time ends settled."""
+"""Drain of a server: running requests finish, new ones are refused, late ones end settled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQU
 
 
 async def test_running_requests_finish_and_new_ones_are_sent_away(launch: Start) -> None:
-    service = launch(drain_notice_s=30)  # the connection takes calls until it has been looked at
+    service = launch(drain_notice_s=30)  # keeps the connection open until the test has used it
     tenant = await service.tenant(LIMITS)
     host_pid = service.host_pid
     assert host_pid is not None
@@ -62,7 +62,7 @@ async def test_running_requests_finish_and_new_ones_are_sent_away(launch: Start)
 
 
 async def draining_refusal(stream: Stream) -> Refusal:
-    """What a start is answered with, once the drain has closed the door."""
+    """Return the answer to a start after the drain has closed the listener."""
     while True:
         end = await stream.end(await stream.begin(max_output_tokens=1))
         if end.WhichOneof("kind") == "failed":

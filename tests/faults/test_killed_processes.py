@@ -1,4 +1,4 @@
-"""Processes that die in the middle of their work: no hold stays, and every token that a client has received is billed once."""
+"""Killed processes: no hold remains, and every token that a client received is billed once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.service import MODEL, PATIENCE_S, Service, Stream, Tenant, start, unt
 pytestmark = pytest.mark.faults
 
 LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
-ROUNDS, LANES = 8, 2  # of kills; two processes at a time, each with a life of a second or two
-EXPIRY_S = 5.0  # holds whose first token was still on its way are ended by their expiry at the latest
+ROUNDS, LANES = 8, 2  # rounds of kills, processes at a time; each lives a second or two
+EXPIRY_S = 5.0  # ends holds whose first token was not recorded yet
 
 
 async def under_load(stream: Stream, count: int, token_count: int) -> list[str]:
-    """Long requests that have each delivered so many tokens."""
+    """Start long requests, wait until each has this many tokens, and return their ids."""
     starts = [start(max_output_tokens=3500) for _ in range(count)]
     await stream.send(*starts)
     for frame in starts:
@@ -38,7 +38,7 @@ async def under_load(stream: Stream, count: int, token_count: int) -> list[str]:
 
 
 def check_billed(service: Service, tenant: Tenant, stream: Stream, request_ids: Sequence[str]) -> None:
-    """What the client has is on the bill, and not much more: one message may have been on its way."""
+    """Check that received tokens are billed, and at most one message more."""
     delivered = service.books.delivered(tenant)
     for request_id in request_ids:
         received = len(stream.token_ids(request_id))
@@ -118,7 +118,7 @@ async def test_a_killed_engine_ends_its_requests_settled_and_comes_back(launch: 
             assert (event["outcome"], event["delivered_token_count"]) == ("failed", len(stream.token_ids(request_id)))
         assert service.books.holds(tenant) == {"settled": 12}
 
-        # The next one waits for the engine, and is told so.
+        # The next request waits for the engine and gets a progress frame that says so.
         waiting = await stream.begin()
         assert (await stream.finished(waiting)).reason == types_pb2.FINISH_REASON_LENGTH
         assert pb.ProgressFrame.STAGE_ENGINE_LOADING in {progress.stage for progress in stream.of(waiting, "progress")}
@@ -181,7 +181,7 @@ async def test_the_client_library_tries_again_where_an_engine_died_before_the_fi
 
 
 async def test_a_server_that_starts_settles_for_one_that_died_elsewhere_on_the_machine(launch: Start) -> None:
-    """Recovery is not the dead server's own business: whoever shares its home does it, also while running."""
+    """Any server that shares the home recovers a dead one's journal, also while running."""
     first = launch()
     second = launch()
     tenant = await first.tenant(LIMITS)
@@ -196,7 +196,7 @@ async def test_a_server_that_starts_settles_for_one_that_died_elsewhere_on_the_m
 
 
 async def test_random_kills_under_load_lose_nothing_and_double_nothing(launch: Start, tmp_path: Path) -> None:
-    """Servers and engines die at random moments, also while they start or recover."""
+    """Servers and engines die at random moments, even while they start or recover."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     homes = [tmp_path / f"home{lane}" for lane in range(LANES)]
@@ -220,7 +220,7 @@ async def test_random_kills_under_load_lose_nothing_and_double_nothing(launch: S
 
 
 async def kill_again_and_again(service: Service, tenant: Tenant, received: dict[str, int], rng: random.Random) -> None:
-    """Rounds of load that each end with a death; notes what the client got."""
+    """Run rounds of load that each end with a kill; note the tokens that the client received."""
     for _ in range(ROUNDS):
         async with service.stream(tenant.secret) as stream:
             starts = [start(max_output_tokens=rng.choice((5, 50, 500))) for _ in range(rng.randrange(1, 12))]
@@ -238,7 +238,7 @@ async def kill_again_and_again(service: Service, tenant: Tenant, received: dict[
 
 
 async def enough(stream: Stream, starts: Sequence[pb.ClientFrame], token_count: int) -> None:
-    """Wait for so many tokens in all, or for the end of everything."""
+    """Wait for this many tokens in total, or for the end of all requests."""
 
     def arrived() -> bool:
         got = sum(len(stream.token_ids(frame.request_id)) for frame in starts)

@@ -1,4 +1,4 @@
-"""One of several processes that embed is killed in the middle of a batch: every call is answered, rightly, and billed once."""
+"""One of several encoders is killed within a batch: each call is answered and billed once."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ CALLS = [[f"the garden number {call} is near the sea", "a hotel with breakfast",
 
 
 def encoder_pids(service: Service) -> list[int]:
-    """Of the processes that embed."""
+    """Return the ids of the encoder processes."""
     return children_of(service.pid, "inference.encoder.worker")
 
 
 async def test_calls_outlive_the_encoder_that_had_them_and_are_billed_once(
     tmp_path: Path, postgres_server: str, template_database: str
 ) -> None:
-    """Both stand still until each has calls; then one is killed, and the other goes on."""
+    """Both are suspended until each has calls; then one is killed, and the other continues."""
     directory = make_random_encoder(tmp_path / "encoder")
     file = tmp_path / "fleet.yaml"
     file.write_text(FLEET.format(model=MODEL, directory=directory))
@@ -84,7 +84,7 @@ async def test_calls_outlive_the_encoder_that_had_them_and_are_billed_once(
                 os.kill(pids[1], signal.SIGCONT)
                 answers = await asyncio.gather(*calls)
                 async with asyncio.timeout(PATIENCE_S):
-                    while await call_counts() != [0, 0]:  # the one that was killed is back
+                    while await call_counts() != [0, 0]:  # the killed one is back
                         pass
 
             for answer, true in zip(answers, undisturbed, strict=True):

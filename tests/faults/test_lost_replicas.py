@@ -1,4 +1,4 @@
-"""An engine host dies under load while another one serves the same model: nobody who streams from either can tell."""
+"""An engine worker dies under load while another serves the same model: no stream is affected."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.service import MODEL, PLAIN_IDS, Stream, cost_picos, picos, start, wa
 pytestmark = pytest.mark.faults
 
 LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
-LONG, SHORT = 250, 20  # output tokens of those that have begun before the kill, and of those that have not
+LONG, SHORT = 250, 20  # output tokens of requests begun before the kill, and of the others
 PROMPTS = [[*PLAIN_IDS[index : index + 30]] for index in range(10)]
 
 
 def fleet_file(path: Path, model: Path, replicas: int = 2) -> str:
-    """A file that serves the tests' model on several hosts."""
+    """Write a fleet file that serves the tests' model on several workers; return its path."""
     path.mkdir(parents=True, exist_ok=True)
     file = path / "fleet.yaml"
     of_model = f"directory: {model}, replicas: {{min: {replicas}, max: {replicas}}}, recovery_wait_s: 60, policy: round_robin"
@@ -36,12 +36,12 @@ def fleet_file(path: Path, model: Path, replicas: int = 2) -> str:
 
 
 def requests(output_tokens: int) -> list[pb.ClientFrame]:
-    """Fifty requests with ten prompts."""
+    """Return fifty requests with ten different prompts."""
     return [start(prompt=PROMPTS[index % len(PROMPTS)], max_output_tokens=output_tokens) for index in range(50)]
 
 
 async def answers(stream: Stream, output_tokens: int) -> list[list[int]]:
-    """What each prompt's answer is when nothing happens."""
+    """Return the output of each prompt without a fault."""
     starts = [start(prompt=prompt, max_output_tokens=output_tokens) for prompt in PROMPTS]
     await stream.send(*starts)
     for frame in starts:
@@ -50,7 +50,7 @@ async def answers(stream: Stream, output_tokens: int) -> list[list[int]]:
 
 
 async def check_whole(stream: Stream, starts: Sequence[pb.ClientFrame], expected: Sequence[list[int]]) -> int:
-    """Each stream ended as if nothing had happened; how often those that did not were continued."""
+    """Check that each stream ended with the expected output; return the number of migrations."""
     migration_count = 0
     for index, frame in enumerate(starts):
         finished, deltas = await stream.finished(frame.request_id), stream.of(frame.request_id, "delta")
@@ -67,7 +67,7 @@ async def check_whole(stream: Stream, starts: Sequence[pb.ClientFrame], expected
 
 
 async def test_a_killed_host_is_noticed_by_no_stream_and_on_no_bill(launch: Start, model: Path, tmp_path: Path) -> None:
-    """A hundred streams on two hosts, one of which is killed when half of them have tokens and half have none."""
+    """A hundred streams on two workers; one is killed when half of the streams have tokens."""
     service = launch(fleet_file=fleet_file(tmp_path / "fleet", model), models=bundled_models())
     tenant = await service.tenant(LIMITS)
     hosts = wait_for(lambda: found if len(found := children_of(service.pid)) == 2 else None, "both hosts to start")
@@ -77,7 +77,7 @@ async def test_a_killed_host_is_noticed_by_no_stream_and_on_no_bill(launch: Star
         await stream.send(*begun)
         for frame in begun:
             await stream.received(frame.request_id, 3)
-        os.kill(hosts[0], signal.SIGSTOP)  # what it gets from now on has no token when it dies
+        os.kill(hosts[0], signal.SIGSTOP)  # later requests have no token when it dies
         await stream.send(*waiting)
         for frame in waiting:
             await stream.first(frame.request_id, "admitted")

@@ -1,9 +1,10 @@
-"""Four api processes on one database, more demand than the quotas allow, cancels, and a kill -9 in the middle.
+"""Four api processes on one database, more demand than the quotas allow, cancels, and a kill -9.
 
-No limit is exceeded at any commit: a trigger looks at every counter as each transaction commits, and a second pair of eyes works
-the counters out from the holds, snapshot after snapshot. None is left unused: when all is swept, whoever still asks gets the rest.
+No limit is exceeded at any commit: a trigger checks every counter in each transaction, and a
+second check computes the counters from the holds, snapshot after snapshot. No limit stays unused:
+after a sweep, further requests get the rest.
 
-The whole proof, in every dimension, with a line of figures for each (some minutes):
+The full test, in every dimension, with a line of figures for each (some minutes):
 
     WEIR_TEST_DIMENSIONS=all WEIR_TEST_REQUESTS=2000 WEIR_TEST_TENANTS=1000 pytest -s tests/faults/test_many_processes.py
 """
@@ -45,9 +46,9 @@ SMALL_TENANT_COUNT = int(os.environ.get("WEIR_TEST_TENANTS", "20"))
 INPUT_TOKENS, OUTPUT_TOKENS = 10, 4
 CANCELLED_SHARE = 0.2
 STREAMS_PER_CONNECTION = 100  # the service's own limit
-ROUND = 10  # requests at once, of those that ask for what is left
+ROUND = 10  # concurrent requests that use up the rest of a limit
 
-# What one request takes of a limit.
+# Amount of a limit that one request uses.
 COST_PICOS = INPUT_TOKENS * INPUT_PICOS + OUTPUT_TOKENS * OUTPUT_PICOS
 DEMAND = {
     QuotaDimension.CONCURRENT_REQUESTS: 1,
@@ -90,7 +91,7 @@ DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION note_overdrawn();
 
 @pytest.fixture(scope="module")
 def watched_database(postgres_server: str, template_database: str) -> Iterator[str]:
-    """A database whose clock stands still, so that no window ends, and which notes whatever commits beyond a limit."""
+    """Yield a database with a frozen clock, so that no window ends, that notes exceeded limits."""
     with new_database(postgres_server, template=template_database) as url, HoldWorld(url) as world:
         world.execute(WATCH)
         asyncio.run(set_price_at(url))
@@ -98,7 +99,7 @@ def watched_database(postgres_server: str, template_database: str) -> Iterator[s
 
 
 async def set_price_at(database_url: str) -> None:
-    """Price the model."""
+    """Set a price for the model."""
     engine = create_engine(database_url, pool_size=1)
     async with create_sessions(engine).begin() as session:
         await price_model(session)
@@ -107,7 +108,7 @@ async def set_price_at(database_url: str) -> None:
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory, watched_database: str, model: Path) -> Iterator[list[Service]]:
-    """Processes of one machine: what one of them leaves behind, the others settle."""
+    """Yield processes of one machine, which recover each other's journals."""
     directory = tmp_path_factory.mktemp("machine")
     (directory / "journal").mkdir()
     with ExitStack() as stack:
@@ -125,7 +126,7 @@ def services(tmp_path_factory: pytest.TempPathFactory, watched_database: str, mo
 
 
 class SecondLook:
-    """Checks the invariants on one snapshot after the other, in a thread, for the block."""
+    """Thread that checks the invariants on one snapshot after another during the block."""
 
     def __init__(self, database_url: str) -> None:
         self.found: list[str] = []
@@ -150,7 +151,7 @@ class SecondLook:
 
 @asynccontextmanager
 async def streams(services: Sequence[Service], tenants: Sequence[Tenant]) -> AsyncIterator[dict[tuple[int, str], Stream]]:
-    """One stream of each tenant to each process, as many on one connection as it takes."""
+    """Open one stream per tenant and process, as many on one connection as it allows."""
     opened: dict[tuple[int, str], Stream] = {}
     async with AsyncExitStack() as stack:
         for service in services:
@@ -174,7 +175,7 @@ async def test_four_processes_give_out_exactly_what_a_quota_allows(
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    small_share = max(REQUEST_COUNT // SMALL_TENANT_COUNT // 4, 1)  # half of what each of them asks for
+    small_share = max(REQUEST_COUNT // SMALL_TENANT_COUNT // 4, 1)  # half of a tenant's requests
     hot_limit, small_limit = (share * DEMAND[dimension] for share in (REQUEST_COUNT // 8, small_share))
     hot, *small = await tenants(services[0], dimension, [hot_limit] + [small_limit] * SMALL_TENANT_COUNT)
     victim = rng.choice(services)
@@ -195,7 +196,7 @@ async def test_four_processes_give_out_exactly_what_a_quota_allows(
 
 
 def tell(service: Service, dimension: QuotaDimension, hot: Tenant, hot_limit: int, second_look: SecondLook) -> None:
-    """One line of figures: most that was ever used and held at a commit, of the hot tenant and of all others."""
+    """Print the maximum used and held at any commit, of the hot tenant and of all others."""
     query = """SELECT o.id = %s AS hot, count(*) AS n, min(q.limit_value) AS least, max(p.peak) AS peak,
                       sum((p.peak = q.limit_value)::int) AS full, sum((p.peak > q.limit_value)::int) AS beyond
                FROM quotas q JOIN organizations o ON o.id = q.subject_id LEFT JOIN peaks p ON p.quota_id = q.id
@@ -212,7 +213,7 @@ def tell(service: Service, dimension: QuotaDimension, hot: Tenant, hot_limit: in
 
 
 async def tenants(service: Service, dimension: QuotaDimension, limits: Sequence[int]) -> list[Tenant]:
-    """One for each limit, in one transaction: to make them one by one would take longer than the test."""
+    """Create a tenant for each limit, in one transaction: one by one would take too long."""
     made = []
     async with service.session() as session:
         for limit in limits:
@@ -232,7 +233,7 @@ async def tenants(service: Service, dimension: QuotaDimension, limits: Sequence[
 
 
 async def pay_in_advance(session: AsyncSession, organization: str, amount_picos: int) -> None:
-    """Keep an organization to credit of that amount, which goes on into the next month: so it is the limit itself, and no raise."""
+    """Limit an organization to prepaid credit that also covers the next month."""
     owner, _ = await set_prepaid(session, organization=organization, prepaid=True, actor="test")
     last = month_after(await current_month(session))
     await grant_credit(session, organization=organization, amount_picos=amount_picos, last_month=last, reason="paid", actor="test")
@@ -240,7 +241,7 @@ async def pay_in_advance(session: AsyncSession, organization: str, amount_picos:
 
 
 async def storm(services: list[Service], victim: Service, hot: Tenant, small: list[Tenant], rng: random.Random) -> None:
-    """All requests at once, some cancelled at once or once admitted, and one process killed when half of them are on their way."""
+    """Send all requests at once, cancel some, and kill one process when half have been sent."""
     asked: list[tuple[Stream, str]] = []
     async with streams(services, [hot, *small]) as by_process, asyncio.TaskGroup() as tasks:
         pids = {service.pid for service in services}
@@ -263,7 +264,7 @@ async def storm(services: list[Service], victim: Service, hot: Tenant, small: li
 
 
 async def cancel_once_admitted(stream: Stream, request_id: str) -> None:
-    """Cancel while it runs, if it gets that far."""
+    """Cancel a request once it is admitted, if that happens."""
     await until(lambda: stream.over or stream.ends(request_id) or stream.of(request_id, "admitted"), "the admission")
     if not stream.over and not stream.ends(request_id):
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # its process may die at any moment
@@ -271,7 +272,7 @@ async def cancel_once_admitted(stream: Stream, request_id: str) -> None:
 
 
 async def use_up(services: list[Service], tenant: Tenant, dimension: QuotaDimension, limit: int) -> None:
-    """Ask for more until nothing is given: then too little is left for one more."""
+    """Send requests until all are refused: the rest is then too small for one more."""
     async with streams(services, [tenant]) as by_process:
         lanes = list(by_process.values())
         if dimension is QuotaDimension.CONCURRENT_REQUESTS:
@@ -290,7 +291,7 @@ async def use_up(services: list[Service], tenant: Tenant, dimension: QuotaDimens
 
 
 async def fill_up(lanes: list[Stream], limit: int) -> None:
-    """Of requests that go on until they are cancelled, exactly as many run as may."""
+    """Start endless requests until exactly as many run as the limit allows."""
     frames = [start(max_output_tokens=3000) for _ in range(limit + 2 * len(lanes))]
     asked = [(lanes[index % len(lanes)], frame.request_id) for index, frame in enumerate(frames)]
     for (lane, _), frame in zip(asked, frames, strict=True):

@@ -1,4 +1,4 @@
-"""A service whose model runs on another machine: what is billed is what came, also when that machine dies in the middle."""
+"""A model on another machine: received tokens are billed, even if that machine dies meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.faults
 
 
 async def test_what_another_machine_generates_is_billed_to_the_token(launch: Start, model: Path, tmp_path: Path) -> None:
-    """Before it dies, when it dies, and after it has come back at its old address."""
+    """Before its death, at its death, and after its return at the same address."""
     certificates = make_certificates(tmp_path / "certificates")
     with server_process(model, certificates) as server:
         targets = {MODEL: str(server.target(Wire.TRTLLM))}

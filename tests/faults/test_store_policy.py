@@ -1,4 +1,4 @@
-"""What a deployment does while PostgreSQL is away or frozen: refuse at once and say so, or let in what was set aside before."""
+"""Policies for an unavailable or frozen PostgreSQL: refuse at once, or use pre-authorized holds."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ ADMITTED_WHILE_AWAY = 3
 
 
 async def set_aside(service: Service, tenant: Tenant) -> None:
-    """Use the tenant's key once, and wait until what is set aside for it stands in the database."""
+    """Use the tenant's key once, and wait until its pre-authorized holds are in the database."""
     async with service.stream(tenant.secret) as stream:
         await stream.finished(await stream.begin())
     await until(lambda: service.books.holds(tenant).get("held") == ADMITTED_WHILE_AWAY, "holds to be set aside")
 
 
 async def refusal_of_a_new_request(service: Service, secret: str) -> Refusal:
-    """On a stream of its own, and on another where grpcio loses the status over a write that came too late (grpc/grpc#36066)."""
+    """Return the refusal on a new stream; retry if grpcio loses the status (grpc/grpc#36066)."""
     while True:
         async with service.stream(secret) as stream:
-            with contextlib.suppress(grpc.aio.AioRpcError):  # the reader has it too
+            with contextlib.suppress(grpc.aio.AioRpcError):  # the reader gets it too
                 await stream.send(start())
             await until(lambda: stream.over, "the stream to be refused")
             assert isinstance(stream.error, grpc.aio.AioRpcError)
@@ -113,7 +113,7 @@ async def test_grace_lets_in_what_was_set_aside_and_a_kill_in_the_middle_loses_n
 
 
 def files(directory: Path, pattern: str) -> list[Path]:
-    """What lies there."""
+    """Return the files that match a pattern."""
     return list(directory.glob(pattern))
 
 
@@ -142,7 +142,7 @@ async def test_grace_ends_as_usual_where_the_database_comes_back(launch: Start, 
 
 @pytest.mark.parametrize("policy", ["closed", "grace"])
 async def test_a_frozen_database_keeps_nobody_waiting(launch: Start, postgres: EmbeddedPostgres, policy: str) -> None:
-    """It takes connections and answers nothing: who waits for it is refused after the stated time, who comes later at once."""
+    """Waiting requests are refused after the configured time, later ones at once."""
     service = launch(database_url=postgres.url, **GRACE | {"store_away_policy": policy}, store_answer_wait_s=0.5)
     tenant = await service.tenant(LIMITS)
     if policy == "grace":
@@ -177,7 +177,7 @@ CONNECTIONS_MAX = POOL + 3  # one each for holds, for orders and for recovery
 async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one(launch: Start, database_url: str) -> None:
     async with CuttingProxy(database_url).listening() as proxy:
         service = await asyncio.to_thread(launch, database_url=proxy.url, database_connections_max=POOL)
-        service.books = Books(database_url)  # this loop runs the proxy, and would wait for itself
+        service.books = Books(database_url)  # this loop runs the proxy
         tenant = await service.tenant(LIMITS)
         async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
             await stream.finished(await stream.begin(max_output_tokens=1))
@@ -212,7 +212,7 @@ async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one
 
 
 def connection_count(service: Service) -> int:
-    """As the server counts them, without the one that asks and those of the test."""
+    """Return the number of the service's connections as PostgreSQL counts them."""
     [row] = service.books.rows(
         "SELECT count(*) AS n FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
         "AND backend_type = 'client backend' AND application_name = 'weir'"
@@ -224,7 +224,7 @@ PAUSES = int(os.environ.get("WEIR_TEST_PAUSES", "4"))
 
 
 async def test_a_process_paused_at_random_moments_bills_each_token_that_was_received_once(launch: Start) -> None:
-    """In whatever phase its requests are, while others sweep: awake again, it sends nothing under what it lost, and settles."""
+    """In any phase, with concurrent sweeps: after the pause it sends nothing under lost holds."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -252,13 +252,13 @@ async def test_a_process_paused_at_random_moments_bills_each_token_that_was_rece
 
 
 def tokens_or_ends(stream: Stream, frames: Sequence[pb.ClientFrame], wanted: int) -> bool:
-    """Whether so many tokens have come in all, or all requests have ended."""
+    """Return whether this many tokens have arrived in total, or all requests have ended."""
     got = sum(len(stream.token_ids(frame.request_id)) for frame in frames)
     return got >= wanted or all(stream.ends(frame.request_id) for frame in frames)
 
 
 async def until_swept(service: Service) -> None:
-    """Sweep until the paused process has no hold left. Its transaction may have rows locked for two seconds."""
+    """Sweep until the paused process has no hold. It may keep rows locked for two seconds."""
     async with asyncio.timeout(PATIENCE_S):
         while service.books.held_hold_count():
             with contextlib.suppress(StoreAway):
