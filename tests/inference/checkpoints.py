@@ -48,7 +48,7 @@ _TRAINING_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """What a test may vary about the decoder. Sizes are counts of floats; the defaults give some 0.1 M parameters.
+    """Parameters of a test decoder. Sizes are counts of floats; the defaults give about 0.1 M parameters.
 
     architecture: one of `MODEL_TYPES`. max_window_layers: Qwen's number of first layers that see everything.
     """
@@ -72,7 +72,7 @@ class LlamaShape:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether heads are normalized."""
+        """True if heads are normalized."""
         return self.architecture == "Qwen3ForCausalLM"
 
     @property
@@ -83,7 +83,7 @@ class LlamaShape:
 
 @dataclass(frozen=True, slots=True)
 class TinyCheckpoint:
-    """Where a checkpoint lies and what it is."""
+    """Directory and model of a test checkpoint."""
 
     directory: Path
     shape: LlamaShape = field(default_factory=LlamaShape)

@@ -18,7 +18,7 @@ ARCHITECTURES = ("Bert", "DistilBert", "Roberta", "DebertaV2", "Llama")
 
 
 def write_word_tokenizer(directory: Path) -> int:
-    """Words as tokens, what is unknown as one, a beginning and an end around each text; the size of the vocabulary."""
+    """Write a tokenizer of words, with unknown, begin and end tokens. Returns the vocabulary size."""
     from transformers import PreTrainedTokenizerFast
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]

@@ -98,7 +98,7 @@ class CoreEngine:
         return self.core is None
 
     def lose(self) -> None:
-        """Die as a process does: nothing more comes of what runs."""
+        """Die like a process: running sequences get no further events."""
         assert self.core is not None
         for number in self._sequences:
             self.core.cancel(number)
@@ -108,7 +108,7 @@ class CoreEngine:
             self._tell(sequence, EngineFailed("killed"))
 
     def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
-        """See `Engine.submit`."""
+        """Implement `Engine.submit`."""
         if self.core is None:
             raise EngineUnavailable(f"it is {self.state}", 0.05)
         if self.queue_is_full:
@@ -123,7 +123,7 @@ class CoreEngine:
         return sequence
 
     def cancel(self, sequence: EngineSequence) -> None:
-        """See `Sequence.cancel`. It is told in the next turn of the event loop, whatever else waits."""
+        """Implement `Sequence.cancel`. Takes effect in the next turn of the event loop."""
         if self.core is not None and sequence.number in self._sequences:
             self.core.cancel(sequence.number)
             if not self._is_cancelling:
@@ -131,7 +131,7 @@ class CoreEngine:
                 asyncio.get_running_loop().call_soon(self._tell_cancelled)
 
     def forget(self, sequence: EngineSequence) -> None:
-        """See `Sequence.close`."""
+        """Implement `Sequence.close`."""
         self.cancel(sequence)
         self._sequences.pop(sequence.number, None)
 
@@ -141,23 +141,23 @@ class CoreEngine:
             self.step()
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
-        """See `Engine`."""
+        """Implement `Engine`."""
         return self._hint.predict(prompt_token_ids, cache_salt)
 
     def statistics(self) -> EngineStatistics:
-        """See `Engine`."""
+        """Implement `Engine`."""
         return EngineStatistics() if self.core is None else self.core.statistics()
 
     def healthy(self) -> bool:
-        """See `Engine`."""
+        """Implement `Engine`."""
         return self.state is EngineState.READY
 
     def condition(self) -> EngineCondition:
-        """See `Engine`."""
+        """Implement `Engine`."""
         return EngineCondition(self.state, retry_after_s=0.05, reason="test")
 
     async def close(self) -> None:
-        """See `Engine`."""
+        """Implement `Engine`."""
         if self.core is not None:
             self.core.cancel_all()
             self.lose_at = None

@@ -83,7 +83,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def reference_vectors(directory: Path, texts: Sequence[Sequence[int]], *, pooling: str, normalized: bool) -> list[list[float]]:
-    """What `transformers` makes of texts of token ids, each alone."""
+    """Return the vectors that `transformers` computes for each text alone."""
     import torch
     from transformers import AutoModel
 

@@ -57,14 +57,14 @@ class Registered:
 class NaiveCache:
     """Blocks and their states as they must be, from the pool's acts alone.
 
-    exact: whether every answer is predicted. Not with colliding hashes: there a miss is allowed, and what is found is checked.
+    exact: whether every result is predicted. With colliding hashes misses are allowed, and hits are checked.
     """
 
     def __init__(self, block_count: int, exact: bool) -> None:
         self.exact = exact
         self.readers = [0] * block_count
         self.free = set(range(block_count))
-        self.idle: dict[int, None] = {}  # with content that nobody reads, the longest unread first
+        self.idle: dict[int, None] = {}  # with content but without readers, least recently used first
         self.contents: list[Registered | None] = [None] * block_count
         self.by_path: dict[Path, Registered] = {}
 
@@ -81,7 +81,7 @@ class NaiveCache:
         return found
 
     def check_match(self, salt: str, tokens: Sequence[int], block_ids: list[int]) -> None:
-        """What the pool found must be the prompt's own, and all that there is."""
+        """Check that the pool's match is the prompt's own prefix, and complete."""
         for index, block_id in enumerate(block_ids):
             content = self.contents[block_id]
             path = (salt, tuple(tokens[: (index + 1) * KV_BLOCK_TOKENS]))
@@ -119,7 +119,7 @@ class NaiveCache:
                 self._leave(block_id)
 
     def register(self, block_id: int, path: Path, parent: Registered | None, done: bool) -> Registered | None:
-        """What becomes of a computed block. done: whether the pool made something findable of it."""
+        """Record a computed block. done: whether the pool made it findable."""
         if parent is not None and self.by_path.get(parent.path) is not parent:
             expected = None
         else:
@@ -174,27 +174,27 @@ class ObservedPool(BlockPool):
         self.on_release: Callable[[], None] = lambda: None
 
     def match(self, keys: Sequence[BlockKey], cache_salt: str) -> list[CachedBlock]:
-        """As observed."""
+        """Delegate, and record the call."""
         found = super().match(keys, cache_salt)
         tokens = [token_id for key in keys for token_id in key.token_ids]
         self.model.check_match(cache_salt, tokens, [block.block_id for block in found])
         return found
 
     def hold(self, match: Sequence[CachedBlock]) -> list[int]:
-        """As observed."""
+        """Delegate, and record the call."""
         block_ids = super().hold(match)
         self.on_hold(block_ids)
         self.model.hold(block_ids)
         return block_ids
 
     def allocate(self, block_count: int) -> list[int]:
-        """As observed."""
+        """Delegate, and record the call."""
         block_ids = super().allocate(block_count)
         self.model.allocate(block_count, block_ids)
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """As observed."""
+        """Delegate, and record the call."""
         super().release(block_ids)
         self.on_release()
         self.model.release(block_ids)
@@ -202,7 +202,7 @@ class ObservedPool(BlockPool):
     def register(
         self, block_id: int, token_ids: tuple[int, ...], cache_salt: str, parent: CachedBlock | None
     ) -> CachedBlock | None:
-        """As observed."""
+        """Delegate, and record the call."""
         before = None if parent is None else self._registered[parent]
         found = super().register(block_id, token_ids, cache_salt, parent)
         path = (cache_salt, (before.path[1] if before else ()) + token_ids)
@@ -311,7 +311,7 @@ class ModelledEngine:
     def _judge(
         self, plan: StepPlan, before: tuple[EngineSequence, ...], decoding: list[EngineSequence], prompt_token_count_max: int | None
     ) -> None:
-        """A plan keeps its budget, loses nobody, and serves who decodes."""
+        """Check that a plan keeps its budget, loses no sequence, and serves decoding ones."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert plan.token_count == sum(chunk.token_count for chunk in plan.chunks), "the plan's count is not that of its chunks"
         assert plan.token_count <= self.limits.step_token_count_max, "the step's budget is exceeded"
@@ -338,7 +338,7 @@ class ModelledEngine:
             self.entered.append(sequence.number)
 
     def _judge_order(self, plan: StepPlan, before: tuple[EngineSequence, ...], precedence: Precedences) -> None:
-        """Who comes first gets on, gives way last, and waits first. precedence: when the step began."""
+        """Check the order of progress, preemption and waiting. precedence: at the start of the step."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         gone = [sequence for sequence in before if sequence not in running]
         for out in gone:
@@ -359,11 +359,11 @@ class ModelledEngine:
         return (self.limits.running_sequence_count_max + 2) * self.limits.context_window_tokens
 
     def _judge_entering(self, entered: EngineSequence) -> None:
-        """Nobody who comes before it is left behind, but for a prefix in progress; and whom it overtakes."""
+        """Check that no earlier sequence is skipped, except for a prefix in progress, and count overtaking."""
         running = self.scheduler.running
         waiting = [sequence for sequence in self.live.values() if sequence not in running]
         displaced = [each for each in self._undisturbed if each not in running]
-        for each in displaced:  # nobody enters in a step in which blocks ran out, so it was for this one
+        for each in displaced:  # no sequence enters in a step without free blocks, so it was for this one
             lead = self.ranks[each] - self.ranks[entered]
             assert lead > len(entered.request.prompt_token_ids), "one that is hardly behind was displaced"
             self._undisturbed.remove(each)
@@ -378,14 +378,14 @@ class ModelledEngine:
                 self.deadlines[other] += self._spare
 
     def _computes_for(self, running: EngineSequence, waiting: EngineSequence) -> bool:
-        """Whether the next block of a waiting sequence's prefix is what a running one, which comes before it, will compute."""
+        """Return whether an earlier running sequence computes the next prefix block of a waiting one."""
         salt, tokens = waiting.request.cache_salt, waiting.token_ids
         end = (len(self.pool.model.longest(salt, tokens, (len(tokens) - 1) // KV_BLOCK_TOKENS)) + 1) * KV_BLOCK_TOKENS
         same = running.request.cache_salt == salt and running.token_ids[:end] == tokens[:end]
         return same and running.computed_token_count < end and self.precedence(running) < self.precedence(waiting)
 
     def _note_entering(self, block_ids: list[int]) -> None:
-        """The one sequence that runs now and did not before: what it got must be what its own tokens find in the model."""
+        """Check that a sequence that just entered got the blocks that the model finds for its tokens."""
         [sequence] = [each for each in self.scheduler.running if each not in self._known_running]
         self._known_running[sequence] = None
         self._judge_entering(sequence)

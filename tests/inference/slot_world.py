@@ -80,7 +80,7 @@ class FakeSequence:
         asyncio.get_running_loop().call_soon(self._tell, ended)
 
     def close(self) -> None:
-        """See `Sequence.close`."""
+        """Implement `Sequence.close`."""
         self._tell = tell_nobody
         self._engine.sequences.discard(self)
 

@@ -1,4 +1,4 @@
-"""A TensorRT-LLM core over the stand-in in this process, for tests: what it tells is kept, by request."""
+"""A TensorRT-LLM core over the stand-in in this process, for tests; records events by request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def double_imported(monkeypatch: pytest.MonkeyPatch, faults: str = "") -> Iterat
 
 @dataclass
 class World:
-    """A core, its engine, and what came of each request."""
+    """A core, its engine, and the outcome of each request."""
 
     library: TensorRtLibrary
     llm: Any
@@ -98,7 +98,7 @@ class World:
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for what comes from the engine's thread."""
+    """Wait for a condition set by the engine's thread."""
     try:
         async with asyncio.timeout(WAIT_S):
             while not condition():  # noqa: ASYNC110 - the world offers nothing to wait on

@@ -50,7 +50,7 @@ OUTPUT_TOKENS = 24
 
 
 def reference_stepwise(directory: Path, prompts: Sequence[Sequence[int]], token_count: int) -> list[list[int]]:
-    """What `transformers` generates greedily when it is given each prompt token by token too."""
+    """Return the greedy output of `transformers`, fed with each prompt token by token."""
     from transformers import AutoModelForCausalLM
 
     outputs = []

@@ -18,11 +18,11 @@ Pieces: TypeAlias = "list[Piece[int, int]]"
 
 
 class Lost(Exception):
-    """What those are told that get no result."""
+    """Error of items without a result."""
 
 
 class Model:
-    """What a queue should hold, worked out anew from all that was ever put in."""
+    """Expected content of a queue, recomputed from all items ever added."""
 
     def __init__(self) -> None:
         self.waiting: Pieces = []

@@ -101,7 +101,7 @@ def reference_model(directory: Path) -> Any:
 
 
 def reference(directory: Path, request: GenerationRequest) -> list[list[int]]:
-    """What `transformers` returns for the same search: outputs without what fills them up."""
+    """Return the outputs of `transformers` for the same search, without padding."""
     params, prompt, stop = request.beam_search, list(request.prompt_token_ids), request.stop
     assert params is not None
     ids = torch.tensor([prompt])
@@ -269,7 +269,7 @@ def test_company_chunks_and_preemption_change_nothing(tiny: TinyCheckpoint) -> N
 
 
 def test_beams_that_are_computed_again_wait_for_each_other(tiny: TinyCheckpoint) -> None:
-    """Preempted at every fifth token, with steps too small for what all of them have of their own."""
+    """Preempt at every fifth token, with steps too small for all the beams' own tokens."""
     request = beam_request(random_prompt(random.Random(14), 20), 8, 40, choice_count=8, ends=frozenset())
     core = make_core(tiny.directory, running_sequence_count_max=8, step_token_count_max=8)
     found, preempted_at, apart = {0: Found()}, 0, 0
@@ -326,7 +326,7 @@ def run_events(core: EngineCore, request: GenerationRequest, number: int) -> Fou
 
 
 def test_what_can_no_longer_change_is_told_at_once(tiny: TinyCheckpoint) -> None:
-    """A search that is sure of its beginning says so before its end, and what it has said is in the end true: see `search`."""
+    """Certain tokens are reported before the search ends, and the result confirms them: see `search`."""
     prompts = [random_prompt(random.Random(seed), 20) for seed in range(8)]
     requests = [beam_request(prompt, 2, 40, choice_count=1 + index % 2) for index, prompt in enumerate(prompts)]
 
@@ -362,7 +362,7 @@ def test_ends_and_counts_are_of_the_choices_and_of_all_beams(tiny: TinyCheckpoin
 
 
 def test_log_probabilities_are_the_models_own(tiny: TinyCheckpoint) -> None:
-    """Of each returned output, whatever bias has made of its score."""
+    """They are reported for each output, independent of the bias in its score."""
     sampling = SamplingParams(top_logprobs=3, logit_bias=((50, 4.0),))
     request = beam_request(random_prompt(random.Random(2), 30), 3, 12, choice_count=2, sampling=sampling)
 

@@ -105,7 +105,7 @@ def choice_of(request: GenerationRequest, decoder: TextDecoder) -> Choice:
 def adapter(
     request: pytest.FixtureRequest, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Capabilities, Translate]]:
-    """What an engine declares, and what it would be sent for a request."""
+    """Declared capabilities of an engine, and its translation of a request."""
     tokenizer = Tokenizer(tiny.directory)
     decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, "")
     with contextlib.ExitStack() as stack:
@@ -126,7 +126,7 @@ def adapter(
 
 
 def unaccounted(capabilities: Capabilities, translate: Translate) -> set[str]:
-    """Fields that the engine does not refuse and that change nothing of what it is sent, and those that it does both with."""
+    """Return fields neither refused nor translated, and fields both refused and translated."""
     found = set()
     for field, changed in CHANGED.items():
         base = GREEDY if field is RequestField.TOP_LOGPROBS else SAMPLED
@@ -186,7 +186,7 @@ def test_which_engine_honours_seeds() -> None:
 
 
 def test_what_changes_no_answer_is_not_refused() -> None:
-    """Of a greedy request a seed and the limits of a draw, and every neutral value."""
+    """These are the seed and sampling limits of a greedy request, and every neutral value."""
     capabilities = TENSORRT_CAPABILITIES
 
     capabilities.check(replace(GREEDY, sampling=SamplingParams(seed=5, min_p=0.5)), "tensorrt_llm")

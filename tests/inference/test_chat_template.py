@@ -268,7 +268,7 @@ def test_thinking_is_switched_by_the_variable_that_the_template_uses(tmp_path: P
 
 
 def test_a_template_without_a_switch_takes_no_thinking(tmp_path: Path) -> None:
-    """A variable that it sets itself is no switch."""
+    """A variable that the template sets itself is not a switch."""
     write_template(tmp_path, "{% set thinking = false %}{% if thinking %}!{% endif %}{{ messages[0].content }}")
     tokenizer = Tokenizer(tmp_path)
 

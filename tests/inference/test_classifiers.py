@@ -45,7 +45,7 @@ def danger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reference_scores(directory: Path, text: str) -> list[float]:
-    """What `transformers` says of a text alone, the way its pipeline makes scores of logits."""
+    """Return the scores of the `transformers` pipeline for a single text."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -59,7 +59,7 @@ def reference_scores(directory: Path, text: str) -> list[float]:
 
 
 class TestScores:
-    """What the child computes, without its process."""
+    """Computation of the child, without its process."""
 
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_equal_the_references_in_any_company(self, architecture: str, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ class TestProcess:
         async with served(ClassifierProcess([danger], timeout_s=PATIENCE_S)) as process:
             pid = process.pid
             assert pid is not None
-            os.kill(pid, signal.SIGSTOP)  # so that what is asked now is under way when it dies
+            os.kill(pid, signal.SIGSTOP)  # keeps the next batch in progress until the process dies
             async with asyncio.TaskGroup() as tasks:
                 under_way = tasks.create_task(refused(process))
                 await until(lambda: process.queue.batch_count == 1, "the batch to be sent")
@@ -231,7 +231,7 @@ class TestProcess:
             assert (await scored_eventually(process, DANGEROUS))[1] > 0.5
 
     async def test_the_queue_is_bounded(self, danger: Path) -> None:
-        process = ClassifierProcess([danger], timeout_s=PATIENCE_S)  # not served: nobody takes anything out
+        process = ClassifierProcess([danger], timeout_s=PATIENCE_S)  # not served: nothing is taken from the queue
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(process.score([(0, HARMLESS)] * WAITING_COUNT_MAX))
             await until(lambda: process.queue.waiting_count == WAITING_COUNT_MAX, "a full queue")
@@ -290,7 +290,7 @@ class Windows:
 
 
 class TestWindows:
-    """What of an output is asked about when, and what is let go after."""
+    """Windows of output sent to the classifier, and text released afterwards."""
 
     async def test_text_waits_for_its_window_and_no_longer(self) -> None:
         windows = Windows()

@@ -47,7 +47,7 @@ REQUESTS = {
 
 @pytest.fixture(params=["torch", "simulated"])
 def core(request: pytest.FixtureRequest, tiny: TinyCheckpoint) -> EngineCore:
-    """Shared by the replicas of a test: what one of them cached is there for the other, and changes nothing but the time."""
+    """Shared by the replicas of a test; the shared cache changes only the speed."""
     if request.param == "torch":
         return make_core(tiny.directory)
     limits = EngineLimits(context_window_tokens=2048, step_token_count_max=256)
@@ -120,7 +120,7 @@ async def test_a_sequence_that_is_lost_after_any_token_is_the_same(tiny: TinyChe
 async def test_a_drained_replica_lets_go_what_another_can_go_on_with(
     tiny: TinyCheckpoint, kind: str, continues_exactly: bool
 ) -> None:
-    """The answer is the same, and counted as moved; what would come out otherwise, and what has no place, stays to its end."""
+    """Outputs are equal and counted as migrated; sequences that would differ or have no place stay."""
     request = REQUESTS[kind]
     if kind == "log-probabilities":
         request = replace(request, sampling=replace(request.sampling, temperature=0.0))

@@ -35,7 +35,7 @@ def _special(**flags: bool) -> list[AddedToken]:
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """As GPT-2 and the other tests' checkpoints have it."""
+    """Tokenizer like GPT-2's and the other tests' checkpoints'."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,7 +43,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def split_byte_level() -> tokenizers.Tokenizer:
-    """As Llama 3 and Qwen have it: NFC, a splitting expression that reaches over line ends, then bytes; a plain added token."""
+    """Tokenizer like Llama 3's and Qwen's: NFC, splitting across line ends, bytes; a plain added token."""
     tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.normalizer = normalizers.NFC()
     pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -57,7 +57,7 @@ def split_byte_level() -> tokenizers.Tokenizer:
 
 
 def prepending() -> tokenizers.Tokenizer:
-    """As Llama 2 and early Mistral have it: every piece between special tokens gets a space in front."""
+    """Tokenizer like Llama 2's: every piece between special tokens gets a leading space."""
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return _train(
@@ -68,7 +68,7 @@ def prepending() -> tokenizers.Tokenizer:
 
 
 def first_metaspace() -> tokenizers.Tokenizer:
-    """As newer SentencePiece conversions have it: a space in front of the whole text alone; special tokens that eat spaces."""
+    """Tokenizer like newer SentencePiece conversions: one leading space; special tokens that strip spaces."""
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     special = [
@@ -408,7 +408,7 @@ def test_a_text_of_beginnings_of_markers_costs_no_more_than_another() -> None:
 
 
 def many_markers() -> tokenizers.Tokenizer:
-    """As Llama 3 has them."""
+    """Tokenizer with as many markers as Llama 3's."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.add_special_tokens([AddedToken(f"<|reserved_special_token_{index}|>", special=True) for index in range(250)])
     return tokenizer

@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged, incomplete or hostile is refused when it is loaded, naming the file and what is wrong with it."""
+"""A checkpoint that is damaged, incomplete or hostile is refused on loading, with the file and the defect."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def byte_ids(case: Case) -> list[int]:
 
 # One of each kind that UTF-8 tells apart: ASCII, continuations, beginnings of two to four bytes, and those that never occur.
 BYTE_KINDS = b"\x00A\x80\x9f\xa9\xbf\xc0\xc3\xdf\xe0\xe2\xed\xef\xf0\xf4\xf5\xff"
-# What may follow a byte so that every character that can be complete is.
+# Successors of a byte that complete every character that can be completed.
 ENDINGS = (b"", b"A", b"\x80", b"\x80\x80", b"\x80\x80\x80", b"\x9f\x80", b"\xa0\x80\x80", b"\xbf\xbf\xbf")
 SEQUENCES = [bytes(each) for length in (1, 2, 3) for each in itertools.product(BYTE_KINDS, repeat=length)]
 

@@ -1,4 +1,4 @@
-"""The same code on another device: no GPU is needed to show that nothing is left behind on the CPU."""
+"""Execution on another device: checks without a GPU that no tensor stays on the CPU."""
 
 from __future__ import annotations
 

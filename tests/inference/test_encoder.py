@@ -83,7 +83,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestVectors:
-    """What is computed, without a process."""
+    """Computed vectors, without a process."""
 
     @pytest.mark.parametrize(
         ("architecture", "pooling", "normalized"),
@@ -154,7 +154,7 @@ class TestVectors:
 
 
 class TestMiniLm:
-    """A published checkpoint: what is served is what everybody else gets from it."""
+    """A published checkpoint, compared with its reference vectors."""
 
     def test_vectors_and_their_order_are_those_of_the_reference(self) -> None:
         """The reference tokenizes, pads, masks and pools as the library's own documentation does."""
@@ -329,7 +329,7 @@ class TestProcess:
         assert all(answer.queue_ms >= 0 and answer.encode_ms > 0 for answer in answers)
 
     async def test_what_nobody_waits_for_any_more_is_not_embedded(self, tiny: Path) -> None:
-        """Nor is what finds no room, which is told when to come back; and who waits at the end is told of that."""
+        """Texts that find the queue full get a retry delay; texts waiting on close get an error."""
         bounds: dict[str, Any] = {"batch_token_count_max": 31, "waiting_token_count_max": 30, "batch_window_s": WAIT_S}
         async with serving(tiny, **bounds) as encoder:
             async with asyncio.TaskGroup() as tasks:
@@ -362,7 +362,7 @@ class TestProcess:
             before = await encoder.embed(request_of(given))
             killed = encoder.host_pid
             assert killed is not None
-            os.kill(killed, signal.SIGSTOP)  # so that what is asked now is under way when it dies
+            os.kill(killed, signal.SIGSTOP)  # keeps the next batch in progress until the process dies
             async with asyncio.TaskGroup() as tasks:
                 calls = [tasks.create_task(outcome(encoder, given)) for _ in range(3)]
                 await until(lambda: encoder.statistics().running_sequence_count == 3)
@@ -418,7 +418,7 @@ class TestProcess:
 
 
 async def outcome(encoder: TorchEncoder, given: Sequence[Sequence[int]]) -> Embeddings | Exception:
-    """What came of a call."""
+    """Return the result or error of a call."""
     try:
         return await encoder.embed(request_of(given))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What every engine does, whatever computes its steps: how sequences are refused, cancelled, left and ended.
+"""Contract of all engines: how sequences are refused, cancelled, closed and ended.
 
 The same tests for every backend: in child processes torch, the simulated engine, and TensorRT-LLM over its stand-in; over gRPC
 servers of the two services that remote engines speak.
@@ -59,12 +59,12 @@ async def serving(settings: Settings) -> AsyncIterator[Engine]:
 
 
 def is_outside(settings: Settings) -> bool:
-    """Whether the engine is not ours: it tells nothing before the first token, and ranks are kept before it only."""
+    """Return whether the engine is external: no events before the first token, ranks only before it."""
     return not isinstance(settings, TorchEngineSettings)
 
 
 def without_steps(changes: dict[str, Any]) -> dict[str, Any]:
-    """How much a remote engine computes at once is its own business."""
+    """Drop step limits, which do not apply to remote engines."""
     return {name: value for name, value in changes.items() if name != "step_token_count_max"}
 
 
@@ -196,7 +196,7 @@ async def test_counts_limits_and_stops_are_exact(backend: Backend) -> None:
 
 
 async def test_a_lower_rank_enters_first(backend: Backend) -> None:
-    """Of those that wait for the one place; equal ranks enter in order of arrival."""
+    """Sequences wait for a single place; equal ranks enter in order of arrival."""
     entered: list[int] = []
 
     async def follow(index: int, stream: SequenceStream) -> None:

@@ -55,7 +55,7 @@ def test_an_end_token_ends_the_sequence_is_counted_and_adds_no_text(tiny: TinyCh
 
 
 def test_the_models_own_end_is_obeyed_unless_ignored(tiny: TinyCheckpoint) -> None:
-    """Of many hot samples some end by the model's own end tokens; with `ignore_eos` none does."""
+    """Some samples at a high temperature end with the model's end tokens; with `ignore_eos` none does."""
     requests = [
         make_request([9, 10], 120, sampling=SamplingParams(temperature=3.0, seed=seed), ignore_eos=False) for seed in range(12)
     ]

@@ -75,12 +75,12 @@ def typed_core(directory: Path, dtype: ComputeDtype, *, step_token_count_max: in
 
 
 def tokens_alone(directory: Path, dtype: ComputeDtype, requests: Sequence[GenerationRequest]) -> list[list[int]]:
-    """What each request gets in an engine of its own."""
+    """Return the tokens of each request in its own engine."""
     return [run_all(typed_core(directory, dtype), [request])[0].token_ids for request in requests]
 
 
 def reference_greedy(directory: Path, prompts: Sequence[Sequence[int]], token_count: int) -> list[list[int]]:
-    """What `transformers` generates greedily, one prompt at a time, with end tokens ignored."""
+    """Return the greedy output of `transformers`, one prompt at a time, ignoring end tokens."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
@@ -242,7 +242,7 @@ def test_preempted_equals_undisturbed(way: str, temperature: float, tiny: TinyCh
 def test_small_types_repeat_themselves_and_keep_their_books(
     way: str, dtype: ComputeDtype, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same requests at the same time give the same tokens, in every type and on both decoders."""
+    """Equal concurrent requests give equal tokens, in every type and on both decoders."""
     choose_way(way, monkeypatch)
     rng = random.Random(1)
     requests = [

@@ -14,9 +14,9 @@ TREE = {
     "type": "object",
     "properties": {
         "children": {"type": "array", "items": {"$ref": "#"}},
-        "$ref": {"type": "integer"},  # a property of that name is no reference
+        "$ref": {"type": "integer"},  # a property of that name is not a reference
         "leaf": {"anyOf": [{"$ref": "#/$defs/leaf"}, {"type": "null"}]},
-        "what": {"const": {"$ref": "#/nowhere"}},  # and a constant is no schema
+        "what": {"const": {"$ref": "#/nowhere"}},  # and a constant is not a schema
     },
     "additionalProperties": {"$ref": "#/definitions/rest"},
     "$defs": {"leaf": {"enum": ["x", "y"]}},
@@ -37,7 +37,7 @@ ARGUMENTS: list[Any] = [
 
 
 def valid(instance: Any, schema: Any) -> bool:
-    """Whether it is, by the reference implementation."""
+    """Return whether the reference implementation accepts the instance."""
     return bool(jsonschema.Draft202012Validator(schema).is_valid(instance))
 
 

@@ -1,4 +1,4 @@
-"""Structured output: whatever the model would rather say, a finished answer is in the format, and nobody else is concerned."""
+"""Structured output: finished answers are in the format, and other requests are unaffected."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def opened() -> EscapedOutputCheck:
 
 
 def stream(check: EscapedOutputCheck, pieces: Sequence[str]) -> tuple[str, str | None]:
-    """What is given out of whole pieces of a text, as `OutputFilter` does, and what ended it."""
+    """Return the text released, as by `OutputFilter`, and the hit that ended it."""
     text, safe = "".join(pieces), 0
     ends = [sum(map(len, pieces[: index + 1])) for index in range(len(pieces))]
     verdict = Verdict(0)

@@ -1,4 +1,4 @@
-"""Block pool and prefix cache: what is found, what is never found, and that no block is lost."""
+"""Block pool and prefix cache: hits, misses, and conservation of blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fill(pool: BlockPool, token_ids: list[int], salt: str = "") -> list[int]:
 
 
 def cached_tokens(pool: BlockPool, token_ids: list[int], salt: str = "") -> int:
-    """What a prompt of these tokens would find."""
+    """Return the cached tokens that a prompt of these tokens finds."""
     keys = block_keys(token_ids, salt, matchable_block_count(len(token_ids)), pool.hash_block)
     return len(pool.match(keys, salt)) * KV_BLOCK_TOKENS
 

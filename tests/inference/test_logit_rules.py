@@ -1,4 +1,4 @@
-"""Bias, penalties and tokens held off: the formulas, the distribution that follows from them, and nobody else's row."""
+"""Bias, penalties and suppressed tokens: formulas, resulting distribution, unaffected other rows."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_seen_tokens_are_counted_beyond_the_first_capacity() -> None:
 
 
 def reference(directory: Path, prompt: list[int], token_count: int, params: SamplingParams) -> list[int]:
-    """What `transformers` generates greedily with its own processors."""
+    """Return the greedy output of `transformers` with its own logits processors."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
@@ -136,7 +136,7 @@ def test_greedy_tokens_equal_transformers_with_the_same_processors(tiny: TinyChe
 
 
 def test_penalties_survive_preemption_and_company(tiny: TinyCheckpoint) -> None:
-    """A preempted sequence is computed again; what it has seen is counted once."""
+    """A preempted sequence is recomputed; its seen tokens are counted once."""
     rng = random.Random(6)
     params = SamplingParams(temperature=1.0, seed=17, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)
     requests = [make_request(random_prompt(rng, 60), 150, sampling=params if row % 2 else SamplingParams()) for row in range(8)]

@@ -1,4 +1,4 @@
-"""The largest logit of a row, found by whoever computes the row."""
+"""Largest logit of a row, found by both decoders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = (1, 15, 16, 17, 64, 333)  # around the width of a vector
 
 
 def native_best(values: torch.Tensor) -> int:
-    """As the native decoder finds it."""
+    """Return the native decoder's index of the largest value."""
     library = loader.load()
     assert library is not None
     numbers = values.numpy().copy()
@@ -25,7 +25,7 @@ def native_best(values: torch.Tensor) -> int:
 
 @pytest.fixture(params=["torch", "native"])
 def best_of(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], int]:
-    """Of one row."""
+    """Return each decoder's function for one row."""
     if request.param == "torch":
         return lambda values: Logits.of(values[None]).best[0]
     if loader.load() is None:

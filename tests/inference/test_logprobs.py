@@ -65,7 +65,7 @@ def test_the_likeliest_come_first_and_their_probabilities_sum_to_at_most_one(tin
 
 @pytest.mark.parametrize("vocabulary_size", [1, 20, 5000])
 def test_those_of_the_whole_vocabulary_sum_to_one_and_the_chosen_one_is_exact(vocabulary_size: int) -> None:
-    """Of the raw logits, whatever bias, penalty and cuts do after them."""
+    """They are computed from the raw logits, before bias, penalties and truncation."""
     logits = torch.randn(6, vocabulary_size, generator=torch.Generator().manual_seed(4)) * 5
     exact = logits.double().log_softmax(-1)
     plain, ruled = SamplingParams(temperature=1.0, top_logprobs=vocabulary_size), replace(HARD, top_logprobs=vocabulary_size)

@@ -43,9 +43,9 @@ def longrope(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 
 
 def reference(directory: Path, prompts: Sequence[Sequence[int]], token_count: int, **options: Any) -> list[list[int]]:
-    """What `transformers` generates if it computes the whole sequence anew for each token.
+    """Return the output of `transformers` when it recomputes the whole sequence for each token.
 
-    With its cache it would go on with keys that were turned by the short factors; its own Phi-3 drops the cache there instead.
+    With its cache it would keep keys rotated by the short factors; its own Phi-3 drops the cache there.
     """
     from transformers import AutoModelForCausalLM
 

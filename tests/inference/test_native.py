@@ -112,7 +112,7 @@ def test_logits_equal_those_of_torch(name: str, dtype: ComputeDtype, tmp_path: P
 
 @needs_compiler
 def test_bfloat16_is_nearer_to_exact_than_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared within a tolerance must not hide an error: against fp32 on the same weights, native is the better one."""
+    """Tolerances must not hide errors: compared with fp32 on equal weights, native is more exact."""
     directory = make_checkpoint(tmp_path, seed=4, shape=LlamaShape(layer_count=4)).directory
 
     exact = torch.cat(run_steps(directory, "float32", monkeypatch, native=False))

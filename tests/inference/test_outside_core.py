@@ -1,4 +1,4 @@
-"""The sequences of an engine that is not ours, where that engine does what a test says: what is kept, and who is blamed."""
+"""Sequences of an external engine whose behaviour a test scripts: invariants, and attribution of faults."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Script:
         self.said.put_nowait(self.output)
 
     async def read(self) -> AsyncGenerator[Answer, None]:
-        """See `Answers`."""
+        """Implement `Answers`."""
         while True:
             output = await self.said.get()
             yield Answer(output, 0)
@@ -45,11 +45,11 @@ class Script:
                 return
 
     def abort(self) -> None:
-        """See `Answers`."""
+        """Implement `Answers`."""
 
 
 class World:
-    """A core and what it told."""
+    """A core and its recorded events."""
 
     def __init__(self, checkpoint: TinyCheckpoint, tasks: asyncio.TaskGroup) -> None:
         tokenizer = Tokenizer(checkpoint.directory)
@@ -137,7 +137,7 @@ async def test_what_is_cancelled_in_the_queue_of_a_full_engine_is_not_kept(tiny:
 
 @pytest.mark.parametrize("invited", [False, True], ids=["by their prompts", "by their parameters"])
 async def test_one_tenants_empty_answers_end_no_engine_that_serves_others(tiny: TinyCheckpoint, invited: bool) -> None:
-    """Any prompt may be answered by nothing. Where all tenants are, or nobody else is being served, it is the cache."""
+    """Any prompt may get an empty output. If all tenants do, or no other is served, the cache is at fault."""
     parameters = {"stop_token_ids": frozenset({END})} if invited else {}
     ours = make_request(prompt(1), 1000, cache_salt="ours", ignore_eos=False, **parameters)  # type: ignore[arg-type]
     async with world_of(tiny) as world:

@@ -1,4 +1,4 @@
-"""What an engine that is not ours has begun with is told, also if it never answers."""
+"""Sequences begun by an external engine are reported even if it never answers."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Puppet:
         self.state = EngineState.READY
 
     def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
-        """See `Engine.submit`."""
+        """Implement `Engine.submit`."""
         if self.state is not EngineState.READY:
             raise EngineUnavailable("away", 1.0)
         if self.is_full:
@@ -92,7 +92,7 @@ class Puppet:
         """Nobody here waits for that."""
 
     def forget(self, sequence: EngineSequence) -> None:
-        """See `Sequence.close`."""
+        """Implement `Sequence.close`."""
         self.sequences.pop(sequence.number, None)
 
     def tell(self, sequence: EngineSequence, event: SequenceEvent | EngineError) -> None:
@@ -116,19 +116,19 @@ class Puppet:
         return len(prompt_token_ids) if self.cached_token_count is None else self.cached_token_count
 
     def statistics(self) -> EngineStatistics:
-        """See `Engine`."""
+        """Implement `Engine`."""
         return EngineStatistics(kv_block_count_total=self.kv_block_count)
 
     def healthy(self) -> bool:
-        """See `Engine`."""
+        """Implement `Engine`."""
         return self.state is EngineState.READY
 
     def condition(self) -> EngineCondition:
-        """See `Engine`."""
+        """Implement `Engine`."""
         return EngineCondition(self.state, retry_after_s=1.0, reason="test")
 
     async def close(self) -> None:
-        """See `Engine`."""
+        """Implement `Engine`."""
         self.state = EngineState.CLOSED
 
 
@@ -557,7 +557,7 @@ class RefusesLater(Puppet):
     """Takes every sequence and says then that it is full, as remote servers do."""
 
     def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
-        """See `Engine.submit`."""
+        """Implement `Engine.submit`."""
         assert len(self.requests) < 20, "it is asked for ever"
         sequence = super().submit(request, tell)
         asyncio.get_running_loop().call_soon(self.tell, sequence, EngineOverloaded("full", 2.0))

@@ -1,4 +1,4 @@
-"""What an engine is guessed to have cached: whole leading blocks of what it computed before, under the same salt only."""
+"""Prefix cache prediction: whole leading blocks of earlier sequences, under the same salt only."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Differs(AssertionError):
 
 @dataclass(slots=True)
 class Answer:
-    """What one request got, choice by choice."""
+    """Outputs of one request, by choice."""
 
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a run was like. reasons: how often choices ended so."""
+    """Statistics of a run. reasons: number of choices per finish reason."""
 
     preemption_count: int
     cached_token_count: int
@@ -121,7 +121,7 @@ def take_all(events: list[NumberedEvent], answers: dict[int, Answer]) -> None:
 
 
 def answer_alone(core: EngineCore, number: int, request: GenerationRequest) -> Answer:
-    """What a request gets in an idle engine, under a salt under which nothing is cached."""
+    """Return a request's output in an idle engine, under an unused salt."""
     answers = {number: Answer()}
     assert core.add(number, replace(request, cache_salt=f"alone {number}"))
     while not core.idle:
@@ -130,7 +130,7 @@ def answer_alone(core: EngineCore, number: int, request: GenerationRequest) -> A
 
 
 def begins(partial: Answer, whole: Answer) -> bool:
-    """Whether a cancelled request had got the beginning of what it would have got; of its text all but half a character."""
+    """Return whether a cancelled output is a prefix of the whole one, in text up to half a character."""
     return all(
         whole.token_ids.get(index, [])[: len(ids)] == ids and whole.text[index].startswith(partial.text[index].rstrip("\ufffd"))
         for index, ids in partial.token_ids.items()

@@ -1,4 +1,4 @@
-"""A remote server as an encoder, over both services: its vectors are those of the encoder here, and what it says is checked."""
+"""A remote server as an encoder, over both services: its vectors equal the local encoder's, and its answers are validated."""
 
 from __future__ import annotations
 

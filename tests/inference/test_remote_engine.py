@@ -1,4 +1,4 @@
-"""Remote engines over both services: what they generate is what the torch engine does, and what goes wrong is told as it is."""
+"""Remote engines over both services: outputs equal the torch engine's, and faults are reported."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ async def test_a_stop_sequence_ends_the_sequence_in_the_server_too(world: Remote
 
 @pytest.mark.parametrize("fault", ["wrong_prompt", "wrong_cached", "lose_chunk", "preempt", "drop"])
 async def test_a_sequence_that_cannot_be_as_the_server_says_fails_alone(world: RemoteWorld, fault: str) -> None:
-    """Others go on, and the server is not left with what nobody reads."""
+    """Others continue, and the server keeps no unread output."""
     async with connected(world) as engine:
         async with streams.stream(engine, make_request(prompt(2), LONG)) as other:
             await first_tokens(other, 5)  # past the faults' point
@@ -190,7 +190,7 @@ async def test_a_server_that_is_full_says_so(world: RemoteWorld) -> None:
 
 
 async def test_an_end_token_counts_whether_it_is_listed_or_not(tiny: TinyCheckpoint, remote_server: ServerProcess) -> None:
-    """Of TensorRT-LLM it is not written down which it does."""
+    """TensorRT-LLM does not document which it does."""
     settings = remote_settings(tiny, remote_server, Service.TRTLLM)
     async with connected(RemoteWorld(remote_server, settings)) as engine:
         whole = await run(engine, make_request(prompt(1), 20))
@@ -207,7 +207,7 @@ async def test_an_end_token_counts_whether_it_is_listed_or_not(tiny: TinyCheckpo
 
 @pytest.mark.parametrize(("service", "fault"), [(Service.TRTLLM, "mute"), (Service.VLLM, "wedge")])
 async def test_silence_is_not_waited_out(tiny: TinyCheckpoint, world: RemoteWorld, fault: str) -> None:
-    """Where nothing else moves, it is the server that is stuck: the connection is given up until it generates again."""
+    """If no sequence progresses, the server is stuck: it is not used until it generates again."""
     impatient = changed(tiny, world, first_token_timeout_s=2.0, inter_token_timeout_s=2.0)
     async with remote_engine(impatient.settings) as engine:
         world.server.go_wrong(fault)

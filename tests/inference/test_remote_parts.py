@@ -1,4 +1,4 @@
-"""The parts of remote engines alone: targets, seeds and salts, archives that nobody trusts, cache events, settings, doctor."""
+"""The parts of remote engines alone: targets, seeds and salts, untrusted archives, cache events, settings, doctor."""
 
 from __future__ import annotations
 

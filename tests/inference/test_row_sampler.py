@@ -65,7 +65,7 @@ def test_it_draws_what_ranking_all_in_torch_draws() -> None:
 
 
 def test_a_large_vocabulary_is_not_ranked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes it cheap, counted rather than timed: a peaked row of 150,000 tokens ranks some hundreds."""
+    """Counts instead of times the work: a peaked row of 150,000 tokens ranks only hundreds."""
     ranked: list[int] = []
     rank = row_sampler._ranked
 

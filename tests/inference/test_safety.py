@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 def at_once(answer: Coroutine[Any, Any, Value]) -> Value:
-    """What a check answers that waits for nothing, so that a token costs no turn of the event loop."""
+    """Return the result of a check that must not suspend, so that tokens cost no event loop turn."""
     try:
         answer.send(None)
     except StopIteration as done:
@@ -44,7 +44,7 @@ def checker(tmp_path: Path, *patterns: str, applies_to: str = "both") -> SafetyC
 
 
 def stream(rules: SafetyChecker, pieces: list[str]) -> tuple[str, str | None]:
-    """What is given out of a text that comes in pieces, and the rule that ended it."""
+    """Return the text released, and the rule that ended it."""
     check = rules.open_output()
     assert check is not None
     text, safe = "", 0
@@ -117,7 +117,7 @@ def test_a_rule_that_waits_for_ever_does_not_hold_the_output_for_ever(tmp_path: 
 
 
 def test_a_rule_that_takes_too_long_counts_as_matched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused unread: whoever makes a rule explode must not get past it that way."""
+    """A text that makes a rule time out must not pass it."""
     monkeypatch.setattr("inference.safety.safety_file.SEARCH_TIMEOUT_S", 0.01)
     explosive = checker(tmp_path, "(?:a|b|ab)*!c")
 

@@ -1,4 +1,4 @@
-"""Sampling follows the distribution that it is told to, and a seed means the same whoever else is in the batch."""
+"""Sampling follows the requested distribution, and a seed's result does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DRAW_COUNT = 20_000
 
 
 def frequencies(logits: torch.Tensor, params: SamplingParams, seed: int = 5) -> torch.Tensor:
-    """How often each token is drawn, over the output positions of one sequence."""
+    """Count the samples of each token over the output positions of one sequence."""
     rows = logits.expand(DRAW_COUNT, -1)
     tokens = sample(rows, [Draw(params, seed, index) for index in range(DRAW_COUNT)])
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
@@ -71,7 +71,7 @@ def exact_distribution(logits: list[float], params: SamplingParams) -> list[floa
 
 
 def chi_square_bound(possible_count: int) -> float:
-    """What chi-square of so many possible outcomes exceeds once in a thousand: Wilson and Hilferty 1931."""
+    """Return the 99.9 % quantile of chi-square: Wilson and Hilferty 1931."""
     freedom = max(possible_count - 1, 1)
     return freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
 
@@ -124,7 +124,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_p() -> None:
 
 
 def test_top_p_counts_within_what_top_k_left() -> None:
-    """Of 0.4 and 0.3 the first alone is 57 %, so p = 0.5 keeps it alone; of all four it would be 40 %, and two be kept."""
+    """0.4 is 57 % of 0.4 and 0.3, so p = 0.5 keeps one token; it is 40 % of all four, which would keep two."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
 
     counts = frequencies(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.5))

@@ -1,4 +1,4 @@
-"""What the scheduler decides, case by case; `test_scheduler_model.py` has the random ones."""
+"""Decisions of the scheduler, case by case; `test_scheduler_model.py` has random runs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_lower_rank_overtakes_a_prompt_that_is_half_computed() -> None:
 
 @pytest.mark.parametrize(("block_count", "places"), [(100, 2), (9, 8)])
 def test_who_is_far_ahead_takes_the_place_of_the_last_one_which_loses_next_to_nothing(block_count: int, places: int) -> None:
-    """Where places are short, and where blocks are. What the displaced one had computed is found again in the prefix cache."""
+    """With too few places and too few blocks. The displaced one's prefix is found in the cache again."""
     limits = EngineLimits(128, running_sequence_count_max=places, owed_output_token_count_max=16)
     engine = ModelledEngine(block_count, limits)
     for number in range(2):

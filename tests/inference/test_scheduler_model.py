@@ -30,7 +30,7 @@ LIVE_MAX = 24  # sequences, several times as many as may run
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What a run is like. Pools of one context are exhausted all the time, those of many seldom."""
+    """Parameters of a run. Pools of one context are often exhausted, larger ones seldom."""
 
     block_count: int
     step_token_count_max: int
@@ -83,7 +83,7 @@ def new_engine(seed: int) -> ModelledEngine:
 
 
 def drive(engine: ModelledEngine, seed: int, operation_count: int) -> int:
-    """So many acts, then steps until nothing lives; how many requests arrived."""
+    """Run random operations, then steps until all ended. Returns the number of requests."""
     rng = engine.rng = random.Random(seed)
     number = 0
     for _ in range(operation_count):
@@ -124,7 +124,7 @@ def careless_release(pool: BlockPool, block_ids: Sequence[int]) -> None:
 
 
 def find_by(*, tokens: bool, salt: bool, parent: bool) -> Callable[..., CachedBlock | None]:
-    """A look-up that believes the hash for what it does not compare."""
+    """Return a faulty lookup that trusts the hash for fields it does not compare."""
 
     def find(pool: BlockPool, key: BlockKey, before: CachedBlock | None, cache_salt: str) -> CachedBlock | None:
         content = pool._index.get(key.key)
@@ -152,7 +152,7 @@ def miscounting_schedule(scheduler: Scheduler, prompt_token_count_max: int | Non
 
 
 def forgetful_schedule(scheduler: Scheduler, prompt_token_count_max: int | None = None) -> StepPlan:
-    """Who gives way goes to the end of the queue."""
+    """Faulty schedule: preempted sequences go to the end of the queue."""
     plan = original_schedule(scheduler, prompt_token_count_max)
     scheduler._waiting.sort(key=lambda waiting: waiting.cached_token_count is not None)
     return plan
@@ -194,7 +194,7 @@ def shunning_schedule(scheduler: Scheduler, prompt_token_count_max: int | None =
 
 
 def youngest_first_schedule(scheduler: Scheduler, prompt_token_count_max: int | None = None) -> StepPlan:
-    """Who came last enters first."""
+    """Faulty schedule: the last arrival enters first."""
     others, scheduler._waiting[:] = scheduler._waiting[:-1], scheduler._waiting[-1:]
     plan = original_schedule(scheduler, prompt_token_count_max)
     scheduler._waiting[:] = sorted(scheduler._waiting + others, key=lambda waiting: waiting.precedence)
@@ -202,7 +202,7 @@ def youngest_first_schedule(scheduler: Scheduler, prompt_token_count_max: int | 
 
 
 def eager_displaceable(scheduler: Scheduler, sequence: EngineSequence, *_: object) -> list[EngineSequence]:
-    """Everybody after it gives way, however little lies between."""
+    """Faulty displacement: all later sequences are displaced, however close."""
     return [running for running in scheduler._running if running.rank > sequence.rank]
 
 

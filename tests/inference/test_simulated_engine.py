@@ -1,4 +1,4 @@
-"""The engine for load tests: what it says of itself, the time that it takes, and that it is never taken for a model."""
+"""The engine for load tests: its description, its timing, and that it is not mistaken for a model."""
 
 from __future__ import annotations
 

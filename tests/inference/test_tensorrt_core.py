@@ -1,4 +1,4 @@
-"""Each known trouble of TensorRT-LLM 1.2.1, and what becomes of it here. The stand-in does what the release is known to do."""
+"""Known faults of TensorRT-LLM 1.2.1 and their handling, on a stand-in that reproduces them."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ async def test_who_waits_is_next_by_rank_and_is_overtaken_only_so_often(
             tell(number, event)
             if world.outcomes[number].finished is not None:
                 ends.append(number)
-                if number < 9:  # a flood of those who would always be next
+                if number < 9:  # a flood of sequences that would always be next
                     world.add(number + 10, replace(make_request(prompt(number), 4), rank=-1.0))
 
         world.core._tell = note

@@ -1,4 +1,4 @@
-"""The stand-in is no invention: names, parameters and defaults are those of the interface that NVIDIA published with 1.2.1."""
+"""The stand-in has the names, parameters and defaults of NVIDIA's published interface of 1.2.1."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def differences(function: Any, published: dict[str, Any]) -> list[str]:
-    """What a function's parameters do not have in common with those of the published one."""
+    """Return the differences between a function's parameters and the published ones."""
     ours = [parameter for name, parameter in inspect.signature(function).parameters.items() if name != "self"]
     theirs = published["params"]
     found = []

@@ -1,4 +1,4 @@
-"""The TensorRT-LLM engine in its child process: started anew when it is dead, refused when it cannot be, what it says it holds."""
+"""The TensorRT-LLM engine in its child process: restart after death, refusals, reported cache."""
 
 from __future__ import annotations
 

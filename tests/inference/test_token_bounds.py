@@ -97,7 +97,7 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, text: str) -> N
 @settings(deadline=None)
 @given(texts, st.integers(1, 40))
 def test_texts_longer_than_a_piece_keep_the_bound(name: str, text: str, size: int) -> None:
-    """As if pieces were very short, so that they end within what is composed."""
+    """With very short pieces, which end within composed characters."""
     backend = MADE[name]
     bound = TokenBound(backend)
     total = sum(bound._weight(text[begin : begin + size]) for begin in range(0, len(text), size))
@@ -138,7 +138,7 @@ def test_ordinary_text_that_is_far_too_long_is_refused_without_being_tokenized(t
 
 @pytest.mark.parametrize("content", ["word " * 2000, "<|end|>" * 2000])
 def test_a_conversation_is_measured_as_it_was_rendered(tmp_path: Path, content: str) -> None:
-    """A template may leave out what a message says, and what is hidden in a message is longer only for a while."""
+    """Templates may drop text of messages, and placeholders lengthen text only temporarily."""
     tokenizer = Tokenizer(make_checkpoint(tmp_path).directory)
     count = len(tokenizer.encode_chat([ChatMessage("user", content)]))
 

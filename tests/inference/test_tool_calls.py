@@ -159,7 +159,7 @@ DOCUMENTS = (
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_what_is_no_json_is_never_taken_for_an_object(document: str) -> None:
-    """Of all documents of which a character is missing, another one, or one too many: the standard library's reader agrees."""
+    """Compare with the standard library for documents with a character missing, changed or added."""
     characters = (*'{}[]",:\\ue1-+.0tn x', "\n", "\t", "")
     for place, length, character in itertools.product(range(1, len(document)), (0, 1), characters):
         text = document[:place] + character + document[place + length :]

@@ -322,7 +322,7 @@ def test_a_killed_parent_takes_its_child_along(tiny: TinyCheckpoint, phase: str)
 
 
 def has_exited(pidfd: int, timeout_s: float) -> bool:
-    """Whether a process ends within the time; closes its descriptor."""
+    """Return whether a process ends in time; closes its descriptor."""
     with open(pidfd, "rb", buffering=0, closefd=True) as handle:
         readable, _, _ = select.select([handle], [], [], timeout_s)
         return bool(readable)

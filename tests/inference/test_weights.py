@@ -118,7 +118,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def perplexity(logits: Tensor, token_ids: list[int]) -> float:
-    """Of a text under the logits at its tokens."""
+    """Return the perplexity of a text under the logits at its tokens."""
     return math.exp(float(cross_entropy(logits[:-1], torch.tensor(token_ids[1:]))))
 
 
@@ -189,7 +189,7 @@ def test_int8_predicts_nearly_as_well_as_the_checkpoint(trained: Path) -> None:
 def test_the_engine_continues_what_the_model_has_learned(
     trained: Path, compute_dtype: Literal["bfloat16", "int8"], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the whole engine, by either code: what is rounded does not change clear choices."""
+    """Through the whole engine, on both decoders: rounding does not change clear choices."""
     if way == "torch":
         monkeypatch.setattr("inference.core.model_runner.supports", lambda config, dtype: False)
     tokenizer = Tokenizer(trained)

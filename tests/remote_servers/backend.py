@@ -1,4 +1,4 @@
-"""What both servers do: run sequences on a torch engine, go wrong when told to, hand out tokenizer files and cache events."""
+"""Common part of both servers: sequences on a torch engine, injected faults, tokenizer files, cache events."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ FAULTS = frozenset(
         "wrong_prompt",  # counts another prompt
         "wrong_cached",  # counts more cached tokens than there are
         "lose_chunk",  # does not send one message
-        "preempt",  # ends sequences as aborted that nobody aborted, after three messages
-        "unsalted",  # serves prefixes to everybody
+        "preempt",  # ends sequences as aborted without an abort, after three messages
+        "unsalted",  # shares cached prefixes between tenants
         "cut_end",  # takes the end token out of the output
         "no_tokenizer",
         "other_tokenizer",
@@ -133,7 +133,7 @@ class Backend:
             stream.cancel()
 
     def abort(self, request_id: str) -> bool:
-        """Whether it was there."""
+        """Abort a request. Returns whether it was running."""
         self.aborted.append(request_id)
         stream = self.running.get(request_id)
         if stream is None or "mute_abort" in self.faults:
@@ -161,7 +161,7 @@ class Backend:
             yield common_pb2.GetTokenizerChunk(data=piece, sha256=digest if index == len(pieces) - 1 else "")
 
     async def kv_batches(self, context: Context) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """What comes into the cache from now on."""
+        """Stream the cache events from now on."""
         if "no_events" in self.faults:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "cache events are not enabled")
         queue: asyncio.Queue[common_pb2.KvEventBatch] = asyncio.Queue()
@@ -174,16 +174,16 @@ class Backend:
 
     @property
     def subscriber_count(self) -> int:
-        """How many listen to cache events."""
+        """Return the number of subscribers to cache events."""
         return len(self._subscribers)
 
     def publish_cleared(self) -> None:
-        """As if the cache had been flushed."""
+        """Publish an event as if the cache was flushed."""
         self._stored.clear()
         self._send(common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared()))
 
     def publish_removed(self, prompt: tuple[int, ...]) -> None:
-        """As if a prompt's blocks had been evicted."""
+        """Publish an event as if a prompt's blocks were evicted."""
         hashes = [own for _, own, _ in _blocks(prompt)]
         self._stored -= set(hashes)
         self._send(common_pb2.KvCacheEvent(removed=common_pb2.KvBlocksRemoved(block_hashes=hashes)))

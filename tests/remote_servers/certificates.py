@@ -23,7 +23,7 @@ class Certificates:
     directory: Path
 
     def client(self, name: str = "client") -> TlsFiles:
-        """Of "client", or of "stranger"."""
+        """Return the TLS files of "client" or of "stranger"."""
         return TlsFiles(self.directory / "authority.pem", self.directory / f"{name}.pem", self.directory / f"{name}.key")
 
     def server_credentials(self) -> grpc.ServerCredentials:

@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """How a test reaches a server. address: without TLS; tls_address: for clients with a certificate of the right authority."""
+    """A server process. address: without TLS; tls_address: for clients with a certificate of its authority."""
 
     address: str
     tls_address: str
@@ -40,11 +40,11 @@ class ServerProcess:
     process: subprocess.Popen[str]
 
     def target(self, service: Service) -> Target:
-        """Where it speaks a service."""
+        """Return the target address of a service."""
         return Target(service, self.address)
 
     def go_wrong(self, *faults: str) -> None:
-        """From now on, and in no other way; what was held back by an earlier fault goes on."""
+        """Replace the injected faults; calls held by an earlier fault continue."""
         self._do({"faults": faults})
 
     def cache(self, *, clear: bool = False, remove: tuple[int, ...] = ()) -> None:
@@ -52,12 +52,12 @@ class ServerProcess:
         self._do({"clear": clear, "remove": remove})
 
     def state(self) -> dict[str, Any]:
-        """Statistics of its engine, and what it has seen."""
+        """Return the statistics of its engine and its recorded requests."""
         return self._do({})
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs there and no block is held."""
+        """Return whether nothing runs and no block is held."""
         state = self.state()
         return not (state["kv_block_count_held"] or state["running_sequence_count"] or state["waiting_sequence_count"])
 
@@ -91,7 +91,7 @@ def server_process(directory: Path, certificates: Certificates, *, port: int = 0
 
 async def serve(directory: str, certificates: str, port: str) -> None:
     """Be such a process, until it is killed."""
-    # A port that is taken must not be shared with whoever has it.
+    # A port in use must not be shared with another process.
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     engine: TorchEngine | TorchEncoder
     if os.path.exists(os.path.join(directory, "modules.json")):  # noqa: ASYNC240 - nothing is served yet
@@ -126,7 +126,7 @@ class Control(grpc.GenericRpcHandler):
 
 
 def control(backend: Backend) -> Handler:
-    """What the call does."""
+    """Return the handler of control calls."""
 
     async def do(order: bytes, context: Any) -> bytes:
         asked = json.loads(order)

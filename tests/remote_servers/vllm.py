@@ -148,7 +148,7 @@ class VllmServicer:
 
 
 def _logprobs(told: Sequence[TokenLogprobs], top_count: int) -> pb.OutputLogProbs | None:
-    """As vLLM has them: the chosen one first, then the likeliest, and of all these so many as were asked for."""
+    """Return log-probabilities like vLLM: the chosen token, then the top tokens, truncated to the count."""
     if not told:
         return None
     found = pb.OutputLogProbs()

@@ -1,7 +1,7 @@
-"""Faults to plant, by the variable `TENSORRT_DOUBLE`: words `kind:token`, separated by commas, or `kind` alone.
+"""Faults to inject, by the environment variable `TENSORRT_DOUBLE`: words `kind:token`, separated by commas, or `kind` alone.
 
 A request whose prompt begins with the token is struck. error: a `RequestError` after two tokens. fatal: an error that shuts the
-whole engine down and is told to this request alone. stuck: it gets no more than two tokens. wedge: nobody gets anything any more,
+whole engine down and is told to this request alone. stuck: it gets no more than two tokens. wedge: no request gets any output,
 and health stays good. empty: an end token at once. swallow_logprobs: log-probabilities are missing.
 
 Without a token: end_omitted: the end token is not in `token_ids`. mute_abort: aborts are never answered. lonely: no worker process.
@@ -13,7 +13,7 @@ import os
 
 
 class Faults:
-    """What the environment asks for."""
+    """Faults requested by the environment variable."""
 
     def __init__(self) -> None:
         words = [word for word in os.environ.get("TENSORRT_DOUBLE", "").split(",") if word]
@@ -21,9 +21,9 @@ class Faults:
         self._plain = {word for word in words if ":" not in word}
 
     def strikes(self, kind: str, prompt: list[int]) -> bool:
-        """Whether a request is to be struck."""
+        """Return whether the fault applies to a request."""
         return (kind, prompt[0]) in self._tokens
 
     def has(self, kind: str) -> bool:
-        """Whether a fault of the engine as a whole is wanted."""
+        """Return whether an engine-wide fault is set."""
         return kind in self._plain

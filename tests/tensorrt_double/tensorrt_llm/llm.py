@@ -108,7 +108,7 @@ class LLM:
         self._stored: dict[tuple[int, ...], int] = {}
         self._random = random.Random(7)
         self._loop: asyncio.AbstractEventLoop | None = None
-        # The worker process of a rank. Nobody tells the client when it dies.
+        # The worker process of a rank. Its death is not reported to the client.
         waiting = [sys.executable, "-c", "import sys; sys.stdin.read()"]
         self._worker = None if self._faults.has("lonely") else subprocess.Popen(waiting, stdin=subprocess.PIPE)
         self._thread = threading.Thread(target=self._run, name="double-executor", daemon=True)
@@ -116,7 +116,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the checkpoint."""
+        """Return the checkpoint's tokenizer."""
         return self._tokenizer
 
     def generate_async(
@@ -158,7 +158,7 @@ class LLM:
         return result
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """What has come so far; nothing before the first request."""
+        """Return the entries so far; none before the first request."""
         return self._statistics.get_results()
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
@@ -167,7 +167,7 @@ class LLM:
         return self._statistics
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """What has come so far."""
+        """Return the entries so far."""
         assert self._submitted, "generate was not called yet"
         return self._events.get_results()
 
@@ -206,7 +206,7 @@ class LLM:
         prompt = result.prompt_token_ids
         limit = self._max_seq_len - len(prompt)
         if limit < 1:
-            self._wedged = True  # the engine hangs for everybody (NVIDIA/TensorRT-LLM#4441)
+            self._wedged = True  # the engine hangs for all requests (NVIDIA/TensorRT-LLM#4441)
             limit = 1
         ends = frozenset(() if sampling.ignore_eos else (sampling.end_id,)) | frozenset(sampling.stop_token_ids or ())
         guide, response_format = sampling.guided_decoding, None
@@ -230,7 +230,7 @@ class LLM:
                 top_logprobs=sampling.logprobs,
             ),
             StopCriteria(
-                min(sampling.max_tokens, limit),  # clamped, with a warning that nobody reads
+                min(sampling.max_tokens, limit),  # clamped, with a warning in the log
                 stop_token_ids=frozenset() if guide else frozenset(end for end in ends if end >= 0),
                 ignore_eos=guide is None,
                 min_output_tokens=min(sampling.min_tokens or 0, limit),
@@ -254,7 +254,7 @@ class LLM:
                     self._changed.wait()
                 orders, self._orders = self._orders, []
             if self._wedged or (self._worker is not None and self._worker.poll() is not None):
-                return  # the thread dies, and everybody waits
+                return  # the thread dies, and all requests hang
             for order in orders:
                 self._obey(order)
             for number, event in self._core.step():

@@ -1,4 +1,4 @@
-"""What `tensorrt_llm.llmapi` exports, as far as it is used."""
+"""Stand-in for the used exports of `tensorrt_llm.llmapi`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes back: results that yield themselves, with cumulative lists and diffs; iterators of statistics that end when idle."""
+"""Results that yield themselves, with cumulative lists and diffs; statistics iterators that end when idle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RequestError(RuntimeError):
 
 @dataclasses.dataclass
 class Logprob:
-    """Of one token at one place."""
+    """Log-probability of a token at a position."""
 
     logprob: float
     rank: int | None = None
@@ -44,18 +44,18 @@ class CompletionOutput:
 
     @property
     def token_ids_diff(self) -> list[int]:
-        """Of the last response."""
+        """Return the part added by the last response."""
         return self.token_ids[self._last_token_ids_len :]
 
     @property
     def text_diff(self) -> str:
-        """Of the last response."""
+        """Return the part added by the last response."""
         return self.text[self._last_text_len :]
 
 
 @dataclasses.dataclass
 class Response:
-    """What the engine sends for a request: all token ids so far, or why there is nothing more."""
+    """Response of the engine to a request: all token ids so far, or an error."""
 
     token_ids: list[int]
     logprobs: list[Any]
@@ -91,12 +91,12 @@ class RequestOutput:
         self._aborted = True
 
     def aborted(self) -> bool:
-        """Whether it was asked for, not whether it has happened."""
+        """True if an abort was requested, even if it has not happened."""
         return self._aborted
 
     def put(self, response: Response) -> None:
         """Called by the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and no caller waits
             self._loop.call_soon_threadsafe(self._responses.put_nowait, response)
 
     def _handle(self, response: Response) -> None:
@@ -150,7 +150,7 @@ class IterationResult:
         self._queue.put(entry)
 
     def set_timeout(self, timeout: float) -> None:
-        """How long the next entry is waited for."""
+        """Set the seconds to wait for the next entry."""
         self._timeout = timeout
 
     def mark_undone(self) -> None:
@@ -158,7 +158,7 @@ class IterationResult:
         self._done = False
 
     def get_results(self) -> list[dict[str, Any]]:
-        """What has come so far."""
+        """Return the entries so far."""
         entries = []
         while not self._queue.empty():
             entries.append(self._queue.get())
