@@ -1,1 +1,1 @@
-"""Alerts: that so much of a limit is used, or so little credit is left, found from rows and told once."""
+"""Alerts on used limits and low credit: found from rows, and delivered once."""

@@ -1,10 +1,13 @@
-"""Alerts on usage, credit and payments: their tables, the periodic look at the counters that finds them, and their list.
+"""Alerts on usage, credit and payments: their tables, the periodic scan of the counters, and their
+list.
 
-A limit is crossed in a window when `used` has reached a threshold of the limit in force; what running requests hold does not count.
-The worker looks at the present window, and at those before it for as long as their counters are kept, by the limit that they ended
-with: a worker that was away finds later what it would have found. A window that ended before its limit was last changed is left
-alone, since its limit is not known any more. Prepaid credit is crossed when no more than the threshold is left. What is found is
-written in the same statement, and the database takes each alert once; alerts are append-only (trigger). Admissions never read this.
+A limit is crossed in a window when `used` reaches a threshold of the limit in force; amounts held
+by running requests do not count. The worker scans the present window, and earlier ones for as long
+as their counters are kept, by the limit at their end: a worker that was down finds later the
+crossings it missed. A window that ended before its limit was last changed is skipped, since its
+limit is no longer known. Prepaid credit is crossed when at most the threshold is left. The
+statement that finds crossings writes them, and the database accepts each alert once; alerts are
+append-only (trigger). Admissions never read them.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from metering.store.db import Sessions
 
 
 class DeliveryState(StrEnum):
-    """Where an alert stands on its way to a webhook. `pending` until one of the others, for ever."""
+    """State of an alert's delivery to a webhook: `pending`, then one of the final states."""
 
     PENDING = "pending"
     DELIVERED = "delivered"
@@ -38,20 +41,18 @@ class DeliveryState(StrEnum):
 
 
 class InvoiceEvent(StrEnum):
-    """What Stripe told of the payment of an invoice."""
+    """Payment event of an invoice at Stripe."""
 
     PAYMENT_FAILED = "invoice_payment_failed"
     PAID = "invoice_paid"
 
 
 class Alert(Base):
-    """So much of a quota's limit was used in a window, or so little of prepaid credit was left; or Stripe told of a payment.
+    """A crossed threshold of a quota or of prepaid credit, a payment event from Stripe, or a test.
 
-    A test is of neither.
-
-    threshold: percent of the limit that are used, or picos of credit that are left, as the quota's `alert_at` had it. limit_value,
-    used: of the look that found it. organization_id: whose the quota's subject is. invoice: what was known of it when it fired, as
-    `alerts.py` writes it.
+    threshold: percent of the limit used, or picos of credit left, as in the quota's `alert_at`.
+    limit_value, used: at the scan that found it. organization_id: of the quota's subject. invoice:
+    facts at the time of firing, as `alerts.py` writes them.
     """
 
     __tablename__ = "alerts"
@@ -70,9 +71,10 @@ class Alert(Base):
 
 
 class AlertWebhook(Base):
-    """Where an organization is told of its alerts. secret: signs what is sent; it is shown once, and in no log.
+    """Webhook for an organization's alerts. secret: signing key, shown once and never logged.
 
-    failure_count: attempts that failed since one succeeded; rests_until: none is made before.
+    failure_count: failed attempts since the last success; rests_until: earliest time of the next
+    attempt.
     """
 
     __tablename__ = "alert_webhooks"
@@ -86,7 +88,7 @@ class AlertWebhook(Base):
 
 
 class AlertDelivery(Base):
-    """An alert on its way to the webhook that its organization had when it fired."""
+    """Delivery of an alert to the webhook that its organization had when it fired."""
 
     __tablename__ = "alert_deliveries"
 
@@ -100,14 +102,14 @@ class AlertDelivery(Base):
     last_error: Mapped[str | None]
 
 
-PAGE_SIZE_MAX = 1000  # alerts; one page is one answer, and an answer must fit a message
+PAGE_SIZE_MAX = 1000  # alerts; a page must fit a message
 
 
 @dataclass(frozen=True, slots=True)
 class ListedAlert:
-    """An alert with what it is about. quota: None for a test and for a payment.
+    """An alert with its organization and quota. quota: None for a test and for a payment.
 
-    delivery: None where the organization had no webhook.
+    delivery: None if the organization had no webhook.
     """
 
     alert: Alert
@@ -118,7 +120,7 @@ class ListedAlert:
 
     @property
     def kind(self) -> str:
-        """`quota`, `credit`, `test`, or what Stripe told of an invoice."""
+        """`quota`, `credit`, `test`, or the payment event of an invoice."""
         if self.alert.invoice_event is not None:
             return self.alert.invoice_event
         if self.quota is None:
@@ -137,9 +139,11 @@ LISTED = (
 async def list_alerts(
     session: AsyncSession, *, organization_id: uuid.UUID | None, page_size: int = 100, page_token: str = ""
 ) -> tuple[list[ListedAlert], str]:
-    """A page, and the token of the next one; empty if this is the last. organization_id: None for all. Raises: InvalidValue."""
+    """Return a page and the token of the next one, empty at the end. organization_id: None for all.
+    Raises: InvalidValue.
+    """
     if not 1 <= page_size <= PAGE_SIZE_MAX:
-        raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}")
+        raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
     query = LISTED.order_by(Alert.fired_at.desc(), Alert.id.desc()).limit(page_size + 1)
     if organization_id is not None:
         query = query.where(Alert.organization_id == organization_id)
@@ -151,7 +155,7 @@ async def list_alerts(
 
 
 async def find_alert(session: AsyncSession, alert_id: uuid.UUID) -> ListedAlert:
-    """One alert. Raises: NotFound."""
+    """Return an alert by its id. Raises: NotFound."""
     row = (await session.execute(LISTED.where(Alert.id == alert_id))).one_or_none()
     if row is None:
         raise NotFound("alert", str(alert_id))
@@ -191,8 +195,10 @@ class InvoiceFacts:
 async def fire_invoice_alert(
     session: AsyncSession, organization_id: uuid.UUID, stripe_invoice_id: str, event: InvoiceEvent, facts: InvoiceFacts
 ) -> None:
-    """Write the alert and queue it for the organization's webhook, unless it has fired before. Never commits."""
-    # Picos are texts: JSON has no whole numbers of their size in every reader.
+    """Write an alert and queue it for the organization's webhook, unless it has already fired.
+    Never commits.
+    """
+    # Picos are strings: not every JSON reader supports integers of their size.
     document = asdict(facts) | {
         "amount_due_picos": str(facts.amount_due_picos),
         "amount_paid_picos": str(facts.amount_paid_picos),
@@ -207,14 +213,16 @@ def facts_of(alert: Alert) -> InvoiceFacts:
     return InvoiceFacts(**document | {name: int(document[name]) for name in ("amount_due_picos", "amount_paid_picos")})
 
 
-ALERTS_MAX = 5_000  # of one statement: somebody may give a threshold to very many limits at once
-STATEMENTS_MAX = 10  # of one look; the next one goes on
-DAYS_LOOKED_BACK = 2  # whole ones; older counters of days are deleted
+ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits at once
+STATEMENTS_MAX = 10  # per scan; the next one continues
+DAYS_LOOKED_BACK = 2  # complete days; older counters of days are deleted
 MONTHS_LOOKED_BACK = 1
-# What an enforced limit refuses does not fit in the rest, so that it is hardly ever used up to the last unit.
+# Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
+# the last unit.
 USED_UP_MILLI = 995
 
-NEARLY = 0.0099  # of a threshold in percent: floats leave out what is far from it, and whole numbers decide
+# Of a threshold in percent: a float filter with some margin, before the exact integer test.
+NEARLY = 0.0099
 CREDIT = QuotaDimension.PREPAID_CREDIT_PICOS
 
 LOOK = text(f"""
@@ -256,7 +264,7 @@ SELECT count(*) FROM fired
 
 
 async def look_for_alerts(sessions: Sessions) -> int:
-    """Write an alert for each crossing that has none yet; tells how many. Any number may look at once."""
+    """Write an alert for each new crossing and return their number. Scans may overlap."""
     fired_count = 0
     for _ in range(STATEMENTS_MAX):
         async with sessions.begin() as session:
@@ -277,7 +285,7 @@ async def look_for_alerts(sessions: Sessions) -> int:
 
 
 def looked_at(now: datetime) -> list[tuple[QuotaDimension, datetime, datetime]]:
-    """The windows of each dimension that alerts, with their ends. Pure."""
+    """Return the windows to scan for each dimension that alerts, with their ends. Pure."""
     windows = [(QuotaDimension.PREPAID_CREDIT_PICOS, NO_WINDOW, datetime.max.replace(tzinfo=now.tzinfo))]
     for dimension in ALERTING:
         starts_at = window_start(dimension, now)

@@ -1,15 +1,18 @@
-"""Delivery of alerts to webhooks: attempted by the worker until they are answered, for a day, at least once each.
+"""Delivery of alerts to webhooks: retried by the worker for a day, at least once each.
 
-One worker at a time sends to one organization's webhook: an advisory lock on a connection of its own, which the server frees when
-the worker dies. An attempt is recorded before it is made, so a worker that dies in it leaves a trace, and the next worker sends
-the same again. After a failure the webhook rests, longer each time; what was attempted least goes first. So a webhook that hangs
-delays no other, and an alert that is always refused delays no other. An attempt sends the same body each time, follows no
-redirect, reads only the head of the answer, and has a time limit.
+One worker at a time sends to an organization's webhook: it holds an advisory lock on a connection
+of its own, which the server releases when the worker dies. An attempt is recorded before it is
+made, so a worker that dies during one leaves a trace, and the next worker sends the same again.
+After a failure the webhook is paused, longer each time, and the alerts with the fewest attempts go
+first. So neither a webhook that hangs nor an alert that is always refused delays others. Each
+attempt sends the same body, follows no redirect, reads only the head of the response, and has a
+time limit.
 
-A webhook is called from inside the operator's network. So unless the operator allows it, only https is spoken, and only with
-public addresses: a name is resolved once, the address is checked, and that very address is connected to. A name that resolves
-elsewhere a moment later changes nothing. Functions take a session and never commit; every change of a webhook writes the audit
-log."""
+Webhooks are called from inside the operator's network. Unless the operator allows more, only https
+and public addresses are used: a name is resolved once, and the checked address itself is connected
+to, so a later change of the name has no effect. Functions take a session and never commit; every
+change of a webhook writes the audit log.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +65,9 @@ from metering.tenants.tenants import find_organization
 PRIVATE_ALLOWED = "WEIR_ALERT_WEBHOOKS_PRIVATE"
 URL_CHARS_MAX = 2000
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
-# What Python takes for global, in some of its versions, and is not: addresses of a cloud's own services, which only its machines
-# reach (Oracle's are in the first network, Azure's is the second), and networks that are reserved or given up.
+# Networks that some versions of Python treat as global although they are not: addresses of cloud
+# services reachable only from their machines (the first network has Oracle's, the second is
+# Azure's), and reserved or deprecated networks.
 NOT_PUBLIC = tuple(
     ipaddress.ip_network(each)
     for each in ("192.0.0.0/24", "168.63.129.16/32", "192.88.99.0/24", "fec0::/10", "3fff::/20", "64:ff9b:1::/48")
@@ -73,11 +77,11 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class AddressRefused(Exception):
-    """A webhook leads to where none may be."""
+    """A webhook's address is not allowed."""
 
 
 def allows_private(environment: Mapping[str, str]) -> bool:
-    """Whether webhooks may be on private networks, and spoken to in the clear. Raises: InvalidValue."""
+    """Return whether webhooks may use private networks and plain http. Raises: InvalidValue."""
     text = environment.get(PRIVATE_ALLOWED, "0").lower()
     if text not in ("", "0", "1", "false", "true"):
         raise InvalidValue(PRIVATE_ALLOWED, "must be 1 or 0")
@@ -85,27 +89,29 @@ def allows_private(environment: Mapping[str, str]) -> bool:
 
 
 def checked_url(url: str, *, private: bool) -> str:
-    """A URL that a webhook may have, as far as it can be told without a look-up. Raises: InvalidValue."""
+    """Return a valid webhook URL, as far as it can be checked without resolving its name. Raises:
+    InvalidValue.
+    """
     if not url.isascii() or not url.isprintable() or " " in url or len(url) > URL_CHARS_MAX:
-        raise InvalidValue("url", f"give at most {URL_CHARS_MAX} printable ASCII characters without spaces")
+        raise InvalidValue("url", f"must have at most {URL_CHARS_MAX} printable ASCII characters without spaces")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError as error:
-        raise InvalidValue("url", f"{error}: give one such as https://example.com/alerts") from error
+        raise InvalidValue("url", f"{error}: write it as https://example.com/alerts") from error
     if parts.scheme not in ("https", "http") or not host or port == 0:
-        raise InvalidValue("url", "give one such as https://example.com/alerts")
+        raise InvalidValue("url", "must be a URL such as https://example.com/alerts")
     if parts.username is not None or parts.password is not None or parts.fragment:
-        raise InvalidValue("url", "leave out name, password and fragment: what is sent is signed")
+        raise InvalidValue("url", "must not contain a user, password or fragment: requests are signed instead")
     if parts.scheme == "http" and not private:
-        raise InvalidValue("url", f"give one with https, or let the operator set {PRIVATE_ALLOWED}=1")
+        raise InvalidValue("url", f"must use https, unless the operator sets {PRIVATE_ALLOWED}=1")
     if (address := literal(host)) is not None and not private and not is_public(address):
-        raise InvalidValue("url", f"{host} is no public address: give another, or let the operator set {PRIVATE_ALLOWED}=1")
+        raise InvalidValue("url", f"{host} is not a public address: use another, or let the operator set {PRIVATE_ALLOWED}=1")
     return url
 
 
 def literal(host: str) -> Address | None:
-    """The address that a host is; None for a name."""
+    """Parse a host as an address; return None for a name."""
     try:
         return ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -113,8 +119,8 @@ def literal(host: str) -> Address | None:
 
 
 def is_public(address: Address) -> bool:
-    """Whether all the world has this address, and the one that it carries if it is a way to another."""
-    if address in NAT64:  # which leads to whatever it carries
+    """Return whether an address is publicly reachable, including any address embedded in it."""
+    if address in NAT64:  # leads to the embedded address
         return is_public(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
     if not address.is_global or address.is_multicast or address.is_reserved or address.is_unspecified:
         return False
@@ -127,14 +133,14 @@ def is_public(address: Address) -> bool:
 
 
 async def checked_places(host: str, port: int, *, private: bool) -> list[ResolveResult]:
-    """What a host leads to now, but for what is not public. Raises: AddressRefused, OSError."""
-    found = [
+    """Resolve a host and return the allowed addresses. Raises: AddressRefused, OSError."""
+    resolved = [
         ResolveResult(hostname=host, host=str(at[0]), port=port, family=family, proto=0, flags=0)
         for family, _, _, _, at in await look_up(host, port)
     ]
-    allowed = [each for each in found if private or ((address := literal(each["host"])) is not None and is_public(address))]
+    allowed = [each for each in resolved if private or ((address := literal(each["host"])) is not None and is_public(address))]
     if not allowed:
-        raise AddressRefused(f"{host} leads to no public address")
+        raise AddressRefused(f"{host} does not resolve to a public address")
     return allowed
 
 
@@ -142,18 +148,19 @@ Found = list[tuple[int, int, int, str, tuple[object, ...]]]
 
 
 async def look_up(host: str, port: int) -> Found:
-    """The system's answer, in a thread of its own: one that hangs can be left behind, which the loop's threads cannot.
+    """Resolve a name in a separate thread, which can be abandoned if it hangs, unlike those of the
+    loop's pool.
 
     Raises: OSError.
     """
     answer: Future[Found] = Future()
-    answer.set_running_or_notify_cancel()  # whoever waits may leave, and the answer comes all the same
+    answer.set_running_or_notify_cancel()  # the caller may be cancelled; the answer is then dropped
 
     def ask() -> None:
         try:
             answer.set_result([*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
         except UnicodeError as error:
-            answer.set_exception(OSError(f"{host} is no name: {error}"))
+            answer.set_exception(OSError(f"{host} is not a valid name: {error}"))
         except OSError as error:
             answer.set_exception(error)
 
@@ -161,13 +168,15 @@ async def look_up(host: str, port: int) -> Found:
     return await asyncio.wrap_future(answer)
 
 
-SECRET_PREFIX = "wh_"  # so that scanners of leaked secrets can tell it
+SECRET_PREFIX = "wh_"  # identifies secrets to scanners for leaks
 REMOVED = "the webhook was removed"
 
 
 @dataclass(frozen=True, slots=True)
 class WebhookState:
-    """A webhook, and how what is sent to it fares. last_error: of the latest attempt that failed; empty if none did."""
+    """A webhook and the state of its deliveries. last_error: of the latest failed attempt; empty if
+    none failed.
+    """
 
     webhook: AlertWebhook
     organization: Organization
@@ -182,15 +191,16 @@ ORDER BY attempted_at DESC NULLS LAST LIMIT 1
 
 
 async def set_webhook(session: AsyncSession, *, organization: str, url: str, private: bool, actor: str) -> tuple[WebhookState, str]:
-    """Send an organization's alerts to a URL from now on; with the secret that signs them, which nobody is told again.
+    """Set the URL for an organization's alerts; return the state and the signing secret, which is
+    shown only here.
 
-    What waits for the one before goes there, too. Raises: NotFound, InvalidValue.
+    Pending alerts of a previous webhook are sent there, too. Raises: NotFound, InvalidValue.
     """
     checked_url(url, private=private)
     owner = await find_organization(session, organization)
     secret = SECRET_PREFIX + secrets.token_urlsafe(32)
-    standing = await _locked(session, owner.id)
-    before = None if standing is None else snapshot(standing)
+    existing = await _locked(session, owner.id)
+    before = None if existing is None else snapshot(existing)
     values = {"url": url, "secret": secret, "created_at": func.now(), "failure_count": 0, "rests_until": None}
     set_it = insert(AlertWebhook).values(organization_id=owner.id, **values)
     set_it = set_it.on_conflict_do_update(index_elements=[AlertWebhook.organization_id], set_=values)
@@ -203,7 +213,7 @@ async def set_webhook(session: AsyncSession, *, organization: str, url: str, pri
 
 
 async def remove_webhook(session: AsyncSession, *, organization: str, actor: str) -> None:
-    """Send them nowhere. What waits is given up. Raises: NotFound."""
+    """Remove the webhook. Its pending alerts are given up. Raises: NotFound."""
     owner = await find_organization(session, organization)
     webhook = await _locked(session, owner.id)
     if webhook is None:
@@ -216,7 +226,7 @@ async def remove_webhook(session: AsyncSession, *, organization: str, actor: str
 
 
 async def list_webhooks(session: AsyncSession, *, organization: str = "") -> list[WebhookState]:
-    """All, or that of one organization, by its name. Raises: NotFound."""
+    """Return all webhooks, or that of one organization, by its name. Raises: NotFound."""
     query = select(AlertWebhook, Organization).join(Organization).order_by(Organization.name)
     if organization:
         query = query.where(Organization.id == (await find_organization(session, organization)).id)
@@ -224,7 +234,9 @@ async def list_webhooks(session: AsyncSession, *, organization: str = "") -> lis
 
 
 async def try_webhook(session: AsyncSession, *, organization: str) -> uuid.UUID:
-    """Send a test there, as soon as a worker looks, whatever failed before; tells its id. Raises: NotFound."""
+    """Queue a test alert for the next run of a worker, ending any pause; return its id. Raises:
+    NotFound.
+    """
     owner = await find_organization(session, organization)
     webhook = await _locked(session, owner.id)
     if webhook is None:
@@ -239,7 +251,7 @@ async def try_webhook(session: AsyncSession, *, organization: str) -> uuid.UUID:
 
 
 async def _locked(session: AsyncSession, organization_id: uuid.UUID) -> AlertWebhook | None:
-    """The webhook, locked against whoever changes it or notes what became of an attempt."""
+    """Return the webhook, locked against changes and recorded attempts."""
     return await session.get(AlertWebhook, organization_id, with_for_update=True, populate_existing=True)
 
 
@@ -250,13 +262,13 @@ async def _state(session: AsyncSession, webhook: AlertWebhook, owner: Organizati
     return WebhookState(webhook, owner, pending_count, last_error or "")
 
 
-ATTEMPT_S = 5.0  # from the look-up to the head of the answer: who has more to do than to take it, does it afterwards
+ATTEMPT_S = 5.0  # from name resolution to the head of the response: receivers should process later
 SIGNATURE_HEADER = "Weir-Signature"
 ERROR_CHARS_MAX = 300
 
 
 class Resolved(AbstractResolver):
-    """Answers with the places that were checked, whatever it is asked."""
+    """Resolver that returns the checked addresses for any name."""
 
     def __init__(self, places: list[ResolveResult]) -> None:
         self._places = places
@@ -265,11 +277,13 @@ class Resolved(AbstractResolver):
         return self._places
 
     async def close(self) -> None:
-        """See `AbstractResolver`."""
+        """Implement `AbstractResolver.close`."""
 
 
 async def send(url: str, secret: str, body: bytes, *, private: bool, attempt_s: float = ATTEMPT_S) -> str:
-    """Make one attempt: empty if it was answered with 2xx, else what went wrong. Never raises for what the other side does."""
+    """Make one attempt; return an error text, empty for a 2xx response. Never raises for failures
+    of the receiver.
+    """
     try:
         checked_url(url, private=private)
         async with asyncio.timeout(attempt_s):
@@ -279,12 +293,12 @@ async def send(url: str, secret: str, body: bytes, *, private: bool, attempt_s: 
             return await _post(url, signed_headers(secret, body, int(time.time())), body, places)
     except TimeoutError:
         return f"no answer within {attempt_s:g} s"
-    except InvalidValue as refused:  # what the operator allows has changed since
+    except InvalidValue as refused:  # the operator's setting has changed since
         return str(refused)[:ERROR_CHARS_MAX]
-    except aiohttp.ClientResponseError as unread:  # as a text it has the whole URL, which may be a secret, and goes to a log
-        return f"answered what is no HTTP: {unread.message}"[:ERROR_CHARS_MAX]
+    except aiohttp.ClientResponseError as unread:  # its text has the whole URL, which may be secret and would be logged
+        return f"the response is not valid HTTP: {unread.message}"[:ERROR_CHARS_MAX]
     except aiohttp.InvalidURL:
-        return "the URL cannot be called: give another"
+        return "the URL is not valid: set another"
     except (AddressRefused, aiohttp.ClientError, OSError, ValueError) as error:
         return (str(error) or type(error).__name__)[:ERROR_CHARS_MAX]
 
@@ -298,12 +312,14 @@ async def _post(url: str, headers: dict[str, str], body: bytes, places: list[Res
         if 200 <= answer.status < 300:
             return ""
         if 300 <= answer.status < 400:
-            return f"answered {answer.status}: redirects are not followed; give the URL that it leads to"
+            return f"answered {answer.status}: redirects are not followed; set the URL of the target"
         return f"answered {answer.status}"
 
 
 def signed_headers(secret: str, body: bytes, at_s: int) -> dict[str, str]:
-    """Headers of an attempt. at_s: seconds since 1970; it is signed with the body, so that nobody can send it again later."""
+    """Return the headers of an attempt. at_s: seconds since 1970, signed with the body to prevent
+    replays.
+    """
     return {
         "Content-Type": "application/json",
         "User-Agent": f"weir/{version('weir-server')}",
@@ -312,12 +328,12 @@ def signed_headers(secret: str, body: bytes, at_s: int) -> dict[str, str]:
 
 
 def signature(secret: str, body: bytes, at_s: int) -> str:
-    """HMAC-SHA256 over the time, a point and the body, in hexadecimal."""
+    """Return the hexadecimal HMAC-SHA256 of the time, a point and the body."""
     return hmac.new(secret.encode(), f"{at_s}.".encode() + body, hashlib.sha256).hexdigest()
 
 
 def body_of(listed: ListedAlert) -> bytes:
-    """An alert as JSON. Values are texts: they may be more than JavaScript can count."""
+    """Return an alert as JSON. Numbers are strings: they may exceed JavaScript's integers."""
     alert, organization, quota = listed.alert, listed.organization, listed.quota
     content: dict[str, object] = {
         "id": str(alert.id),
@@ -393,14 +409,15 @@ log = logging.getLogger(__name__)
 retries = Retries("alert_delivery", passing=(StoreAway,))  # by organization, and by alert
 
 WEBHOOKS_AT_ONCE = 16  # attempts in flight per worker
-CANDIDATES_MAX = 128  # looked at for each round: other workers may hold the locks of the first ones
-BUDGET_S = 3.0  # of one run, beside the attempts that are under way then: rating shares the worker, and should not wait long
+CANDIDATES_MAX = 128  # considered per round: other workers may hold the locks of the first ones
+# Per run, plus attempts in flight: rating shares the worker and should not wait long.
+BUDGET_S = 3.0
 GIVE_UP_AFTER = timedelta(hours=24)
 REST_S_MIN = 10.0
 REST_S_MAX = 3600.0
 DOUBLINGS_MAX = 20  # keeps the power small
 
-# Those that nothing failed at first, then those that have waited longest.
+# Webhooks without a failure first, then the longest waiting.
 CANDIDATES = text("""
 SELECT organization_id FROM alert_webhooks w
 WHERE (rests_until IS NULL OR rests_until <= now())
@@ -433,7 +450,7 @@ WHERE state = 'pending' AND created_at < now() - :after RETURNING alert_id, last
 
 @dataclass(slots=True)
 class Run:
-    """One run of `deliver_alerts`, and what it did."""
+    """One run of `deliver_alerts` and its results."""
 
     sessions: Sessions
     private: bool
@@ -443,12 +460,14 @@ class Run:
 
     @property
     def goes_on(self) -> bool:
-        """Whether another attempt may begin."""
+        """True if another attempt may begin."""
         return time.monotonic() < self.deadline
 
 
 async def deliver_alerts(sessions: Sessions, *, private: bool = False, budget_s: float = BUDGET_S) -> Run:
-    """Send what waits, until nothing does or the time is over. Any number may run at once. private: see `webhooks.py`."""
+    """Deliver pending alerts until none is left or the time is over. Runs may overlap. private: see
+    `allows_private`.
+    """
     run = Run(sessions, private, time.monotonic() + budget_s)
     async with sessions.begin() as session:
         for alert_id, error in await session.execute(GIVE_UP, {"after": GIVE_UP_AFTER}):
@@ -473,7 +492,7 @@ async def _lock(locks: AsyncSession) -> list[uuid.UUID]:
 
 
 async def _deliver_to(run: Run, organization_id: uuid.UUID) -> None:
-    """Send one alert after the other, until one fails."""
+    """Send alerts one after the other, until one fails."""
     with retries.survive(organization_id):
         while run.goes_on:
             async with run.sessions.begin() as session:
@@ -487,7 +506,7 @@ async def _deliver_to(run: Run, organization_id: uuid.UUID) -> None:
                 error = await send(webhook.url, webhook.secret, body, private=run.private)
             except StoreAway:
                 raise
-            except Exception as failure:  # the attempt counts as failed: the webhook rests, and its other alerts go first
+            except Exception as failure:  # counts as a failed attempt: the webhook is paused, and its other alerts go first
                 error = f"incident {retries.failed(failure, alert_id)}"
             await _record(run, webhook, alert_id, error)
             if error:

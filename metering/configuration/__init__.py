@@ -1,1 +1,1 @@
-"""What should be, as one document: differences, applying, export."""
+"""Declarative configuration as one document: differences, apply, export."""

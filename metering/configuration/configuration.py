@@ -1,14 +1,17 @@
-"""What should be, as values: organizations, projects, keys, limits and prices; the differences that lead there, and making them.
+"""Declarative configuration: organizations, projects, keys, limits and prices; its differences and
+their application.
 
-Field names are those of the published configuration, and those of a limit are the columns that hold them: one more attribute of a
-limit is one more line in `QuotaSpec`.
+Field names are those of the published configuration; those of a limit are its columns: a further
+attribute of a limit is one more line in `QuotaSpec`.
 
-The very functions that single calls use make the changes, so a configuration may say what they allow and nothing else. Each
-change runs in a savepoint, in the transaction of the caller, and a refusal becomes a mistake at its place in the document. A name
-that is refused is replaced by one that holds, so that what stands below it is tried too: whoever gets mistakes must roll the
-transaction back. A dry run is the same thing, rolled back as well.
+Changes are made by the functions of the single calls, so a configuration allows exactly the same.
+Each change runs in a savepoint of the caller's transaction, and a refusal becomes a mistake at its
+path in the document. A refused name is replaced by a valid one, so that everything below it is
+checked too: on mistakes the caller must roll the transaction back. A dry run is the same, rolled
+back as well.
 
-A price version is added where those in force differ; none is removed. Limits of a subject are set, raised or removed.
+A price version is added where the present ones differ; none is removed. Limits of a subject are
+set, overridden or removed.
 """
 
 from __future__ import annotations
@@ -47,17 +50,17 @@ Value = str | int | bool | None | list[str] | list[int]
 
 
 class Action(StrEnum):
-    """What is done to one thing."""
+    """Change made to an object."""
 
     CREATE = "create"
     UPDATE = "update"
     DELETE = "delete"
-    KEEP = "keep"  # it exists, is not named, and stays
+    KEEP = "keep"  # exists, is not named, and is left alone
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaPlace:
-    """Which limit of its subject."""
+    """Identity of a limit within its subject."""
 
     dimension: QuotaDimension
     model: str = ""
@@ -66,7 +69,9 @@ class QuotaPlace:
 
 @dataclass(frozen=True, slots=True)
 class QuotaSpec:
-    """How a limit is set. alert_at: None is as usual. A raise is all three of its fields or none; none leaves one that stands."""
+    """Settings of a limit. alert_at: None for the default. An override has all three of its fields
+    or none, which keeps one.
+    """
 
     limit_value: int
     enforced: bool = True
@@ -80,13 +85,13 @@ class QuotaSpec:
 
     @classmethod
     def of(cls, quota: Quota, now: datetime) -> QuotaSpec:
-        """A limit as it stands. A raise whose time has passed is none."""
+        """Return the present settings of a limit, without an expired override."""
         spec = cls(**{each.name: getattr(quota, each.name) for each in fields(cls)})
         said = said_thresholds(QuotaDimension(quota.dimension), quota.alert_at)
         return replace(spec, alert_at=said).without_past_raise(now)
 
     def without_past_raise(self, now: datetime) -> QuotaSpec:
-        """The same, but for a raise that is over."""
+        """Return the settings without an expired override."""
         if self.raised_until is None or self.raised_until > now:
             return self
         return QuotaSpec(**{each.name: getattr(self, each.name) for each in fields(self) if not each.name.startswith("raise")})
@@ -94,7 +99,7 @@ class QuotaSpec:
 
 @dataclass(frozen=True, slots=True)
 class KeySpec:
-    """A key. prefix: empty where the name alone says which. The names of what it is good for are those of its columns."""
+    """A key. prefix: empty if its name identifies it. The terms are named as its columns."""
 
     name: str
     prefix: str = ""
@@ -136,9 +141,9 @@ class OrganizationSpec:
 
 @dataclass(frozen=True, slots=True)
 class PriceSpec:
-    """What a model costs: by the list, or one customer as its own price. None for what stays as it is.
+    """Price of a model: on the list, or one customer's own. None keeps the present value.
 
-    currency_code: empty for the organization's, or USD. effective_at: None, or a time that has passed, for now.
+    currency_code: empty for the organization's, or USD. effective_at: None or a past time for now.
     """
 
     model: str
@@ -154,7 +159,7 @@ class PriceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """All that a document says."""
+    """Content of a document."""
 
     organizations: tuple[OrganizationSpec, ...] = ()
     prices: tuple[PriceSpec, ...] = ()
@@ -162,7 +167,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
-    """One field that becomes different. None for a value that was or will be none."""
+    """A changed field. None for a missing value."""
 
     name: str
     before: Value
@@ -171,7 +176,7 @@ class FieldChange:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference. path: "acme/search/laptop", "acme" for a limit on acme, the model for a price."""
+    """A difference. path: "acme/search/laptop", "acme" for a limit on acme, the model for a price."""
 
     action: Action
     kind: str
@@ -184,20 +189,22 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One thing that is wrong, by its path in the document: "organizations[0].projects[2].name"."""
+    """An error in the document, by its path: "organizations[0].projects[2].name"."""
 
     path: str
     message: str
 
 
 def said_thresholds(dimension: QuotaDimension, thresholds: Iterable[int]) -> tuple[int, ...] | None:
-    """At what a limit alerts, in order; None where that is as usual."""
+    """Return the sorted alert thresholds of a limit; None for the default."""
     alert_at = tuple(sorted(thresholds))
     return None if alert_at == usual_thresholds(dimension) else alert_at
 
 
 def differences(before: object | None, after: object, names: Collection[str]) -> tuple[FieldChange, ...]:
-    """The named fields in which two values differ; of something new, those that say something."""
+    """Return the named fields in which two values differ; for a new object, the fields that are
+    set.
+    """
     pairs = ((name, value_of(before, name), value_of(after, name)) for name in names)
     return tuple(
         FieldChange(name, old, new)
@@ -207,7 +214,7 @@ def differences(before: object | None, after: object, names: Collection[str]) ->
 
 
 def value_of(thing: object | None, name: str) -> Value:
-    """A field as a JSON value; times in UTC with `Z`."""
+    """Return a field as a JSON value; times in UTC with `Z`."""
     match None if thing is None else getattr(thing, name):
         case datetime() as at:
             return at.astimezone(UTC).isoformat().replace("+00:00", "Z")
@@ -222,7 +229,7 @@ def value_of(thing: object | None, name: str) -> Value:
 
 
 def named_twice(path: str, field_name: str, names: Sequence[object]) -> Iterator[Mistake]:
-    """Mistakes for what a list names more than once."""
+    """Yield a mistake for each repeated name in a list."""
     first: dict[object, int] = {}
     for index, name in enumerate(names):
         if (earlier := first.setdefault(name, index)) != index:
@@ -232,7 +239,7 @@ def named_twice(path: str, field_name: str, names: Sequence[object]) -> Iterator
 Answer = TypeVar("Answer")
 Made = TypeVar("Made", Organization, Project)
 
-# What single calls name otherwise than a document does.
+# Field names of single calls that differ in a document.
 FIELDS = {
     "weights.input_milli": "input_weight_milli",
     "weights.cached_input_milli": "cached_input_weight_milli",
@@ -242,17 +249,19 @@ FIELDS = {
 }
 
 
-PLACE = ("model", "currency_code", "organization", "effective_at")  # what says which price; the rest is how it is
-PLAIN = QuotaSpec(limit_value=-1)  # what a new limit is compared with, so that only what it says otherwise is told
+# Identity of a price; other fields are its values.
+PLACE = ("model", "currency_code", "organization", "effective_at")
+# Defaults that a new limit is compared with, so that only other values are reported.
+PLAIN = QuotaSpec(limit_value=-1)
 RAISE = ("raised_limit_value", "raised_until", "raise_reason")
 RAISE_FIELDS = {"limit_value": "raised_limit_value", "expire_time": "raised_until_time", "reason": "raise_reason"}
-# What a key is good for.
+# Terms of a key.
 KEY_FIELDS = ("scopes", "models", "allowed_networks", "max_input_tokens", "max_output_tokens", "expires_at")
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What limits hang on: its place in the document, what people are told of it, its kind and its id."""
+    """Subject of limits: its path in the document, display name, kind and id."""
 
     path: str
     shown: str
@@ -262,10 +271,11 @@ class Subject:
 
 @dataclass(slots=True)
 class Attempts:
-    """One configuration on its way: changes that were made, and those that were refused.
+    """Application of one configuration: the changes made, and the mistakes.
 
-    now: the time of the transaction. models: those that are served. own_key_id: the key that asks for it, from `own_address`; it
-    must not be shut out by it. created: subjects of limits that were made. uncounted: limits that do not count the past yet.
+    now: time of the transaction. models: served models. own_key_id: the caller's key, used from
+    `own_address`, which the configuration must not lock out. created: new subjects of limits.
+    uncounted: limits without past usage yet.
     """
 
     session: AsyncSession
@@ -281,7 +291,7 @@ class Attempts:
     uncounted: list[Uncounted] = field(default_factory=list)
 
     async def apply(self, wanted: Configuration) -> None:
-        """Do it all. What was done is in the changes; if there are mistakes, the caller must roll back."""
+        """Apply everything. The result is in `changes`; on mistakes the caller must roll back."""
         self.mistakes += named_twice("organizations", "name", [each.name for each in wanted.organizations])
         self.mistakes += named_twice("prices", "model", [tuple(getattr(each, name) for name in PLACE) for each in wanted.prices])
         for index, organization in enumerate(wanted.organizations):
@@ -290,14 +300,17 @@ class Attempts:
             await self._price(f"prices[{index}]", price)
 
     async def count_past(self) -> None:
-        """Make new limits count what was used before: after all else, since nobody is let in from here to the end.
+        """Count past usage for new limits, last of all, since no request is admitted from here to
+        the end.
 
-        What did not exist before has used nothing.
+        New subjects have no past usage.
         """
         await recount(self.session, [each for each in self.uncounted if each[0].subject_id not in self.created])
 
     async def _attempt(self, path: str, act: Callable[[], Awaitable[Answer]], names: dict[str, str] | None = None) -> Answer | None:
-        """What the act answers; None if it was refused, which is then noted. names: of fields that the document calls otherwise."""
+        """Return the result of an action; None if it was refused, which is recorded. names:
+        differing field names.
+        """
         try:
             async with self.session.begin_nested():
                 return await act()
@@ -311,7 +324,9 @@ class Attempts:
         self.mistakes.append(Mistake(path, message))
 
     async def _made(self, path: str, name: str, create: Callable[[str], Awaitable[Made]]) -> Made:
-        """A new thing of this name; if the name is refused, one that will be rolled back with everything else."""
+        """Create an object; if its name is refused, create one with a valid name, which will be
+        rolled back.
+        """
         made = await self._attempt(path, lambda: create(name))
         if made is None:
             made = await create(f"x{uuid.uuid4().hex}")
@@ -346,7 +361,7 @@ class Attempts:
         self.kept += [Change(Action.KEEP, "project", f"{wanted.name}/{name}") for name in sorted(projects)]
 
     def _currency(self, path: str, code: str) -> str:
-        """The code; if it is none, one that holds, so that what stands below is tried too."""
+        """Return the currency; for an invalid one record a mistake and return a valid one."""
         try:
             return checked_currency(code)
         except InvalidValue as refusal:
@@ -384,9 +399,10 @@ class Attempts:
     async def _key(
         self, path: str, shown: str, wanted: KeySpec, owner: Project, left: dict[str, ApiKey], of_name: list[str]
     ) -> None:
-        """One key. left: by prefix those that are not named so far; it is taken out of them.
+        """Apply one key. left: keys of the project not named so far, by prefix; the key is removed
+        from them.
 
-        of_name: the prefixes of those that have its name and are not named by prefix.
+        of_name: prefixes of the keys with its name that are not named by prefix.
         """
         for model in sorted(set(wanted.models) - set(self.models)):
             self._wrong(f"{path}.models", f"no model {model!r} is served: give some of {', '.join(sorted(self.models))}")
@@ -407,7 +423,7 @@ class Attempts:
         else:
             await self._changed_key(path, shown, wanted, standing)
         if standing is not None:
-            # What a key has got without being asked is as wanted as it is above the key, and is left alone.
+            # Limits that a key got from templates are defined there, and are left alone.
             limits = select(Quota).where(Quota.subject_id.in_((owner.organization_id, owner.id)), Quota.for_new_keys)
             templates = await self.session.scalars(limits.where(Quota.deleted_at.is_(None)))
             defaults = frozenset(replace(place_of(row), for_new_keys=False) for row in templates)
@@ -483,9 +499,10 @@ class Attempts:
     async def _quotas(
         self, subject: Subject, wanted: OrganizationSpec | ProjectSpec | KeySpec, defaults: Collection[QuotaPlace] = ()
     ) -> None:
-        """The limits of one subject. defaults: those that stay though they are not named."""
+        """Apply the limits of one subject. defaults: limits that stay although they are not named."""
         query = select(Quota).where(Quota.subject_id == subject.id, Quota.deleted_at.is_(None)).order_by(Quota.created_at, Quota.id)
-        query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)  # which follows from grants
+        # Which follows from grants.
+        query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)
         rows = {place_of(row): row for row in await self.session.scalars(query.execution_options(populate_existing=True))}
         self.mistakes += named_twice(f"{subject.path}.quotas", "dimension", [place for place, _ in wanted.quotas])
         for index, (place, spec) in enumerate(wanted.quotas):
@@ -503,10 +520,10 @@ class Attempts:
             (self.changes if wanted.prune_quotas else self.kept).append(change)
 
     async def _quota(self, path: str, subject: Subject, place: QuotaPlace, wanted: QuotaSpec, row: Quota | None) -> None:
-        """One limit. row: as it stands, if it does."""
+        """Apply one limit. row: its present row, if any."""
         standing = None if row is None else QuotaSpec.of(row, self.now)
         named = [each.name for each in fields(QuotaSpec)]
-        if wanted.raised_until is None:  # nothing is said of a raise: one that stands stays
+        if wanted.raised_until is None:  # without an override in the document, a present one stays
             named = [name for name in named if name not in RAISE]
         new_fields = [name for name in named if standing is not None or getattr(wanted, name) != getattr(PLAIN, name)]
         changes = differences(standing, wanted, new_fields)
@@ -537,7 +554,7 @@ class Attempts:
         self.changes.append(Change(action, "quota", subject.shown, changes, quota=place))
 
     async def _price(self, path: str, wanted: PriceSpec) -> None:
-        """Make one price what the document says, from its time on or from now. What is unset of it stays."""
+        """Apply one price, from its time on or from now. Unset values stay."""
         at = None if wanted.effective_at is None or wanted.effective_at <= self.now else wanted.effective_at
         owner = owner_id = None
         if wanted.organization:
@@ -576,10 +593,10 @@ async def apply_configuration(
     models: Collection[str],
     dry_run: bool = False,
 ) -> Attempts:
-    """Make what is into what is wanted; what was done, what was left, and what is wrong. Roll back if anything is.
+    """Apply a configuration; return changes, kept objects and mistakes. Roll back on any mistake.
 
-    own_key_id: the key that the caller came with, from `own_address`. models: those that are served.
-    dry_run: the caller will roll back in any case, so nobody has to wait while limits are made to count the past.
+    own_key_id: the caller's key, used from `own_address`. models: served models. dry_run: the
+    caller rolls back in any case, so past usage is not counted and no request has to wait.
     """
     now = (await session.scalars(select(func.now()))).one()
     work = Attempts(session, actor, now, models, own_key_id, own_address)
@@ -590,7 +607,9 @@ async def apply_configuration(
 
 
 async def price_specs(session: AsyncSession, names: dict[uuid.UUID, str], *, listed: bool) -> tuple[PriceSpec, ...]:
-    """The prices in force: own ones of the named organizations, by id, and with `listed` those of the list."""
+    """Return the prices in force: own ones of the named organizations, by id, and with `listed`
+    those of the list.
+    """
     found = await versions_in_force(session, everyones=True)
     of_place: dict[tuple[str, str, uuid.UUID | None], list[ModelPrice]] = {}
     for each in found:
@@ -607,7 +626,7 @@ async def price_specs(session: AsyncSession, names: dict[uuid.UUID, str], *, lis
 
 
 def spec_of(versions: list[ModelPrice], place: PriceSpec) -> PriceSpec | None:
-    """The price that versions of one place make, one per tier; None if there is none."""
+    """Return the price made of versions of one place, one per tier; None if there is none."""
     tiers = {each.tier: each for each in versions}
     if ServiceTier.INTERACTIVE not in tiers:
         return None
@@ -620,7 +639,9 @@ Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaPlace, QuotaSpec], ...]]
 
 
 async def present_state(session: AsyncSession, *, organization: str | None = None) -> Configuration:
-    """Everything, with the prices in force; or one organization, by name or id, with its own prices. Raises: NotFound."""
+    """Return the present configuration: of all, or of one organization with its own prices. Raises:
+    NotFound.
+    """
     owners = select(Organization).order_by(Organization.name)
     if organization:
         owners = owners.where(Organization.id == (await find_organization(session, organization)).id)
@@ -655,7 +676,7 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
 
 
 def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
-    """The keys of one project; those that share a name are told apart by their prefix."""
+    """Return the keys of one project; keys that share a name have their prefix set."""
     keys = list(keys)
     count = Counter(key.name for key in keys)
     return tuple(
@@ -673,9 +694,10 @@ def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
 
 
 async def quotas_of(session: AsyncSession, subject_ids: list[uuid.UUID], now: datetime) -> Quotas:
-    """The limits of each subject, in the order in which they were set."""
+    """Return the limits of each subject, in the order of creation."""
     query = select(Quota).where(Quota.subject_id.in_(subject_ids), Quota.deleted_at.is_(None))
-    query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)  # which follows from grants
+    # Which follows from grants.
+    query = query.where(Quota.dimension != QuotaDimension.PREPAID_CREDIT_PICOS)
     found: dict[uuid.UUID, list[tuple[QuotaPlace, QuotaSpec]]] = defaultdict(list)
     for quota in await session.scalars(query.order_by(Quota.created_at, Quota.id)):
         found[quota.subject_id].append((place_of(quota), QuotaSpec.of(quota, now)))

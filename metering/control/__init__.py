@@ -1,1 +1,1 @@
-"""Orders to running requests, and who runs what."""
+"""Commands to running requests and replicas, and the live view of all processes."""

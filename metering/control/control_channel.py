@@ -1,11 +1,12 @@
-"""Communication of the api processes of one database: a LISTEN connection in each, and a periodic read of the orders.
+"""Control channel between the api processes of one database: a LISTEN connection in each, and
+periodic polls.
 
-Notifications make it quick; the read at every interval makes it certain: an order is acted on within `LOOK_INTERVAL_S` if its
-notification was lost, and within `LOOK_INTERVAL_S` + `ANSWER_TIMEOUT_S` + `CONNECT_TIMEOUT_S`, five seconds, if the connection had
-died silently.
+Notifications make it fast, the polls make it reliable: an order whose notification was lost is
+applied within `LOOK_INTERVAL_S`, and within `LOOK_INTERVAL_S` + `ANSWER_TIMEOUT_S` +
+`CONNECT_TIMEOUT_S`, five seconds, if the connection had died silently.
 
-Broadcasts are short texts that nothing depends on: no row is written, processes that do not listen at that moment miss them, and
-each process sends one a second at most.
+Broadcasts are short texts that nothing depends on: no row is written, processes that do not listen
+at that moment miss them, and each process sends at most one per second.
 """
 
 from __future__ import annotations
@@ -27,33 +28,37 @@ from metering.control.live import CHANNEL, PEERS, REPORT, DrainOrder, StopOrder
 from metering.store.db import KEEPALIVES, BoundedConnection, connection_options, patience, psycopg_conninfo
 
 GOSSIP_CHANNEL = "weir_gossip"
-BYTES_MAX = 7000  # of one text in UTF-8: PostgreSQL takes 8,000 less the rest of the message
-INTERVAL_S = 1.0  # between two texts of one process
+BYTES_MAX = 7000  # of one text in UTF-8: PostgreSQL's limit is 8,000 including the message header
+INTERVAL_S = 1.0  # between two broadcasts of one process
 
 
 class Gossip(Protocol):
-    """What one process has to say, and what it hears: from all, itself included."""
+    """Broadcasts of one process, and its receiver of all broadcasts, including its own."""
 
     def told(self) -> str:
-        """What is new since the last time, at most `BYTES_MAX`; empty for nothing. What is given out here is gone."""
+        """Return news since the last call, at most `BYTES_MAX`; empty for none. The news returned
+        are removed.
+        """
         ...
 
     def heard(self, text: str) -> None:
-        """What another process has said. Never raises."""
+        """Process a broadcast. Never raises."""
         ...
 
 
 LOOK_INTERVAL_S = 1.0  # two small queries a second per process
-ANSWER_TIMEOUT_S = 2.0  # above the interval; a query of a few rows that takes longer has no server any more
-CONNECT_TIMEOUT_S = 2  # the least that libpq knows
+ANSWER_TIMEOUT_S = 2.0  # above the interval; a small query that takes longer has lost its server
+CONNECT_TIMEOUT_S = 2  # the minimum of libpq
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 2.0
-SETTLED_AGE = "60 seconds"  # no transaction that writes an order lasts longer: order numbers below such an age are all visible
+# Above the duration of any transaction that writes an order: older orders are all visible.
+SETTLED_AGE = "60 seconds"
 
-# A server that is read-only has just lost its place to another one.
+# A read-only server has just been replaced by another primary.
 AWAY = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction, OSError)
 
 SELECT_FLOOR = f"SELECT coalesce(max(id), 0) FROM stop_orders WHERE ordered_at < clock_timestamp() - interval '{SETTLED_AGE}'"
-# Numbers are given out before the commit, so a smaller one may appear after a greater one: young orders are read again and again.
+# Ids are drawn before the commit, so a smaller one may appear after a larger one: recent orders are
+# read repeatedly.
 SELECT_ORDERS = f"""
 SELECT id, request_id, project_id, api_key_id, reason, changed_key_id, coalesce(allowed_networks, '{{}}'),
     coalesce(ended_secrets, '{{}}'),
@@ -78,7 +83,9 @@ log = structlog.get_logger(__name__)
 
 
 class ControlChannel:
-    """One process's end. `run` must be running for orders to be obeyed and questions to be answered."""
+    """Control channel of one process. `run` must run for orders to be applied and reports to be
+    written.
+    """
 
     def __init__(
         self,
@@ -94,12 +101,13 @@ class ControlChannel:
         report_replicas: Callable[[], Sequence[dict[str, Any]]],
         gossip: Gossip | None = None,
     ) -> None:
-        """stop: ends what an order names; called once per order. report: what runs now, as JSON values.
+        """stop: applies an order; called once per order. report: returns the running requests as
+        JSON values.
 
-        drain: called at each look with the replicas that are out of use, which are all that are. report_replicas: how all are.
-        peer: "host:port" where the other processes reach this one, and the certificate that it shows there.
-        peers: called with the certificates of all processes when one has been added.
-        gossip: what the processes tell each other in passing over the same connection; None for one that neither tells nor listens.
+        drain: called at each poll with all drained replicas. report_replicas: returns the states of
+        all replicas. peer: "host:port" at which other processes reach this one, and its certificate
+        there. peers: called with the certificates of all processes when one was added. gossip:
+        broadcasts over the same connection; None to neither send nor receive any.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner = (owner_id, owner_name, *peer)
@@ -109,17 +117,18 @@ class ControlChannel:
         self._drain = drain
         self._report_replicas = report_replicas
         self._gossip = gossip
-        self._told_at = -math.inf  # a monotonic clock starts anywhere, also at zero
-        self._floor: int | None = None  # orders up to here have been read, and none can appear among them any more
-        self._obeyed: set[int] = set()  # orders above the floor that have been carried out
+        self._told_at = -math.inf  # a monotonic clock may start at any value
+        # All orders up to this id have been read, and no further ones can appear below it.
+        self._floor: int | None = None
+        self._applied: set[int] = set()  # applied orders above the floor
         # One item each: an order, a request of a report, a broadcast, the connection as a whole.
         self._retries = Retries("control_channel_items", shortest_s=LOOK_INTERVAL_S, passing=AWAY)
         self.connected = False
 
     async def run(self) -> None:
-        """Listen until cancelled. Connect again, ever more slowly, whenever the connection breaks.
+        """Listen until cancelled. Reconnect with backoff whenever the connection breaks.
 
-        An unexpected error is an incident and costs a connection at most.
+        An unexpected error is an incident and costs at most a connection.
         """
         backoff = Backoff(RECONNECT_MIN_S, RECONNECT_MAX_S)
         while True:
@@ -131,10 +140,11 @@ class ControlChannel:
                         backoff.reset()
                         await self._serve(connection)
             except AWAY as away:
-                level = log.info if self.connected else log.debug  # once per outage, not once per attempt
+                # Once per outage, not once per attempt.
+                level = log.info if self.connected else log.debug
                 level("control_channel_lost", cause=str(away).strip() or type(away).__name__)
                 if isinstance(away, psycopg.errors.ReadOnlySqlTransaction):
-                    rest_s = RECONNECT_MAX_S  # it lets everybody connect, and would let this one do nothing else
+                    rest_s = RECONNECT_MAX_S  # such a server accepts connections, but no writes
             except Exception as error:
                 self._retries.failed(error)
             finally:
@@ -150,9 +160,10 @@ class ControlChannel:
         await connection.execute(f"LISTEN {CHANNEL}")
         if self._gossip is not None:
             await connection.execute(f"LISTEN {GOSSIP_CHANNEL}")
-        asked = {REPORT, PEERS}  # nobody has, but the row says that this process is one to wait for
+        asked = {REPORT, PEERS}  # unasked: the row lets others wait for this process
         while True:
-            await self._obey(connection)  # always: orders may have been given while nobody listened
+            # Always: orders may have been issued while nothing listened.
+            await self._apply(connection)
             if REPORT in asked:
                 with self._retries.survive("live report"):
                     await self._write_report(connection)
@@ -172,7 +183,7 @@ class ControlChannel:
                         asked.add(notice.payload)
 
     async def _tell(self, connection: BoundedConnection) -> None:
-        """Say what is new, unless something was said just now."""
+        """Send a broadcast if there is news and the interval has passed."""
         if self._gossip is None or time.monotonic() - self._told_at < INTERVAL_S:
             return
         if text := self._gossip.told():
@@ -180,7 +191,7 @@ class ControlChannel:
             await connection.execute("SELECT pg_notify(%s, %s)", (GOSSIP_CHANNEL, text))
 
     async def _write_report(self, connection: BoundedConnection) -> None:
-        """Write what runs here. A request that PostgreSQL refuses is left out, and everything else is reported."""
+        """Write the report of running requests, without any request that PostgreSQL rejects."""
         replicas = json.dumps(self._report_replicas())
         requests = [each for each in self._report() if self._retries.is_due(each.get("request_id"))]
         try:
@@ -192,11 +203,14 @@ class ControlChannel:
                     await connection.execute("SELECT %s::jsonb", (json.dumps(each),))
                     accepted.append(each)
             cursor = await connection.execute(WRITE_REPORT, (*self._owner, json.dumps(accepted), replicas))
-        if await cursor.fetchone() == (True,):  # the row is new: the others do not accept our certificate yet
+        # A new row: other processes do not accept our certificate yet.
+        if await cursor.fetchone() == (True,):
             await connection.execute("SELECT pg_notify(%s, %s)", (CHANNEL, PEERS))
 
-    async def _obey(self, connection: BoundedConnection) -> None:
-        """Act on the orders that have come since the last look. What was ordered before this process began is not for it."""
+    async def _apply(self, connection: BoundedConnection) -> None:
+        """Apply the orders issued since the last poll. Orders from before this process started are
+        skipped.
+        """
         if self._floor is None:
             row = await (await connection.execute(SELECT_FLOOR.encode())).fetchone()
             assert row is not None, "an aggregate has one row"
@@ -204,14 +218,14 @@ class ControlChannel:
         cursor = await connection.execute(SELECT_ORDERS, (self._floor,))
         for number, request_id, project_id, api_key_id, reason, changed_key_id, networks, ended, is_old in await cursor.fetchall():
             item = ("order", number)
-            if number not in self._obeyed and self._retries.is_due(item):
+            if number not in self._applied and self._retries.is_due(item):
                 order = StopOrder(number, request_id, project_id, api_key_id, reason, changed_key_id, tuple(networks), tuple(ended))
                 with self._retries.survive(item):
                     self._stop(order)
-                    self._obeyed.add(number)
+                    self._applied.add(number)
             if is_old:
                 self._floor = number
-        self._obeyed = {number for number in self._obeyed if number > self._floor}
+        self._applied = {number for number in self._applied if number > self._floor}
         cursor = await connection.execute(SELECT_DRAINS)
         with self._retries.survive("drain"):
             self._drain([DrainOrder(*row) for row in await cursor.fetchall()])

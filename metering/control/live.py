@@ -1,13 +1,16 @@
-"""Live control: orders to every api process to end requests or to keep replicas out of use, and what runs in all of them.
+"""Live control: orders to all api processes to end requests or drain replicas, and a view of all
+running requests.
 
-Orders: each is a row; the notification that follows its commit only says "look", so that one which gets lost loses nothing. An
-order to end a request, or all requests of a key, is kept for a day; one to keep a replica out of use stands until it is deleted,
-so a process that starts later, or was cut off, finds it too. Every process reads all orders at each look of its control channel
-(`control_channel.py`). Functions take a session and never commit. The tables of live control are small and short-lived.
+Each order is a row; the notification after its commit only triggers a poll, so a lost one loses
+nothing. An order to end a request, or all requests of a key, is kept for a day; a drain is kept
+until it is deleted. A process that starts later or was cut off finds them too: every process reads
+all orders at each poll of its control channel (`control_channel.py`). Functions take a session and
+never commit. The tables of live control are small and short-lived.
 
-What runs now: the holds, which all processes share, joined with what each says of its own requests. A process writes its report
-when somebody asks, so a view that nobody looks at costs nothing. Who does not answer in time is named, and its requests are told
-by their holds alone. Nothing here knows a prompt or an answer.
+The live view joins the holds, which all processes share, with each process's report of its own
+requests. Reports are written on request only, so an unused view costs nothing. Processes that do
+not answer in time are named, and their requests are shown by their holds alone. No prompt or
+response appears here.
 """
 
 from __future__ import annotations
@@ -27,19 +30,21 @@ from metering.core.errors import InvalidValue
 from metering.core.models import Hold, HoldState, insertion
 from metering.store.db import Sessions
 
-LiveRow = Row[Any]  # of a statement of this module, whose columns are its attributes
+LiveRow = Row[Any]  # row of a statement of this module, with its columns as attributes
 CHANNEL = "weir_control"
-LOOK_FOR_ORDERS, REPORT, PEERS = "stop", "report", "peers"  # what a notification can ask of a process
-KEPT_FOR = timedelta(days=1)  # far longer than any process can be cut off and still hold its requests
+LOOK_FOR_ORDERS, REPORT, PEERS = "stop", "report", "peers"  # payloads of notifications
+KEPT_FOR = timedelta(days=1)  # far longer than a process can be cut off and still hold its requests
 FORGET_OLD = text("DELETE FROM stop_orders WHERE ordered_at < now() - :kept_for")
 
 
 @dataclass(frozen=True, slots=True)
 class StopOrder:
-    """End one request of a project, or everything of a key. reason: in the words of who ordered it; may be empty.
+    """Order to end one request of a project, or all requests of a key. reason: given by its author;
+    may be empty.
 
-    changed_key_id: look at that key again, and end what comes from outside of `allowed_networks`; none of them: nothing.
-    ended_secrets: hashes of secrets of that key that have ended now; what was begun with one of them ends, too.
+    changed_key_id: check that key again and end its requests from outside `allowed_networks`; empty
+    allows all. ended_secrets: hashes of the key's secrets that have ended; requests started with
+    one of them end as well.
     """
 
     order_id: int
@@ -54,7 +59,9 @@ class StopOrder:
 
 @dataclass(frozen=True, slots=True)
 class DrainOrder:
-    """Keep this replica of a model out of use. is_moving: what still runs there is to go on elsewhere."""
+    """Order to keep a replica of a model out of use. is_moving: its running requests move
+    elsewhere.
+    """
 
     model: str
     replica: str
@@ -62,21 +69,22 @@ class DrainOrder:
 
 
 async def order_end_of_request(session: AsyncSession, *, project_id: uuid.UUID, request_id: uuid.UUID, reason: str) -> None:
-    """Once the transaction is committed, the process that runs the request ends it."""
+    """Make the process that runs the request end it, once the transaction is committed."""
     await _order(session, project_id=project_id, request_id=request_id, reason=reason)
 
 
 async def order_end_of_key(session: AsyncSession, api_key_id: uuid.UUID) -> None:
-    """Once the transaction is committed, every process ends what it runs for the key."""
+    """Make every process end the key's requests, once the transaction is committed."""
     await _order(session, api_key_id=api_key_id)
 
 
 async def order_look_at_key(
     session: AsyncSession, api_key_id: uuid.UUID, allowed_networks: Sequence[str], ended_secrets: Sequence[bytes] = ()
 ) -> None:
-    """Once the transaction is committed, every process looks at the key again, and ends what it runs from outside of these.
+    """Make every process check the key again and end its requests from outside these networks,
+    after the commit.
 
-    ended_secrets: hashes of the secrets whose requests end as well.
+    ended_secrets: hashes of secrets whose requests end as well.
     """
     networks, secrets = list(allowed_networks), list(ended_secrets) or None
     await _order(session, changed_key_id=api_key_id, allowed_networks=networks, ended_secrets=secrets)
@@ -92,7 +100,7 @@ async def _announce(session: AsyncSession) -> None:
     await session.execute(select(func.pg_notify(CHANNEL, LOOK_FOR_ORDERS)))
 
 
-# A voided attempt has left nothing, and may have been followed by another.
+# A voided attempt left nothing, and may have been followed by another.
 SELECT_OWNER = text("""
 SELECT h.owner_id, h.state, coalesce(r.peer_address, '') AS address, coalesce(r.peer_certificate, '') AS certificate
 FROM holds h LEFT JOIN live_reports r ON r.owner_id = h.owner_id
@@ -103,9 +111,10 @@ ORDER BY h.admitted_at DESC LIMIT 1
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose a request is. is_held: it runs, as far as the books know.
+    """Process that owns a request. is_held: the request has a live hold.
 
-    address: "host:port" where other processes reach its process, which shows that certificate; both empty where it has gone.
+    address: "host:port" at which other processes reach it, and certificate: the one it shows there;
+    empty if it has gone.
     """
 
     owner_id: uuid.UUID
@@ -115,31 +124,32 @@ class Owner:
 
 
 async def certificate_of(session: AsyncSession, owner_id: uuid.UUID) -> str:
-    """What the process of this id shows the others; empty if there is none."""
-    found = await session.scalar(text("SELECT peer_certificate FROM live_reports WHERE owner_id = :id"), {"id": owner_id})
-    return str(found or "")
+    """Return the certificate that a process shows to the others; empty if there is none."""
+    certificate = await session.scalar(text("SELECT peer_certificate FROM live_reports WHERE owner_id = :id"), {"id": owner_id})
+    return str(certificate or "")
 
 
 async def find_owner(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> Owner | None:
-    """None if no request of this id has been admitted in the project."""
+    """Return the owner of a request; None if no request of this id was admitted in the project."""
     row = (await session.execute(SELECT_OWNER, {"project_id": project_id, "request_id": request_id})).one_or_none()
     return None if row is None else Owner(row.owner_id, row.state == HoldState.HELD, row.address, row.certificate)
 
 
-PAGE_SIZE_MAX = 1000  # requests; one page is one answer, and an answer must fit a message
-REPORT_WAIT_S = 0.3  # a process that is well answers within some milliseconds
+PAGE_SIZE_MAX = 1000  # requests; a page must fit a message
+REPORT_WAIT_S = 0.3  # a healthy process answers within milliseconds
 REPORT_POLL_S = 0.005
 STUCK_AGE = "30 seconds"  # three rounds of the sweep
 
 EXPECTED = text("SELECT owner_id FROM live_reports UNION SELECT owner_id FROM holds WHERE state = 'held'")
 ANSWERED = text("SELECT owner_id FROM live_reports WHERE reported_at >= :asked_at")
-# What does not answer and holds nothing has ended; one that was only cut off writes its row again when it is back.
+# A process that does not answer and holds nothing has ended; one that was cut off writes its row
+# again.
 FORGET_ENDED = text("""
 DELETE FROM live_reports r WHERE reported_at < :asked_at
 AND NOT EXISTS (SELECT FROM holds WHERE owner_id = r.owner_id AND state = 'held')
 """)
 
-# A report may be older than the holds are now: what it says of a hold that has ended is left out.
+# A report may be older than the holds: its entries for holds that have ended are left out.
 RUNNING = f"""
 WITH told AS (
     SELECT r.owner_id AS reporter_id, r.owner_name, q.*
@@ -178,7 +188,8 @@ SELECT r.organization_id, o.name, count(*) AS request_count, count(r.hold_id) AS
     sum(r.held_token_count)::bigint AS held_token_count, sum(r.tokens_per_second)::float8 AS tokens_per_second
 FROM running r JOIN organizations o ON o.id = r.organization_id GROUP BY r.organization_id, o.name ORDER BY o.name
 """)
-# By project, because request ids are unique, and indexed, within one. A voided attempt has left no trace but its order.
+# By project, since request ids are unique and indexed within one. A voided attempt leaves only its
+# order.
 SELECT_PLACES = text("""
 SELECT p.id AS project_id, coalesce(h.state, '') AS state
 FROM projects p
@@ -208,10 +219,12 @@ WHERE CAST(:project_id AS uuid) IS NULL OR p.id = :project_id
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """What runs: at most a page of requests, the oldest first, and the sums over all of them by organization.
+    """Running requests: at most one page, the oldest first, and sums over all of them by
+    organization.
 
-    requests: rows of `SELECT_REQUESTS`; the phase is empty where the process has not reported, times are None without a hold.
-    organizations: rows of `SELECT_ORGANIZATIONS`; held_token_count is input and leased output of the holds.
+    requests: rows of `SELECT_REQUESTS`; the phase is empty if the process has not reported, times
+    are None without a hold. organizations: rows of `SELECT_ORGANIZATIONS`; held_token_count is
+    input and leased output of the holds.
     """
 
     requests: tuple[LiveRow, ...]
@@ -225,7 +238,7 @@ class LiveView:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A project that knows a request. is_held: it runs there."""
+    """A project that has a request of an id. is_held: the request is running."""
 
     project_id: uuid.UUID
     is_held: bool
@@ -234,12 +247,13 @@ class Place:
 async def live_view(
     sessions: Sessions, *, organization_id: uuid.UUID | None = None, page_size: int = 200, stuck_only: bool = False
 ) -> LiveView:
-    """What runs in all processes. stuck_only: holds that no sweep has ended though their time is over.
+    """Return the running requests of all processes. stuck_only: overdue holds that no sweep has
+    ended.
 
-    Asks every process and waits for their answers, `REPORT_WAIT_S` at most. Raises: InvalidValue.
+    Asks every process and waits for reports, at most `REPORT_WAIT_S`. Raises: InvalidValue.
     """
     if not 1 <= page_size <= PAGE_SIZE_MAX:
-        raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}")
+        raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
     asked_at, silent = await ask_all(sessions)
     values = {"asked_at": asked_at, "stuck_only": stuck_only, "organization_id": organization_id}
     async with sessions() as session:
@@ -249,31 +263,36 @@ async def live_view(
 
 
 async def find_places(session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None = None) -> list[Place]:
-    """The projects whose books know a request of this id, or only this one. What waits without a hold is in none."""
+    """Return the projects whose holds or orders contain a request of this id; waiting requests have
+    none.
+    """
     rows = await session.execute(SELECT_PLACES, {"request_id": request_id, "project_id": project_id})
-    return [Place(found_id, state == HoldState.HELD) for found_id, state in rows]
+    return [Place(each_id, state == HoldState.HELD) for each_id, state in rows]
 
 
 async def find_request_owners(
     session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None = None
 ) -> Sequence[LiveRow]:
-    """Every project that has a request of this id, or only this one, with the names of organization, project and key.
+    """Return the projects with a request of this id, with names of organization, project and key.
 
-    What ended with nothing to bill is nobody's.
+    Requests that ended with nothing to bill are left out.
     """
     return (await session.execute(SELECT_OWNERS, {"request_id": request_id, "project_id": project_id})).all()
 
 
 async def find_waiting(sessions: Sessions, request_id: uuid.UUID, project_id: uuid.UUID | None = None) -> list[Place]:
-    """The projects for which a request of this id waits without a hold, as all processes tell; of one project if it is given."""
+    """Return the projects in which a request of this id waits without a hold, by the reports of all
+    processes.
+    """
     asked_at, _ = await ask_all(sessions)
     async with sessions() as session:
         values = {"asked_at": asked_at, "request_id": request_id, "project_id": project_id}
-        return [Place(found_id, False) for found_id in await session.scalars(SELECT_WAITING, values)]
+        return [Place(each_id, False) for each_id in await session.scalars(SELECT_WAITING, values)]
 
 
 async def ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:
-    """Ask every process for its report, and wait for them. Since when reports count, and who has not answered.
+    """Request reports from all processes and wait; return the time from which they count, and the
+    silent processes.
 
     A process reads all orders before it reports.
     """
@@ -297,12 +316,13 @@ async def ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:
 
 async def find_running_hold(session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID) -> Hold | None:
     query = select(Hold).where(Hold.project_id == project_id, Hold.request_id == request_id, Hold.state == HoldState.HELD)
-    found: Hold | None = await session.scalar(query)
-    return found
+    hold: Hold | None = await session.scalar(query)
+    return hold
 
 
-VERSION_MARK = "@"  # between a model and its version, in the names that are served
-MOVE_AFTER_MAX = timedelta(days=30)  # nothing runs that long; a longer time is a mistake in its unit
+VERSION_MARK = "@"  # between a model and its version, in served names
+# No request runs that long; a longer time is a mistake in the unit.
+MOVE_AFTER_MAX = timedelta(days=30)
 
 SELECT_REPLICAS = text("""
 SELECT q.model, q.replica, q.region, q.state, q.reason, q.is_drained, q.request_count, q.outstanding_token_count,
@@ -320,9 +340,10 @@ DRAIN = text("SELECT * FROM replica_drains WHERE model = :model AND replica = :r
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """All replicas of the processes that have answered, rows of `SELECT_REPLICAS`, and the processes that have not.
+    """All replicas of the processes that answered, rows of `SELECT_REPLICAS`, and the silent
+    processes.
 
-    model: `name` or `name@version`. state: in the words of the engines' side.
+    model: `name` or `name@version`. state: as reported by the model registry.
     """
 
     replicas: tuple[LiveRow, ...]
@@ -333,12 +354,14 @@ class ReplicaView:
 
 
 def is_of(served: str, model: str) -> bool:
-    """Whether a served name is that of a model, or of a version of it."""
+    """Return whether a served name is that of a model or of one of its versions."""
     return served == model or served.startswith(model + VERSION_MARK)
 
 
 async def replica_view(sessions: Sessions) -> ReplicaView:
-    """How the replicas of all processes are; who answers has read all orders that were committed before. Asks every process."""
+    """Return the replicas of all processes. Those that answer have read all orders committed
+    before.
+    """
     asked_at, silent = await ask_all(sessions)
     async with sessions() as session:
         rows = (await session.execute(SELECT_REPLICAS, {"asked_at": asked_at})).all()
@@ -346,29 +369,32 @@ async def replica_view(sessions: Sessions) -> ReplicaView:
 
 
 async def list_drains(session: AsyncSession) -> Sequence[LiveRow]:
-    """Orders to keep a replica out of use, which stand until they are deleted. What runs there moves `move_after_ms` later."""
+    """Return all drains, which last until they are deleted. Requests move `move_after_ms` after the
+    drain.
+    """
     return (await session.execute(DRAINS)).all()
 
 
 async def find_drain(session: AsyncSession, model: str, replica: str) -> LiveRow | None:
-    """The order that names a replica, to be changed."""
+    """Return the drain of a replica, locked for a change."""
     return (await session.execute(DRAIN, {"model": model, "replica": replica})).one_or_none()
 
 
 async def order_drain(
     session: AsyncSession, *, model: str, replica: str, reason: str, move_after: timedelta | None, actor: str
 ) -> LiveRow:
-    """Keep a replica out of use from now on; the order as it stands. One that stood keeps its time, and takes what else is said.
+    """Drain a replica from now on and return the order. An existing one keeps its time and gets the
+    new values.
 
     Raises: InvalidValue.
     """
     if move_after is not None and not timedelta(0) <= move_after <= MOVE_AFTER_MAX:
-        raise InvalidValue("move_after", f"give 0 to {MOVE_AFTER_MAX.days} days, or leave it unset: then nothing is moved")
+        raise InvalidValue("move_after", f"must be 0 to {MOVE_AFTER_MAX.days} days, or unset: then nothing is moved")
     before = await find_drain(session, model, replica)
     was = None if before is None else snapshot(before)
-    said = {"reason": reason, "move_after_ms": None if move_after is None else move_after // timedelta(milliseconds=1)}
-    order = insertion("replica_drains", {"model": model, "replica": replica} | said)
-    await session.execute(order.on_conflict_do_update(index_elements=["model", "replica"], set_=said))
+    values = {"reason": reason, "move_after_ms": None if move_after is None else move_after // timedelta(milliseconds=1)}
+    order = insertion("replica_drains", {"model": model, "replica": replica} | values)
+    await session.execute(order.on_conflict_do_update(index_elements=["model", "replica"], set_=values))
     after = await find_drain(session, model, replica)
     assert after is not None, "it was just written"
     if (now := snapshot(after)) != was:
@@ -378,7 +404,7 @@ async def order_drain(
 
 
 async def end_drain(session: AsyncSession, *, model: str, replica: str, reason: str, actor: str) -> bool:
-    """Put a replica into use again; False if no order named it."""
+    """End the drain of a replica; return False if there is none."""
     before = await find_drain(session, model, replica)
     if before is None:
         return False

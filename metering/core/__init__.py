@@ -1,1 +1,1 @@
-"""Errors, money, tables that several packages share, and the audit log: imports nothing else of metering."""
+"""Errors, money, shared tables and the audit log. Imports nothing else of metering."""

@@ -1,4 +1,6 @@
-"""The audit log: who changed what. An entry is written in the transaction of its change, so neither exists without the other."""
+"""Audit log of changes. An entry is written in the transaction of its change, so neither exists
+without the other.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.errors import InvalidValue
 from metering.core.models import AuditEntry, Base
 
-PAGE_SIZE_MAX = 1000  # entries; one page is one answer, and an answer must fit a message
-OWNER_COLUMNS = ("subject_id", "organization_id", "project_id", "api_key_id")  # by which a row says what it hangs on
-UNLOGGED = frozenset({"secret_hash", "secret"})  # columns that no log may show
+PAGE_SIZE_MAX = 1000  # entries; a page must fit a message
+# References of a row to its owners.
+OWNER_COLUMNS = ("subject_id", "organization_id", "project_id", "api_key_id")
+UNLOGGED = frozenset({"secret_hash", "secret"})  # columns that must not be logged
 
 Snapshot = dict[str, Any]
 
 
 def snapshot(row: Base | Row[Any]) -> Snapshot:
-    """The columns of a row as JSON values."""
+    """Return the columns of a row as JSON values."""
     names = row._fields if isinstance(row, Row) else [column.key for column in row.__mapper__.column_attrs]
     return {name: _json_value(getattr(row, name)) for name in names if name not in UNLOGGED}
 
@@ -29,7 +32,7 @@ def snapshot(row: Base | Row[Any]) -> Snapshot:
 async def record_change(
     session: AsyncSession, *, actor: str, action: str, subject_id: str, before: Snapshot | None, after: Snapshot | None
 ) -> None:
-    """Add an entry. before: None for something new; after: None for something gone."""
+    """Add an entry. before: None for a new object; after: None for a deleted one."""
     await session.execute(insert(AuditEntry).values(actor=actor, action=action, subject_id=subject_id, before=before, after=after))
 
 
@@ -44,13 +47,13 @@ async def list_audit_entries(
     start_at: datetime | None = None,
     end_at: datetime | None = None,
 ) -> Sequence[AuditEntry]:
-    """Entries, newest first; only those with a smaller id than `before_entry_id` where that is not 0.
+    """Return entries, the newest first; with ids below `before_entry_id` unless that is 0.
 
-    subject_ids: only changes of one of these objects, or of what hangs on it (`OWNER_COLUMNS`). action_prefix: as in "api_key.".
-    start_at, end_at: from the one on, before the other. Raises: InvalidValue.
+    subject_ids: only changes of these objects or of objects that refer to them (`OWNER_COLUMNS`).
+    action_prefix: as in "api_key.". start_at: inclusive; end_at: exclusive. Raises: InvalidValue.
     """
     if not 1 <= page_size <= PAGE_SIZE_MAX:
-        raise InvalidValue("page_size", f"give 1 to {PAGE_SIZE_MAX}")
+        raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
     query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(page_size)
     if before_entry_id:
         query = query.where(AuditEntry.id < before_entry_id)
@@ -72,7 +75,7 @@ def _json_value(value: object) -> object:
     match value:
         case uuid.UUID():
             return str(value)
-        case date():  # a time, too
+        case date():  # or datetime
             return value.isoformat()
         case _:
             return value

@@ -1,4 +1,4 @@
-"""What metering refuses. Knows nothing of gRPC; `api/core/errors.py` maps each class to a status."""
+"""Errors of metering. Independent of gRPC; `api/core/errors.py` maps each class to a status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class ObstacleKind(StrEnum):
-    """What stands in the way of closing a month."""
+    """Kind of an obstacle to closing a month."""
 
     MONTH_NOT_OVER = "MONTH_NOT_OVER"
     EARLIER_MONTH_OPEN = "EARLIER_MONTH_OPEN"
@@ -23,20 +23,24 @@ class ObstacleKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """One thing that stands in the way, in words with the remedy."""
+    """One obstacle; the description includes the remedy."""
 
     kind: ObstacleKind
     description: str
 
 
 class MeteringError(Exception):
-    """Base of all metering errors. `reason` is stable and machine-readable; attributes carry the facts."""
+    """Base of all metering errors. `reason` is stable and machine-readable; attributes carry the
+    facts.
+    """
 
     reason = "METERING_FAILED"
 
 
 class StoreAway(MeteringError):
-    """PostgreSQL does not answer; nothing was written. The same call may succeed after `retry_after_s`."""
+    """PostgreSQL does not answer; nothing was written. The same call may succeed after
+    `retry_after_s`.
+    """
 
     reason = "STORE_AWAY"
 
@@ -79,7 +83,9 @@ class InvalidValue(MeteringError):
 
 
 class KeyInvalid(MeteringError):
-    """The API key is unknown, revoked or expired. One class for all, so that an answer tells a guesser nothing."""
+    """The API key is unknown, revoked or expired. One class for all, so that an answer tells a
+    guesser nothing.
+    """
 
     reason = "UNAUTHENTICATED"
 
@@ -107,7 +113,7 @@ class ChangesUnderWay(MeteringError):
     retry_after_s = 5.0
 
     def __init__(self) -> None:
-        super().__init__("another configuration is being applied, or other changes are under way: nothing was changed, try again")
+        super().__init__("another configuration or other changes are being applied: nothing was changed, try again")
 
 
 class RequestIdReused(MeteringError):

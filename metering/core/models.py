@@ -1,9 +1,10 @@
-"""Rows that several packages read by name, and the base of all mapped classes.
+"""Mapped classes that several packages use, and their base.
 
-A mapped class names the columns of its table. What the domain forbids is stated once, in the revisions under `migrations/`: checks,
-indexes, triggers, and tables that are only read and written as SQL. Triggers keep append-only tables (`usage_events` but for what
-rating sets, `price_versions`, `audit_log`) as they are, so that a correction can only be a new row. A class that one package alone
-needs is declared there.
+A mapped class names the columns of its table. Constraints are defined once, in the revisions under
+`migrations/`: checks, indexes, triggers, and tables used through SQL only. Triggers keep
+append-only tables (`usage_events` except the columns set by rating, `price_versions`, `audit_log`)
+unchanged, so that a correction can only be a new row. A class that only one package needs is
+declared there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
 def insertion(name: str, values: Mapping[str, Any]) -> Insert:
-    """An INSERT of one row into a table that no class maps."""
+    """Return an INSERT of one row into a table without a mapped class."""
     return insert(table(name, *map(column, values))).values(values)
 
 
@@ -47,9 +48,10 @@ D = TypeVar("D")
 
 
 def record_of(kind: type[D], source: object, /, **values: Any) -> D:
-    """A dataclass with the source's attributes of the same names, but for `values`.
+    """Return a dataclass with the source's attributes of the same names, overridden by `values`.
 
-    A number becomes an int, a word its enumeration and a list a tuple where the field is one. None leaves a field its default.
+    Values are converted to int, enumeration or tuple as the field requires. None keeps a field's
+    default.
     """
     checked: Any = kind
     for name, (has_default, convert) in _conversions(checked).items():
@@ -62,15 +64,17 @@ def record_of(kind: type[D], source: object, /, **values: Any) -> D:
 
 @functools.cache
 def _conversions(kind: Any) -> dict[str, tuple[bool, Callable[[Any], Any] | None]]:
-    """Of each field of a dataclass: whether it has a default, and what makes of a value what the field is."""
+    """Return for each field of a dataclass whether it has a default, and the conversion of its
+    values.
+    """
     hints = get_type_hints(kind)
-    found: dict[str, tuple[bool, Callable[[Any], Any] | None]] = {}
+    conversions: dict[str, tuple[bool, Callable[[Any], Any] | None]] = {}
     for each in fields(kind):
         hint = hints[each.name]
         of = get_origin(hint) if get_origin(hint) is tuple else (get_args(hint) or (hint,))[0]
         converts = of is int or of is tuple or (isinstance(of, type) and issubclass(of, StrEnum))
-        found[each.name] = not (each.default is MISSING and each.default_factory is MISSING), of if converts else None
-    return found
+        conversions[each.name] = not (each.default is MISSING and each.default_factory is MISSING), of if converts else None
+    return conversions
 
 
 class Base(DeclarativeBase):
@@ -122,7 +126,9 @@ class Project(Base):
 
 
 class ApiKey(Base):
-    """A credential. Only the SHA-256 of the secret is stored; it has 256 random bits, so a slow hash would add nothing."""
+    """A credential. Only the SHA-256 of the secret is stored; a slow hash would not add to its 256
+    random bits.
+    """
 
     __tablename__ = "api_keys"
 
@@ -132,18 +138,23 @@ class ApiKey(Base):
     prefix: Mapped[str] = mapped_column(unique=True)
     secret_hash: Mapped[bytes] = mapped_column(unique=True)
     scopes: Mapped[list[str]]
-    models: Mapped[list[str]] = mapped_column(server_default=text("'{}'"))  # that it may use; none: every one
-    allowed_networks: Mapped[list[str]] = mapped_column(server_default=text("'{}'"))  # to be used from; none: everywhere
-    max_input_tokens: Mapped[int | None]  # of one request; none: as many as the model takes
-    max_output_tokens: Mapped[int | None]  # of one request, all its choices together
+    # Allowed models; empty for all.
+    models: Mapped[list[str]] = mapped_column(server_default=text("'{}'"))
+    # Empty for everywhere.
+    allowed_networks: Mapped[list[str]] = mapped_column(server_default=text("'{}'"))
+    max_input_tokens: Mapped[int | None]  # per request; None for the model's limit
+    max_output_tokens: Mapped[int | None]  # per request, all choices together
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
-    uses_known_since: Mapped[datetime] = mapped_column(server_default=func.now())  # later than `created_at` of keys of before
+    # After `created_at` for old keys.
+    uses_known_since: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class ApiKeyUse(Base):
-    """When a key was used last; a key without a row was not. Written by `tenants/key_uses.py`, a minute late, and only forward."""
+    """Last use of a key; an unused key has no row. Written by `tenants/key_uses.py`, a minute late,
+    never backwards.
+    """
 
     __tablename__ = "api_key_uses"
 
@@ -152,7 +163,7 @@ class ApiKeyUse(Base):
 
 
 class AuditEntry(Base):
-    """Who changed what. Written in the transaction of the change."""
+    """A change and its author. Written in the transaction of the change."""
 
     __tablename__ = "audit_log"
 
@@ -166,16 +177,16 @@ class AuditEntry(Base):
 
 
 class ServiceTier(StrEnum):
-    """What a request is: somebody waits for it, or it fills what others leave."""
+    """Service tier of a request: a client waits for it, or it uses spare capacity."""
 
-    __hash__ = str.__hash__  # an Enum's own is Python, at ten times the cost
+    __hash__ = str.__hash__  # an Enum's own hash is implemented in Python, at ten times the cost
 
     INTERACTIVE = "interactive"
     BATCH = "batch"
 
 
 class TokenKind(StrEnum):
-    """What a token is billed as."""
+    """Billing category of a token."""
 
     INPUT = "input"
     CACHED_INPUT = "cached_input"
@@ -184,10 +195,12 @@ class TokenKind(StrEnum):
 
 
 class PriceVersion(Base):
-    """Prices of one model and service tier from a moment on, in picos per token. Never changed; a correction is a later version.
+    """Prices of a model and service tier from a time on, in picos per token. Immutable; a
+    correction is a later version.
 
-    organization_id: whose own price it is; none for the list. multiplier_milli: thousandths of the interactive prices that these
-    were made with, for display. withdrawn: from then on the organization pays the list price again; nobody is charged by the row.
+    organization_id: customer with this price of its own; None for the list. multiplier_milli:
+    thousandths of the interactive prices from which these were computed, for display. withdrawn:
+    from then on the organization pays the list price again; no usage is charged by this row.
     """
 
     __tablename__ = "price_versions"
@@ -208,7 +221,7 @@ class PriceVersion(Base):
 
 
 class QuotaSubject(StrEnum):
-    """What a quota hangs on."""
+    """Kind of object that a quota limits."""
 
     ORGANIZATION = "organization"
     PROJECT = "project"
@@ -216,7 +229,7 @@ class QuotaSubject(StrEnum):
 
 
 class QuotaDimension(StrEnum):
-    """What a quota counts, and over which calendar window (UTC)."""
+    """Quantity that a quota counts, with its calendar window (UTC)."""
 
     CONCURRENT_REQUESTS = "concurrent_requests"
     REQUESTS_PER_MINUTE = "requests_per_minute"
@@ -227,16 +240,18 @@ class QuotaDimension(StrEnum):
     TOKENS_PER_MONTH = "tokens_per_month"
     COST_PICOS_PER_DAY = "cost_picos_per_day"
     COST_PICOS_PER_MONTH = "cost_picos_per_month"
-    PREPAID_CREDIT_PICOS = "prepaid_credit_picos"  # for ever: `plans/prepaid.py` moves the limit with what is granted and billed
+    # Never resets: `plans/prepaid.py` updates the limit.
+    PREPAID_CREDIT_PICOS = "prepaid_credit_picos"
 
 
 class Quota(Base):
-    """One limit. `model` is empty for all models together. A removed limit stays, for the holds that were charged to it.
+    """One limit. `model` is empty for all models together. Removed limits are kept for the holds
+    charged to them.
 
-    Weights are thousandths per token of a kind, for quotas on tokens. A raise holds instead of the limit until `raised_until`. One
-    that is not enforced counts and refuses nobody. One for new keys limits nothing itself: each key that is created under its
-    subject gets a copy of it. `alert_at`: percent of the limit that are used, of prepaid credit picos that are left
-    (`quotas/quota_rules.py`).
+    Weights are thousandths per token of a kind, for quotas on tokens. A temporary override replaces
+    the limit until `raised_until`. A quota that is not enforced counts but refuses nothing. One for
+    new keys limits nothing itself: each key created under its subject gets a copy. `alert_at`:
+    percent of the limit used, or picos of prepaid credit left (`quotas/quota_rules.py`).
     """
 
     __tablename__ = "quotas"
@@ -262,7 +277,8 @@ class Quota(Base):
 
 
 class QuotaCounter(Base):
-    """What is used and held of one quota in one window. Equals the sums over holds and usage events (checked by fsck tests).
+    """Used and held amounts of one quota in one window. Equal to the sums over holds and usage
+    events (tested by fsck).
 
     would_refuse_count: admissions that a quota which is not enforced would have refused.
     """
@@ -277,7 +293,7 @@ class QuotaCounter(Base):
 
 
 class HoldState(StrEnum):
-    """A hold's life: `held`, then exactly one of the others, for ever."""
+    """State of a hold: `held`, then exactly one final state."""
 
     HELD = "held"
     SETTLED = "settled"
@@ -288,12 +304,14 @@ class HoldState(StrEnum):
 class Hold(Base):
     """One request's claim on its quotas.
 
-    For the token quotas it holds input + leased output - posted tokens, all in the window of `charged_at`; an extension posts what
-    was delivered to the window it was charged to and moves the rest into the window of the moment. `quota_ids` are the quotas
-    charged. `posted_minutes` has a pair for each minute (since 1970) whose charge was moved on: the minute, and the tokens that
-    were posted up to its end; so what a hold used in any window can be told at any later time. Of an `embedding` the input is what
-    is embedded: quotas on tokens count it as input, those on money at its own price. That key, project, organization and price
-    version exist and belong together is seen to by a trigger on each INSERT, at a fraction of the cost of foreign keys.
+    For token quotas it holds input + leased output - posted tokens, all in the window of
+    `charged_at`; an extension posts the delivered tokens to the window they were charged to and
+    moves the rest into the current window. `quota_ids`: the quotas charged. `posted_minutes`: a
+    pair for each minute (since 1970) that the charge has left: the minute, and the tokens posted up
+    to its end, so that the usage of any window can be computed later. For an `embedding` the input
+    is the embedded text: quotas on tokens count it as input, those on money at its own price. A
+    trigger on INSERT checks that key, project, organization and price version exist and belong
+    together, at a fraction of the cost of foreign keys.
     """
 
     __tablename__ = "holds"
@@ -325,19 +343,22 @@ class Hold(Base):
 
 
 class UsageEvent(Base):
-    """What one request consumed: the row that is billed. Written in the transaction that ends the hold.
+    """Consumption of one request: the billed row. Written in the transaction that ends the hold.
 
-    Tokens that were embedded are counted apart, and an event that has some has no others. `part` 0 is the settlement. `part` 1
-    exists only where a hold had expired before its owner's journal was found, and carries the tokens beyond part 0, so that the
-    parts of a hold add up to what was delivered. A trigger on each INSERT sees that its hold exists, has ended and has the same key
-    and price version, and that no month has the part already; it puts the event into `unrated_usage`. Rating sets `rated_at` and
-    `ledger_transaction_id` together, once; a trigger sees that the transaction is there, is of the same organization, and debits
-    what its events cost. `receipt_hash` is that of the event's receipt, the rest of which is in the other columns; events of before
-    there were receipts have none. `migration_count` says how often the request went on in another engine after its first token; it
-    is not billed, and of what a dead process left behind it is not known.
+    Embedded tokens are counted separately, and an event with some has no others. `part` 0 is the
+    settlement. `part` 1 exists only if a hold had expired before its owner's journal was found, and
+    carries the tokens beyond part 0, so that the parts of a hold add up to the delivered tokens. A
+    trigger on INSERT checks that the hold exists, has ended and has the same key and price version,
+    and that no month has the part already; it adds the event to `unrated_usage`. Rating sets
+    `rated_at` and `ledger_transaction_id` together, once; a trigger checks that the transaction
+    exists, belongs to the same organization, and debits the cost of its events. `receipt_hash` is
+    that of the event's receipt, whose other fields are the other columns; events older than
+    receipts have none. `migration_count`: how often the request moved to another engine after its
+    first token; it is not billed, and unknown for requests recovered from a dead process.
 
-    One partition per month of `settled_at` (UTC). The primary key has that in it because PostgreSQL wants it there; `id` has no
-    index, and is the order in which events were written. Pages are left half free for what rating writes (`usage_by_month`).
+    One partition per month of `settled_at` (UTC), which PostgreSQL therefore requires in the
+    primary key; `id` has no index and gives the order of writing. Pages are half free for the
+    columns set by rating (`usage_by_month`).
     """
 
     __tablename__ = "usage_events"
@@ -374,9 +395,9 @@ class UsageEvent(Base):
 
 
 class Outcome(StrEnum):
-    """How a request that cost something ended, as stored in `usage_events.outcome`."""
+    """Outcome of a billed request, as stored in `usage_events.outcome`."""
 
-    __hash__ = str.__hash__  # an Enum's own is Python, at ten times the cost
+    __hash__ = str.__hash__  # an Enum's own hash is implemented in Python, at ten times the cost
 
     STOP = "stop"
     STOP_SEQUENCE = "stop_sequence"
@@ -391,7 +412,9 @@ class Outcome(StrEnum):
 
 
 class SupersededSecret(Base):
-    """A secret of a key that a rotation has replaced. It leads to the same key, and so to the same counters, until `expires_at`."""
+    """A secret replaced by a rotation. It identifies the same key, and so the same counters, until
+    `expires_at`.
+    """
 
     __tablename__ = "superseded_secrets"
 

@@ -1,4 +1,6 @@
-"""Amounts of money: integers of picos (1e-12 of a currency unit), how they are written, and the one place that rounds them."""
+"""Amounts of money: integers of picos (1e-12 of a currency unit), their text form, and the only
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from metering.core.errors import InvalidValue
 PICO_DIGITS = 12
 PICOS_PER_UNIT = 10**PICO_DIGITS
 
-# ISO 4217: active currencies by the digits of their minor unit, without funds, metals and test codes.
+# ISO 4217: active currencies by the digits of their minor unit, without funds, metals and test
+# codes.
 _CODES_BY_MINOR_DIGITS = {
     0: "BIF CLP DJF GNF ISK JPY KMF KRW PYG RWF UGX UYI VND VUV XAF XOF XPF",
     2: """
@@ -27,30 +30,31 @@ MINOR_DIGITS = {code: digits for digits, codes in _CODES_BY_MINOR_DIGITS.items()
 
 
 def checked_currency(code: str) -> str:
-    """The code itself. Raises: InvalidValue unless it is an active ISO 4217 code, so that no typing error reaches a bill."""
+    """Return the code if it is an active ISO 4217 code. Raises: InvalidValue."""
     if code not in MINOR_DIGITS:
         raise InvalidValue(
-            "currency_code", f"{code[:64]!r} is not an ISO 4217 code: give three capital letters such as USD, EUR or JPY"
+            "currency_code", f"{code[:64]!r} is not an ISO 4217 code: use three capital letters such as USD, EUR or JPY"
         )
     return code
 
 
 def minor_digits(currency_code: str) -> int:
-    """Digits after the point of the currency's smallest coin: 2 for USD, 0 for JPY, 3 for KWD."""
+    """Return the fraction digits of the currency's minor unit: 2 for USD, 0 for JPY, 3 for KWD."""
     return MINOR_DIGITS.get(currency_code, 2)
 
 
 def minor_unit(currency_code: str) -> int:
-    """The smallest coin of a currency, in picos."""
+    """Return the minor unit of a currency, in picos."""
     coin: int = 10 ** (PICO_DIGITS - minor_digits(currency_code))
     return coin
 
 
 def round_to_minor_unit(amount_picos: int, currency_code: str) -> int:
-    """The amount in whole minor units, still as picos: the only rounding in the system (`round_parts` calls it for totals).
+    """Return the amount in whole minor units, as picos: the only rounding in the system (used by
+    `round_parts`).
 
-    Half a minor unit is rounded up in magnitude, so that a credit note of the same amount cancels an invoice exactly.
-    The remainder to carry is the amount minus the result.
+    Half a minor unit is rounded up in magnitude, so that a credit note of the same amount cancels
+    an invoice exactly. The remainder to carry is the amount minus the result.
     """
     step = minor_unit(currency_code)
     magnitude = (abs(amount_picos) + step // 2) // step * step
@@ -58,11 +62,12 @@ def round_to_minor_unit(amount_picos: int, currency_code: str) -> int:
 
 
 def round_parts(amounts_picos: Iterable[int], carried_picos: int, currency_code: str) -> tuple[tuple[int, ...], int]:
-    """Each amount in whole minor units, still as picos, so that together they are the rounded total; and what is left to carry.
+    """Round amounts to whole minor units, as picos, so that they add up to the rounded total; also
+    return the carry.
 
-    The total is that of all amounts and of what was carried before, rounded once; each part is what the running total grows by, so
-    none is further than one minor unit from its amount. Amounts that add up to nothing owe nothing and pass on what was carried.
-    Always: parts + left to carry = amounts + carried before.
+    The total of all amounts and the previous carry is rounded once; each part is the growth of the
+    running total, so it is within one minor unit of its amount. Amounts that sum to zero owe
+    nothing and pass on the carry. Invariant: parts + new carry = amounts + previous carry.
     """
     parts: list[int] = []
     exact = rounded = 0
@@ -75,13 +80,15 @@ def round_parts(amounts_picos: Iterable[int], carried_picos: int, currency_code:
 
 
 def to_decimal(amount_picos: int) -> Decimal:
-    """The amount in units, exact at any size (arithmetic on the result is not: it follows the decimal context)."""
+    """Return the amount in units, exact at any size (arithmetic on it follows the decimal context)."""
     digits = tuple(int(digit) for digit in str(abs(amount_picos)))
     return Decimal((int(amount_picos < 0), digits, -PICO_DIGITS))
 
 
 def exact_text(amount_picos: int, currency_code: str) -> str:
-    """All digits that matter and at least those of the minor unit: `0.00012345`, `1.50`, `-3.00`."""
+    """Return all significant digits, at least those of the minor unit: `0.00012345`, `1.50`,
+    `-3.00`.
+    """
     units, picos = divmod(abs(amount_picos), PICOS_PER_UNIT)
     fraction = f"{picos:0{PICO_DIGITS}d}".rstrip("0").ljust(minor_digits(currency_code), "0")
     sign = "-" if amount_picos < 0 else ""

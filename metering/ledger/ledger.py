@@ -1,11 +1,14 @@
-"""The double-entry ledger: balanced transactions, balances as sums, and the billing month that takes each posting.
+"""Double-entry ledger: balanced transactions, balances as sums, and the billing month of each
+posting.
 
-Append-only by triggers, which also refuse a transaction that does not sum to zero in each currency, and one in a closed month. All
-legs of a transaction are written by one statement. Usage is posted by `rating.py`, many events at a time; everything else here.
+Append-only by triggers, which also refuse a transaction that does not sum to zero in each currency,
+and one in a closed month. One statement writes all entries of a transaction. `rating.py` posts
+usage, many events at a time; all other postings are written here.
 
-Whoever posts holds its organization's lane shared until the transaction ends, and whoever closes a month holds it exclusively: so
-nothing enters a month while it is being closed, nor after. Triggers take the same locks. A lane is a lock that some organizations
-share, so that a batch takes few locks, whatever number of customers is in it. Functions take a session and never commit.
+A posting holds its organization's posting lock (lane) shared until the transaction ends, and a
+month close holds it exclusively: nothing enters a month during its close or afterwards. Triggers
+take the same locks. Several organizations share a lane, so that a batch takes few locks for any
+number of customers. Functions take a session and never commit.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ from metering.core.errors import AlreadyExists, InvalidValue, InvariantViolated,
 class AccountKind(StrEnum):
     """Meaning of a ledger account. Debits are positive.
 
-    receivable: what the customer owes. revenue: what its usage earned at list price. discount: what its plan took off. commitment:
-    what it owes for a minimum it did not reach. prepaid_credit: what of its credit is left, as a negative number. credit_funding:
-    where granted credit came from. credit_breakage: credit that expired unused. adjustment: corrections by hand. rounding: what
-    rounding to whole coins has moved from one invoice to the next.
+    receivable: amount owed by the customer. revenue: usage at list price. discount: reductions by
+    the plan. commitment: charge for an unreached minimum. prepaid_credit: remaining credit, as a
+    negative number. credit_funding: source of granted credit. credit_breakage: credit that expired
+    unused. adjustment: manual corrections. rounding: amounts moved from one invoice to the next by
+    rounding to minor units.
     """
 
     RECEIVABLE = "receivable"
@@ -44,7 +48,7 @@ class AccountKind(StrEnum):
 
 
 class TransactionKind(StrEnum):
-    """Why a ledger transaction was written."""
+    """Reason for a ledger transaction."""
 
     USAGE = "usage"
     PLAN = "plan"
@@ -56,19 +60,21 @@ class TransactionKind(StrEnum):
 
 
 class MonthState(StrEnum):
-    """Where a customer's month stands. open, closing: it takes postings. closed: never again."""
+    """State of a customer's month. open, closing: it accepts postings. closed: it never does again."""
 
     OPEN = "open"
     CLOSING = "closing"
     CLOSED = "closed"
 
 
-LANE_COUNT = 64  # locks of one batch at most; a close holds up the postings of one organization in so many, beside its own
-LANE_LOCK = 1_466_263_923  # first key of the advisory locks, beside that of the quotas; the second one is the lane's number
-# The lane of `organization_id` in SQL; the triggers of the ledger say the same.
+# Maximum locks per batch; a close also delays the postings of about one in 64 organizations.
+LANE_COUNT = 64
+# First key of the advisory locks, next to that of the quotas; the second is the lane.
+LANE_LOCK = 1_466_263_923
+# The lane of `organization_id` in SQL; the triggers of the ledger use the same expression.
 LANE_OF = f"get_byte(uuid_send({{organization_id}}), 15) % {LANE_COUNT}"
 
-# The month of use, or the one after the last that is closed: months are closed in their order, each with what was left before it.
+# The month of use, or the one after the last closed month: months are closed in order.
 POSTING_MONTH = """
 SELECT greatest(CAST({month} AS date), (SELECT CAST(max(b.month) + interval '1 month' AS date) FROM billing_months b
                                         WHERE b.organization_id = {organization_id} AND b.state = 'closed'))
@@ -83,7 +89,7 @@ FIND_POSTING_MONTH = text(POSTING_MONTH.format(month="CAST(:month AS date)", org
 
 
 def lane_of(organization_id: uuid.UUID) -> int:
-    """The number of the lock that this organization's postings share."""
+    """Return the number of the lock that this organization's postings share."""
     return organization_id.bytes[-1] % LANE_COUNT
 
 
@@ -96,55 +102,58 @@ def month_after(month: date) -> date:
 
 
 def month_end(month: date) -> datetime:
-    """The first moment after a month, UTC."""
+    """Return the first moment after a month, UTC."""
     return datetime.combine(month_after(month), time(), UTC)
 
 
 def month_text(month: date) -> str:
-    """`YYYY-MM`."""
+    """Return a month as `YYYY-MM`."""
     return f"{month:%Y-%m}"
 
 
 async def share_lanes(session: AsyncSession, organization_ids: Collection[uuid.UUID]) -> None:
-    """Keep the months of these organizations from being closed until the transaction ends; waits for a close that goes on."""
+    """Prevent the months of these organizations from being closed until the transaction ends; wait
+    for a running close.
+    """
     await session.execute(SHARE_LANES, {"lanes": sorted({lane_of(each) for each in organization_ids})})
 
 
 async def try_lanes(session: AsyncSession) -> list[int]:
-    """The same for whatever organizations are not being closed at the moment: the lanes that are held now. Never waits."""
+    """Share the lanes that no close holds at present, without waiting, and return them."""
     lanes: list[int] = (await session.execute(TRY_LANES)).scalar_one()
     return lanes
 
 
 async def take_lane(session: AsyncSession, organization_id: uuid.UUID) -> None:
-    """Keep everybody else from posting to this organization until the transaction ends.
+    """Prevent other postings to this organization until the transaction ends.
 
-    For a close, before it reads what it closes; waits for postings that go on. What is read afterwards is complete.
+    For a close, before it reads; waits for running postings. Later reads are complete.
     """
     await session.execute(TAKE_LANE, {"lane": lane_of(organization_id)})
 
 
 async def current_month(session: AsyncSession) -> date:
-    """The month of the transaction's beginning, UTC, by the database's clock."""
+    """Return the month of the transaction's start, UTC, by the database's clock."""
     today: datetime = (await session.scalars(select(func.timezone("UTC", func.now())))).one()
     return month_of(today.date())
 
 
 async def posting_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> date:
-    """The month that takes what happened in `month`: itself, or the first after it that is not closed. It stays so until commit.
+    """Return the month for a posting of `month`: itself, or the first open one after it. It stays
+    open until commit.
 
-    Months are given and told by their first day.
+    Months are represented by their first day.
     """
     await share_lanes(session, (organization_id,))
-    # A statement of its own: it sees whatever was closed while the lock was waited for.
-    found = await session.execute(FIND_POSTING_MONTH, {"organization_id": organization_id, "month": month_of(month)})
-    answer: date = found.scalar_one()
-    return answer
+    # A separate statement, which sees months closed while the lock was waited for.
+    result = await session.execute(FIND_POSTING_MONTH, {"organization_id": organization_id, "month": month_of(month)})
+    billing_month: date = result.scalar_one()
+    return billing_month
 
 
 @dataclass(frozen=True, slots=True)
 class AccountKey:
-    """What identifies an account."""
+    """Identity of an account."""
 
     organization_id: uuid.UUID
     kind: AccountKind
@@ -153,9 +162,11 @@ class AccountKey:
 
 @dataclass(frozen=True, slots=True)
 class Posting:
-    """A transaction to write. billing_month: by its first day. source_id: what it stems from, which is posted once per kind.
+    """A transaction to write. billing_month: its first day. source_id: origin, which is posted once
+    per kind.
 
-    legs: amounts by account of the organization. Debits are positive: a customer's debt grows, our revenue is negative.
+    legs: amounts by account of the organization. Debits are positive: a customer's debt grows, our
+    revenue is negative.
     """
 
     kind: TransactionKind
@@ -176,7 +187,7 @@ SELECT p.organization_id, p.month
 FROM unnest(CAST(:organization_ids AS uuid[]), CAST(:months AS date[])) AS p(organization_id, month)
 JOIN billing_months b ON b.organization_id = p.organization_id AND b.month >= p.month AND b.state = 'closed' LIMIT 1
 """)
-# The ids are drawn first, so that legs meet their transaction by its place in the list.
+# The ids are drawn first, so that entries find their transaction by its index.
 DRAW_IDS = text(
     "SELECT nextval(pg_get_serial_sequence('ledger_transactions', 'id')) FROM generate_series(1, CAST(:posting_count AS int))"
 )
@@ -195,10 +206,11 @@ SELECT * FROM unnest(CAST(:transaction_ids AS bigint[]), CAST(:account_ids AS bi
 
 
 async def post(session: AsyncSession, postings: Sequence[Posting]) -> list[int]:
-    """Write transactions, accounts included where they are new; their ids in the order given.
+    """Write transactions, creating new accounts, and return their ids in order.
 
-    Waits for a close of one of the organizations that goes on. What it has written so far is for the caller to roll back when it
-    raises. Raises: InvariantViolated if one does not balance; MonthClosed; AlreadyExists for a source that was posted before.
+    Waits for a running close of these organizations. If it raises, the caller must roll back.
+    Raises: InvariantViolated if a posting does not balance; MonthClosed; AlreadyExists for a source
+    that was already posted.
     """
     if not postings:
         return []
@@ -252,17 +264,19 @@ INSERT INTO ledger_accounts (organization_id, kind, currency_code) SELECT * FROM
 
 
 async def open_accounts(session: AsyncSession, keys: Collection[AccountKey]) -> Mapping[AccountKey, int]:
-    """Ids of the accounts, opening those that are new. In one order, so that two who open the same ones do not deadlock."""
-    wanted = sorted((key.organization_id, str(key.kind), key.currency_code) for key in keys)
-    organization_ids, kinds, currency_codes = (list(column) for column in zip(*wanted, strict=True))
+    """Return the ids of accounts, creating missing ones in sorted order, so that concurrent calls
+    do not deadlock.
+    """
+    identities = sorted((key.organization_id, str(key.kind), key.currency_code) for key in keys)
+    organization_ids, kinds, currency_codes = (list(column) for column in zip(*identities, strict=True))
     parameters = {"organization_ids": organization_ids, "kinds": kinds, "currency_codes": currency_codes}
-    if len(found := (await session.execute(ACCOUNTS, parameters)).all()) < len(wanted):
+    if len(rows := (await session.execute(ACCOUNTS, parameters)).all()) < len(identities):
         await session.execute(OPEN_ACCOUNTS, parameters)
-        found = (await session.execute(ACCOUNTS, parameters)).all()
-    return {AccountKey(row.organization_id, AccountKind(row.kind), row.currency_code): row.id for row in found}
+        rows = (await session.execute(ACCOUNTS, parameters)).all()
+    return {AccountKey(row.organization_id, AccountKind(row.kind), row.currency_code): row.id for row in rows}
 
 
-# The first month that should have been closed before: the one after the last closed, or the first with anything in it.
+# The first open month: the one after the last closed, or the first with any content.
 BEFORE = text("""
 SELECT max(month) AS last_closed, coalesce(
     CAST(max(month) + interval '1 month' AS date),
@@ -275,18 +289,18 @@ FROM billing_months WHERE organization_id = :organization_id AND state = 'closed
 
 
 async def first_open_month(session: AsyncSession, organization_id: uuid.UUID) -> date | None:
-    """The month that has to be closed next, by its first day; None for a customer that nothing was posted to yet."""
-    found: date | None = (await session.execute(BEFORE, {"organization_id": organization_id})).one().first_open
-    return found
+    """Return the month to close next, by its first day; None for a customer without postings."""
+    month: date | None = (await session.execute(BEFORE, {"organization_id": organization_id})).one().first_open
+    return month
 
 
 MONTH_FORM = re.compile(r"([2-9]\d{3})-(0[1-9]|1[0-2])", re.ASCII)
 
 
 def month_bounds(month: str) -> tuple[datetime, datetime]:
-    """First moment of a month `YYYY-MM` and of the next, UTC. Raises: InvalidValue."""
-    found = MONTH_FORM.fullmatch(month)
-    if found is None or month == "9999-12":
-        raise InvalidValue("month", f"{month[:64]!r} is not a month: give it as YYYY-MM")
-    year, number = int(found[1]), int(found[2])
+    """Return the first moment of a month `YYYY-MM` and of the next, UTC. Raises: InvalidValue."""
+    parts = MONTH_FORM.fullmatch(month)
+    if parts is None or month == "9999-12":
+        raise InvalidValue("month", f"{month[:64]!r} is not a month: write it as YYYY-MM")
+    year, number = int(parts[1]), int(parts[2])
     return datetime(year, number, 1, tzinfo=UTC), datetime(year + number // 12, number % 12 + 1, 1, tzinfo=UTC)

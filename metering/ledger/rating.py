@@ -1,17 +1,21 @@
-"""Rating: usage events become ledger transactions, each exactly once, whoever runs this and however often.
+"""Rating: posting of usage events to the ledger, each exactly once, with any number of workers and
+retries.
 
-Work is found by a query, never by a message: an event is pending while it is in `unrated_usage`, which it leaves in the statement
-that posts it. Two workers skip what the other has locked; one that dies leaves its batch pending. Events of customers whose month
-is being closed are passed over, and so are events whose stored cost is not that of their tokens; the rest of a batch waits for
-neither. A batch is one statement. Postings are sums: one transaction per customer, billing month, day of use (UTC) and batch, with
-a leg per price version and kind of token. Each event points to its transaction.
+Work is found by a query, never by a message: an event is pending while it is in `unrated_usage`,
+and the statement that posts it removes it there. A worker skips rows locked by another one; a
+worker that dies leaves its batch pending. Events of customers whose month is being closed are
+skipped, and so are events whose stored cost differs from that of their tokens; the rest of a batch
+waits for neither. A batch is one statement. Postings are sums: one transaction per customer,
+billing month, day of use (UTC) and batch, with an entry per price version and token kind. Each
+event refers to its transaction.
 
-Misstated usage, whose cost is not that of its tokens, cannot be rated, since nobody knows which of the two is wrong, and cannot be
-changed. Two people agree on an adjustment of exactly what the tokens cost; the close that names it removes the events from
-`unrated_usage` for good.
+Misstated usage, whose cost differs from that of its tokens, cannot be rated, since either may be
+wrong, and cannot be changed. Two people agree on an adjustment of exactly the cost of the tokens;
+the close that names it removes the events from `unrated_usage` permanently.
 
-Partitions of usage events, one per month (UTC), are made months ahead by functions in the database. A row without a partition is in
-the default one, counts like all others, and is moved as soon as its month is made.
+Database functions create the monthly partitions (UTC) of usage events ahead of time. A row without
+a partition is in the default one, counts like all others, and is moved as soon as its month's
+partition exists.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ from metering.tenants.tenants import as_uuid
 log = logging.getLogger(__name__)
 
 MONTHS_AHEAD = 3  # so long no worker may run before the first row lands in the default partition
-LOCK_TIMEOUT = "2s"  # making one waits for whoever reads all months, and others wait behind: better try again an hour later
+# Making one waits for whoever reads all months, and others wait behind: better try again an hour
+# later.
+LOCK_TIMEOUT = "2s"
 
 CREATE = text("SELECT to_char(month, 'YYYY-MM') FROM create_usage_partitions(:months_ahead) AS month")
 STRAY = text("""
@@ -47,16 +53,20 @@ FROM usage_events_default GROUP BY 1 ORDER BY 1
 
 @dataclass(frozen=True, slots=True)
 class UsagePartitions:
-    """What `keep_ahead` did. created: months, as `YYYY-MM`. stray: usage events still in the default partition, by month."""
+    """What `keep_ahead` did. created: months, as `YYYY-MM`. stray: usage events still in the
+    default partition, by month.
+    """
 
     created: tuple[str, ...]
     stray: dict[str, int]
 
 
 async def keep_ahead(session: AsyncSession) -> UsagePartitions:
-    """Make the partitions of this month and the next ones, and of months before that have rows in the default partition.
+    """Make the partitions of this month and the next ones, and of months before that have rows in
+    the default partition.
 
-    Logs what it makes, and what it leaves as an error. Raises: sqlalchemy.exc.OperationalError where a lock is not had in time.
+    Logs what it makes, and what it leaves as an error. Raises: sqlalchemy.exc.OperationalError
+    where a lock is not had in time.
     """
     await session.execute(text("SELECT set_config('lock_timeout', :timeout, true)"), {"timeout": LOCK_TIMEOUT})
     created = tuple((await session.execute(CREATE, {"months_ahead": MONTHS_AHEAD})).scalars())
@@ -69,12 +79,16 @@ async def keep_ahead(session: AsyncSession) -> UsagePartitions:
     return UsagePartitions(created, stray)
 
 
-BATCH_SIZE = 5_000  # events per transaction; more is hardly faster per event, and a transaction should stay far below a second
-BATCHES_MAX = 100  # per run: bounds one task to some seconds; what is left waits for the next, a second later
+# Events per transaction; more is hardly faster per event, and a transaction should stay far below a
+# second.
+BATCH_SIZE = 5_000
+# Per run: bounds one task to some seconds; what is left waits for the next, a second later.
+BATCHES_MAX = 100
 BATCH_DIVISOR = 10  # of a batch that fails, and of the growth afterwards
 NAMED_MAX = 20  # events that an error message names
 
-# In the statement, the tokens of a kind are a column named after it. A wrong count times a price may pass 64 bits: so numeric.
+# In the statement, the tokens of a kind are a column named after it. A wrong count times a price
+# may pass 64 bits: so numeric.
 COUNTS = ", ".join(f"{count} AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
 RIGHT_COST = " + ".join(f"CAST({count} AS numeric) * p.{price}" for count, price in COUNTS_OF_EVENT.values())
 SUMS = ", ".join(f"sum({kind}) AS {kind}" for kind in COUNTS_OF_EVENT)
@@ -82,8 +96,9 @@ BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, amount_picos
     ", ".join(f"('{kind}', {kind}, {kind} * {price})" for kind, (_, price) in COUNTS_OF_EVENT.items())
 )
 
-# Up to :batch_size of what waits beyond :after, a place in the list. Every event is read and written once, as it is marked, only
-# if it costs what its tokens cost; the sums are of what was marked. What cannot be rated now stays in the list and is told.
+# Up to :batch_size pending events after position :after. Every event is read once and written once,
+# when it is marked, provided that its cost is that of its tokens; the sums are over marked events.
+# Other events stay and are reported.
 RATE = text(f"""
 WITH waiting AS MATERIALIZED (
     SELECT ctid AS place, event_id, hold_id, part, settled_at, organization_id, CAST(settled_at AT TIME ZONE 'UTC' AS date) AS day
@@ -142,11 +157,11 @@ SELECT (SELECT count(*) FROM waiting) AS seen_count, (SELECT count(*) FROM marke
 LOCK_CUSTOMER = text("""
 SELECT count(*) FROM (SELECT FROM unrated_usage WHERE organization_id = :organization_id FOR UPDATE) waiting
 """)
-# Tables are read by their indexes: what the planner takes for a small table may be a month of events that nobody has counted yet.
-# And a batch stays in memory, where the trigger sees its rows whole.
+# Uses indexes: a table that the planner takes for small may hold a month of events without
+# statistics. The batch stays in memory, where the trigger sees its rows whole.
 BY_INDEX_IN_MEMORY = text("SELECT set_config('enable_seqscan', 'off', true), set_config('work_mem', '64MB', true)")
 AS_BEFORE = text("SELECT set_config(name, reset_val, true) FROM pg_settings WHERE name IN ('enable_seqscan', 'work_mem')")
-# In one order, so that two who open the same ones do not deadlock.
+# In sorted order, so that concurrent calls do not deadlock.
 OPEN_ACCOUNTS = text(f"""
 INSERT INTO ledger_accounts (organization_id, kind, currency_code)
 SELECT o.id, needed.kind, o.currency_code
@@ -154,19 +169,21 @@ FROM organizations o, (VALUES ('{AccountKind.RECEIVABLE}'), ('{AccountKind.REVEN
 WHERE o.id = ANY(:organization_ids) ORDER BY 1, 2, 3
 ON CONFLICT DO NOTHING
 """)
-# The event that a batch of one takes. Read without locks: where another worker has it, the wrong event rests for a while.
+# The event that a batch of one takes. Read without locks: a concurrent worker can make the wrong
+# event pause for a while.
 NEXT = text("""
 SELECT event_id FROM unrated_usage WHERE ctid > CAST(:after AS tid) AND event_id <> ALL(CAST(:resting AS bigint[])) LIMIT 1
 """)
-FRONT = "(0,0)"  # of the list
+FRONT = "(0,0)"  # start of the list
 retries = Retries("rating", passing=(StoreAway,))  # by usage event
 
 
 @dataclass(frozen=True, slots=True)
 class RatedBatch:
-    """What one batch did. misstated: events whose stored cost is not that of their tokens; they stay unrated.
+    """Result of one batch. misstated: events whose stored cost differs from that of their tokens;
+    they stay unrated.
 
-    last_place: in the list, where the next batch goes on.
+    last_place: position in the list at which the next batch continues.
     """
 
     seen_count: int
@@ -176,10 +193,10 @@ class RatedBatch:
 
 
 async def rate_all_pending(sessions: Sessions) -> int:
-    """Rate whatever is pending, a transaction per batch; tells how many.
+    """Rate all pending events, one transaction per batch; return their number.
 
-    An event that makes its batch fail rests, and the others are rated.
-    Raises: InvariantViolated at the end, naming the events that are misstated; all others are rated by then.
+    An event that makes its batch fail is retried later, and the others are rated.
+    Raises: InvariantViolated at the end, naming misstated events; all others are rated by then.
     """
     rated_count = 0
     misstated: list[int] = []
@@ -191,7 +208,7 @@ async def rate_all_pending(sessions: Sessions) -> int:
                 batch = await rate_batch(session, limit=size, after=place, resting=resting)
         except StoreAway:
             raise
-        except Exception as error:  # smaller batches find the event that breaks its batch
+        except Exception as error:  # retry with smaller batches to isolate the failing event
             if size > 1:
                 size = max(size // BATCH_DIVISOR, 1)
                 continue
@@ -207,14 +224,16 @@ async def rate_all_pending(sessions: Sessions) -> int:
         size = min(size * BATCH_DIVISOR, BATCH_SIZE)
     if misstated:
         named = ", ".join(map(str, misstated[:NAMED_MAX]))
-        raise InvariantViolated(f"{len(misstated)} usage events do not cost what their tokens cost and stay unrated: {named}")
+        raise InvariantViolated(f"{len(misstated)} usage events differ in cost from their tokens and stay unrated: {named}")
     return rated_count
 
 
 async def rate_customer(session: AsyncSession, organization_id: uuid.UUID) -> bool:
-    """Rate what one customer has pending, in the caller's transaction, which has its lane alone; whether that was all there is.
+    """Rate one customer's pending events in the caller's transaction, which holds its lane; return
+    whether all were rated.
 
-    Unlike the others it waits for whoever works on these events: they are rated when it returns, or misstated.
+    Unlike other functions it waits for concurrent workers: on return each event is rated or
+    misstated.
     """
     await session.execute(LOCK_CUSTOMER, {"organization_id": organization_id})
     place = FRONT
@@ -234,22 +253,23 @@ async def rate_batch(
     organization_id: uuid.UUID | None = None,
     resting: Sequence[int] = (),
 ) -> RatedBatch:
-    """Price, post and mark pending events that nobody else is working on, from a place in the list on.
+    """Price, post and mark pending events that no other worker has locked, from a position in the
+    list on.
 
-    organization_id: only those of one customer. resting: events to leave out.
+    organization_id: events of one customer only. resting: events to leave out.
     """
     await session.execute(BY_INDEX_IN_MEMORY)
     lanes = await try_lanes(session)
     parameters = {"batch_size": limit, "after": after, "organization_id": organization_id, "lanes": lanes, "resting": [*resting]}
-    # A statement of its own, after the locks: it sees every month that was closed before they were had.
-    found = (await session.execute(RATE, parameters)).one()
-    rated_count, misstated = found.rated_count, found.misstated
-    if found.without_accounts:  # a customer's first usage: what the batch has left is looked at again
-        await session.execute(OPEN_ACCOUNTS, {"organization_ids": found.without_accounts})
-        again = (await session.execute(RATE, parameters | {"batch_size": found.seen_count - rated_count})).one()
+    # A separate statement after the locks, which sees every month closed before them.
+    batch = (await session.execute(RATE, parameters)).one()
+    rated_count, misstated = batch.rated_count, batch.misstated
+    if batch.without_accounts:  # a customer's first usage: process the rest of the batch again
+        await session.execute(OPEN_ACCOUNTS, {"organization_ids": batch.without_accounts})
+        again = (await session.execute(RATE, parameters | {"batch_size": batch.seen_count - rated_count})).one()
         rated_count, misstated = rated_count + again.rated_count, again.misstated
     await session.execute(AS_BEFORE)
-    return RatedBatch(found.seen_count, rated_count, tuple(misstated), found.last_place or after)
+    return RatedBatch(batch.seen_count, rated_count, tuple(misstated), batch.last_place or after)
 
 
 MISSTATED = text(f"""
@@ -279,7 +299,7 @@ SELECT hold_id, part, settled_at, :adjustment_id, :actor FROM taken
 
 @dataclass(frozen=True, slots=True)
 class Misstated:
-    """Events by their ids, and what their tokens cost."""
+    """Misstated usage events by id, and the cost of their tokens."""
 
     ids: tuple[int, ...]
     right_picos: int
@@ -287,12 +307,12 @@ class Misstated:
 
     @property
     def right_cost(self) -> str:
-        """In words."""
+        """Cost as text with its currency."""
         return f"{exact_text(self.right_picos, self.currency_code)} {self.currency_code}"
 
 
 async def misstated_usage(session: AsyncSession, organization_id: uuid.UUID, ends: datetime) -> Misstated | None:
-    """What a customer has of it before a moment; None if there is none."""
+    """Return a customer's misstated usage before a time; None if there is none."""
     rows = (await session.execute(MISSTATED, {"organization_id": organization_id, "ends": ends})).all()
     if not rows:
         return None
@@ -300,33 +320,35 @@ async def misstated_usage(session: AsyncSession, organization_id: uuid.UUID, end
 
 
 async def unratable_usage(session: AsyncSession, organization_id: uuid.UUID, ends: datetime) -> list[int]:
-    """Events before a moment, by their ids, that no ledger of the customer can take: priced in another currency, or lost."""
+    """Return the ids of events before a time whose price is in another currency than the
+    customer's, or missing.
+    """
     return list((await session.execute(UNRATABLE, {"organization_id": organization_id, "ends": ends})).scalars())
 
 
-async def why_not(session: AsyncSession, organization_id: uuid.UUID, found: Misstated, adjustment: str) -> str:
-    """Why an adjustment, by its id, does not correct that usage; empty if it does."""
+async def why_not(session: AsyncSession, organization_id: uuid.UUID, usage: Misstated, adjustment: str) -> str:
+    """Return the reason for which an adjustment cannot correct the usage; empty if it can."""
     number = as_uuid(adjustment)
     row = None if number is None else (await session.execute(ADJUSTMENT, {"adjustment_id": number})).one_or_none()
     if row is None:
         return f"there is no adjustment {adjustment!r}"
     if row.organization_id != organization_id or row.is_credit_note:
-        return f"adjustment {number} is another customer's, or a credit note"
+        return f"adjustment {number} belongs to another customer, or is a credit note"
     if not row.approved:
         return f"adjustment {number} is not approved: another person has to approve it"
     if row.is_used:
-        return f"adjustment {number} has corrected other usage already"
-    if row.amount_picos != found.right_picos:
-        told = exact_text(int(row.amount_picos), row.currency_code)
-        return f"adjustment {number} is of {told} {row.currency_code}, and not of {found.right_cost}"
+        return f"adjustment {number} has already corrected other usage"
+    if row.amount_picos != usage.right_picos:
+        amount = exact_text(int(row.amount_picos), row.currency_code)
+        return f"adjustment {number} is of {amount} {row.currency_code}, not of {usage.right_cost}"
     return ""
 
 
-async def correct(session: AsyncSession, organization_id: uuid.UUID, found: Misstated, adjustment: str, actor: str) -> None:
-    """Bill that usage by the adjustment, and by nothing else ever."""
+async def correct(session: AsyncSession, organization_id: uuid.UUID, usage: Misstated, adjustment: str, actor: str) -> None:
+    """Bill the usage by the adjustment, and exclude it from rating permanently."""
     parameters = {
         "organization_id": organization_id,
-        "ids": list(found.ids),
+        "ids": list(usage.ids),
         "adjustment_id": uuid.UUID(adjustment),
         "actor": actor,
     }

@@ -1,1 +1,3 @@
-"""Receipts: what each request used and cost, chained per project and signed, so that anybody can check a bill offline."""
+"""Receipts: usage and cost of each request, chained per project and signed, for offline
+verification of bills.
+"""

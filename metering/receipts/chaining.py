@@ -1,7 +1,8 @@
-"""The receipts of one batch of settlements: each joined to its project's chain, and all signed at once.
+"""Receipts of one batch of settlements: each appended to its project's chain, all signed together.
 
-The heads of the chains are locked while a batch is decided, as its counters are, so that any number of processes write one chain
-per project without gap or fork. Pure but for the signature; the rows are read and written by `read.py` and `write.py`.
+The heads of the chains are locked while a batch is decided, like its counters, so that any number
+of processes write one chain per project without gap or fork. Pure except for the signature;
+`read.py` and `write.py` access the rows.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from metering.receipts.merkle import Step, Tree
 
 
 class BatchSigner(Protocol):
-    """Signs the root over all receipts of a batch (`signing.Signer`)."""
+    """Signer of the root over all receipts of a batch (`signing.Signer`)."""
 
     @property
     def key_id(self) -> str:
-        """Which key."""
+        """Id of the key."""
         ...
 
     @property
     def public_key(self) -> bytes:
-        """Its public half, 32 bytes."""
+        """Public key, 32 bytes."""
         ...
 
     def sign(self, root: bytes) -> bytes:
-        """64 bytes."""
+        """Return the signature of a root, 64 bytes."""
         ...
 
 
 class SignedBatch:
-    """The hashes of all receipts of one transaction in their order, and the signature over the root of their tree."""
+    """Hashes of all receipts of one transaction in order, and the signature of their tree's root."""
 
     def __init__(self, key_id: str, hashes: Sequence[bytes], signature: bytes, tree: Tree | None = None) -> None:
         self.key_id = key_id
@@ -47,19 +48,19 @@ class SignedBatch:
 
     @classmethod
     def sign(cls, signer: BatchSigner, hashes: Sequence[bytes]) -> SignedBatch:
-        """With one signature for all."""
+        """Sign the hashes with one signature."""
         tree = Tree(hashes)
         return cls(signer.key_id, hashes, signer.sign(tree.root), tree)
 
     def path(self, receipt_hash: bytes) -> tuple[Step, ...]:
-        """From one of the receipts to the root that is signed."""
+        """Return the path from a receipt to the signed root."""
         if self._tree is None:
             self._tree = Tree(self.hashes)
         return self._tree.path(self.hashes.index(receipt_hash))
 
 
 class IssuedReceipt(msgspec.Struct):
-    """A receipt as it was made. batch: None where no key signs."""
+    """An issued receipt. batch: None if no key signs."""
 
     encoded: bytes
     settled_at: datetime
@@ -70,22 +71,24 @@ class IssuedReceipt(msgspec.Struct):
 
     @property
     def key_id(self) -> str:
-        """Of the key that signed it; empty where none did."""
+        """Id of the signing key; empty if unsigned."""
         return self.batch.key_id if self.batch else ""
 
     @property
     def signature(self) -> bytes:
-        """Over the root to which `path` leads; empty where no key signs."""
+        """Signature of the root to which `path` leads; empty if unsigned."""
         return self.batch.signature if self.batch else b""
 
     @property
     def path(self) -> tuple[Step, ...]:
-        """From the receipt to the root that is signed."""
+        """Path from the receipt to the signed root."""
         return self.batch.path(self.hash) if self.batch else ()
 
 
 class ChainHead(msgspec.Struct):
-    """The last receipt of a project. project_id: its 16 bytes. settled_at_us: the same time in microseconds."""
+    """The last receipt of a project. project_id: 16 bytes. settled_at_us: settled_at in
+    microseconds.
+    """
 
     project_id: bytes
     sequence: int
@@ -95,18 +98,19 @@ class ChainHead(msgspec.Struct):
 
 
 class Chains:
-    """The chains that a batch continues, by project, and the receipts that it adds."""
+    """Chains that a batch continues, by project, and the receipts that it adds."""
 
     def __init__(self) -> None:
         self.heads: dict[bytes, ChainHead] = {}
-        self.changed: dict[bytes, bytes] = {}  # with the hash of the last receipt before the batch
+        # By project: hash of the last receipt before the batch.
+        self.changed: dict[bytes, bytes] = {}
         self.added: list[IssuedReceipt] = []
 
     @classmethod
     def of_rows(cls, now: datetime, rows: Iterable[tuple[bytes, int, bytes, datetime]]) -> Chains:
-        """From the locked rows; now: of the transaction.
+        """Build the chains from locked rows. now: time of the transaction.
 
-        No receipt is settled before the last one, so that a month is one piece of the chain.
+        No receipt is settled before the previous one, so a month is a contiguous part of the chain.
         """
         chains = cls()
         for project_id, sequence, last_hash, settled_at in rows:
@@ -121,16 +125,17 @@ class Chains:
         admitted_at: datetime,
         ends: tuple[str, str, str],
     ) -> IssuedReceipt:
-        """The next receipt of a project.
+        """Append and return the next receipt of a project.
 
-        ids: as for `encode`. counts: part, input, cached input, billed and embedding tokens, price version, cost in picos.
-        ends: currency code, model, outcome.
+        ids: as for `encode`. counts: part, input, cached input, billed and embedding tokens, price
+        version, cost in picos. ends: currency code, model, outcome.
         """
         project_id = ids[16:32]
         head = self.heads[project_id]
         previous_hash, head.sequence = head.hash, head.sequence + 1
         numbers = (*counts, micros(admitted_at), head.settled_at_us, head.sequence)
-        encoded = FIXED.pack(MAGIC, ids, *numbers, previous_hash) + texts(*ends)  # as `encode`, without the call
+        # As `encode`, without the call.
+        encoded = FIXED.pack(MAGIC, ids, *numbers, previous_hash) + texts(*ends)
         head.hash = sha256(encoded).digest()
         receipt = IssuedReceipt(encoded, head.settled_at, head.sequence, previous_hash, head.hash)
         self.changed.setdefault(project_id, previous_hash)
@@ -158,7 +163,7 @@ Row = Sequence[Any]
 
 
 class IssuedRow(NamedTuple):
-    """A row of ISSUED. ids and numbers as for `encode`, the numbers in two parts around the times."""
+    """A row of ISSUED. ids and numbers as for `encode`, with the numbers split around the times."""
 
     hold_id: uuid.UUID
     ids: bytes
@@ -184,19 +189,19 @@ class IssuedRow(NamedTuple):
         return uuid.UUID(bytes=bytes(self.ids[16:32]))
 
     def issued(self, batch: SignedBatch | None) -> IssuedReceipt:
-        """The receipt."""
+        """Return the receipt."""
         numbers = (*self[2:9], micros(self.admitted_at), micros(self.settled_at), self.sequence)
         encoded = encode(bytes(self.ids), numbers, bytes(self.previous_hash), texts(self.currency_code, self.model, self.outcome))
         return IssuedReceipt(encoded, self.settled_at, self.sequence, bytes(self.previous_hash), bytes(self.hash), batch)
 
 
 def issued_of_rows(issued: Iterable[Row], batches: Iterable[Row]) -> Iterator[tuple[uuid.UUID, IssuedReceipt]]:
-    """The hold and the receipt of each row of ISSUED, from it and the rows of BATCHES."""
+    """Yield hold id and receipt of each row of ISSUED, using the rows of BATCHES."""
     signed = {row[0]: SignedBatch(row[1], split(row[2]), row[3]) for row in batches}
     for row in (IssuedRow(*values) for values in issued):
         yield row.hold_id, row.issued(None if row.batch_id is None else signed[row.batch_id])
 
 
 def split(hashes: bytes) -> list[bytes]:
-    """The hashes of a batch, one by one."""
+    """Split the concatenated hashes of a batch."""
     return [bytes(hashes[start : start + HASH_SIZE]) for start in range(0, len(hashes), HASH_SIZE)]

@@ -1,7 +1,8 @@
-"""Merkle trees over the hashes of receipts: one hash stands for many, and a short path proves one.
+"""Merkle trees over the hashes of receipts: one hash represents many, and a short path proves one.
 
-The leaves are the hashes themselves. Neighbours are hashed together level by level; the last of an odd level goes up as it is.
-What is hashed for a node begins with a byte 1, what is hashed for a receipt with its magic: nobody can show one as the other. Pure.
+The leaves are the hashes themselves. Neighbors are hashed together level by level; the last one of
+an odd level moves up unchanged. The input of a node's hash begins with a byte 1, that of a
+receipt's with its magic, so neither can be passed off as the other. Pure.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ NODE = b"\1"
 EMPTY_ROOT = sha256(b"").digest()  # of no hashes at all
 
 
-Step = tuple[bool, bytes]  # from a leaf to the root: whether the neighbour stands on the left, and its hash
+# Of a path to the root: whether the neighbor is on the left, and its hash.
+Step = tuple[bool, bytes]
 
 
 def node(left: bytes, right: bytes) -> bytes:
-    """The hash above two others."""
+    """Return the hash of two children."""
     return sha256(NODE + left + right).digest()
 
 
 class Tree:
-    """All levels of a tree in memory: for as many hashes as a batch has."""
+    """A tree with all levels in memory, for the hashes of a batch."""
 
     def __init__(self, hashes: Sequence[bytes]) -> None:
         level = list(hashes)
@@ -34,11 +36,11 @@ class Tree:
 
     @property
     def root(self) -> bytes:
-        """The one hash that stands for all."""
+        """Hash that represents all leaves."""
         return self._levels[-1][0] if self._levels[0] else EMPTY_ROOT
 
     def path(self, index: int) -> tuple[Step, ...]:
-        """The way of one leaf to the root; empty if it is the only one."""
+        """Return the path of a leaf to the root; empty for a single leaf."""
         steps: list[Step] = []
         for level in self._levels[:-1]:
             neighbour = index ^ 1
@@ -49,16 +51,17 @@ class Tree:
 
 
 class RunningRoot:
-    """The root of hashes that come one after the other: for as many as a month has, in memory for some thirty."""
+    """Root of a stream of hashes, for those of a month; keeps some thirty in memory."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._full: list[bytes] = []  # roots of complete subtrees from left to right; their sizes are the binary digits of `count`
+        # Roots of complete subtrees, left to right; sizes are the binary digits of `count`.
+        self._full: list[bytes] = []
 
     def push(self, leaf: bytes) -> None:
-        """Take the next hash."""
+        """Add the next hash."""
         at, count, full = leaf, self.count, self._full
-        while count & 1:  # a subtree of the same size stands before it
+        while count & 1:  # merge with the previous subtree of the same size
             at = sha256(NODE + full.pop() + at).digest()
             count >>= 1
         full.append(at)
@@ -66,7 +69,7 @@ class RunningRoot:
 
     @property
     def root(self) -> bytes:
-        """Of all so far."""
+        """Root of all hashes so far."""
         if not self._full:
             return EMPTY_ROOT
         *others, at = self._full

@@ -1,7 +1,8 @@
-"""The receipts of an organization's month: their root, where each chain stands, page by page, and the seal after which none comes.
+"""Receipts of an organization's month: their root, chain positions, pages, and the seal that ends
+the month.
 
-A receipt belongs to the calendar month (UTC) in which it was settled. Since no chain goes back in time, the month of a project is
-one piece of its chain. Functions take a session and never commit.
+A receipt belongs to the calendar month (UTC) in which it was settled. Chains never go back in time,
+so a project's month is a contiguous part of its chain. Functions take a session and never commit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from metering.receipts.merkle import RunningRoot
 
 PAGE_SIZE_MAX = 1000
 OF_MONTH = "organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends"
-# The hashes of each chain as one value, in pieces of two megabytes: a row for each receipt would cost far more than its hash.
+# The hashes of each chain in values of two megabytes: one row per receipt would cost far more than
+# its hash.
 HASHES = text(f"""
 SELECT project_id, min(receipt_sequence) AS first_sequence, max(receipt_sequence) AS last_sequence, count(*) AS receipt_count,
        (array_agg(previous_receipt_hash ORDER BY receipt_sequence))[1] AS previous_hash,
@@ -41,7 +43,8 @@ ORDER BY e.settled_at, e.project_id, e.receipt_sequence LIMIT :page_size
 """)
 OF_HOLD = text(f"{ISSUED} AND e.hold_id = :hold_id ORDER BY e.part")
 SELECT_BATCHES = text(f"{BATCHES} WHERE id = ANY(:ids)")
-KEYS = text("SELECT id, public_key, created_at FROM receipt_keys ORDER BY created_at, id")  # kept for ever: old receipts need them
+# Never deleted: old receipts need them.
+KEYS = text("SELECT id, public_key, created_at FROM receipt_keys ORDER BY created_at, id")
 SEAL = text("""
 UPDATE receipt_chains c SET last_settled_at = :ends
 FROM (SELECT c.project_id FROM receipt_chains c JOIN projects p ON p.id = c.project_id
@@ -52,7 +55,7 @@ WHERE c.project_id = open.project_id AND :ends <= now()
 
 @dataclass(slots=True)
 class ChainPiece:
-    """The receipts of one project in a month. previous_hash: of the receipt before the first."""
+    """Receipts of one project in a month. previous_hash: of the receipt before the first."""
 
     project_id: uuid.UUID
     first_sequence: int
@@ -64,7 +67,9 @@ class ChainPiece:
 
 @dataclass(slots=True)
 class ReceiptMonth:
-    """All receipts of an organization in a month. unreceipted_count: usage events of before there were receipts."""
+    """All receipts of an organization in a month. unreceipted_count: usage events older than
+    receipts.
+    """
 
     root: bytes
     receipt_count: int
@@ -76,22 +81,23 @@ BEGINNING = datetime(1970, 1, 1, tzinfo=UTC), uuid.UUID(int=0), 0  # before the 
 
 
 def bounds(organization_id: uuid.UUID, month: date) -> dict[str, object]:
-    """What the queries select by: the organization, the first moment of the month, and that of the next."""
+    """Return query parameters: the organization, the start of the month, and that of the next."""
     begins = datetime(month.year, month.month, 1, tzinfo=UTC)
     ends = datetime(month.year + month.month // 12, month.month % 12 + 1, 1, tzinfo=UTC)
     return {"organization_id": organization_id, "begins": begins, "ends": ends}
 
 
 async def month_root(session: AsyncSession, organization_id: uuid.UUID, month: date) -> bytes:
-    """Merkle root over the receipts of a month, by project id and place in the chain; 32 bytes. month: any day of it.
+    """Return the Merkle root of a month's receipts, by project id and sequence; 32 bytes. month:
+    any day of it.
 
-    The same for ever once the month is sealed.
+    It never changes once the month is sealed.
     """
     return (await receipt_month(session, organization_id, month)).root
 
 
 async def receipt_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> ReceiptMonth:
-    """The same, with where each chain begins and ends."""
+    """Return a month's root with the start and end of each chain."""
     selected = bounds(organization_id, month)
     root, chains = RunningRoot(), dict[uuid.UUID, ChainPiece]()
     for row in await session.execute(HASHES, selected):
@@ -108,10 +114,11 @@ async def receipt_month(session: AsyncSession, organization_id: uuid.UUID, month
 
 
 async def seal_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> None:
-    """See to it that no receipt is ever added to a month that is over: whatever is settled later belongs to a later one.
+    """Prevent further receipts in a month that is over: later settlements belong to a later month.
 
-    For a close, in a short transaction of its own before it reads the month: it waits for settlements that are under way, and
-    those that come wait for its commit. Does nothing to a month that is not over by the database's clock.
+    Call it in a short transaction of its own before a close reads the month: it waits for running
+    settlements, and new ones wait for its commit. Does nothing for a month that is not over by the
+    database's clock.
     """
     selected = bounds(organization_id, month)
     await session.execute(SEAL, {"organization_id": organization_id, "ends": selected["ends"]})
@@ -120,7 +127,8 @@ async def seal_month(session: AsyncSession, organization_id: uuid.UUID, month: d
 async def receipts_page(
     session: AsyncSession, organization_id: uuid.UUID, month: date, *, page_token: str = "", page_size: int = 500
 ) -> tuple[list[IssuedReceipt], str]:
-    """Receipts of a month in the order of time, and the token of the next page; empty if this is the last one.
+    """Return receipts of a month in order of time, and the token of the next page, empty at the
+    end.
 
     Raises: InvalidValue.
     """
@@ -137,12 +145,12 @@ async def receipts_page(
 
 
 async def receipts_of_hold(session: AsyncSession, hold_id: uuid.UUID) -> list[IssuedReceipt]:
-    """The receipts of one request, by part."""
+    """Return the receipts of one request, by part."""
     return await with_batches(session, (await session.execute(OF_HOLD, {"hold_id": hold_id})).all())
 
 
 async def with_batches(session: AsyncSession, rows: Sequence[Sequence[object]]) -> list[IssuedReceipt]:
-    """Receipts from rows of ISSUED, with the signatures of their batches, each of which is read once."""
+    """Return receipts from rows of ISSUED with the signatures of their batches, each read once."""
     ids = sorted({row[-1] for row in rows if isinstance(row[-1], int)})
     batches = (await session.execute(SELECT_BATCHES, {"ids": ids})).all() if ids else []
     return [receipt for _, receipt in issued_of_rows(rows, batches)]

@@ -1,7 +1,9 @@
-"""The key that signs receipts: made, kept in a file that nobody else may read, named by its public half.
+"""Signing key of receipts: created, stored in a file readable by its owner only, named by its
+public key.
 
-One signature covers all receipts of one transaction: it is over the root of their Merkle tree. Without a key receipts are chained
-all the same, and the next signature in a chain vouches for what stands before it.
+One signature covers all receipts of a transaction: it signs the root of their Merkle tree. Without
+a key receipts are chained nonetheless, and the next signature in a chain also covers the previous
+receipts.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from metering.core.errors import InvalidValue
 KEY_VARIABLE = "WEIR_RECEIPT_KEY_FILE"
 KEY_FILE = "receipt-key.pem"  # in WEIR_HOME
 OFF = "off"
-SIGNED_PREFIX = b"weir.receipt.batch.v1\n"  # so that no signature of ours can be taken for one over something else
+SIGNED_PREFIX = b"weir.receipt.batch.v1\n"  # prevents use of a signature for any other content
 
 
 class Signer:
-    """One private key. key_id: 16 hexadecimal digits that follow from the public key."""
+    """A private key. key_id: 16 hexadecimal digits derived from the public key."""
 
     def __init__(self, private_key: Ed25519PrivateKey) -> None:
         self._private_key = private_key
@@ -37,17 +39,19 @@ class Signer:
         return hmac.digest(self._private_key.private_bytes_raw(), purpose, "sha256")
 
     def sign(self, root: bytes) -> bytes:
-        """The signature over a root, 64 bytes."""
+        """Return the signature of a root, 64 bytes."""
         return self._private_key.sign(SIGNED_PREFIX + root)
 
 
 def key_id_of(public_key: bytes) -> str:
-    """The name of a public key of 32 bytes: nobody can give another key the same one."""
+    """Return the id of a public key of 32 bytes, a prefix of its SHA-256."""
     return hashlib.sha256(public_key).hexdigest()[:16]
 
 
 def key_path(environment: Mapping[str, str]) -> Path | None:
-    """Where the key is: in the file that WEIR_RECEIPT_KEY_FILE names, or in the home directory; None if the variable says `off`."""
+    """Return the key file: WEIR_RECEIPT_KEY_FILE, or one in the home directory; None if the
+    variable is `off`.
+    """
     named = environment.get(KEY_VARIABLE, "")
     if named == OFF:
         return None
@@ -55,9 +59,10 @@ def key_path(environment: Mapping[str, str]) -> Path | None:
 
 
 def load_signer(environment: Mapping[str, str]) -> Signer | None:
-    """The key that this process signs with; None if signing is off, or no file is named and there is none in the home directory.
+    """Return this process's signer; None if signing is off, or no file is named and the home
+    directory has none.
 
-    Raises: InvalidValue for a file that cannot be read, or that holds no Ed25519 key.
+    Raises: InvalidValue for a file that cannot be read or has no Ed25519 key.
     """
     path = key_path(environment)
     if path is None or not (environment.get(KEY_VARIABLE) or path.exists()):
@@ -66,24 +71,26 @@ def load_signer(environment: Mapping[str, str]) -> Signer | None:
 
 
 def read_key(path: Path) -> Signer:
-    """The key in a file. Raises: InvalidValue."""
+    """Return the key in a file. Raises: InvalidValue."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except OSError as error:
-        raise InvalidValue(KEY_VARIABLE, f"{path} cannot be read: {error.strerror}; `weir receipt rotate` makes a key") from error
+        raise InvalidValue(KEY_VARIABLE, f"{path} cannot be read: {error.strerror}; `weir receipt rotate` creates a key") from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise InvalidValue(KEY_VARIABLE, f"{path} holds no private key as PEM without a password") from error
+        raise InvalidValue(KEY_VARIABLE, f"{path} does not contain a private key as PEM without a password") from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise InvalidValue(KEY_VARIABLE, f"{path} holds a key of another kind: receipts are signed with Ed25519")
+        raise InvalidValue(KEY_VARIABLE, f"{path} contains a key of another kind: receipts are signed with Ed25519")
     return Signer(key)
 
 
 def ensure_key(path: Path) -> bool:
-    """Make a key where there is none; whether one was made. Safe when two do it at once: both then use the same one."""
+    """Create a missing key; return whether one was created. Concurrent calls end up with the same
+    key.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _write_new(path)
     try:
-        os.link(unfinished, path)  # which fails, unlike a renaming, if there is one by now
+        os.link(unfinished, path)  # fails if the file exists by now, unlike a rename
     except FileExistsError:
         return False
     finally:
@@ -92,7 +99,7 @@ def ensure_key(path: Path) -> bool:
 
 
 def replace_key(path: Path) -> Signer:
-    """Put a new key in the place of the old one, which is gone then: nobody can sign with it any more."""
+    """Replace the key with a new one; the old one is deleted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _write_new(path)
     signer = read_key(unfinished)
@@ -101,7 +108,7 @@ def replace_key(path: Path) -> Signer:
 
 
 def _write_new(path: Path) -> Path:
-    """A new key in a file beside `path`, readable by its owner alone and on the disk when this returns."""
+    """Write a new key to a file beside `path`, readable by its owner only, and sync it."""
     key = Ed25519PrivateKey.generate()
     text = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")

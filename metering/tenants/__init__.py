@@ -1,1 +1,1 @@
-"""Organizations, projects and API keys: who may use the service."""
+"""Organizations, projects and API keys."""

@@ -1,8 +1,10 @@
-"""Admin calls that may be repeated: request ids that clients mint, get or create by name, and the lock of changes.
+"""Idempotent admin calls: client-generated request ids, get or create by name, and the lock of
+changes.
 
-A request id is kept if, and only if, what it made is. An object that exists but is not as requested is refused, never changed.
-Single changes share the lock and a whole configuration holds it exclusively, so that its plan is exact at its commit. Functions
-take a session and never commit.
+A request id is kept if, and only if, the object that it created is. An existing object that differs
+from the request is refused, never changed. Single changes share the lock and a whole configuration
+holds it exclusively, so that its plan is exact at its commit. Functions take a session and never
+commit.
 """
 
 from __future__ import annotations
@@ -38,13 +40,15 @@ ON CONFLICT DO NOTHING RETURNING request_id
 """)
 EARLIER = text("SELECT * FROM admin_requests WHERE request_id = :request_id")
 MADE = text("UPDATE admin_requests SET subject_id = :subject_id WHERE request_id = :request_id")
-KEPT_FOR = timedelta(days=7)  # a script that is repeated after a weekend still finds its own call
+KEPT_FOR = timedelta(days=7)  # a script repeated after a weekend still finds its own call
 
 
 async def earlier_subject(session: AsyncSession, request_id: uuid.UUID, method: str, payload: bytes) -> str | None:
-    """The id of what an earlier call of this request id made; None for the first, which then must call `made`.
+    """Return the id of the object that an earlier call of this request id created; None for the
+    first call.
 
-    Of two calls at once, the second waits for the first. Raises: RequestIdReused for another method or payload.
+    The first call must call `made`; a concurrent second one waits for it. Raises: RequestIdReused
+    for another method or payload.
     """
     digest = hashlib.sha256(payload).digest()
     await session.execute(FORGET_OLD, {"kept_for": KEPT_FOR})
@@ -52,21 +56,24 @@ async def earlier_subject(session: AsyncSession, request_id: uuid.UUID, method: 
         return None
     earlier = (await session.execute(EARLIER, {"request_id": request_id})).one()
     if (earlier.method, earlier.payload_hash) != (method, digest):
-        raise RequestIdReused(f"this request_id was used before for another {earlier.method}: mint a new one for a new call")
+        raise RequestIdReused(f"this request_id was used for another {earlier.method}: generate a new one for a new call")
     return str(earlier.subject_id)
 
 
 async def made(session: AsyncSession, request_id: uuid.UUID, subject_id: str) -> None:
-    """Remember what the first call of a request id made."""
+    """Record the id of the object that the first call of a request id created."""
     await session.execute(MADE, {"request_id": request_id, "subject_id": subject_id})
 
 
-CHANGES_LOCK_ID = 7_355_609  # any fixed number that is ours
-WAIT_MAX_S = 5.0  # below the time limit of statements, so that what is waited for can be told from a database that hangs
+CHANGES_LOCK_ID = 7_355_609  # an arbitrary fixed number
+# Below the statement timeout, so that a lock wait differs from a database that hangs.
+WAIT_MAX_S = 5.0
 
 
 async def take_changes_lock(session: AsyncSession, *, alone: bool) -> None:
-    """Hold the lock until the transaction ends. Raises: ChangesUnderWay if others keep it for too long."""
+    """Hold the lock until the transaction ends. Raises: ChangesUnderWay if others hold it for too
+    long.
+    """
     lock = func.pg_advisory_xact_lock if alone else func.pg_advisory_xact_lock_shared
     await session.execute(select(func.set_config("lock_timeout", f"{WAIT_MAX_S}s", True)))
     try:
@@ -81,19 +88,21 @@ async def take_changes_lock(session: AsyncSession, *, alone: bool) -> None:
 async def ensure_organization(
     session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str
 ) -> tuple[Organization, bool]:
-    """The customer of this name. Raises: InvalidValue; AlreadyExists if its currency is another one."""
+    """Return the customer of this name, creating it. Raises: InvalidValue; AlreadyExists for
+    another currency.
+    """
     checked_name(name)
     try:
         return await create_organization(session, name=name, currency_code=currency_code, actor=actor), False
     except AlreadyExists:
-        standing = await find_organization(session, name)
-    if standing.currency_code != currency_code:
-        raise AlreadyExists("organization", name, f"with the currency {standing.currency_code}, which never changes")
-    return standing, True
+        existing = await find_organization(session, name)
+    if existing.currency_code != currency_code:
+        raise AlreadyExists("organization", name, f"with the currency {existing.currency_code}, which never changes")
+    return existing, True
 
 
 async def ensure_project(session: AsyncSession, *, organization: str, name: str, actor: str) -> tuple[Project, bool]:
-    """The project of this name. Raises: NotFound, InvalidValue."""
+    """Return the project of this name, creating it. Raises: NotFound, InvalidValue."""
     checked_name(name)
     try:
         return await create_project(session, organization=organization, name=name, actor=actor), False
@@ -104,12 +113,13 @@ async def ensure_project(session: AsyncSession, *, organization: str, name: str,
 async def ensure_api_key(
     session: AsyncSession, *, organization: str, project: str, name: str, actor: str, **terms: Unpack[KeyTerms]
 ) -> tuple[KeyRecord, str, bool]:
-    """The project's working key of this name; its secret only if it is new, else empty.
+    """Return the project's active key of this name, creating it; its secret only if it is new.
 
-    Raises: NotFound, InvalidValue; AlreadyExists if what it is good for is something else, or if several keys have the name.
+    Raises: NotFound, InvalidValue; AlreadyExists if its terms differ, or if several keys have the
+    name.
     """
     owner = await find_project(session, project, organization=organization)
-    # Scripts that say the same at the same time take turns; admissions refer to the row and do not wait.
+    # Serializes concurrent calls of the same script; admissions refer to the row and do not wait.
     await session.execute(select(Project.id).where(Project.id == owner.id).with_for_update(key_share=True))
     working = select(ApiKey.id).where(
         ApiKey.project_id == owner.id,
@@ -117,30 +127,30 @@ async def ensure_api_key(
         ApiKey.revoked_at.is_(None),
         or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()),
     )
-    found = (await session.scalars(working)).all()
-    if not found:
+    key_ids = (await session.scalars(working)).all()
+    if not key_ids:
         key, secret = await create_api_key(session, organization=organization, project=project, name=name, actor=actor, **terms)
         return key, secret, False
-    if len(found) > 1:
-        raise AlreadyExists("API key", name, f"{len(found)} times: revoke all but one, or say which by its prefix")
-    standing = await find_api_key(session, str(found[0]))
-    wanted = checked_terms(terms)
-    bounds = standing.bounds
-    most = (bounds.max_input_tokens or "any number of", bounds.max_output_tokens or "any number of")
+    if len(key_ids) > 1:
+        raise AlreadyExists("API key", name, f"{len(key_ids)} times: revoke all but one, or name one by its prefix")
+    existing = await find_api_key(session, str(key_ids[0]))
+    requested = checked_terms(terms)
+    bounds = existing.bounds
+    limits = (bounds.max_input_tokens or "any number of", bounds.max_output_tokens or "any number of")
     for present, asked, how in (
-        (sorted(standing.scopes), wanted["scopes"], f"with the scopes {', '.join(standing.scopes)}: change them"),
-        (sorted(standing.models), wanted["models"], f"for {', '.join(standing.models) or 'every model'}: change that"),
+        (sorted(existing.scopes), requested["scopes"], f"with the scopes {', '.join(existing.scopes)}: change them"),
+        (sorted(existing.models), requested["models"], f"for {', '.join(existing.models) or 'every model'}: change that"),
         (
-            sorted(standing.allowed_networks),
-            wanted["allowed_networks"],
-            f"to be used from {', '.join(standing.allowed_networks) or 'everywhere'}: change that",
+            sorted(existing.allowed_networks),
+            requested["allowed_networks"],
+            f"to be used from {', '.join(existing.allowed_networks) or 'everywhere'}: change that",
         ),
         (
             (bounds.max_input_tokens, bounds.max_output_tokens),
-            (wanted["max_input_tokens"], wanted["max_output_tokens"]),
-            f"for {most[0]} input and {most[1]} output tokens: change that",
+            (requested["max_input_tokens"], requested["max_output_tokens"]),
+            f"for {limits[0]} input and {limits[1]} output tokens: change that",
         ),
     ):
         if present != asked:
             raise AlreadyExists("API key", name, f"{how} with UpdateApiKey")
-    return standing, "", True
+    return existing, "", True

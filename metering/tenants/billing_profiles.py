@@ -1,7 +1,8 @@
 """Billing profiles: the addressee of an organization's invoices, and where Stripe sends them.
 
 A profile is replaced as a whole. The audit log keeps the earlier ones. A closed month keeps the
-profile that it was closed with (`invoicing/invoices.py`). Functions take a session and never commit.
+profile that it was closed with (`invoicing/invoices.py`). Functions take a session and never
+commit.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ COUNTRIES = frozenset(COUNTRY_CODES.split())
 
 @dataclass(frozen=True, slots=True)
 class BillingProfile:
-    """Whom an organization's invoices are addressed to. Empty for what is not known.
+    """Addressee of an organization's invoices. Unknown fields are empty.
 
-    emails: Stripe sends to the first; the others are for the operator. language: IETF tag, such as `de` or `pt-BR`.
+    emails: Stripe sends to the first; the others are for the operator. language: IETF tag, such as
+    `de` or `pt-BR`.
     """
 
     emails: tuple[str, ...] = ()
@@ -73,12 +75,12 @@ class BillingProfile:
 
     @property
     def email(self) -> str:
-        """The address that Stripe sends invoices to; empty if there is none."""
+        """Address that Stripe sends invoices to; empty if there is none."""
         return self.emails[0] if self.emails else ""
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Postal address, tax id and e-mail as the lines of a document."""
+        """Postal address, tax id and e-mail as lines of a document."""
         place = " ".join(filter(None, (self.city, self.state, self.postal_code)))
         tax = f"Tax ID {self.tax_id}" if self.tax_id else ""
         return tuple(filter(None, (self.address_line1, self.address_line2, place, self.country, tax, self.email)))
@@ -97,13 +99,13 @@ SELECT * FROM billing_profiles WHERE CAST(:organization_id AS uuid) IS NULL OR o
 
 
 async def billing_profiles(session: AsyncSession) -> dict[uuid.UUID, BillingProfile]:
-    """All profiles, by organization id. Organizations without one are left out."""
+    """Return all profiles, by organization id. Organizations without one are left out."""
     rows = await session.execute(PROFILES, {"organization_id": None})
     return {row.organization_id: record_of(BillingProfile, row) for row in rows}
 
 
 async def billing_profile(session: AsyncSession, organization_id: uuid.UUID) -> BillingProfile | None:
-    """The profile of an organization; None if none was ever set."""
+    """Return the profile of an organization; None if none was ever set."""
     row = (await session.execute(PROFILES, {"organization_id": organization_id})).one_or_none()
     return None if row is None else record_of(BillingProfile, row)
 
@@ -130,17 +132,19 @@ async def set_billing_profile(session: AsyncSession, *, organization: str, profi
 
 
 def checked_profile(profile: BillingProfile) -> BillingProfile:
-    """The profile, if every field is valid. Raises: InvalidValue naming the first field that is not."""
+    """Return the profile if every field is valid. Raises: InvalidValue naming the first invalid
+    one.
+    """
     if len(profile.emails) > EMAILS_MAX:
-        raise InvalidValue("emails", f"give at most {EMAILS_MAX} addresses, got {len(profile.emails)}")
+        raise InvalidValue("emails", f"must have at most {EMAILS_MAX} addresses, got {len(profile.emails)}")
     for email in profile.emails:
         if len(email) > EMAIL_CHARS_MAX or len(email.partition("@")[0]) > LOCAL_PART_CHARS_MAX:
             limits = f"at most {EMAIL_CHARS_MAX} characters, {LOCAL_PART_CHARS_MAX} of them before the @"
-            raise InvalidValue("emails", f"give addresses of {limits}")
+            raise InvalidValue("emails", f"an address must have {limits}")
         if not EMAIL_FORM.fullmatch(email):
             raise InvalidValue("emails", f"{email!r} is not an e-mail address: write it as billing@example.com")
     if len({email.lower() for email in profile.emails}) < len(profile.emails):
-        raise InvalidValue("emails", "an address is given twice: give each once")
+        raise InvalidValue("emails", "must not repeat an address")
     for name, chars_max in TEXT_CHARS_MAX.items():
         text: str = getattr(profile, name)
         if len(text) > chars_max:

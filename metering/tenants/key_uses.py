@@ -1,7 +1,7 @@
-"""When each key was last used: gathered in memory, and written for all keys by one statement a minute.
+"""Last use of each key: collected in memory, and written for all keys by one statement per minute.
 
-A table of its own, which nothing else writes: a statement that waits there holds up nobody who comes in, and no change of a key.
-Owns what this process has not written yet. What a process that is killed had gathered is lost, a minute of it at most.
+The table is written by nothing else: a statement that waits there delays no request and no change
+of a key. Owns the uses not yet written. A killed process loses those, at most those of a minute.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from sqlalchemy import text
 from metering.core.errors import StoreAway
 from metering.store.db import Sessions, patience
 
-KEYS_MAX = 10_000  # that wait to be written, of some 200 bytes each; beyond it those that were used longest ago are not told
-WRITE_EARLY_AT = KEYS_MAX // 2  # so many different keys in one minute are written sooner than at its end
-INTERVAL_MIN_S = 1.0  # between two writes, however many keys there are
-ANSWER_WAIT_S = 5.0  # far above what so small a statement takes; the next one tells the same
+KEYS_MAX = 10_000  # unwritten keys, some 200 bytes each; beyond it the oldest uses are dropped
+# With this many different keys a write happens before the interval ends.
+WRITE_EARLY_AT = KEYS_MAX // 2
+INTERVAL_MIN_S = 1.0  # minimum between two writes
+ANSWER_WAIT_S = 5.0  # far above the duration of the statement; the next one repeats the data
 
-# Ages, not times: the clock is the database's, whatever this machine's says. In the order of the ids, so that two processes that
-# write the same keys wait for each other in turn, and never in a circle.
+# Ages, not times, since only the database's clock counts. Sorted by id, so that two processes that
+# write the same keys do not deadlock.
 WRITE = text("""
 INSERT INTO api_key_uses AS u (api_key_id, last_used_at)
 SELECT used.api_key_id, now() - used.age_s * interval '1 second'
@@ -36,42 +37,47 @@ log = structlog.get_logger(__name__)
 
 
 class KeyUses:
-    """Those of one process. `run` must be running for any to be written, and `write` is called once more at its end."""
+    """Last uses of keys in one process. `run` must run for them to be written; call `write` once
+    more at the end.
+    """
 
     def __init__(self, sessions: Sessions, interval_s: float, clock: Callable[[], float]) -> None:
-        """interval_s: between two writes. clock: in seconds, of this machine, which goes on while it sleeps."""
+        """interval_s: between two writes. clock: this machine's, in seconds, which continues during
+        sleep.
+        """
         self._sessions = sessions
         self._interval_s = interval_s
         self._clock = clock
-        self._noted: OrderedDict[uuid.UUID, float] = OrderedDict()  # when, by the key's id; used last stands last
+        # Time by the key's id; the latest use last.
+        self._noted: OrderedDict[uuid.UUID, float] = OrderedDict()
         self._many = asyncio.Event()
-        self._untold_count = 0
+        self._dropped_count = 0
 
     def __len__(self) -> int:
         return len(self._noted)
 
     def note(self, api_key_id: uuid.UUID) -> None:
-        """The key is used now. Never blocks."""
+        """Record a use of the key. Never blocks."""
         self._noted[api_key_id] = self._clock()
         self._noted.move_to_end(api_key_id)
         if len(self._noted) >= WRITE_EARLY_AT:
             self._many.set()
-        if len(self._noted) > KEYS_MAX:  # the database is away
+        if len(self._noted) > KEYS_MAX:  # the database is unavailable
             self._noted.popitem(last=False)
-            self._untold_count += 1
+            self._dropped_count += 1
 
     async def run(self) -> None:
-        """Write once in each interval, until cancelled."""
+        """Write once per interval, until cancelled."""
         while True:
-            least_s = min(INTERVAL_MIN_S, self._interval_s)
-            await asyncio.sleep(least_s)
+            shortest_s = min(INTERVAL_MIN_S, self._interval_s)
+            await asyncio.sleep(shortest_s)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._interval_s - least_s):
+                async with asyncio.timeout(self._interval_s - shortest_s):
                     await self._many.wait()
             await self.write()
 
     async def write(self) -> None:
-        """Write what was gathered. What cannot be written now is kept for the next time."""
+        """Write the collected uses. Uses that cannot be written are kept for the next write."""
         self._many.clear()
         noted, self._noted = self._noted, OrderedDict()
         if not noted:
@@ -84,19 +90,19 @@ class KeyUses:
         except StoreAway as away:
             self._keep(noted)
             log.info("key_uses_not_written", cause=str(away), key_count=len(self._noted))
-        except BaseException:  # cancelled, at the end: the last write tells them
+        except BaseException:  # cancelled at the end: the last write includes them
             self._keep(noted)
             raise
-        if self._untold_count:
-            log.warning("key_uses_lost", key_count=self._untold_count)
-            self._untold_count = 0
+        if self._dropped_count:
+            log.warning("key_uses_lost", key_count=self._dropped_count)
+            self._dropped_count = 0
 
     def _keep(self, noted: OrderedDict[uuid.UUID, float]) -> None:
-        """Put back what was not written, before what has come meanwhile."""
+        """Put unwritten uses back, before those recorded meanwhile."""
         later, self._noted = self._noted, noted
         for api_key_id, at in later.items():
             self._noted[api_key_id] = at
             self._noted.move_to_end(api_key_id)
         while len(self._noted) > KEYS_MAX:
             self._noted.popitem(last=False)
-            self._untold_count += 1
+            self._dropped_count += 1

@@ -1,10 +1,10 @@
-"""Organizations, projects and API keys: who may use the service, and how a key leads to them.
+"""Organizations, projects and API keys, and the authentication of callers.
 
-Functions take a session and never commit. Every change writes the audit log in the same transaction. A secret leaves this module
-once, at its creation; what is stored is its SHA-256.
+Functions take a session and never commit. Every change writes the audit log in the same
+transaction. A secret leaves this module once, at its creation; only its SHA-256 is stored.
 
-A rotated key is the same key: its id, prefix, limits and counters stay, so that a quota
-is exact however many of its secrets are in use.
+A rotated key is the same key: its id, prefix, limits and counters stay, so that a quota is exact
+however many of its secrets are in use.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from metering.tenants.networks import Address, Network, checked_networks, networ
 
 KEY_NAME_MAX_CHARS = 100
 MODEL_NAME_MAX_CHARS = 200
-MODELS_PER_KEY_MAX = 100  # a key that is good for so many is better good for all
+MODELS_PER_KEY_MAX = 100  # a key for more models should rather be unrestricted
 SCOPES = frozenset({"inference", "admin", "billing"})
-TOKENS_MAX = 1_000_000_000  # of one request: above any context window, and far below what its column holds
+# Per request: above any context window, and far below the column's maximum.
+TOKENS_MAX = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBounds:
-    """The most tokens of one request of a key; None: as many as the model takes. Output is that of all choices together."""
+    """Maximum tokens per request of a key; None: the model's limit. Output counts all choices
+    together.
+    """
 
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -50,45 +53,46 @@ NO_BOUNDS = TokenBounds()
 
 
 def checked_key_name(name: str) -> str:
-    """A name that a key may have. Raises: InvalidValue."""
+    """Return a valid key name. Raises: InvalidValue."""
     if not 1 <= len(name) <= KEY_NAME_MAX_CHARS or not name.isprintable():
-        raise InvalidValue("name", f"give 1 to {KEY_NAME_MAX_CHARS} printable characters")
+        raise InvalidValue("name", f"must have 1 to {KEY_NAME_MAX_CHARS} printable characters")
     return name
 
 
 def checked_scopes(scopes: Collection[str]) -> list[str]:
-    """Scopes in order, each once; none means "inference". Raises: InvalidValue."""
+    """Return distinct scopes, sorted; none means "inference". Raises: InvalidValue."""
     if unknown := set(scopes) - SCOPES:
         raise InvalidValue("scopes", f"{sorted(unknown)} unknown: choose from {sorted(SCOPES)}")
     return sorted(set(scopes)) or ["inference"]
 
 
 def checked_models(models: Collection[str]) -> list[str]:
-    """Names of models in order, each once; none means every model. Raises: InvalidValue."""
+    """Return distinct model names, sorted; none means every model. Raises: InvalidValue."""
     if len(set(models)) > MODELS_PER_KEY_MAX:
-        raise InvalidValue("models", f"give at most {MODELS_PER_KEY_MAX}, or none for every model")
+        raise InvalidValue("models", f"must have at most {MODELS_PER_KEY_MAX}, or none for every model")
     if not all(1 <= len(model) <= MODEL_NAME_MAX_CHARS and model.isprintable() for model in models):
-        raise InvalidValue("models", f"give names of 1 to {MODEL_NAME_MAX_CHARS} printable characters")
+        raise InvalidValue("models", f"must be names of 1 to {MODEL_NAME_MAX_CHARS} printable characters")
     return sorted(set(models))
 
 
 def checked_bound(token_count: int | None, field: str) -> int | None:
-    """The most tokens of one request; 0 and None mean no bound. Raises: InvalidValue."""
+    """Return the maximum tokens of one request; 0 and None mean no bound. Raises: InvalidValue."""
     if token_count is not None and not 0 <= token_count <= TOKENS_MAX:
-        raise InvalidValue(field, f"give 1 to {TOKENS_MAX:,} tokens, or 0 for no limit of the key")
+        raise InvalidValue(field, f"must be 1 to {TOKENS_MAX:,} tokens, or 0 for no limit of the key")
     return token_count or None
 
 
-def model_allowed(models: Collection[str], asked: str) -> bool:
-    """Whether a key that is limited to these models may use the one asked for; no models mean every one.
+def model_allowed(models: Collection[str], requested: str) -> bool:
+    """Return whether a key limited to these models may use the requested one; an empty list allows
+    every model.
 
-    The name of a model allows each version of it, `name@version`; a version allows itself alone.
+    The name of a model allows each version of it, `name@version`; a version allows only itself.
     """
-    return not models or asked in models or asked.partition("@")[0] in models
+    return not models or requested in models or requested.partition("@")[0] in models
 
 
 PREFIX_CHARS = string.ascii_lowercase + string.digits
-PREFIX_LENGTH = 8  # 36^8 prefixes: enough to tell keys apart; it is no part of the key's strength
+PREFIX_LENGTH = 8  # 36^8 prefixes: enough to tell keys apart; not part of the key's strength
 BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
 SECRET_BYTES = 32
 SECRET_LENGTH = 43  # 62^43 > 256^32
@@ -97,9 +101,9 @@ PREFIX_FORM = re.compile(rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}", re.ASCII)
 
 
 def new_secret(prefix: str | None = None) -> str:
-    """A secret that nobody has had: `wk_`, a prefix to show, `_`, and 256 random bits in base 62.
+    """Return a new secret: `wk_`, a visible prefix, `_`, and 256 random bits in base 62.
 
-    prefix: that of a key which gets one more secret; a new one for a new key.
+    prefix: that of an existing key for a further secret; None generates one for a new key.
     """
     if prefix is None:
         prefix = "wk_" + "".join(secrets.choice(PREFIX_CHARS) for _ in range(PREFIX_LENGTH))
@@ -112,7 +116,7 @@ def new_secret(prefix: str | None = None) -> str:
 
 
 def prefix_of(secret: str) -> str:
-    """The part of a secret that is stored and shown."""
+    """Return the part of a secret that is stored and shown."""
     return secret[: len("wk_") + PREFIX_LENGTH]
 
 
@@ -128,7 +132,7 @@ COPIED = ("model", "dimension", "limit_value", *WEIGHTS, "enforced", "alert_at")
 async def limit_new_key(
     session: AsyncSession, *, api_key_id: uuid.UUID, project_id: uuid.UUID, organization_id: uuid.UUID, actor: str
 ) -> None:
-    """Give a key that nobody has used yet its limits. Where both have one for a dimension and model, the project's holds."""
+    """Give a new key its limits. For a dimension and model the project's limit takes precedence."""
     kept = select(Quota).where(
         Quota.subject_id.in_((project_id, organization_id)), Quota.for_new_keys.is_(True), Quota.deleted_at.is_(None)
     )
@@ -142,16 +146,17 @@ async def limit_new_key(
 
 
 NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
-LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum inside what a timestamp can hold
+LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum within the range of a timestamp
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls, as its key says. secret_lifetime_s: how long this secret of the key works from now on; None: for ever.
+    """Caller of a request, as identified by its key. secret_lifetime_s: remaining validity of the
+    secret; None: unlimited.
 
-    models: those that it may use; none: every one. bounds: on the tokens of one request. networks: from which it may be used; none:
-    from everywhere. address: from where it is used in this call, which whoever let it in has found out; None: that is not known.
-    secret_hash: of the secret that this call came with; a rotated key has several.
+    models: allowed models; empty for all. bounds: on the tokens of one request. networks: allowed
+    networks; empty for all. address: client address of this call, determined by its listener; None
+    if unknown. secret_hash: of the secret used in this call; a rotated key has several.
     """
 
     api_key_id: uuid.UUID
@@ -168,15 +173,16 @@ class Principal:
     secret_hash: bytes = field(default=b"", compare=False, repr=False)
 
     def may_use(self, model: str) -> bool:
-        """Whether the key is good for the model of this name."""
+        """Return whether the key allows the model of this name."""
         return model_allowed(self.models, model)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """An API key as it may be shown: all but its secret. overlap_ends_at: until when a replaced secret works too.
+    """An API key without its secret. overlap_ends_at: end of a replaced secret's validity.
 
-    models: those that it may use; none: every one. last_used_at: None if it was not used since `uses_known_since`.
+    models: allowed models; empty for all. last_used_at: None if the key was not used since
+    `uses_known_since`.
     """
 
     id: uuid.UUID
@@ -199,7 +205,7 @@ class KeyRecord:
 
 
 async def create_organization(session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str) -> Organization:
-    """A new customer. Raises: InvalidValue, AlreadyExists."""
+    """Create a customer. Raises: InvalidValue, AlreadyExists."""
     values = {"name": checked_name(name), "currency_code": checked_currency(currency_code)}
     statement = insert(Organization).values(values).on_conflict_do_nothing(index_elements=["name"]).returning(Organization)
     if (organization := await session.scalar(statement)) is None:
@@ -213,7 +219,9 @@ async def list_organizations(session: AsyncSession) -> Sequence[Organization]:
 
 
 async def create_project(session: AsyncSession, *, organization: str, name: str, actor: str) -> Project:
-    """A new part of an organization, given by name or id. Raises: NotFound, InvalidValue, AlreadyExists."""
+    """Create a project of an organization, given by name or id. Raises: NotFound, InvalidValue,
+    AlreadyExists.
+    """
     owner = await find_organization(session, organization)
     values = {"organization_id": owner.id, "name": checked_name(name)}
     statement = insert(Project).values(values).on_conflict_do_nothing(index_elements=["organization_id", "name"])
@@ -225,14 +233,16 @@ async def create_project(session: AsyncSession, *, organization: str, name: str,
 
 
 async def list_projects(session: AsyncSession, *, organization: str) -> Sequence[Project]:
-    """Those of one organization, by name. Raises: NotFound."""
+    """Return the projects of an organization, by name. Raises: NotFound."""
     owner = await find_organization(session, organization)
     query = select(Project).where(Project.organization_id == owner.id).order_by(Project.name)
     return (await session.scalars(query)).all()
 
 
 class KeyTerms(TypedDict, total=False):
-    """What a new key is good for. No scopes means "inference"; no models all; no networks everywhere; no lifetime for ever."""
+    """Terms of a new key. No scopes means "inference", no models all, no networks everywhere, no
+    lifetime unlimited.
+    """
 
     scopes: Collection[str]
     models: Collection[str]
@@ -245,15 +255,16 @@ class KeyTerms(TypedDict, total=False):
 async def create_api_key(
     session: AsyncSession, *, organization: str, project: str, name: str, actor: str, **terms: Unpack[KeyTerms]
 ) -> tuple[KeyRecord, str]:
-    """A new key and its secret, which cannot be had again.
+    """Create a key and return it with its secret, which cannot be retrieved again.
 
-    It gets the limits that its project and organization keep for new keys. Raises: NotFound, InvalidValue.
+    It gets the limits that its project and organization define for new keys. Raises: NotFound,
+    InvalidValue.
     """
     owner = await find_project(session, project, organization=organization)
     lifetime = terms.get("lifetime")
     expires_at = None if lifetime is None else func.now() + _checked_lifetime(lifetime)
     values = checked_terms(terms) | {"project_id": owner.id, "name": checked_key_name(name), "expires_at": expires_at}
-    while True:  # until a prefix is free, which the first one is but for one time in millions
+    while True:  # until the prefix is unused, which is nearly always the first
         secret = new_secret()
         values |= {"prefix": prefix_of(secret), "secret_hash": hash_of(secret)}
         statement = insert(ApiKey).values(values).on_conflict_do_nothing(index_elements=["prefix"]).returning(ApiKey)
@@ -265,7 +276,7 @@ async def create_api_key(
 
 
 def checked_terms(terms: KeyTerms) -> dict[str, Any]:
-    """What a key is good for, as its columns have it. Raises: InvalidValue."""
+    """Return the columns of a key's terms. Raises: InvalidValue."""
     return {
         "scopes": checked_scopes(terms.get("scopes", ("inference",))),
         "models": checked_models(terms.get("models", ())),
@@ -276,7 +287,8 @@ def checked_terms(terms: KeyTerms) -> dict[str, Any]:
 
 
 async def revoke_api_key(session: AsyncSession, *, api_key: str, actor: str) -> KeyRecord:
-    """End a key, given by id or prefix, for good, and order the end of what runs with it. Revoking twice changes nothing.
+    """Revoke a key, given by id or prefix, permanently, and order the end of its requests.
+    Idempotent.
 
     Raises: NotFound.
     """
@@ -290,14 +302,14 @@ async def revoke_api_key(session: AsyncSession, *, api_key: str, actor: str) -> 
 
 
 async def locked_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
-    """The row as it is now, which nobody else changes before the end of the transaction."""
-    # Not FOR UPDATE: requests that are admitted at the same time refer to the row and must not wait.
+    """Return the present row, locked against other changes until the transaction ends."""
+    # Not FOR UPDATE: requests admitted concurrently refer to the row and must not wait.
     locking = select(ApiKey).where(ApiKey.id == key_id).with_for_update(key_share=True)
     return (await session.scalars(locking.execution_options(populate_existing=True))).one()
 
 
 async def change_key(session: AsyncSession, key: ApiKey, actor: str, action: str, **values: Any) -> ApiKey:
-    """Set columns of a locked key, and write the log."""
+    """Set columns of a locked key and write the audit log."""
     before = snapshot(key)
     statement = update(ApiKey).where(ApiKey.id == key.id).values(**values).returning(ApiKey)
     changed = (await session.scalars(statement.execution_options(populate_existing=True))).one()
@@ -309,17 +321,17 @@ async def change_key(session: AsyncSession, key: ApiKey, actor: str, action: str
 async def list_api_keys(
     session: AsyncSession, *, organization: str | None = None, api_key: str | None = None, unused_for: timedelta | None = None
 ) -> list[KeyRecord]:
-    """Newest first; only an organization's, or only the one of this id or prefix, if they are given.
+    """Return keys, the newest first; of one organization, or one key by id or prefix, if passed.
 
-    unused_for: only those that are not revoked and were not used for so long; of a key whose uses are not known for so long yet
-    nobody can tell. Raises: NotFound, InvalidValue.
+    unused_for: only active keys without a use for this long; keys whose uses are recorded for a
+    shorter time are left out. Raises: NotFound, InvalidValue.
     """
     query = _select_keys().order_by(ApiKey.created_at.desc(), ApiKey.id)
     if api_key:
         query = query.where(ApiKey.id == (await find_api_key(session, api_key)).id)
     if unused_for is not None:
         if not timedelta(0) < unused_for <= LIFETIME_MAX:
-            raise InvalidValue("unused_for", f"give more than zero and at most {LIFETIME_MAX.days} days")
+            raise InvalidValue("unused_for", f"must be more than zero and at most {LIFETIME_MAX.days} days")
         used_at = func.coalesce(ApiKeyUse.last_used_at, ApiKey.uses_known_since)
         query = query.where(ApiKey.revoked_at.is_(None), used_at < func.now() - unused_for)
     if organization:
@@ -328,9 +340,9 @@ async def list_api_keys(
 
 
 def select_principal() -> Select[Any]:
-    """Whom a secret belongs to, by its hash, if it is good now."""
+    """Return the query for the principal of a valid secret, by its hash."""
     replaced = select(SupersededSecret).where(SupersededSecret.secret_hash == bindparam("secret_hash")).subquery()
-    ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # of those that are known
+    ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # ignores NULLs
     return (
         select(
             ApiKey.id,
@@ -356,21 +368,24 @@ def select_principal() -> Select[Any]:
     )
 
 
-PRINCIPAL_OF_SECRET = select_principal()  # put together once: to do it for each call took as long as the answer
+# Built once: building it per call took as long as the query.
+PRINCIPAL_OF_SECRET = select_principal()
 
 
 async def authenticate(session: AsyncSession, secret: str) -> Principal:
-    """Who the secret belongs to, by the database's clock. Raises: KeyInvalid, the same for unknown, revoked and expired.
+    """Return the owner of a secret that is valid by the database's clock. Raises: KeyInvalid for
+    any other secret.
 
-    No time tells them apart: one statement answers all, and it compares SHA-256s by index, which says nothing of the secret.
+    Unknown, revoked and expired secrets take equal time: one statement handles all, comparing
+    SHA-256 hashes by index.
     """
     refusal = KeyInvalid("the API key is not valid: it is unknown, revoked or expired")
     if SECRET_FORM.fullmatch(secret) is None:
         raise refusal
-    found = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
-    if (row := found.one_or_none()) is None:
+    result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
+    if (row := result.one_or_none()) is None:
         raise refusal
-    key_id, prefix, project_id, organization_id, currency_code, scopes, lifetime_s, models, most_in, most_out, networks = row
+    key_id, prefix, project_id, organization_id, currency_code, scopes, lifetime_s, models, max_in, max_out, networks = row
     return Principal(
         api_key_id=key_id,
         key_prefix=prefix,
@@ -380,14 +395,14 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
         scopes=frozenset(scopes),
         secret_lifetime_s=lifetime_s,
         models=frozenset(models),
-        bounds=TokenBounds(most_in, most_out),
+        bounds=TokenBounds(max_in, max_out),
         networks=networks_of(tuple(networks)),
         secret_hash=hash_of(secret),
     )
 
 
 async def find_organization(session: AsyncSession, ref: str) -> Organization:
-    """By name or id. Raises: NotFound."""
+    """Return an organization by name or id. Raises: NotFound."""
     key = as_uuid(ref)
     if key is None and NAME_FORM.fullmatch(ref) is None:
         raise NotFound("organization", ref)
@@ -398,7 +413,9 @@ async def find_organization(session: AsyncSession, ref: str) -> Organization:
 
 
 async def find_project(session: AsyncSession, ref: str, *, organization: str | None = None) -> Project:
-    """By id, or by name in the organization; without an organization the name is "organization/project". Raises: NotFound."""
+    """Return a project by id, by name in an organization, or by "organization/project". Raises:
+    NotFound.
+    """
     shown = f"{organization}/{ref}" if organization else ref
     if not organization:
         organization, _, ref = ref.rpartition("/")
@@ -414,10 +431,10 @@ async def find_project(session: AsyncSession, ref: str, *, organization: str | N
 
 
 async def find_api_key(session: AsyncSession, ref: str) -> KeyRecord:
-    """By id or prefix. Raises: NotFound."""
+    """Return a key by id or prefix. Raises: NotFound."""
     key_id = as_uuid(ref)
     if key_id is None and PREFIX_FORM.fullmatch(ref) is None:
-        raise NotFound("API key", ref[: PREFIX_LENGTH + 3])  # no more of it: it might be a secret
+        raise NotFound("API key", ref[: PREFIX_LENGTH + 3])  # truncated: it might be a secret
     condition = ApiKey.prefix == ref if key_id is None else ApiKey.id == key_id
     if (row := (await session.execute(_select_keys().where(condition))).one_or_none()) is None:
         raise NotFound("API key", ref)
@@ -432,16 +449,16 @@ def as_uuid(ref: str) -> uuid.UUID | None:
 
 
 def checked_name(name: str) -> str:
-    """A name that an organization or project may have. One that reads as an id would make references ambiguous."""
+    """Return a valid name of an organization or project. A UUID would make references ambiguous."""
     if NAME_FORM.fullmatch(name) is None or as_uuid(name) is not None:
-        raise InvalidValue("name", 'give 1 to 63 of a-z, 0-9 and "-", starting with a letter, and not a UUID')
+        raise InvalidValue("name", 'must be 1 to 63 of a-z, 0-9 and "-", starting with a letter, and not a UUID')
     return name
 
 
 def _checked_lifetime(lifetime: timedelta) -> timedelta:
     if not timedelta(0) < lifetime <= LIFETIME_MAX:
         raise InvalidValue(
-            "lifetime", f"give more than zero and at most {LIFETIME_MAX.days} days, or none for a key without an end"
+            "lifetime", f"must be more than zero and at most {LIFETIME_MAX.days} days, or unset for an unlimited key"
         )
     return lifetime
 
@@ -490,36 +507,40 @@ async def project_names(session: AsyncSession, project_ids: Sequence[uuid.UUID])
 
 
 async def subject_ids(session: AsyncSession, ref: str) -> list[str]:
-    """The ids of an organization, a project or a key of that name, and of all below it; and the text itself, for other ids."""
-    found: set[uuid.UUID] = set()
+    """Return the ids of the named organization, project or key and of all below it, and the text
+    itself.
+    """
+    ids: set[uuid.UUID] = set()
     finders: tuple[Callable[[AsyncSession, str], Awaitable[Organization | Project | KeyRecord]], ...]
     finders = (find_organization, find_project, find_api_key)
     for find in finders:
         with contextlib.suppress(NotFound):
-            found.add((await find(session, ref)).id)
-    projects = await session.scalars(select(Project.id).where(or_(Project.organization_id.in_(found), Project.id.in_(found))))
-    found |= set(projects)
-    found |= set(await session.scalars(select(ApiKey.id).where(ApiKey.project_id.in_(found))))
-    return sorted({ref, *map(str, found)})
+            ids.add((await find(session, ref)).id)
+    projects = await session.scalars(select(Project.id).where(or_(Project.organization_id.in_(ids), Project.id.in_(ids))))
+    ids |= set(projects)
+    ids |= set(await session.scalars(select(ApiKey.id).where(ApiKey.project_id.in_(ids))))
+    return sorted({ref, *map(str, ids)})
 
 
-OVERLAP = timedelta(hours=24)  # a working day to put the new secret in place
-OVERLAP_MAX = timedelta(days=30)  # a leaked secret that works for longer is not rotated, only doubled
+OVERLAP = timedelta(hours=24)  # a working day to deploy the new secret
+OVERLAP_MAX = timedelta(days=30)  # a longer overlap would leave a leaked secret in use
 EXPIRY_MIN, EXPIRY_MAX = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
 
 
 async def rotate_api_key(
     session: AsyncSession, *, api_key: str, overlap: timedelta = OVERLAP, actor: str
 ) -> tuple[KeyRecord, str, datetime]:
-    """Give a key, by id or prefix, a new secret; the key, the secret, and until when the replaced one works.
+    """Give a key, by id or prefix, a new secret; return the key, the secret, and the end of the
+    replaced one.
 
-    overlap: 0 ends the replaced secret at once, and every request that was begun with it. A secret that was replaced before keeps
-    its own end, or ends with this overlap if that is earlier. Raises: NotFound, InvalidValue, KeyRevoked.
+    overlap: 0 ends the replaced secret at once, with every request started with it. Secrets
+    replaced earlier keep their own end, or end with this overlap if that is earlier. Raises:
+    NotFound, InvalidValue, KeyRevoked.
     """
     if not timedelta(0) <= overlap <= OVERLAP_MAX:
-        raise InvalidValue("overlap", f"give zero to {OVERLAP_MAX.days} days")
-    found = await find_api_key(session, api_key)
-    key = await _changeable(session, found)
+        raise InvalidValue("overlap", f"must be zero to {OVERLAP_MAX.days} days")
+    record = await find_api_key(session, api_key)
+    key = await _changeable(session, record)
     secret = new_secret(prefix=key.prefix)
     await session.execute(
         delete(SupersededSecret).where(SupersededSecret.api_key_id == key.id, SupersededSecret.expires_at <= func.now())
@@ -534,8 +555,8 @@ async def rotate_api_key(
     before = snapshot(key)
     key.secret_hash = hash_of(secret)
     await session.flush()
-    # No hash is logged, so the end of the replaced secret is what tells one rotation from another.
-    ended, ends = ({"replaced_secret_ends_at": each and each.isoformat()} for each in (found.overlap_ends_at, ends_at))
+    # No hash is logged, so the end of the replaced secret distinguishes one rotation from another.
+    ended, ends = ({"replaced_secret_ends_at": each and each.isoformat()} for each in (record.overlap_ends_at, ends_at))
     await record_change(
         session, actor=actor, action="api_key.rotate", subject_id=str(key.id), before=before | ended, after=before | ends
     )
@@ -559,23 +580,25 @@ async def update_api_key(
     never_expires: bool = False,
     actor: str,
 ) -> KeyRecord:
-    """Change what is given of a key, by id or prefix; the rest stays. A time that has passed ends the key now; 0 tokens: no bound.
+    """Change the attributes passed of a key, by id or prefix. A past time ends the key now; 0
+    tokens mean no bound.
 
-    Every process looks at the key again at once, and ends what it runs from outside of the key's networks.
+    Every process checks the key again at once, and ends its requests from outside the key's
+    networks.
 
     Raises: NotFound, InvalidValue, KeyRevoked.
     """
     if all_models and models:
-        raise InvalidValue("all_models", "name models or say that it is good for all, not both")
+        raise InvalidValue("all_models", "set either models or all_models, not both")
     if all_networks and allowed_networks:
-        raise InvalidValue("all_networks", "name networks or say that it is good from everywhere, not both")
+        raise InvalidValue("all_networks", "set either networks or all_networks, not both")
     if never_expires and expires_at is not None:
-        raise InvalidValue("never_expires", "give a time or say that there is none, not both")
+        raise InvalidValue("never_expires", "set either a time or never_expires, not both")
     if expires_at is not None and not EXPIRY_MIN <= expires_at <= EXPIRY_MAX:
-        raise InvalidValue("expire_time", f"give a time from {EXPIRY_MIN:%Y} to {EXPIRY_MAX:%Y}")
-    found = await find_api_key(session, api_key)
-    key = await _changeable(session, found)
-    wanted = {
+        raise InvalidValue("expire_time", f"must be a time from {EXPIRY_MIN:%Y} to {EXPIRY_MAX:%Y}")
+    record = await find_api_key(session, api_key)
+    key = await _changeable(session, record)
+    requested = {
         "name": key.name if name is None else checked_key_name(name),
         "scopes": checked_scopes(scopes) if scopes else list(key.scopes),
         "models": checked_models(models) if models or all_models else list(key.models),
@@ -586,21 +609,21 @@ async def update_api_key(
         "max_output_tokens": _bound(key.max_output_tokens, max_output_tokens, "max_output_tokens"),
         "expires_at": None if never_expires else (expires_at or key.expires_at),
     }
-    values = {column: value for column, value in wanted.items() if getattr(key, column) != value}
+    values = {column: value for column, value in requested.items() if getattr(key, column) != value}
     if not values:
-        return found
+        return record
     changed = await change_key(session, key, actor, "api_key.update", **values)
     if values.keys() - {"name"}:
         await order_look_at_key(session, key.id, changed.allowed_networks)
     return await find_api_key(session, str(key.id))
 
 
-def _bound(standing: int | None, given: int | None, field: str) -> int | None:
-    return standing if given is None else checked_bound(given, field)
+def _bound(present: int | None, requested: int | None, field: str) -> int | None:
+    return present if requested is None else checked_bound(requested, field)
 
 
-async def _changeable(session: AsyncSession, found: KeyRecord) -> ApiKey:
-    key = await locked_key(session, found.id)
+async def _changeable(session: AsyncSession, record: KeyRecord) -> ApiKey:
+    key = await locked_key(session, record.id)
     if key.revoked_at is not None:
-        raise KeyRevoked(f"key {key.prefix} is revoked, which is for good: create another one")
+        raise KeyRevoked(f"key {key.prefix} is revoked permanently: create another one")
     return key

@@ -368,5 +368,5 @@ async def test_who_waits_for_a_long_configuration_is_told_so_and_not_that_the_da
     for refusal in (whole, single):
         assert (refusal.code, refusal.reason) == (StatusCode.UNAVAILABLE, "CHANGES_UNDER_WAY")
         assert refusal.retry_after_s == 5.0
-        assert "another configuration is being applied" in refusal.status.message
+        assert "another configuration or other changes are being applied" in refusal.status.message
     await admin.apply()

@@ -198,7 +198,7 @@ async def test_what_fails_is_tried_again_later_and_later_with_the_same_id_and_gi
     assert [json.loads(post.body)["id"] for post in there.received[:4]] == [str(alert_id)] * 3 + [str(given_up)]
     assert {post.path for post in there.received} == {"/alerts"}, "no redirect is followed"
     [first_state, second_state] = world.rows(STATES)
-    assert first_state == ("delivered", 3, "answered 302: redirects are not followed; give the URL that it leads to")
+    assert first_state == ("delivered", 3, "answered 302: redirects are not followed; set the URL of the target")
     assert second_state[::2] == ("failed", "answered 500")
     assert GIVE_UP_AFTER / timedelta(seconds=REST_S_MAX) <= second_state[1] <= 30
 
@@ -293,7 +293,7 @@ async def test_what_is_told_of_an_answer_that_is_no_http_has_not_the_path_which_
 
     error = await send(there.url + "/T0KEN", "s", b"{}", private=True)
 
-    assert error.startswith("answered what is no HTTP: ")
+    assert error.startswith("the response is not valid HTTP: ")
     assert "T0KEN" not in error
 
 
@@ -352,10 +352,10 @@ async def test_a_name_that_leads_inside_is_refused_at_each_attempt_and_what_was_
     reached = await send(f"http://pinned.example:{port}/alerts", "s", b"{}", private=True)
     allowed_no_more = await send(there.url, "s", b"{}", private=False)
 
-    assert refused == "inside.example leads to no public address"
+    assert refused == "inside.example does not resolve to a public address"
     assert [place["host"] for place in places] == ["8.8.8.8"]
     assert (reached, asked.count("pinned.example")) == ("", 1)
     assert there.received[0].headers["host"] == f"pinned.example:{port}"
-    assert "give one with https" in allowed_no_more
+    assert "must use https" in allowed_no_more
     with pytest.raises(AddressRefused):
         await checked_places("x.example", 443, private=False)

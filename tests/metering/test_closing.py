@@ -445,7 +445,7 @@ async def test_misstated_usage_is_billed_by_an_adjustment_that_two_people_agreed
         )
         assert [row.id for row in rows] == ids
     await world.use(price, Consumed(10, 0, 5, settled_at=NOVEMBER, cost_picos=right - 1))
-    with pytest.raises(MonthNotClosable, match="has corrected other usage already"):
+    with pytest.raises(MonthNotClosable, match="has already corrected other usage"):
         await world.close("2025-11", correcting=str(approved.id))
     with HoldWorld(database_url, now=None, priced=False) as rows_of:
         assert unseen(rows_of, CORRECTION_FAULTS, Moment.ALWAYS, Moment.AT_REST) == []

@@ -63,7 +63,7 @@ def test_a_key_that_is_named_must_be_there_and_of_the_right_kind(tmp_path: Path)
     text.write_text("secret")
     other.write_bytes(X25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
-    for path, told in ((tmp_path / "none", "cannot be read"), (text, "no private key"), (other, "Ed25519")):
+    for path, told in ((tmp_path / "none", "cannot be read"), (text, "not contain a private key"), (other, "Ed25519")):
         with pytest.raises(InvalidValue, match=told) as refused:
             load_signer({"WEIR_RECEIPT_KEY_FILE": str(path)})
         assert refused.value.field == "WEIR_RECEIPT_KEY_FILE"
