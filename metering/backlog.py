@@ -1,7 +1,7 @@
-"""What the books have yet to do, over all processes: usage to rate, hours to export, holds that nobody has ended.
+"""Backlog over all processes: usage to rate, hours to export, overdue holds.
 
-For operators, who ask every few seconds: each number comes from a list or an index of what is not done yet, and counting stops at a
-bound, so that a long backlog is not made longer by looking at it.
+Operators poll it every few seconds: each number comes from a list or an index of pending rows, and
+counting stops at a bound, so that a long backlog does not become longer by being measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sqlalchemy import text
 
 from metering.store.db import Sessions
 
-COUNTED_MAX = 10_000  # rows of each list: beyond it an operator needs to know no more than that
+COUNTED_MAX = 10_000  # rows of each list: operators need no exact count beyond it
 OVERDUE_AGE = "30 seconds"  # three rounds of the sweep
 
 # The columns are the fields of `Backlog`.
@@ -36,12 +36,13 @@ FROM (SELECT count(*) AS unrated_event_count, coalesce(extract(epoch FROM now() 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """At one moment. Counts end at `COUNTED_MAX`; ages are those of the oldest that was counted, 0 where there is none.
+    """Backlog at one time. Counts end at `COUNTED_MAX`; ages are those of the oldest counted row, 0
+    if there is none.
 
-    overdue_hold_count: of holds whose time was over so long ago that the sweep must have ended them.
-    unexported_batch_count: batches that no biller has counted yet, as far as anybody knows.
-    unhandled_event_count: of Stripe's events. undelivered_alert_count: that wait for their webhooks.
-    worker_incidents: of all workers since the first, by source.
+    overdue_hold_count: holds that expired so long ago that the sweep should have ended them.
+    unexported_batch_count: batches not known to be counted by a biller. unhandled_event_count: of
+    Stripe's events. undelivered_alert_count: pending webhook deliveries. worker_incidents: of all
+    workers since the first, by source.
     """
 
     unrated_event_count: int
@@ -57,6 +58,6 @@ class Backlog:
 
 
 async def read_backlog(sessions: Sessions) -> Backlog:
-    """Ask. Raises: StoreAway."""
+    """Read the backlog. Raises: StoreAway."""
     async with sessions() as session:
         return Backlog(*(await session.execute(BACKLOG)).one())

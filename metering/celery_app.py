@@ -1,7 +1,9 @@
-"""The Celery application: broker, schedule and limits of the background work. What the tasks do is in other modules.
+"""The Celery application: broker, schedule and limits of the background work. What the tasks do is
+in other modules.
 
-A message only says "look for work"; the work is found by a query. So a lost or doubled message costs nothing, nobody has to publish
-one, and the broker needs no care. Settings come from the environment: `WEIR_DATABASE_URL`, `WEIR_BROKER_URL`, `WEIR_HOME`.
+A message only says "look for work"; the work is found by a query. So a lost or doubled message
+costs nothing, nobody has to publish one, and the broker needs no care. Settings come from the
+environment: `WEIR_DATABASE_URL`, `WEIR_BROKER_URL`, `WEIR_HOME`.
 """
 
 from __future__ import annotations
@@ -27,16 +29,21 @@ from metering.worker import READY_FILE, Hurry, UsageListener, record_worker_inci
 
 log = logging.getLogger(__name__)
 
-# Celery warns of running as root because a pickled message could do anything. Ours are JSON, and a container's only user is root.
+# Celery warns of running as root because a pickled message could do anything. Ours are JSON, and a
+# container's only user is root.
 warnings.filterwarnings("ignore", category=SecurityWarning, message="You're running the worker with superuser privileges")
 
 RATE_EVERY_S = 1.0  # how old usage gets before it is in the ledger
 DELETE_COUNTERS_EVERY_S = 3600.0  # a quota per minute leaves 1,440 rows a day
-KEEP_PARTITIONS_EVERY_S = 3600.0  # they are made months ahead; soon again where a lock was not had
+KEEP_PARTITIONS_EVERY_S = 3600.0  # created months ahead; retried soon after a lock timeout
 SWEEP_EVERY_S = 10.0  # a small part of a hold's life of a minute
-EXPORT_EVERY_S = 15.0  # usage is exported by the hour, and a failed call comes round again soon
-ALERTS_EVERY_S = 15.0  # people read them; one query over the limits that alert, about a second for 100,000 on a busy machine
-PREPAID_EVERY_S = 5.0  # how late credit that begins with a month may come; one small query but in the first seconds of a month
+EXPORT_EVERY_S = 15.0  # usage is exported by the hour, and failed calls are retried soon
+# People read them; one query over the limits that alert, about a second for 100,000 on a busy
+# machine.
+ALERTS_EVERY_S = 15.0
+# How late credit that begins with a month may come; one small query but in the first seconds of a
+# month.
+PREPAID_EVERY_S = 5.0
 SCHEDULE = {
     "rate_pending": RATE_EVERY_S,
     "delete_past_counters": DELETE_COUNTERS_EVERY_S,
@@ -46,12 +53,15 @@ SCHEDULE = {
     "export_usage": EXPORT_EVERY_S,
     "sweep_expired_holds": SWEEP_EVERY_S,
 }
-EXPIRES = {"rate_pending": 10}  # times of its schedule after which a message has nothing to say; else 2
-TIME_LIMIT_S = 60.0  # of one task: it stops by itself far earlier, so reaching this means that something hangs
-POLLING_INTERVAL_S = 0.05  # of a worker without a broker, and so how late usage may be rated
-CLOCK_TICK_MAX_S = 1.0  # how long the clock may sleep, and so how long it may take to stop
-REST_S_MAX = 30.0  # of a task or of the clock after a failure: what is wrong with one item rests for longer by itself
-VISIBILITY_TIMEOUT_S = 300  # after which Redis gives a dead worker's message to another; longer than any task may take
+# Times of its schedule after which a message has nothing to say; else 2.
+EXPIRES = {"rate_pending": 10}
+TIME_LIMIT_S = 60.0  # per task: tasks stop far earlier, so reaching it means that something hangs
+POLLING_INTERVAL_S = 0.05  # of a worker without a broker, and so the maximum delay of rating
+CLOCK_TICK_MAX_S = 1.0  # maximum sleep of the clock, and so the maximum time for it to stop
+# Pause of a task or of the clock after a failure; single failing items pause longer.
+REST_S_MAX = 30.0
+# After which Redis gives a dead worker's message to another; longer than any task may take.
+VISIBILITY_TIMEOUT_S = 300
 
 
 task_retries = Retries("worker_task", longest_s=REST_S_MAX)  # by task
@@ -59,19 +69,23 @@ clock_retries = Retries("worker_clock", longest_s=REST_S_MAX)
 
 
 def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Celery's settings for an environment."""
+    """Return Celery's settings for an environment."""
     return {
-        # A worker alone sends its messages to itself. What it forgets with its death the next one's schedule sends again.
+        # A worker alone sends its messages to itself. What it forgets with its death the next one's
+        # schedule sends again.
         "broker_url": environment.get("WEIR_BROKER_URL") or "memory://localhost",
         "broker_transport_options": {"polling_interval": POLLING_INTERVAL_S, "visibility_timeout": VISIBILITY_TIMEOUT_S},
         "broker_connection_retry_on_startup": True,
-        # A message is acknowledged when its task has ended, and is given to another worker if that one's process dies.
+        # A message is acknowledged when its task has ended, and is given to another worker if that
+        # one's process dies.
         "task_acks_late": True,
         "task_reject_on_worker_lost": True,
-        "task_acks_on_failure_or_timeout": True,  # the schedule tries again; a message that always fails must not go round for ever
+        # The schedule tries again; a message that always fails must not go round for ever.
+        "task_acks_on_failure_or_timeout": True,
         "worker_prefetch_multiplier": 1,
         "task_ignore_result": True,
-        "task_time_limit": TIME_LIMIT_S * 2,  # of a prefork pool: kills a process that ignores its own limit
+        # Of a prefork pool: kills a process that ignores its own limit.
+        "task_time_limit": TIME_LIMIT_S * 2,
         "task_serializer": "json",
         "accept_content": ["json"],
         "timezone": "UTC",
@@ -89,7 +103,7 @@ def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 class ClockThread(threading.Thread):
-    """Sends what is due. Celery's own `--beat` would be a process, which goes on by itself when its worker is killed."""
+    """Scheduler thread. Celery's own `--beat` would be a process that outlives its killed worker."""
 
     def __init__(self, app: Celery) -> None:
         super().__init__(name="clock", daemon=True)
@@ -98,10 +112,11 @@ class ClockThread(threading.Thread):
         self._service: Service | None = None
 
     def run(self) -> None:
-        """Keep the service going until `stop`."""
+        """Keep the scheduler running until `stop`."""
         self._app.set_current()
         while not self._stopping.is_set():
-            # The plain scheduler: the default one keeps a file, to know after a restart what is due. Here everything soon is.
+            # The plain scheduler: the default one keeps a file, to know after a restart what is
+            # due. Here everything soon is.
             self._service = Service(self._app, max_interval=CLOCK_TICK_MAX_S, scheduler_cls=Scheduler, remote_control=False)
             try:
                 self._service.start()
@@ -110,14 +125,14 @@ class ClockThread(threading.Thread):
                 self._stopping.wait(clock_retries.wait_s())
 
     def stop(self) -> None:
-        """Ask it to stop; it dies with the process if it does not hear."""
+        """Ask the thread to stop; otherwise it ends with the process."""
         self._stopping.set()
         if self._service is not None:
             self._service.stop()
 
 
 class Clock(bootsteps.StartStopStep):  # type: ignore[misc]
-    """The option `--clock` of a worker."""
+    """Worker option `--clock`."""
 
     def __init__(self, worker: Any, clock: bool = False, **options: Any) -> None:
         self.enabled = clock
@@ -136,14 +151,16 @@ rating_hurry = Hurry(ask_for_rating, RATE_EVERY_S)
 
 
 class Listener(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Rates usage as soon as it is there, in every worker."""
+    """Worker step that rates usage as soon as it is settled."""
 
     def create(self, worker: Any) -> UsageListener:
         return UsageListener(os.environ["WEIR_DATABASE_URL"], rating_hurry)
 
 
 def task(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Make a function that takes nothing a task of this name. A task that fails unexpectedly rests before it runs again."""
+    """Register a function without arguments as a task. A task that fails unexpectedly pauses before
+    its next run.
+    """
 
     def register(function: Callable[[], None]) -> Callable[[], None]:
         def attempt() -> None:
@@ -171,7 +188,7 @@ def refuse_without_database(**_: Any) -> None:
 
 @worker_ready.connect  # type: ignore[untyped-decorator]
 def tell_readiness(**_: Any) -> None:
-    """Tell `weir up` that this worker takes tasks."""
+    """Tell `weir up` that this worker accepts tasks."""
     if path := os.environ.get(READY_FILE):
         Path(path).write_text(str(os.getpid()))
 

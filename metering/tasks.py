@@ -1,4 +1,6 @@
-"""The background work as Celery tasks: each takes nothing, calls one function, and may run twice at once without harm."""
+"""Background work as Celery tasks: each takes no arguments, calls one function, and may run twice
+at once.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from metering.store.db import Sessions, create_engine, create_sessions
 
 log = logging.getLogger(__name__)
 alerts = Retries("alert_look", passing=(StoreAway,))
-misstated_retries = Retries("misstated_usage")  # by what names the events
+misstated_retries = Retries("misstated_usage")  # by the message, which names the events
 
 ALERT_CONNECTIONS = 3  # as for the export, below
 EXPORT_CONNECTIONS = 3  # one holds the locks; the others take turns, for a millisecond at a time
@@ -33,7 +35,7 @@ EXPORT_CONNECTIONS = 3  # one holds the locks; the others take turns, for a mill
 
 @task("weir.rate_pending")
 def rate_pending() -> None:
-    """Post to the ledger what has been used since the last time."""
+    """Post new usage to the ledger."""
     rating_hurry.begun()
     run(_rate_pending)
 
@@ -41,7 +43,7 @@ def rate_pending() -> None:
 async def _rate_pending(sessions: Sessions) -> None:
     try:
         await rate_all_pending(sessions)
-    except InvariantViolated as misstated:  # the same events each second, until a person corrects them
+    except InvariantViolated as misstated:  # the same events each second, until an operator corrects them
         if misstated_retries.is_due(str(misstated)):
             misstated_retries.failed(misstated, str(misstated))
 
@@ -59,13 +61,13 @@ def sweep() -> None:
 
 @task("weir.delete_past_counters")
 def delete_past_counters() -> None:
-    """Keep the counters of quotas from growing for ever."""
+    """Delete past counters of quotas."""
     run(quota_admin.delete_all_past_counters)
 
 
 @task("weir.keep_partitions")
 def keep_partitions() -> None:
-    """Make the partitions of coming months, before anything is used in them."""
+    """Create the partitions of coming months ahead of time."""
     run(_keep_partitions)
 
 
@@ -76,17 +78,17 @@ async def _keep_partitions(sessions: Sessions) -> None:
 
 @task("weir.refresh_prepaid")
 def refresh_prepaid() -> None:
-    """After a month's begin: let prepaid organizations use the credit that begins with it."""
+    """Enable credit that begins with a new month for prepaid organizations."""
     run(refresh_for_the_month)
 
 
 @task("weir.fire_alerts")
 def fire_alerts() -> None:
-    """Find the limits of which so much is used that somebody wants to know, and tell those who do."""
+    """Find crossed alert thresholds and deliver the alerts."""
     try:
         private = allows_private(os.environ)
     except InvalidValue as error:
-        log.error("nobody is told of alerts: %s", error)
+        log.error("alerts are not delivered: %s", error)
         return
 
     async def look_and_deliver(sessions: Sessions) -> None:
@@ -99,7 +101,7 @@ def fire_alerts() -> None:
 
 @task("weir.export_usage")
 def export() -> None:
-    """Hand rated usage over to whoever bills it, if anybody does."""
+    """Export rated usage, if an exporter is configured."""
     try:
         run(lambda sessions: export_usage(sessions, os.environ), EXPORT_CONNECTIONS)
     except InvalidValue as error:
@@ -107,7 +109,9 @@ def export() -> None:
 
 
 def run(work: Callable[[Sessions], Awaitable[object]], connection_count: int = 1) -> None:
-    """Run it to its end, on a loop of its own: nothing outlives a task that a fork or a broken connection could spoil."""
+    """Run a task's work on a loop of its own, so that no connection outlives the task or is shared
+    by a fork.
+    """
 
     async def bounded() -> None:
         engine = create_engine(database_url(), pool_size=connection_count)
@@ -120,7 +124,7 @@ def run(work: Callable[[Sessions], Awaitable[object]], connection_count: int = 1
     try:
         asyncio.run(bounded())
     except* (psycopg.OperationalError, StoreAway) as group:
-        # The work is still there, and the clock comes round again.
+        # The work is still pending, and the schedule runs it again.
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]

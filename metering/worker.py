@@ -1,7 +1,9 @@
-"""The background worker, as far as it knows nothing of Celery: its command line, its usage listener, its incident counts.
+"""The background worker, as far as it knows nothing of Celery: its command line, its usage
+listener, its incident counts.
 
-The listener is a thread that asks for the rating task when usage is settled; what is settled while nobody listens is found by the
-schedule, a second later. A worker has no metrics page, so its incidents are counted in the database and read by the api processes.
+The listener is a thread that asks for the rating task when usage is settled; what is settled while
+nobody listens is found by the schedule, a second later. A worker has no metrics page, so its
+incidents are counted in the database and read by the api processes.
 """
 
 from __future__ import annotations
@@ -19,35 +21,38 @@ from common.incidents import INCIDENT_COUNTS, Retries
 from metering.holds.holds import CHANNEL
 from metering.store.db import KEEPALIVES, connection_options, psycopg_conninfo
 
-READY_FILE = "WEIR_READY_FILE"  # the environment's variable for a file that a worker writes its pid to once it takes tasks
+# The environment's variable for a file that a worker writes its pid to once it takes tasks.
+READY_FILE = "WEIR_READY_FILE"
 
 
 def worker_command() -> list[str]:
-    """Command line of one worker that also sends the scheduled tasks. It reads its settings from the environment.
+    """Command line of one worker that also sends the scheduled tasks. It reads its settings from
+    the environment.
 
-    Any number of them may run: a task that runs twice does no harm, and each clock stands in for the others. SIGTERM ends it within
-    three seconds; kill -9 leaves no process behind and loses nothing.
+    Any number of them may run: a task that runs twice does no harm, and each clock stands in for
+    the others. SIGTERM ends it within three seconds; kill -9 leaves no process behind and loses
+    nothing.
     """
     return [
         *(sys.executable, "-m", "celery", "--quiet", "--app=metering.celery_app", "worker"),
         "--clock",
-        "--pool=solo",  # the work is waiting for PostgreSQL; more processes would wait as well
+        "--pool=solo",  # tasks wait for PostgreSQL; more processes would wait as well
         "--loglevel=WARNING",
         # Workers need to know nothing of each other.
         *("--without-gossip", "--without-mingle", "--without-heartbeat"),
     ]
 
 
-LISTEN_S = 1.0  # at a time, and so how long the thread may take to stop
+LISTEN_S = 1.0  # per wait, and so the maximum time for the thread to stop
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0
-CONNECT_TIMEOUT_S = 2  # the least that libpq knows
+CONNECT_TIMEOUT_S = 2  # the minimum of libpq
 APPLICATION = "weir usage listener"
 
 log = logging.getLogger(__name__)
 
 
 class UsageListener(threading.Thread):
-    """Calls `hurry` whenever a process says that something was used, and whenever it has just begun to listen."""
+    """Thread that calls `hurry` whenever usage is announced, and when it starts to listen."""
 
     def __init__(self, database_url: str, hurry: Callable[[], None]) -> None:
         super().__init__(name="usage listener", daemon=True)
@@ -57,7 +62,7 @@ class UsageListener(threading.Thread):
         self._retries = Retries("usage_listener", longest_s=RECONNECT_MAX_S)
 
     def run(self) -> None:
-        """Listen until `stop`; connects again, ever more slowly, whenever the connection breaks."""
+        """Listen until `stop`; reconnect with backoff whenever the connection breaks."""
         backoff = Backoff(RECONNECT_MIN_S, RECONNECT_MAX_S)
         delay_s = 0.0
         while not self._stopping.wait(delay_s):
@@ -74,23 +79,23 @@ class UsageListener(threading.Thread):
                     self._listen(connection)
             except (psycopg.OperationalError, psycopg.InterfaceError, OSError) as away:
                 log.info("usage is not listened for: %s", str(away).partition("\n")[0])
-            except Exception as error:  # whatever it is, the schedule goes on, and so must this
+            except Exception as error:  # the schedule continues, and so must the listener
                 self._retries.failed(error)
             delay_s = max(backoff.next_s(), self._retries.wait_s())
 
     def stop(self) -> None:
-        """Ask it to stop; it dies with the process if it does not hear."""
+        """Ask the thread to stop; otherwise it ends with the process."""
         self._stopping.set()
 
     def _listen(self, connection: psycopg.Connection[tuple[object, ...]]) -> None:
-        self._hurry()  # for what was used while nobody listened
+        self._hurry()  # for usage settled while the connection was down
         while not self._stopping.is_set():
             if list(connection.notifies(timeout=LISTEN_S, stop_after=1)):
                 self._hurry()
 
 
 class Hurry:
-    """Asks for a task no more often than somebody does it: once, until it has begun or should have long ago."""
+    """Requests a task at most once until it begins, or until it should have begun long ago."""
 
     def __init__(self, ask: Callable[[], None], again_after_s: float) -> None:
         self._ask = ask
@@ -98,14 +103,14 @@ class Hurry:
         self._asked_at: float | None = None
 
     def __call__(self) -> None:
-        """Somebody has something to do for it."""
+        """Request the task, unless a request is pending."""
         now = time.monotonic()
         if self._asked_at is None or now - self._asked_at >= self._again_after_s:
             self._asked_at = now
             self._ask()
 
     def begun(self) -> None:
-        """The task has begun: what is used from now on needs another one."""
+        """Record that the task has begun: later usage needs another request."""
         self._asked_at = None
 
 
@@ -114,7 +119,7 @@ INSERT INTO worker_incidents AS known (source, incident_count) VALUES (%s, %s)
 ON CONFLICT (source) DO UPDATE SET incident_count = known.incident_count + excluded.incident_count, last_at = now()
 """
 
-_recorded: dict[str, int] = {}  # of `INCIDENT_COUNTS`, what the database has
+_recorded: dict[str, int] = {}  # counts of `INCIDENT_COUNTS` that the database has
 
 
 def record_worker_incidents(environment: Mapping[str, str]) -> None:

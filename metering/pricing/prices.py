@@ -1,10 +1,11 @@
-"""Price versions: what a model's tokens cost a customer in a tier from a moment on. None is changed; a correction is a later one.
+"""Price versions: what a model's tokens cost a customer in a tier from a moment on. None is
+changed; a correction is a later one.
 
 `TokenPrices` is what tokens cost by one version, here and in SQL.
 
-A version belongs to the list, or to one customer as its own price; `PriceBook` decides which one a request has. A tier
-may multiply prices, exactly or not at all. Functions take a session and never commit. Time is the database's: `now` is the
-beginning of the transaction.
+A version belongs to the list, or to one customer as its own price; `PriceBook` decides which one a
+request has. A tier may multiply prices, exactly or not at all. Functions take a session and never
+commit. Time is the database's: `now` is the beginning of the transaction.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from metering.core.models import Organization, PriceVersion, ServiceTier, TokenK
 from metering.core.money import checked_currency
 from metering.tenants.tenants import find_organization
 
-# By kind of token, as `TokenPrices.lines` has it: how a usage event's tokens are counted, and the column of their price.
+# By kind of token, as `TokenPrices.lines` has it: how a usage event's tokens are counted, and the
+# column of their price.
 COUNTS_OF_EVENT = {
     TokenKind.INPUT: ("input_token_count - cached_input_token_count", "input_picos_per_token"),
     TokenKind.CACHED_INPUT: ("cached_input_token_count", "cached_input_picos_per_token"),
@@ -54,7 +56,9 @@ class TokenPrices:
     def cost_picos(
         self, input_token_count: int, cached_input_token_count: int, output_token_count: int, embedding_token_count: int = 0
     ) -> int:
-        """Exact cost. Cached tokens are part of the input and priced apart, never twice; those embedded are no part of it."""
+        """Return the exact cost. Cached tokens are part of the input and priced separately;
+        embedded ones are not.
+        """
         return (
             (input_token_count - cached_input_token_count) * self.input_picos_per_token
             + cached_input_token_count * self.cached_input_picos_per_token
@@ -65,7 +69,9 @@ class TokenPrices:
     def lines(
         self, input_token_count: int, cached_input_token_count: int, output_token_count: int, embedding_token_count: int = 0
     ) -> Iterator[PricedTokens]:
-        """The cost by kind of token, in the order of `TokenKind`; kinds without tokens are left out."""
+        """Return the cost by kind of token, in the order of `TokenKind`, without kinds that have no
+        tokens.
+        """
         counts = (
             (TokenKind.INPUT, input_token_count - cached_input_token_count, self.input_picos_per_token),
             (TokenKind.CACHED_INPUT, cached_input_token_count, self.cached_input_picos_per_token),
@@ -77,7 +83,7 @@ class TokenPrices:
 
 @functools.lru_cache(maxsize=4096)
 def embedding_terms(prices: TokenPrices) -> TokenPrices:
-    """The same version for a request whose input is embedded: that is all it has, cached or not, and costs the embedding price."""
+    """Return the version for a request with embedded input, which pays the embedding price only."""
     each = prices.embedding_picos_per_token
     return replace(prices, input_picos_per_token=each, cached_input_picos_per_token=each)
 
@@ -92,11 +98,12 @@ class PricedTokens:
 
     @property
     def amount_picos(self) -> int:
-        """Exact: a price is a whole number of picos per token."""
+        """Exact amount: a price is a whole number of picos per token."""
         return self.token_count * self.unit_price_picos
 
 
-# Of a price: model, currency, the number of the organization whose own it is or None for the list, and service tier.
+# Of a price: model, currency, the number of the organization whose own it is or None for the list,
+# and service tier.
 PricePlace = tuple[str, str, int | None, str]
 
 
@@ -104,8 +111,8 @@ PricePlace = tuple[str, str, int | None, str]
 class PriceBook:
     """The versions in force at one moment, and which of them a request has.
 
-    A customer's own price wins over the list's; within each, a tier without a row of its own has the interactive one. None stands
-    for an own price that was withdrawn.
+    A customer's own price wins over the list's; within each, a tier without a row of its own has
+    the interactive one. None stands for an own price that was withdrawn.
     """
 
     in_force: dict[PricePlace, TokenPrices | None] = field(default_factory=dict)
@@ -123,7 +130,7 @@ class PriceBook:
         self.in_force[model, prices.currency_code, owner, tier] = None if withdrawn else prices
 
     def find(self, model: str, currency_code: str, organization_id: uuid.UUID, tier: str) -> TokenPrices | None:
-        """What the customer pays; None if there is no price."""
+        """Return the price for the customer; None if there is none."""
         get = self.in_force.get
         for owner in (organization_id.int, None):
             for each in (tier, ServiceTier.INTERACTIVE) if tier != ServiceTier.INTERACTIVE else (tier,):
@@ -135,12 +142,14 @@ class PriceBook:
 
 
 FIELD = "batch_multiplier_milli"  # as the contract calls it
-MULTIPLIER_SCALE = 1000  # multipliers are thousandths
-MULTIPLIER_MAX_MILLI = 1_000_000  # a thousandfold; more would be a unit mixed up
+MULTIPLIER_SCALE = 1000  # multipliers are in thousandths
+MULTIPLIER_MAX_MILLI = 1_000_000  # a factor of 1000; a larger one is a mistake in the unit
 
 
 def multiplied_rates(rates: Sequence[int], multiplier_milli: int) -> list[int]:
-    """Prices times thousandths, exactly. Raises: InvalidValue telling the nearest multipliers that leave no fraction of a pico."""
+    """Prices times thousandths, exactly. Raises: InvalidValue telling the nearest multipliers that
+    leave no fraction of a pico.
+    """
     if not 0 <= multiplier_milli <= MULTIPLIER_MAX_MILLI:
         raise InvalidValue(FIELD, f"give 0 to {MULTIPLIER_MAX_MILLI} thousandths")
     step = math.lcm(*(MULTIPLIER_SCALE // math.gcd(rate, MULTIPLIER_SCALE) for rate in rates))
@@ -153,9 +162,11 @@ def multiplied_rates(rates: Sequence[int], multiplier_milli: int) -> list[int]:
     return [rate * multiplier_milli // MULTIPLIER_SCALE for rate in rates]
 
 
-# As in "meta-llama/Llama-3.1-8B-Instruct" or "demo@2": nothing that a spreadsheet, a shell or a log would take for anything else.
+# As in "meta-llama/Llama-3.1-8B-Instruct" or "demo@2": nothing that a spreadsheet, a shell or a log
+# would take for anything else.
 MODEL_FORM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,199}", re.ASCII)
-PRICE_MAX_PICOS = 10**13  # 10 units per token; a request of 900,000 such tokens still fits a 64-bit cost
+# 10 units per token; a request of 900,000 such tokens still fits a 64-bit cost.
+PRICE_MAX_PICOS = 10**13
 Row = dict[str, object]  # column values of one version
 RATES = ("input_picos_per_token", "cached_input_picos_per_token", "output_picos_per_token", "embedding_picos_per_token")
 
@@ -164,8 +175,8 @@ RATES = ("input_picos_per_token", "cached_input_picos_per_token", "output_picos_
 class ModelPrice:
     """A price version with the model, tier and customer that it prices, and its beginning.
 
-    organization_id: None for the list. multiplier_milli: thousandths of the interactive prices that it was made with. withdrawn: it
-    only ends the customer's own price.
+    organization_id: None for the list. multiplier_milli: thousandths of the interactive prices that
+    it was made with. withdrawn: it only ends the customer's own price.
     """
 
     model: str
@@ -179,7 +190,9 @@ class ModelPrice:
 
 @dataclass(frozen=True, slots=True)
 class CustomerPrice:
-    """What one customer pays for a model in a tier. price: the version, which is another tier's where this one has none."""
+    """What one customer pays for a model in a tier. price: the version, which is another tier's
+    where this one has none.
+    """
 
     tier: ServiceTier
     price: ModelPrice
@@ -201,10 +214,11 @@ async def set_price(
 ) -> ModelPrice:
     """Add a version that holds from `effective_at` on, or from now; tells the interactive one.
 
-    currency_code: empty for the organization's, or USD. organization: by name or id, whose own price it is; empty for the list.
-    batch_multiplier_milli: thousandths of these prices that the batch tier pays; None keeps what is in force for it then, if
-    anything is. embedding_picos_per_token: None likewise. Raises: NotFound, InvalidValue, also for a time that has passed;
-    AlreadyExists for one at which another version begins.
+    currency_code: empty for the organization's, or USD. organization: by name or id, whose own
+    price it is; empty for the list. batch_multiplier_milli: thousandths of these prices that the
+    batch tier pays; None keeps what is in force for it then, if anything is.
+    embedding_picos_per_token: None likewise. Raises: NotFound, InvalidValue, also for a time that
+    has passed; AlreadyExists for one at which another version begins.
     """
     owner = await find_organization(session, organization) if organization else None
     currency_code = _currency_of(owner, currency_code)
@@ -238,7 +252,8 @@ async def set_price(
 async def withdraw_price(
     session: AsyncSession, *, model: str, organization: str, effective_at: datetime | None = None, actor: str
 ) -> list[ModelPrice]:
-    """End a customer's own price of a model: from `effective_at` on, or from now, it pays as the list says.
+    """End a customer's own price of a model: from `effective_at` on, or from now, it pays as the
+    list says.
 
     Raises: NotFound if it has none then; InvalidValue for a time that has passed; AlreadyExists.
     """
@@ -265,7 +280,9 @@ async def price_in_force(
     tier: ServiceTier = ServiceTier.INTERACTIVE,
     at: datetime | None = None,
 ) -> TokenPrices:
-    """What the customer, or somebody without a price of its own, pays at a time, by default now. Raises: PriceMissing."""
+    """Return the price for a customer, or without a customer the list's, at a time, by default now.
+    Raises: PriceMissing.
+    """
     found = await versions_in_force(session, model=model, currency_code=currency_code, organization_id=organization_id, at=at)
     for each in customer_prices(found, organization_id, model):
         if each.tier is tier:
@@ -274,7 +291,7 @@ async def price_in_force(
 
 
 async def get_price(session: AsyncSession, version: int) -> ModelPrice:
-    """One version by its number. Raises: NotFound."""
+    """Return a version by its number. Raises: NotFound."""
     if (row := await session.get(PriceVersion, version)) is None:
         raise NotFound("price version", str(version))
     return _model_price(row)
@@ -293,7 +310,9 @@ async def written_with(session: AsyncSession, price: ModelPrice) -> list[ModelPr
 
 
 async def list_current_prices(session: AsyncSession, *, currency_code: str | None = None) -> list[ModelPrice]:
-    """The list's interactive versions in force, by model and currency; only of one currency if it is given."""
+    """Return the list's interactive versions in force, by model and currency; optionally of one
+    currency.
+    """
     found = await versions_in_force(session, currency_code=currency_code)
     return [price for price in found if price.tier is ServiceTier.INTERACTIVE]
 
@@ -307,9 +326,11 @@ async def versions_in_force(
     everyones: bool = False,
     at: datetime | None = None,
 ) -> list[ModelPrice]:
-    """Of each tier the list's version in force, and the customer's own if one is given, withdrawn ones among them.
+    """Of each tier the list's version in force, and the customer's own if one is given, withdrawn
+    ones among them.
 
-    By model, currency, the list before the own, and tier. everyones: the own ones of all customers. at: by default now.
+    By model, currency, the list before the own, and tier. everyones: the own ones of all customers.
+    at: by default now.
     """
     query = _of(model, currency_code, organization_id, everyones=everyones).ext(distinct_on(*_PLACE))
     query = query.where(PriceVersion.effective_at <= (func.now() if at is None else at))
@@ -324,7 +345,9 @@ async def price_history(
     currency_code: str | None = None,
     organization_id: uuid.UUID | None = None,
 ) -> list[ModelPrice]:
-    """Every version there ever was and will be of the list, and of the customer if one is given; the oldest of each place first."""
+    """Every version there ever was and will be of the list, and of the customer if one is given;
+    the oldest of each place first.
+    """
     rows = await session.scalars(_of(model, currency_code, organization_id))
     return sorted(map(_model_price, rows), key=lambda price: (*_order(price), price.effective_at))
 
@@ -332,7 +355,9 @@ async def price_history(
 def customer_prices(
     versions: Sequence[ModelPrice], organization_id: uuid.UUID | None, model: str | None = None
 ) -> list[CustomerPrice]:
-    """What one customer, or somebody without a price of its own, pays for each model in each tier, of versions in force."""
+    """What one customer, or somebody without a price of its own, pays for each model in each tier,
+    of versions in force.
+    """
     book, by_version = PriceBook(), {each.prices.version: each for each in versions}
     for each in versions:
         book.add(each.prices, model=each.model, organization_id=each.organization_id, tier=each.tier, withdrawn=each.withdrawn)
@@ -347,7 +372,7 @@ def customer_prices(
 
 
 def checked_model(model: str) -> str:
-    """A name that a model may have. Raises: InvalidValue."""
+    """Return a valid model name. Raises: InvalidValue."""
     if MODEL_FORM.fullmatch(model) is None:
         raise InvalidValue("model", "give 1 to 200 of letters, digits and . _ : @ / -, starting with a letter or digit")
     return model
@@ -391,7 +416,7 @@ async def _beginning(session: AsyncSession, effective_at: datetime | None) -> da
 
 
 async def _add(session: AsyncSession, rows: Sequence[Row], action: str, actor: str) -> list[ModelPrice]:
-    """Insert versions, and write the log. Raises: AlreadyExists."""
+    """Insert versions and write the audit log. Raises: AlreadyExists."""
     added = []
     for row in rows:
         version = await session.scalar(insert(PriceVersion).values(row).on_conflict_do_nothing().returning(PriceVersion))

@@ -202,7 +202,7 @@ async def test_old_orders_are_not_read_again_and_again(
         async with sessions.begin() as session:
             await session.execute(text("UPDATE stop_orders SET ordered_at = ordered_at - interval '2 minutes'"))
         await until(lambda: listener.channel._floor == max(each.order_id for each in listener.orders), "the floor to rise")
-        await until(lambda: not listener.channel._obeyed, "what lies below it to be forgotten")
+        await until(lambda: not listener.channel._applied, "what lies below it to be forgotten")
         async with listening(database_url) as newcomer:
             last = await order(sessions, customer)
             await newcomer.got(1)
