@@ -56,7 +56,7 @@ async def test_processes_that_share_a_port_take_metrics_ports_side_by_side() -> 
 
 
 async def test_a_taken_port_is_refused_with_the_setting_that_names_another() -> None:
-    with listening() as first, pytest.raises(OSError, match="WEIR_METRICS_LISTEN names another, or off"):
+    with listening() as first, pytest.raises(OSError, match="set WEIR_METRICS_LISTEN to another address, or to off"):
         MetricsListener(("127.0.0.1", port_of(first)))
 
 

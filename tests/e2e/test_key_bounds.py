@@ -123,7 +123,7 @@ async def test_more_input_than_a_key_may_send_is_refused_by_name_and_number_on_e
     assert facts(generated) == by("prompt", MOST_IN, 3)
     assert facts(quoted) == by("prompt", MOST_IN, 3)
     assert facts(embedded) == facts(quoted_embed) == by("inputs", MOST_IN, 4)
-    assert f"15 tokens, 3 more than the {MOST_IN}" in generated.status.message
+    assert f"15 tokens, 3 more than the limit of {MOST_IN}" in generated.status.message
     assert fits.usage.embedding_token_count == MOST_IN
     assert counted.input_token_count > MOST_IN, "counting is how a client finds out"
     assert (chat.value.code, list_of_texts.value.code) == ("key_limit_exceeded",) * 2

@@ -94,7 +94,7 @@ async def test_a_month_is_closed_proved_and_corrected_by_commands(finance: Finan
     number = month["invoice_number"]
     assert checked == f"{name} 2025-10: can be closed\n"
     assert closed == f"{name} 2025-10: closed: invoice {number}, 0.16 USD\n"
-    assert again == f"{name} 2025-10: had been closed before: invoice {number}, 0.16 USD\n"
+    assert again == f"{name} 2025-10: was closed before: invoice {number}, 0.16 USD\n"
     assert hashlib.sha256((tmp_path / "month.csv").read_bytes()).hexdigest() == month["csv_sha256"]
     assert hashlib.sha256(document.encode()).hexdigest() == month["json_sha256"]
     assert f"invoice {number}" in shown

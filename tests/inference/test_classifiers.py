@@ -429,7 +429,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(text: str, words:
     [
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM, not a sequence classifier"),
         ({"architectures": None}, r"\(none\), not a sequence classifier"),
-        ({"auto_map": {"AutoModel": "code.py"}}, "code of its own"),
+        ({"auto_map": {"AutoModel": "code.py"}}, "requires custom code"),
         ({"problem_type": "regression"}, "no labels"),
         ({"id2label": ["a", "b"]}, "not a table of labels"),
         ({"id2label": {"0": "harmless", "5": "dangerous"}}, "not a table of labels"),
