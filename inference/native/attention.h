@@ -7,15 +7,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "interface.h"
 #include "numbers.h"
 #include "products.h"
 
 namespace {
 
-constexpr int BLOCK_TOKENS = 16; // positions of a KV block; as in kv_cache.py, checked at load
-// keys per chunk when blocks come from memory: short, since a sequence's first chunk is not
-// prefetched
-constexpr int STREAM_KEYS = 128;
+constexpr int64_t CHUNK_BLOCKS = CHUNK_KEYS / BLOCK_TOKENS;
 // finite, so that a row without visible keys so far yields no NaN
 constexpr float HIDDEN_SCORE = -1e30f;
 
@@ -34,18 +32,44 @@ template <class T> struct KeyRun {
     int64_t begin, end;
 };
 
+// Scores of 16 positions, of which the row sees those from `begin` to `end`.
+INLINE Vector hidden_outside(Vector score, int64_t begin, int64_t end) {
+    const IntVector lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int32_t first = int32_t(std::clamp<int64_t>(begin, 0, LANES)), last = int32_t(std::clamp<int64_t>(end, 0, LANES));
+    return ((lanes >= first) & (lanes < last)) ? score : splat(HIDDEN_SCORE);
+}
+
+// Weights of a row's chunk of keys by their scores. Returns the factor that corrects earlier chunks.
+template <class T> INLINE float weigh(
+    const float *scores, int64_t count, Vector chunk_largest, float &largest, float &total, T *probabilities
+) {
+    const float now_largest = std::max(largest, largest_of(chunk_largest));
+    const float correction = std::exp(largest - now_largest);
+    largest = now_largest;
+    Vector sum = {};
+    for (int64_t key = 0; key < count; key += LANES) {
+        const Vector score = load(scores + key);
+        Vector weight = exponential(score - now_largest);
+        // a row may have no visible key in this chunk
+        weight = score > splat(HIDDEN_SCORE / 2) ? weight : Vector{};
+        sum += weight;
+        store(probabilities + key, weight);
+    }
+    total = total * correction + sum_of(sum);
+    return correction;
+}
+
 // Attention of R query rows over the positions begins[r] to ends[r] (exclusive) of one head, in
-// chunks of keys with a running maximum and sum (Milakov and Gimelshein 2018). queries and out:
-// rows of D values. STREAMS: the blocks come from memory. Each product then prefetches for a later
-// one, so that memory is always busy: queries x keys for the chunk's values, probabilities x values
-// for the next chunk's keys. then: blocks that this thread reads after these keys.
-template <class T, int R, bool STREAMS> void attend(
+// chunks of keys with a running maximum and sum (Milakov and Gimelshein 2018). Chunks begin at
+// multiples of their size, so a row's result does not depend on the rows beside it. queries and
+// out: rows of D values. Each product prefetches for a later one, so that memory is always busy:
+// queries x keys for the chunk's values, probabilities x values for the next chunk's keys. then:
+// blocks that this thread reads after these keys.
+template <class T, int R> void attend(
     const T *queries, int64_t query_stride, const int64_t *begins, const int64_t *ends, const PagedHead<T> &head,
     int64_t head_dim, float scale, T *out, int64_t out_stride, Scratch<T> &scratch, const KeyRun<T> &then
 ) {
-    constexpr int64_t U = UNIT<T>, CHUNK_BLOCKS = (STREAMS ? STREAM_KEYS : CHUNK_KEYS) / BLOCK_TOKENS;
-    static_assert(CHUNK_BLOCKS % TILE_VECTORS == 0);
-    const IntVector lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    constexpr int64_t U = UNIT<T>;
     const int64_t first_block = *std::min_element(begins, begins + R) / BLOCK_TOKENS;
     const int64_t latest_begin = *std::max_element(begins, begins + R);
     const int64_t earliest_end = *std::min_element(ends, ends + R);
@@ -57,8 +81,8 @@ template <class T, int R, bool STREAMS> void attend(
     std::fill_n(total, R, 0.0f);
     std::memset(attended, 0, R * head_dim * sizeof(float));
 
-    for (int64_t chunk = first_block; chunk < block_end; chunk += CHUNK_BLOCKS) {
-        const int64_t block_count = std::min(CHUNK_BLOCKS, block_end - chunk);
+    for (int64_t chunk = first_block, block_count; chunk < block_end; chunk += block_count) {
+        block_count = std::min(block_end, (chunk / CHUNK_BLOCKS + 1) * CHUNK_BLOCKS) - chunk;
         const bool is_last_chunk = chunk + block_count == block_end;
         const KeyRun<T> upcoming = is_last_chunk ? then : KeyRun<T>{head, chunk + block_count, block_end};
         Vector chunk_largest[R];
@@ -69,45 +93,27 @@ template <class T, int R, bool STREAMS> void attend(
             for (int c = 0; c < TILE_VECTORS; ++c)
                 columns[c] = head.key_block(chunk + std::min(block + c, block_count - 1));
             Vector sums[R][TILE_VECTORS] = {};
-            if constexpr (STREAMS) { // a block has as many lines as this product has steps
-                Ahead<TILE_VECTORS> values;
-                for (int64_t c = 0; c < TILE_VECTORS; ++c)
-                    values.begins[c] = head.value_block(chunk + std::min(block + c, block_count - 1));
-                multiply(sums, queries, query_stride, columns, BLOCK_TOKENS * U, head_dim / U, values);
-            } else {
-                multiply(sums, queries, query_stride, columns, BLOCK_TOKENS * U, head_dim / U);
-            }
+            Ahead<TILE_VECTORS> values; // a block has as many lines as this product has steps
+            for (int64_t c = 0; c < TILE_VECTORS; ++c)
+                values.begins[c] = head.value_block(chunk + std::min(block + c, block_count - 1));
+            multiply(sums, queries, query_stride, columns, BLOCK_TOKENS * U, head_dim / U, values);
             for (int c = 0; c < TILE_VECTORS && block + c < block_count; ++c) {
                 const int64_t position = (chunk + block + c) * BLOCK_TOKENS;
                 const bool partly_hidden = position < latest_begin || position + BLOCK_TOKENS > earliest_end;
                 for (int r = 0; r < R; ++r) {
                     Vector score = sums[r][c] * scale;
-                    if (partly_hidden) {
-                        const int64_t begin = std::clamp<int64_t>(begins[r] - position, 0, LANES);
-                        const int64_t end = std::clamp<int64_t>(ends[r] - position, 0, LANES);
-                        score = ((lanes >= int32_t(begin)) & (lanes < int32_t(end))) ? score : splat(HIDDEN_SCORE);
-                    }
+                    if (partly_hidden) score = hidden_outside(score, begins[r] - position, ends[r] - position);
                     chunk_largest[r] = larger(chunk_largest[r], score);
                     store(scores + r * CHUNK_KEYS + (block + c) * BLOCK_TOKENS, score);
                 }
             }
         }
         float correction[R];
-        for (int r = 0; r < R; ++r) {
-            const float now_largest = std::max(largest[r], largest_of(chunk_largest[r]));
-            correction[r] = std::exp(largest[r] - now_largest);
-            largest[r] = now_largest;
-            Vector sum = {};
-            for (int64_t key = 0; key < block_count * BLOCK_TOKENS; key += LANES) {
-                const Vector score = load(scores + r * CHUNK_KEYS + key);
-                Vector weight = exponential(score - now_largest);
-                // a row may have no visible key in this chunk
-                weight = score > splat(HIDDEN_SCORE / 2) ? weight : Vector{};
-                sum += weight;
-                store(probabilities + r * CHUNK_KEYS + key, weight);
-            }
-            total[r] = total[r] * correction[r] + sum_of(sum);
-        }
+        for (int r = 0; r < R; ++r)
+            correction[r] = weigh(
+                scores + r * CHUNK_KEYS, block_count * BLOCK_TOKENS, chunk_largest[r], largest[r], total[r],
+                probabilities + r * CHUNK_KEYS
+            );
         for (int64_t vector = 0; vector < head_dim / LANES; vector += TILE_VECTORS) {
             with_count<TILE_VECTORS>(int(std::min<int64_t>(TILE_VECTORS, head_dim / LANES - vector)), [&]<int C>() INLINE_LAMBDA {
                 Vector sums[R][C];
@@ -118,7 +124,7 @@ template <class T, int R, bool STREAMS> void attend(
                     for (int c = 0; c < C; ++c) columns[c] = head.value_block(chunk + block) + (vector + c) * LANES * U;
                     const T *weights = probabilities + block * BLOCK_TOKENS;
                     const int64_t upcoming_block = upcoming.begin + block;
-                    if (STREAMS && upcoming_block < upcoming.end) { // as many lines per vector as the product has steps
+                    if (upcoming_block < upcoming.end) { // as many lines per vector as the product has steps
                         Ahead<C> keys;
                         const T *key_block = upcoming.head.key_block(upcoming_block);
                         for (int c = 0; c < C; ++c) keys.begins[c] = key_block + (vector + c) * LANES * BLOCK_TOKENS;
@@ -136,5 +142,131 @@ template <class T, int R, bool STREAMS> void attend(
         for (int64_t d = 0; d < head_dim; d += LANES)
             store(out + r * out_stride + d, load(attended + r * head_dim + d) * (1.0f / total[r]));
 }
+
+#if defined(__AMX_BF16__)
+
+// The same for `rows` rows, up to 16, in tiles.
+inline void attend_in_tiles(
+    const Bfloat16 *queries, int64_t query_stride, int rows, const int64_t *begins, const int64_t *ends,
+    const PagedHead<Bfloat16> &head, int64_t head_dim, float scale, Bfloat16 *out, int64_t out_stride,
+    Scratch<Bfloat16> &scratch, const KeyRun<Bfloat16> &then
+) {
+    constexpr int64_t U = UNIT<Bfloat16>;
+    const int64_t first_block = *std::min_element(begins, begins + rows) / BLOCK_TOKENS;
+    const int64_t latest_begin = *std::max_element(begins, begins + rows);
+    const int64_t earliest_end = *std::min_element(ends, ends + rows);
+    const int64_t block_end = (*std::max_element(ends, ends + rows) + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+    const int64_t block_lines = BLOCK_TOKENS * head_dim * sizeof(Bfloat16) / LINE_BYTES;
+    float *scores = scratch.scores.data(), *attended = scratch.attended.data();
+    Bfloat16 *probabilities = scratch.probabilities.data();
+    float largest[TILE_SIDE], total[TILE_SIDE];
+    std::fill_n(largest, rows, HIDDEN_SCORE);
+    std::fill_n(total, rows, 0.0f);
+    const auto fetch = [&](const Bfloat16 *block) INLINE_LAMBDA {
+        for (int64_t line = 0; line < block_lines; ++line)
+            __builtin_prefetch(reinterpret_cast<const char *>(block) + line * LINE_BYTES, 0, 2);
+    };
+    scratch.tiles.use_for_attention(rows);
+
+    for (int64_t chunk = first_block, block_count; chunk < block_end; chunk += block_count) {
+        block_count = std::min(block_end, (chunk / CHUNK_BLOCKS + 1) * CHUNK_BLOCKS) - chunk;
+        const bool is_last_chunk = chunk + block_count == block_end;
+        const KeyRun<Bfloat16> upcoming = is_last_chunk ? then : KeyRun<Bfloat16>{head, chunk + block_count, block_end};
+        finish_stores();
+        for (int64_t block = 0; block < block_count; block += 4) {
+            const Bfloat16 *keys[4]; // a short last group repeats its last block
+            for (int c = 0; c < 4; ++c) keys[c] = head.key_block(chunk + std::min(block + c, block_count - 1));
+            for (int64_t c = 0; c < 4 && block + c < block_count; ++c) fetch(head.value_block(chunk + block + c));
+            clear_sums();
+            int64_t d = 0;
+            for (; d + TILE_INNER <= head_dim; d += TILE_INNER) {
+                _tile_loadd(4, queries + d, query_stride * sizeof(Bfloat16));
+                _tile_loadd(6, keys[0] + d * BLOCK_TOKENS, TILE_BYTES);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(6, keys[1] + d * BLOCK_TOKENS, TILE_BYTES);
+                _tile_dpbf16ps(1, 4, 6);
+                _tile_loadd(6, keys[2] + d * BLOCK_TOKENS, TILE_BYTES);
+                _tile_dpbf16ps(2, 4, 6);
+                _tile_loadd(6, keys[3] + d * BLOCK_TOKENS, TILE_BYTES);
+                _tile_dpbf16ps(3, 4, 6);
+            }
+            if (d < head_dim) {
+                _tile_loadd(5, queries + d, query_stride * sizeof(Bfloat16));
+                _tile_loadd(7, keys[0] + d * BLOCK_TOKENS, TILE_BYTES);
+                _tile_dpbf16ps(0, 5, 7);
+                _tile_loadd(7, keys[1] + d * BLOCK_TOKENS, TILE_BYTES);
+                _tile_dpbf16ps(1, 5, 7);
+                _tile_loadd(7, keys[2] + d * BLOCK_TOKENS, TILE_BYTES);
+                _tile_dpbf16ps(2, 5, 7);
+                _tile_loadd(7, keys[3] + d * BLOCK_TOKENS, TILE_BYTES);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            float *to = scores + block * BLOCK_TOKENS;
+            _tile_stored(0, to, CHUNK_KEYS * sizeof(float));
+            _tile_stored(1, to + BLOCK_TOKENS, CHUNK_KEYS * sizeof(float));
+            _tile_stored(2, to + 2 * BLOCK_TOKENS, CHUNK_KEYS * sizeof(float));
+            _tile_stored(3, to + 3 * BLOCK_TOKENS, CHUNK_KEYS * sizeof(float));
+        }
+        for (int r = 0; r < rows; ++r) {
+            float *row = scores + r * CHUNK_KEYS;
+            Vector chunk_largest = splat(HIDDEN_SCORE);
+            for (int64_t block = 0; block < block_count; ++block) {
+                const int64_t position = (chunk + block) * BLOCK_TOKENS;
+                Vector score = load(row + block * BLOCK_TOKENS) * scale;
+                if (position < latest_begin || position + BLOCK_TOKENS > earliest_end)
+                    score = hidden_outside(score, begins[r] - position, ends[r] - position);
+                chunk_largest = larger(chunk_largest, score);
+                store(row + block * BLOCK_TOKENS, score);
+            }
+            const float correction = weigh(
+                row, block_count * BLOCK_TOKENS, chunk_largest, largest[r], total[r], probabilities + r * CHUNK_KEYS
+            );
+            for (int64_t d = 0; d < head_dim && chunk > first_block; d += LANES)
+                store(attended + r * head_dim + d, load(attended + r * head_dim + d) * correction);
+        }
+        finish_stores();
+        for (int64_t d = 0; d < head_dim; d += 4 * LANES) {
+            const int64_t tiles = std::min<int64_t>(4, (head_dim - d) / LANES), stride = head_dim * sizeof(float);
+            float *sums = attended + d;
+            if (chunk == first_block) {
+                clear_sums();
+            } else {
+                _tile_loadd(0, sums, stride);
+                if (tiles > 1) _tile_loadd(1, sums + LANES, stride);
+                if (tiles > 2) _tile_loadd(2, sums + 2 * LANES, stride);
+                if (tiles > 3) _tile_loadd(3, sums + 3 * LANES, stride);
+            }
+            for (int64_t block = 0; block < block_count; ++block) {
+                const Bfloat16 *values = head.value_block(chunk + block) + d * U;
+                const int64_t value_stride = head_dim * U * sizeof(Bfloat16);
+                if (d == 0 && upcoming.begin + block < upcoming.end) fetch(upcoming.head.key_block(upcoming.begin + block));
+                _tile_loadd(5, probabilities + block * BLOCK_TOKENS, CHUNK_KEYS * sizeof(Bfloat16));
+                _tile_loadd(7, values, value_stride);
+                _tile_dpbf16ps(0, 5, 7);
+                if (tiles > 1) {
+                    _tile_loadd(7, values + LANES * U, value_stride);
+                    _tile_dpbf16ps(1, 5, 7);
+                }
+                if (tiles > 2) {
+                    _tile_loadd(7, values + 2 * LANES * U, value_stride);
+                    _tile_dpbf16ps(2, 5, 7);
+                }
+                if (tiles > 3) {
+                    _tile_loadd(7, values + 3 * LANES * U, value_stride);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+            _tile_stored(0, sums, stride);
+            if (tiles > 1) _tile_stored(1, sums + LANES, stride);
+            if (tiles > 2) _tile_stored(2, sums + 2 * LANES, stride);
+            if (tiles > 3) _tile_stored(3, sums + 3 * LANES, stride);
+        }
+    }
+    for (int r = 0; r < rows; ++r)
+        for (int64_t d = 0; d < head_dim; d += LANES)
+            store(out + r * out_stride + d, load(attended + r * head_dim + d) * (1.0f / total[r]));
+}
+
+#endif
 
 } // namespace

@@ -1,45 +1,54 @@
-"""Compile the native decoder for images without a compiler: `python -m inference.native.build --out
-DIR`.
+"""Compile the native decoder: `python -m inference.native.build`.
 
-Builds one library per instruction set of this machine's architecture. Needs only Python and a C++
-compiler.
+Run at installation and when the wheel and the image are built, so that no worker compiles. Needs
+only Python and a C++ compiler.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 from pathlib import Path
 
-from inference.native.loader import INSTRUCTION_SETS, PREBUILT, NativeUnavailable, compile_library, find_compiler, prebuilt_name
+from inference.native.loader import PREBUILT, NativeUnavailable, compile_library, library_file
 
 
-def build(directory: Path) -> list[Path]:
-    """Return the libraries built, for the newest processors first. Raises: NativeUnavailable."""
-    machine = platform.machine()
-    chosen = [each for each in INSTRUCTION_SETS if each.machine == machine]
-    if not chosen:
-        known = ", ".join(sorted({each.machine for each in INSTRUCTION_SETS}))
-        raise NativeUnavailable(f"this machine is {machine}: prebuilt libraries are supported for {known}")
-    compiler, libraries = find_compiler(), []
-    for each in chosen:
-        library = directory / prebuilt_name(each)
-        compile_library(compiler, each.flags, library)
-        library.chmod(0o755)
-        libraries.append(library)
+def build(directory: Path) -> Path:
+    """Return the library, compiled unless it is there; removes those of other sources.
+
+    Raises: NativeUnavailable.
+    """
+    library = directory / library_file()
+    if not library.exists():
+        compile_library(library)
+    for other in directory.glob("decoder-*.so"):
+        if other != library:
+            other.unlink()
+    library.chmod(0o755)
     directory.chmod(0o755)  # readable by the image's user
-    return libraries
+    return library
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="Compile the native decoder for every instruction set of this architecture.")
-    parser.add_argument("--out", type=Path, default=PREBUILT, help=f"output directory; libraries are loaded from {PREBUILT}")
+    parser = argparse.ArgumentParser(description="Compile the native decoder.")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=PREBUILT,
+        help=f"output directory; the library is loaded from {PREBUILT}",
+    )
+    parser.add_argument(
+        "--if-possible", action="store_true", help="without a compiler, report it and succeed"
+    )
+    arguments = parser.parse_args()
     try:
-        for library in build(parser.parse_args().out):
-            print(library)
+        library = build(arguments.out)
     except NativeUnavailable as error:
-        raise SystemExit(f"error: {error}") from error
+        if not arguments.if_possible:
+            raise SystemExit(f"error: {error}") from error
+        print(f"The native decoder is not built, torch computes, several times slower: {error}")
+    else:
+        print(f"The native decoder is built: {library}")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "attention.h"
+#include "interface.h"
 #include "memory.h"
 #include "numbers.h"
 #include "products.h"
@@ -17,51 +19,6 @@
 namespace {
 
 constexpr int64_t COPIED_ROWS = 1024;    // embedding rows per task
-
-extern "C" {
-
-// Sizes; same fields and order as `_Shape` in decoder.py.
-struct Shape {
-    int64_t hidden_size, intermediate_size, layer_count, head_count, kv_head_count, head_dim, vocabulary_size;
-    int64_t block_count; // KV blocks of the pool
-    float rms_norm_eps;
-    int32_t thread_count;
-    const float *cosines, *sines; // rotation tables; must outlive the decoder
-    // attention window of each layer in positions, including the row's own; 0: all
-    const int64_t *windows;
-};
-
-// Consecutive rows of one sequence: rows `row` to row + count, at positions from `position`; its
-// block table starts at `table`. rotary_row: row of the rotation tables for the first row.
-struct Span {
-    int32_t row, count, position, table, rotary_row;
-};
-
-// One step. token_ids (N,); spans cover all rows in order; tables: block ids; wanted_rows (R,)
-// ascending: rows whose logits are needed. Outputs: logits (R, logits_stride) fp32; best (R,) first
-// token with the largest logit, -1 if a logit of the row is not finite.
-struct Step {
-    int64_t row_count, span_count, wanted_count;
-    const int32_t *token_ids;
-    const Span *spans;
-    const int32_t *tables;
-    const int32_t *wanted_rows;
-    float *logits;
-    int64_t logits_stride;
-    int32_t *best;
-};
-}
-
-// Interface independent of the stored type.
-class AnyDecoder {
-  public:
-    virtual ~AnyDecoder() = default;
-    virtual void set(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) = 0;
-    virtual void forward(const Step &step) = 0;
-    virtual void copy_blocks(const int64_t *pairs, int64_t count) = 0;
-    virtual const void *part(int64_t layer, int kind, int64_t *bytes) = 0;
-    virtual bool adopt(int64_t layer, int kind, const void *memory, int64_t bytes) = 0;
-};
 
 // Parts of a layer that can be stored in a file and mapped: four buffers per linear layer, the
 // norms, the embedding.
@@ -76,16 +33,18 @@ template <class T> class Decoder final : public AnyDecoder {
         : shape_(shape), team_(std::max(1, shape.thread_count)), layers_(shape.layer_count + 1),
           hidden_stride_(round_up(shape.hidden_size, PANEL)),
           mixed_stride_(round_up((shape.head_count + 2 * shape.kv_head_count) * shape.head_dim, PANEL)),
+          heads_stride_(padded_inner<T>(shape.head_count * shape.head_dim)),
           gated_stride_(round_up(2 * round_up(shape.intermediate_size, LANES), PANEL) / 2),
           layer_stride_(shape.block_count * shape.kv_head_count * BLOCK_TOKENS * shape.head_dim),
           keys_(shape.layer_count * layer_stride_), values_(shape.layer_count * layer_stride_) {
         const int64_t most_inner = std::max({shape.hidden_size, shape.intermediate_size, shape.head_count * shape.head_dim});
         scratches_ = std::vector<Scratch<T>>(team_.size());
         for (auto &scratch : scratches_) {
-            scratch.panel = Buffer<T>(most_inner * PANEL);
-            scratch.scores = Buffer<float>(TILE_ROWS * CHUNK_KEYS);
-            scratch.probabilities = Buffer<T>(TILE_ROWS * CHUNK_KEYS);
-            scratch.attended = Buffer<float>(TILE_ROWS * shape.head_dim);
+            scratch.panel = Buffer<T>(padded_inner<T>(most_inner) * PANEL);
+            scratch.products = Buffer<float>(BLOCK_ROWS * PANEL);
+            scratch.scores = Buffer<float>(TILE_SIDE * CHUNK_KEYS);
+            scratch.probabilities = Buffer<T>(TILE_SIDE * CHUNK_KEYS);
+            scratch.attended = Buffer<float>(TILE_SIDE * shape.head_dim);
         }
         for (int64_t layer = 0; layer < shape.layer_count; ++layer) layers_[layer].window = shape.windows[layer];
     }
@@ -93,7 +52,7 @@ template <class T> class Decoder final : public AnyDecoder {
     // kind: LinearKind, then NormKind (weight in fp32), then the embedding.
     void set(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) override {
         if (kind < LINEAR_KIND_COUNT) return set_linear(layer, kind, weight, scales, bias);
-        if (kind == LINEAR_KIND_COUNT + NORM_KIND_COUNT) return set_embedding(weight);
+        if (kind == int(LINEAR_KIND_COUNT) + NORM_KIND_COUNT) return set_embedding(weight);
         set_norm(layer, kind - LINEAR_KIND_COUNT, static_cast<const float *>(weight));
     }
 
@@ -110,7 +69,10 @@ template <class T> class Decoder final : public AnyDecoder {
         }
         plan_attention(all_tasks_, step.spans, step.span_count);
         plan_attention(wanted_tasks_, wanted_spans_.data(), int64_t(wanted_spans_.size()));
-        team_.run([&](int index) { run(step, index); });
+        team_.run([&](int index) {
+            run(step, index);
+            scratches_[index].tiles.release();
+        });
     }
 
     // pairs: (count, 2) KV blocks, source and target, copied in order in all layers.
@@ -145,7 +107,28 @@ template <class T> class Decoder final : public AnyDecoder {
         return fits;
     }
 
+    // Returns the seconds that a linear layer takes for rows of arbitrary values.
+    double time_product(int64_t layer, int kind, int64_t rows) override {
+        const Linear<T> &linear = layers_[layer].linears[kind];
+        const int64_t stride = padded_inner<T>(round_up(linear.inner, LANES));
+        Buffer<T> left(rows * stride);
+        Buffer<float> out(linear.panel_count() * PANEL);
+        for (int64_t index = 0; index < rows * stride; index += LANES) store(left.data() + index, splat(float(index / LANES % 7) - 3));
+        const auto began = std::chrono::steady_clock::now();
+        team_.run([&](int index) {
+            Worker worker(team_, index);
+            product(worker, index, left.data(), stride, rows, linear, [&](int64_t, int64_t column, auto &sums) INLINE_LAMBDA {
+                for (int c = 0; c < PANEL / LANES; ++c) store(out.data() + column + c * LANES, sums[c]);
+            });
+            scratches_[index].tiles.release();
+        });
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+    }
+
   private:
+    static constexpr bool IN_TILES = HAS_TILES && UNIT<T> == 2;
+    static constexpr int ATTENTION_ROWS = IN_TILES ? TILE_SIDE : TILE_ROWS; // of one pass over the keys
+
     struct Layer {
         Linear<T> linears[LINEAR_KIND_COUNT];
         Buffer<float> norms[NORM_KIND_COUNT];
@@ -235,7 +218,7 @@ template <class T> class Decoder final : public AnyDecoder {
     // LinearKind * LINEAR_PART_COUNT + LinearPart, then the norms, then the embedding, which
     // belongs to no layer.
     template <class F> void with_part(int64_t layer, int kind, const F &function) {
-        constexpr int NORMS = LINEAR_KIND_COUNT * LINEAR_PART_COUNT, EMBEDDING = NORMS + NORM_KIND_COUNT;
+        constexpr int NORMS = int(LINEAR_KIND_COUNT) * LINEAR_PART_COUNT, EMBEDDING = NORMS + NORM_KIND_COUNT;
         if (kind == EMBEDDING) return function(embedding_, shape_.vocabulary_size * shape_.hidden_size);
         if (kind >= NORMS) return function(layers_[layer].norms[kind - NORMS], hidden_stride_ + shape_.head_dim);
         Linear<T> &linear = layers_[layer].linears[kind / LINEAR_PART_COUNT];
@@ -266,8 +249,8 @@ template <class T> class Decoder final : public AnyDecoder {
         hidden_.reserve(rows * hidden_stride_);
         normed_.reserve(rows * hidden_stride_);
         mixed_.reserve(rows * mixed_stride_);
-        queries_.reserve(rows * heads_size());
-        attended_.reserve(rows * heads_size());
+        queries_.reserve(rows * heads_stride_);
+        attended_.reserve(rows * heads_stride_);
         gated_.reserve(rows * gated_stride_);
     }
 
@@ -275,7 +258,7 @@ template <class T> class Decoder final : public AnyDecoder {
 
     // KV heads outermost: a prefix shared by several sequences then stays in the cache.
     void plan_attention(std::vector<AttentionTask> &tasks, const Span *spans, int64_t span_count) {
-        constexpr int32_t ROWS = 4 * TILE_ROWS; // of one task: enough work to be worth handing out
+        constexpr int32_t ROWS = 4 * ATTENTION_ROWS; // of one task: enough work to be worth handing out
         tasks.clear();
         for (int32_t head = 0; head < shape_.kv_head_count; ++head)
             for (int32_t span = 0; span < span_count; ++span)
@@ -294,11 +277,11 @@ template <class T> class Decoder final : public AnyDecoder {
             product(
                 worker, index, normed_.data(), hidden_stride_, rows, layer.linears[QKV],
                 [&](int64_t row, int64_t column, auto &sums) INLINE_LAMBDA {
-                    for (int c = 0; c < TILE_VECTORS; ++c)
+                    for (int c = 0; c < PANEL / LANES; ++c)
                         store(mixed_.data() + row * mixed_stride_ + column + c * LANES, sums[c]);
                 }
             );
-            worker.each(rows, [&](int64_t row) { rotate_and_keep(step, layer, row, keys, values); });
+            worker.each(rows, [&](int64_t row) { rotate_and_keep_unit(step, layer, row, keys, values); });
             const bool is_last = number + 1 == shape_.layer_count;
             if (is_last) { // beyond keys and values, the last layer computes only the wanted rows
                 worker.each(1, [&](int64_t) { gather_wanted(step); });
@@ -310,12 +293,12 @@ template <class T> class Decoder final : public AnyDecoder {
             worker.each(int64_t(tasks.size()), [&](int64_t task) {
                 attend_task(task, tasks, step, spans, layer.window, keys, values, scratches_[index]);
             });
-            add_product(worker, index, attended_.data(), heads_size(), rows, layer.linears[ATTENTION_OUT]);
+            add_product(worker, index, attended_.data(), heads_stride_, rows, layer.linears[ATTENTION_OUT]);
             normalize(worker, layer.norms[MLP_NORM], rows);
             product(
                 worker, index, normed_.data(), hidden_stride_, rows, layer.linears[GATE_UP],
                 [&](int64_t row, int64_t column, auto &sums) INLINE_LAMBDA {
-                    for (int c = 0; c < TILE_VECTORS; c += 2) {
+                    for (int c = 0; c < PANEL / LANES; c += 2) {
                         const Vector gate = sums[c], up = sums[c + 1];
                         store(
                             gated_.data() + row * gated_stride_ + column / 2 + c / 2 * LANES,
@@ -331,7 +314,7 @@ template <class T> class Decoder final : public AnyDecoder {
         product(
             worker, index, normed_.data(), hidden_stride_, rows, top.linears[LM_HEAD],
             [&](int64_t row, int64_t column, auto &sums) INLINE_LAMBDA {
-                for (int c = 0; c < TILE_VECTORS; ++c)
+                for (int c = 0; c < PANEL / LANES; ++c)
                     store(step.logits + row * step.logits_stride + column + c * LANES, sums[c]);
             }
         );
@@ -342,14 +325,14 @@ template <class T> class Decoder final : public AnyDecoder {
 
     template <class Keep> INLINE void
     product(Worker &worker, int index, const T *left, int64_t stride, int64_t rows, const Linear<T> &linear, const Keep &keep) {
-        linear_product(worker, left, stride, rows, linear, scratches_.data(), index, keep);
+        linear_product(worker, left, stride, rows, linear, scratches_[index], keep);
     }
 
     // hidden += left x weights.
     void add_product(Worker &worker, int index, const T *left, int64_t stride, int64_t rows, const Linear<T> &linear) {
         product(worker, index, left, stride, rows, linear, [&](int64_t row, int64_t column, auto &sums) INLINE_LAMBDA {
             float *hidden = hidden_.data() + row * hidden_stride_ + column;
-            for (int c = 0; c < TILE_VECTORS; ++c) store(hidden + c * LANES, load(hidden + c * LANES) + sums[c]);
+            for (int c = 0; c < PANEL / LANES; ++c) store(hidden + c * LANES, load(hidden + c * LANES) + sums[c]);
         });
     }
 
@@ -371,6 +354,15 @@ template <class T> class Decoder final : public AnyDecoder {
         });
     }
 
+    // All rows of one unit of values: threads must not write to it at the same time.
+    void rotate_and_keep_unit(const Step &step, const Layer &layer, int64_t row, T *keys, T *values) const {
+        const Span &span = step.spans[span_of_row_[row]];
+        const int64_t begin = (span.position + row - span.row) % UNIT<T>;
+        if (begin != 0 && row > span.row) return; // done with the row before
+        const int64_t end = std::min<int64_t>(row + UNIT<T> - begin, span.row + span.count);
+        for (; row < end; ++row) rotate_and_keep(step, layer, row, keys, values);
+    }
+
     // One row's query heads to `queries_`, its key and value heads to their slot of the pool; queries and keys rotated.
     void rotate_and_keep(const Step &step, const Layer &layer, int64_t row, T *keys, T *values) const {
         const int64_t head_dim = shape_.head_dim, unit = UNIT<T>;
@@ -384,7 +376,7 @@ template <class T> class Decoder final : public AnyDecoder {
         for (int64_t head = 0; head < shape_.head_count; ++head) {
             float *query = mixed + head * head_dim;
             rotate(query, layer.norms[QUERY_NORM], cosines, sines);
-            T *to = queries_.data() + row * heads_size() + head * head_dim;
+            T *to = queries_.data() + row * heads_stride_ + head * head_dim;
             for (int64_t d = 0; d < head_dim; d += LANES) store(to + d, load(query + d));
         }
         for (int64_t head = 0; head < shape_.kv_head_count; ++head) {
@@ -456,7 +448,7 @@ template <class T> class Decoder final : public AnyDecoder {
             std::memcpy(
                 hidden_.data() + index * hidden_stride_, hidden_.data() + row * hidden_stride_, hidden_stride_ * sizeof(float)
             );
-            std::memcpy(queries_.data() + index * heads_size(), queries_.data() + row * heads_size(), heads_size() * sizeof(T));
+            std::memcpy(queries_.data() + index * heads_stride_, queries_.data() + row * heads_stride_, heads_stride_ * sizeof(T));
         }
     }
 
@@ -490,37 +482,45 @@ template <class T> class Decoder final : public AnyDecoder {
     ) {
         const AttentionTask &task = tasks[index];
         const Span &span = spans[task.span];
-        const int64_t head_dim = shape_.head_dim, group = shape_.head_count / shape_.kv_head_count, stride = heads_size();
+        const int64_t head_dim = shape_.head_dim, group = shape_.head_count / shape_.kv_head_count, stride = heads_stride_;
         const PagedHead<T> head = paged_head(task, step, spans, keys, values);
         const int64_t first = (span.row + task.row) * stride + task.kv_head * group * head_dim;
         const int64_t position = span.position + task.row;
         // the group's heads are rows of a tile, so its keys are read once
         if (task.row_count == 1) {
             const KeyRun<T> then = after(index, tasks, step, spans, window, keys, values);
-            return attend_tiles<true>(first, head_dim, group, 0, position, window, head, scratch, then);
+            return attend_tiles(first, head_dim, group, 0, position, window, head, scratch, then);
         }
         for (int64_t member = 0; member < group; ++member)
-            attend_tiles<false>(first + member * head_dim, stride, task.row_count, 1, position, window, head, scratch, {});
+            attend_tiles(first + member * head_dim, stride, task.row_count, 1, position, window, head, scratch, {});
     }
 
     // row_count rows, `stride` values apart in queries and output, of which each is `advance` positions after the one before.
-    template <bool STREAMS> void attend_tiles(
+    void attend_tiles(
         int64_t first, int64_t stride, int64_t row_count, int64_t advance, int64_t position, int64_t window,
         const PagedHead<T> &head, Scratch<T> &scratch, const KeyRun<T> &then
     ) {
         const float scale = 1.0f / std::sqrt(float(shape_.head_dim));
-        for (int64_t row = 0; row < row_count; row += TILE_ROWS) {
-            int64_t begins[TILE_ROWS], ends[TILE_ROWS];
-            for (int64_t r = 0; r < TILE_ROWS; ++r) {
+        for (int64_t row = 0; row < row_count; row += ATTENTION_ROWS) {
+            int64_t begins[ATTENTION_ROWS], ends[ATTENTION_ROWS];
+            for (int64_t r = 0; r < ATTENTION_ROWS; ++r) {
                 ends[r] = position + (row + r) * advance + 1;
                 begins[r] = first_visible(ends[r], window);
             }
-            with_count<TILE_ROWS>(int(std::min<int64_t>(TILE_ROWS, row_count - row)), [&]<int R>() {
-                attend<T, R, STREAMS>(
-                    queries_.data() + first + row * stride, stride, begins, ends, head, shape_.head_dim, scale,
-                    attended_.data() + first + row * stride, stride, scratch, then
+            const int rows = int(std::min<int64_t>(ATTENTION_ROWS, row_count - row));
+            const T *queries = queries_.data() + first + row * stride;
+            T *out = attended_.data() + first + row * stride;
+            if constexpr (IN_TILES) {
+                attend_in_tiles(
+                    queries, stride, rows, begins, ends, head, shape_.head_dim, scale, out, stride, scratch, then
                 );
-            });
+            } else {
+                with_count<ATTENTION_ROWS>(rows, [&]<int R>() {
+                    attend<T, R>(
+                        queries, stride, begins, ends, head, shape_.head_dim, scale, out, stride, scratch, then
+                    );
+                });
+            }
         }
     }
 
@@ -529,7 +529,7 @@ template <class T> class Decoder final : public AnyDecoder {
     std::vector<Layer> layers_; // the last entry holds the parts above all layers
     std::vector<Scratch<T>> scratches_;
     Buffer<T> embedding_;
-    int64_t hidden_stride_, mixed_stride_, gated_stride_, layer_stride_;
+    int64_t hidden_stride_, mixed_stride_, heads_stride_, gated_stride_, layer_stride_;
     // The pool. Zeroed, since blocks are read to their ends with weight 0, so they must be finite;
     // the system provides zeroed pages on first use.
     Buffer<T> keys_, values_;

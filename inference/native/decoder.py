@@ -15,7 +15,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +28,15 @@ from inference.errors import InvariantViolated
 from inference.kv_blocks import blocks_for
 from inference.native import loader
 from inference.native.loader import library_name
-from inference.native.packed_file import PackedFile, PackedPlace, Part, open_packed, packed_path, trim_packed, write_packed
+from inference.native.packed_file import (
+    PackedFile,
+    PackedPlace,
+    Part,
+    open_packed,
+    packed_path,
+    trim_packed,
+    write_packed,
+)
 
 PANEL_COLUMNS = 64  # as in decoder.cpp: rows of logits are padded to whole panels
 DTYPES = (torch.float32, torch.bfloat16)
@@ -38,7 +46,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 _LINEARS = ("qkv", "attention_out", "gate_up", "down", "lm_head")
 _NORMS = ("attention_norm", "mlp_norm", "query_norm", "key_norm", "final_norm")
 _KINDS = (*_LINEARS, *_NORMS, "embedding")
-# Kinds of parts, as `with_part` in decoder.h numbers them: those of the linear layers, the norms, the embedding.
+# Kinds of parts, as `with_part` in decoder.h numbers them: those of the linear layers, the norms,
+# the embedding.
 _LINEAR_PARTS = 4
 _EMBEDDING_KIND = len(_LINEARS) * _LINEAR_PARTS + len(_NORMS)
 
@@ -75,17 +84,20 @@ class _Step(ctypes.Structure):
 
 
 def supports(config: DecoderConfig, dtype: torch.dtype) -> bool:
-    """Return whether the native code supports this shape; torch computes the others. Loads the
+    """Return whether the native code computes this model; torch computes the others. Loads the
     library.
     """
+    return dtype in DTYPES and supports_shape(config) and loader.load() is not None
+
+
+def supports_shape(config: DecoderConfig) -> bool:
+    """Return whether the native code has been written for these sizes."""
     even = config.hidden_size % 2 == 0 and config.intermediate_size % 2 == 0
-    return dtype in DTYPES and config.head_dim % 16 == 0 and even and loader.load() is not None
+    return config.head_dim % 16 == 0 and even
 
 
 class CachedTokens(Protocol):
-    """Fields of a sequence that this decoder reads: tokens, number with KV, block table, and
-    rotation.
-    """
+    """Fields of a sequence that this decoder reads."""
 
     @property
     def token_ids(self) -> list[int]: ...
@@ -98,12 +110,16 @@ class CachedTokens(Protocol):
 
 
 class Rows(Protocol):
-    """The next `token_count` uncomputed tokens of a sequence, computed in this step."""
+    """The next `token_count` uncomputed tokens of a sequence, and its draft, of this step."""
 
     @property
     def sequence(self) -> CachedTokens: ...
     @property
     def token_count(self) -> int: ...
+    @property
+    def draft(self) -> tuple[int, ...]: ...
+    @property
+    def logit_row_count(self) -> int: ...
 
 
 class NativeDecoder:
@@ -127,6 +143,7 @@ class NativeDecoder:
         assert library is not None, "supports() is true"
         self._library = library
         self._config = config
+        self.block_count = block_count
         self._thread_count = torch.get_num_threads()
         tables = rotary_tables(config.rope, config.head_dim, context_window_tokens, torch.float32)
         self._rotation = tuple(table.contiguous() for table in tables)
@@ -145,7 +162,11 @@ class NativeDecoder:
             *(table.data_ptr() for table in self._rotation),
             windows.buffer_info()[0],
         )
-        self._handle = library.weir_decoder_open(ctypes.byref(shape), int(dtype == torch.bfloat16))
+        is_bfloat16 = dtype == torch.bfloat16
+        self.level, number = next(
+            iter(loader.available_levels(library, is_bfloat16=is_bfloat16).items())
+        )
+        self._handle = library.weir_decoder_open(number, ctypes.byref(shape), int(is_bfloat16))
         if not self._handle:
             raise MemoryError("no memory for the native decoder")
         weakref.finalize(self, library.weir_decoder_close, self._handle)
@@ -160,7 +181,8 @@ class NativeDecoder:
         self._step = _Step(logits_stride=self._logits_stride)
 
     def forward(self, chunks: Sequence[Rows]) -> Logits:
-        """Return logits (R, V) of the chunks that complete, in order; valid until the next call.
+        """Return logits (R, V) of the last `logit_row_count` rows of each chunk, in order; valid
+        until the next call.
 
         Writes the pool only at the chunks' positions.
         """
@@ -170,18 +192,23 @@ class NativeDecoder:
         wanted = array("i")
         row = 0
         for chunk, start in zip(chunks, self._tables.starts(chunks), strict=True):
-            sequence, count = chunk.sequence, chunk.token_count
+            sequence, count, draft = chunk.sequence, chunk.token_count, chunk.draft
             position, tokens = sequence.computed_token_count, sequence.token_ids
-            spans.extend((row, count, position, start, position + sequence.rotary_offset))
+            row_count = count + len(draft)
+            spans.extend((row, row_count, position, start, position + sequence.rotary_offset))
             token_ids.extend(tokens[position : position + count])
-            row += count
-            if position + count == len(tokens):
-                wanted.append(row - 1)
+            token_ids.extend(draft)
+            row += row_count
+            wanted.extend(range(row - chunk.logit_row_count, row))
         if len(wanted) != len(self._logits):
             self._make_logits(len(wanted))
         best = array("i", wanted)
         step = self._step
-        step.row_count, step.span_count, step.wanted_count = len(token_ids), len(chunks), len(wanted)
+        step.row_count, step.span_count, step.wanted_count = (
+            len(token_ids),
+            len(chunks),
+            len(wanted),
+        )
         step.token_ids, step.spans, step.wanted_rows, step.best = (
             values.buffer_info()[0] for values in (token_ids, spans, wanted, best)
         )
@@ -197,7 +224,9 @@ class NativeDecoder:
         for layer in range(self._config.layer_count + 1):
             for kind in range(_EMBEDDING_KIND + (layer == self._config.layer_count)):
                 # the embedding belongs to no layer
-                address = self._library.weir_decoder_part(self._handle, layer, kind, ctypes.byref(byte_count))
+                address = self._library.weir_decoder_part(
+                    self._handle, layer, kind, ctypes.byref(byte_count)
+                )
                 if address and byte_count.value:
                     yield Part(layer, kind, address, byte_count.value)
 
@@ -205,28 +234,37 @@ class NativeDecoder:
         """Use the weights in a file and free those packed here. Raises: ValueError if they do not
         fit.
         """
-        if missing := self._needed_parts() - {(part.layer, part.kind - part.kind % 2) for part in file.parts()}:
+        if missing := self._needed_parts() - {
+            (part.layer, part.kind - part.kind % 2) for part in file.parts()
+        }:
             raise ValueError(f"{len(missing)} parts of this model are missing")
         for part in file.parts():
-            if not 0 <= part.layer <= self._config.layer_count or not 0 <= part.kind <= _EMBEDDING_KIND:
+            if (
+                not 0 <= part.layer <= self._config.layer_count
+                or not 0 <= part.kind <= _EMBEDDING_KIND
+            ):
                 raise ValueError(f"no part {part.kind} of layer {part.layer} in this model")
-            if self._library.weir_decoder_adopt(self._handle, part.layer, part.kind, part.address, part.byte_count):
+            if self._library.weir_decoder_adopt(
+                self._handle, part.layer, part.kind, part.address, part.byte_count
+            ):
                 raise ValueError(
-                    f"part {part.kind} of layer {part.layer} has {part.byte_count} bytes, which does not fit this model"
+                    f"part {part.kind} of layer {part.layer} has {part.byte_count} bytes, which"
+                    " does not fit this model"
                 )
         self._file = file
 
     def _needed_parts(self) -> set[tuple[int, int]]:
-        """Return layer and kind of required parts: matrices (packed or quantized) and the
-        embedding.
-        """
+        """Return layer and kind of required parts: matrices and the embedding."""
         above = self._config.layer_count
         head = len(_LINEARS) - 1
         matrices = {(layer, kind * _LINEAR_PARTS) for layer in range(above) for kind in range(head)}
-        return matrices | {(above, head * _LINEAR_PARTS), (above, _EMBEDDING_KIND - _EMBEDDING_KIND % 2)}
+        return matrices | {
+            (above, head * _LINEAR_PARTS),
+            (above, _EMBEDDING_KIND - _EMBEDDING_KIND % 2),
+        }
 
     def _make_logits(self, row_count: int) -> None:
-        """Make a view of `row_count` rows without padding; reused, since the count rarely changes."""
+        """Make a view of `row_count` rows without padding; reused for equal counts."""
         if row_count > len(self._logits_memory):
             self._logits_memory = torch.empty(row_count, self._logits_stride)
         self._logits = self._logits_memory[:row_count, : self._config.vocabulary_size]
@@ -275,8 +313,13 @@ class TableRows:
         """Address of the first row; valid until the next call of `starts`."""
         return self._rows.ctypes.data
 
+    @property
+    def entries(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """All rows behind one another; valid until the next call of `starts`."""
+        return self._rows.reshape(-1)
+
     def starts(self, chunks: Sequence[Rows]) -> list[int]:
-        """Return each chunk's table start, in entries from `address`, after writing all its blocks."""
+        """Return each chunk's table start, in entries from `address`, after writing its blocks."""
         tables = [chunk.sequence.block_table for chunk in chunks]
         if sum(id(table) not in self._kept for table in tables) > len(self._free):
             self._make_room(tables)
@@ -285,7 +328,9 @@ class TableRows:
             row, count, _ = self._kept.get(id(table)) or (self._free.pop(), 0, table)
             if count != len(table):
                 if len(table) > self._width:
-                    raise InvariantViolated(f"a sequence holds {len(table)} KV blocks, its context has {self._width}")
+                    raise InvariantViolated(
+                        f"a sequence holds {len(table)} KV blocks, its context has {self._width}"
+                    )
                 first = min(count, len(table))
                 self._rows[row, first : len(table)] = table[first:]
                 self._kept[id(table)] = (row, len(table), table)  # a reference keeps the id unique
@@ -293,14 +338,14 @@ class TableRows:
         return starts
 
     def _make_room(self, wanted: Sequence[list[int]]) -> None:
-        """Drop tables that this step does not read, and grow the array if there are still too few
-        rows.
-        """
+        """Drop tables that this step does not read; grow the array if rows are still missing."""
         ids = set(map(id, wanted))
         self._kept = {key: kept for key, kept in self._kept.items() if key in ids}
         row_count = max(len(self._rows), 2 * len(ids))
         if row_count > len(self._rows):
-            self._rows = np.concatenate([self._rows, np.zeros((row_count - len(self._rows), self._width), dtype=np.int32)])
+            self._rows = np.concatenate(
+                [self._rows, np.zeros((row_count - len(self._rows), self._width), dtype=np.int32)]
+            )
         used = {row for row, _, _ in self._kept.values()}
         self._free = [row for row in range(row_count) if row not in used]
 
@@ -343,9 +388,7 @@ def open_decoder(
 
 
 def path_for(place: PackedPlace | None, checkpoint: Path, compute_dtype: str) -> Path | None:
-    """Return the path of a checkpoint's packed weights; None if storing is disabled or they are too
-    small.
-    """
+    """Return the path of a checkpoint's packed weights; None if disabled or too small."""
     if place is None:
         return None
     try:

@@ -1,16 +1,17 @@
-"""Loads the library of `decoder.cpp`, compiled for this machine if necessary.
+"""Loads the library of the native decoder and chooses the instruction set.
 
-Images have no compiler, so their build makes libraries for several instruction sets (`build.py`) in
-`prebuilt/` beside this file. The best one for this processor is used if it was built from the
-present sources. Elsewhere the library is compiled once.
+One library has code for several processor generations ("levels") and asks the processor which of
+them it can run. `build.py` compiles it into `prebuilt/` beside this file: at installation, in the
+wheel and in the image. A library whose name does not match the present sources is not used; then,
+as in a source tree that was edited, it is compiled into a cache before the first model is loaded.
 
-Compiled libraries are cached under a name that hashes source, flags, compiler and processor, so the
-cache is never stale. Without a compiler or a writable cache, or with `WEIR_NATIVE=0`, `load` logs
-the reason and returns None, and torch computes instead.
+Without library and compiler, or with `WEIR_NATIVE=0`, `load` logs the reason and returns None, and
+torch computes instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -20,73 +21,102 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from inference.kv_blocks import KV_BLOCK_TOKENS
 
-SWITCH = "WEIR_NATIVE"  # environment variable: 0 disables the native code
+# Environment variable: 0 disables the native code, the name of a level excludes better ones.
+SWITCH = "WEIR_NATIVE"
 CACHE_DIRECTORY = "WEIR_NATIVE_CACHE"  # environment variable: cache directory for libraries
 COMPILERS = ("c++", "g++", "clang++")
-COMPILE_TIMEOUT_S = 180.0  # seconds: 20 times the time on an idle core
+COMPILE_TIMEOUT_S = 180.0  # seconds: 10 times the time on two idle cores
 SOURCE = Path(__file__).with_name("decoder.cpp")
 FLAGS = (
     "-std=c++20",
-    "-O3",
-    "-shared",
+    "-O2",
     "-fPIC",
     "-pthread",
+    "-fvisibility=hidden",
     # Nothing reads errno or floating-point traps; values that are not finite propagate to the
     # logits, which are checked.
     "-fno-math-errno",
     "-fno-trapping-math",
 )
-THIS_PROCESSOR = ("-march=native",)
-PREBUILT = Path(__file__).with_name("prebuilt")  # filled by the image build
-
-
-class InstructionSet(NamedTuple):
-    """A processor generation to compile for. cpu_flags: required flags in Linux's processor list."""
-
-    name: str
-    machine: str
-    flags: tuple[str, ...]
-    cpu_flags: frozenset[str]
-
-
-_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
-_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-# Best first.
-INSTRUCTION_SETS = (
-    InstructionSet("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
-    InstructionSet("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
-    InstructionSet("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
-    InstructionSet("armv8-a", "aarch64", ("-march=armv8-a",), frozenset()),
-)
+PREBUILT = Path(__file__).with_name("prebuilt")  # filled by `build.py`
+# Flags of each level, as library.cpp names them. Oldest processors first: the linker keeps the
+# first copy of a function of the standard library, which then runs on all of them.
+_X86_V4 = "-march=x86-64-v4"
+LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "avx2": ("-march=x86-64-v3",),
+        "avx512": (_X86_V4,),
+        "avx512_bf16": (_X86_V4, "-mavx512bf16"),
+        "amx": (_X86_V4, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    }
+}
+PORTABLE: dict[str, tuple[str, ...]] = {"portable": ()}  # on other architectures
 
 _log = logging.getLogger("weir.inference.native")
 
 
+class NativeUnavailable(Exception):
+    """The library is unavailable, with the reason."""
+
+
+class NativeDisabled(NativeUnavailable):
+    """The library is disabled by an operator."""
+
+
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | None:
-    """Load the library and declare its argument types; None if it is not used. Logs the outcome
-    once.
-    """
-    if os.environ.get(SWITCH, "1") == "0":
-        _log.info("native kernels are disabled by %s=0; computing with torch", SWITCH)
-        return None
+    """Return the library; None if it is not used. Logs the outcome once."""
     try:
-        path = prebuilt(PREBUILT) or compiled(cache_directory())
-        library = _declare(ctypes.CDLL(str(path)))
+        library = open_library()
+        levels = available_levels(library, is_bfloat16=True)
+    except NativeDisabled as error:
+        _log.info("native kernels are %s; computing with torch", error)
+        return None
     except NativeUnavailable as error:
-        _log.warning("native kernels are not available, computing with torch, several times slower: %s", error)
+        _log.warning(
+            "native kernels are not available, computing with torch, several times slower: %s",
+            error,
+        )
         return None
-    except OSError as error:
-        _log.warning("native kernels cannot be loaded, computing with torch, several times slower: %s", error)
-        return None
-    _log.info("native kernels are in use: %s", path)
+    _log.info("native kernels are in use, up to %s: %s", next(iter(levels)), library._name)
     return library
+
+
+def open_library() -> ctypes.CDLL:
+    """Load the library and declare its argument types. Raises: NativeUnavailable."""
+    if os.environ.get(SWITCH, "1") == "0":
+        raise NativeDisabled(f"disabled by {SWITCH}=0")
+    try:
+        return _declare(ctypes.CDLL(str(prebuilt(PREBUILT) or compiled(cache_directory()))))
+    except OSError as error:
+        raise NativeUnavailable(f"the library cannot be loaded: {error}") from error
+
+
+def available_levels(library: ctypes.CDLL, *, is_bfloat16: bool) -> dict[str, int]:
+    """Return names and numbers of the levels that this machine can run for a type, best first.
+
+    Raises: NativeUnavailable if there is none, or if `WEIR_NATIVE` names none.
+    """
+    levels: dict[str, int] = {}
+    while (name := library.weir_level_name(len(levels))) is not None:
+        levels[name.decode()] = len(levels)
+    best = os.environ.get(SWITCH, "1")
+    if best not in levels and best not in ("", "1"):
+        raise NativeUnavailable(f"{SWITCH} must be 0, 1 or one of {', '.join(levels)}, got {best}")
+    runnable = {
+        name: level
+        for name, level in levels.items()
+        if level >= levels.get(best, 0) and library.weir_level_computes(level, is_bfloat16)
+    }
+    if not runnable:
+        raise NativeUnavailable(f"this processor supports none of {', '.join(levels)}")
+    return runnable
 
 
 def library_name() -> str:
@@ -94,10 +124,6 @@ def library_name() -> str:
     library = load()
     assert library is not None, "the library was loaded"
     return Path(str(library._name)).stem
-
-
-class NativeUnavailable(Exception):
-    """The library is unavailable, with the reason. Not raised outside this package."""
 
 
 def cache_directory() -> Path:
@@ -108,97 +134,93 @@ def cache_directory() -> Path:
 
 
 def prebuilt(directory: Path) -> Path | None:
-    """Return an image's library for this processor; None if there is none built from these sources."""
-    if not directory.is_dir():
-        return None
-    cpu_flags = _cpu_flags()
-    for each in INSTRUCTION_SETS:
-        library = directory / prebuilt_name(each)
-        if each.machine == platform.machine() and each.cpu_flags <= cpu_flags and library.exists():
-            return library
-    _log.warning("%s has no native kernels for this version and processor", directory)
-    return None
+    """Return the library in `directory` if it was built from the present sources."""
+    library = directory / library_file()
+    return library if library.exists() else None
 
 
-def prebuilt_name(instruction_set: InstructionSet) -> str:
-    """Return the file name of a prebuilt library, which names instruction set and sources."""
-    return f"decoder-{instruction_set.name}-{_digest(*_sources(), ' '.join(FLAGS + instruction_set.flags).encode())}.so"
+def library_file() -> str:
+    """Return the library's file name, which hashes sources, flags and architecture."""
+    flags = repr((FLAGS, levels_of_machine())).encode()
+    return f"decoder-{_digest(*_sources(), flags, platform.machine().encode())}.so"
 
 
-def compile_library(compiler: str, flags: tuple[str, ...], library: Path) -> None:
-    """Compile the sources into a file. Raises: NativeUnavailable, leaving no file."""
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=library.parent) as own:
-            made = Path(own) / library.name
-            command = [compiler, *FLAGS, *flags, "-o", str(made), str(SOURCE)]
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
-            made.replace(library)
-    except subprocess.CalledProcessError as error:
-        raise NativeUnavailable(
-            f"{compiler} failed to compile {SOURCE.name}: {error.stderr.decode(errors='replace')[:500]}"
-        ) from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"compiling into {library.parent} failed: {error}") from error
+def levels_of_machine() -> dict[str, tuple[str, ...]]:
+    return LEVELS.get(platform.machine(), PORTABLE)
 
 
-def find_compiler() -> str:
-    """Return the C++ compiler of this machine. Raises: NativeUnavailable."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise NativeUnavailable(f"none of {', '.join(COMPILERS)} is installed")
-    return compiler
-
-
-def compiled(directory: Path) -> Path:
-    """Return the library for this machine, compiled if missing. Raises: NativeUnavailable.
+def compile_library(library: Path) -> None:
+    """Compile the sources into a file, all levels at once. Raises: NativeUnavailable, leaving no
+    file.
 
     Concurrent processes may compile it several times: each writes to its own file and renames it,
     so no incomplete file is loaded.
     """
-    compiler = find_compiler()
-    library = directory / f"decoder-{_fingerprint(compiler)}.so"
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise NativeUnavailable(f"none of {', '.join(COMPILERS)} is installed")
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=library.parent) as own:
+            units = [("library", (), SOURCE.with_name("library.cpp"))] + [
+                (name, (*flags, f"-DWEIR_KERNELS=kernels_{name}"), SOURCE)
+                for name, flags in levels_of_machine().items()
+            ]
+            objects = [f"{own}/{name}.o" for name, _, _ in units]
+            _run_all(
+                [compiler, *FLAGS, *flags, "-c", "-o", out, str(source)]
+                for (_, flags, source), out in zip(units, objects, strict=True)
+            )
+            made = Path(own) / library.name
+            _run_all([[compiler, *FLAGS, "-shared", "-o", str(made), *objects]])
+            made.replace(library)
+    except OSError as error:
+        raise NativeUnavailable(f"compiling into {library.parent} failed: {error}") from error
+
+
+def _run_all(commands: Iterable[list[str]]) -> None:
+    """Run commands side by side. Raises: NativeUnavailable with the output of one that failed."""
+    with contextlib.ExitStack() as stack:
+        running = []
+        for command in commands:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            running.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        for process in running:
+            try:
+                _, said = process.communicate(timeout=COMPILE_TIMEOUT_S)
+            except subprocess.TimeoutExpired as error:
+                raise NativeUnavailable(
+                    f"compiling takes over {COMPILE_TIMEOUT_S:.0f} s"
+                ) from error
+            if process.returncode != 0:
+                raise NativeUnavailable(
+                    f"the compiler failed to compile {SOURCE.name}:"
+                    f" {said.decode(errors='replace')[:500]}"
+                )
+
+
+def compiled(directory: Path) -> Path:
+    """Return the library in a cache, compiled if missing. Raises: NativeUnavailable."""
+    library = directory / library_file()
     if library.exists():
         return library
     started_s = time.monotonic()
-    _log.info("compiling native kernels, once for this machine; the engine starts afterwards")
-    compile_library(compiler, THIS_PROCESSOR, library)
+    _log.info("compiling native kernels, once for these sources; the engine starts afterwards")
+    compile_library(library)
     _log.info("compiled native kernels in %.1f s", time.monotonic() - started_s)
     return library
 
 
-def _fingerprint(compiler: str) -> str:
-    """Return a hash of everything the library depends on, 20 hexadecimal digits."""
-    try:
-        version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NativeUnavailable(f"{compiler} does not report its version: {error}") from error
-    flags = " ".join(FLAGS + THIS_PROCESSOR).encode()
-    return _digest(*_sources(), flags, version, platform.machine().encode(), _processor())
-
-
 def _sources() -> list[bytes]:
-    return [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    folder = SOURCE.parent
+    return [
+        path.read_bytes() for path in (*sorted(folder.glob("*.cpp")), *sorted(folder.glob("*.h")))
+    ]
 
 
 def _digest(*parts: bytes) -> str:
     return hashlib.blake2b(b"\0".join(parts), digest_size=10).hexdigest()
-
-
-def _cpu_flags() -> frozenset[str]:
-    """Return this processor's instruction sets in Linux's names; empty on other systems."""
-    lines = (line.partition(b":") for line in _processor().splitlines())
-    return frozenset(flag.decode() for name, _, flags in lines if name.strip() in (b"flags", b"Features") for flag in flags.split())
-
-
-def _processor() -> bytes:
-    """Return model and instruction sets of the first core on Linux; empty on other systems."""
-    try:
-        lines = Path("/proc/cpuinfo").read_bytes().split(b"\n\n", 1)[0].splitlines()
-    except OSError:
-        return b""
-    told = (b"vendor_id", b"cpu family", b"model", b"flags", b"CPU implementer", b"CPU part", b"Features")
-    return b"\n".join(line for line in lines if line.startswith(told))
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -207,14 +229,17 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, index, kind = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     signatures: dict[str, tuple[object, list[object]]] = {
         "weir_kv_block_tokens": (kind, []),
-        "weir_best_of": (kind, [pointer, index]),
-        "weir_decoder_open": (pointer, [pointer, kind]),
+        "weir_level_name": (ctypes.c_char_p, [kind]),
+        "weir_level_computes": (kind, [kind, kind]),
+        "weir_best_of": (kind, [kind, pointer, index]),
+        "weir_decoder_open": (pointer, [kind, pointer, kind]),
         "weir_decoder_close": (None, [pointer]),
         "weir_decoder_set": (kind, [pointer, index, kind, pointer, pointer, pointer]),
         "weir_decoder_part": (pointer, [pointer, index, kind, ctypes.POINTER(index)]),
         "weir_decoder_adopt": (kind, [pointer, index, kind, pointer, index]),
         "weir_decoder_forward": (kind, [pointer, pointer]),
         "weir_decoder_copy_blocks": (None, [pointer, pointer, index]),
+        "weir_decoder_time_product": (ctypes.c_double, [pointer, index, kind, index]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -6,7 +6,8 @@ and the library, which defines the layout. A change gives a new name, and writin
 removes the old one, so files are never stale. Files are renamed when complete, so they are never
 truncated.
 
-    magic, bytes of the header (8, little-endian), header (JSON: [layer, kind, offset, bytes] of each part), parts on whole pages
+    magic, bytes of the header (8, little-endian), header (JSON: [layer, kind, offset, bytes] of
+    each part), parts on whole pages
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class PackedPlace:
-    """Directory shared by all workers of a machine. bytes_max: total size; mapped files are kept
-    beyond it.
-    """
+    """Directory shared by all workers of a machine. bytes_max: total size of unmapped files."""
 
     directory: str
     bytes_max: int
@@ -58,23 +57,33 @@ class Part:
 
 def packed_path(directory: Path, checkpoint: Path, dtype: str, library: str) -> Path:
     """Return the path for a checkpoint's present files. Raises: OSError if they cannot be read."""
-    whose = _digest(str(checkpoint.resolve()), dtype)
-    files = sorted(path for path in checkpoint.iterdir() if path.suffix in (".safetensors", ".json"))
+    source = _digest(str(checkpoint.resolve()), dtype)
+    files = sorted(
+        path for path in checkpoint.iterdir() if path.suffix in (".safetensors", ".json")
+    )
     made_of = [library]
     for path in files:
         status = path.stat()
-        made_of.append(f"{path.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}")
-    return directory / f"{whose}-{_digest(*made_of)}{_SUFFIX}"
+        made_of.append(
+            f"{path.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+            f" {status.st_ino}"
+        )
+    return directory / f"{source}-{_digest(*made_of)}{_SUFFIX}"
 
 
 def write_packed(path: Path, parts: Iterable[Part]) -> None:
-    """Write the file and remove other versions of the checkpoint. Raises: OSError, leaving no file."""
+    """Write the file; remove other versions of the checkpoint. Raises: OSError."""
     parts = list(parts)
     offsets, end = [], 0
     for part in parts:
         offsets.append(end)
         end += -(-part.byte_count // mmap.PAGESIZE) * mmap.PAGESIZE
-    header = json.dumps([[part.layer, part.kind, at, part.byte_count] for part, at in zip(parts, offsets, strict=True)]).encode()
+    header = json.dumps(
+        [
+            [part.layer, part.kind, at, part.byte_count]
+            for part, at in zip(parts, offsets, strict=True)
+        ]
+    ).encode()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for left in path.parent.glob(f"{_UNFINISHED}*"):
         # from processes killed while writing, or still writing
@@ -88,7 +97,11 @@ def write_packed(path: Path, parts: Iterable[Part]) -> None:
             begin = _begin_of_parts(len(header))
             for part, offset in zip(parts, offsets, strict=True):
                 file.seek(begin + offset)
-                file.write(memoryview((ctypes.c_char * part.byte_count).from_address(part.address)).cast("B"))
+                file.write(
+                    memoryview((ctypes.c_char * part.byte_count).from_address(part.address)).cast(
+                        "B"
+                    )
+                )
             file.truncate(begin + end)
             file.flush()
             os.fsync(file.fileno())
@@ -99,12 +112,10 @@ def write_packed(path: Path, parts: Iterable[Part]) -> None:
 
 
 class PackedFile:
-    """A read-only mapped file, whose pages all processes share. Must outlive the use of its parts."""
+    """Read-only mapped file, whose pages all processes share; must outlive its parts."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file and read its pages. Raises: OSError or ValueError if it is missing or
-        invalid.
-        """
+        """Map the file and read its pages. Raises: OSError or ValueError if missing or invalid."""
         with path.open("rb") as file:
             # The mapping holds the lock, which tells `trim_packed` that the file is in use.
             with contextlib.suppress(OSError):  # without file locks nothing is removed
@@ -113,14 +124,20 @@ class PackedFile:
                 os.utime(path)  # marks the file as recently used
             # otherwise the first tokens would wait for every page
             populate = getattr(mmap, "MAP_POPULATE", 0)
-            self._mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ)
+            self._mapping = mmap.mmap(
+                file.fileno(), 0, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ
+            )
         if self._mapping[: len(_MAGIC)] != _MAGIC:
             raise ValueError(f"{path} holds no packed weights")
         start = len(_MAGIC) + 8
         length = int.from_bytes(self._mapping[len(_MAGIC) : start], "little")
-        self._table = [tuple(map(int, row)) for row in json.loads(self._mapping[start : start + length])]
+        self._table = [
+            tuple(map(int, row)) for row in json.loads(self._mapping[start : start + length])
+        ]
         self._begin = _begin_of_parts(length)
-        if any(self._begin + offset + count > len(self._mapping) for _, _, offset, count in self._table):
+        if any(
+            self._begin + offset + count > len(self._mapping) for _, _, offset, count in self._table
+        ):
             raise ValueError(f"{path} is truncated")
 
     def parts(self) -> Iterator[Part]:
@@ -156,7 +173,11 @@ def trim_packed(directory: Path, bytes_max: int) -> None:
         if total <= bytes_max:
             return
         if _removed_unmapped(path):
-            _log.info("removed the least recently used packed weights, %s: %d bytes exceed the limit", path, total)
+            _log.info(
+                "removed the least recently used packed weights, %s: %d bytes exceed the limit",
+                path,
+                total,
+            )
             total -= size
 
 

@@ -9,6 +9,7 @@
 #include "memory.h"
 #include "numbers.h"
 #include "team.h"
+#include "tiles.h"
 
 namespace {
 
@@ -16,13 +17,17 @@ constexpr int PANEL = 64;       // adjacent weight columns
 constexpr int LINE_BYTES = 64;  // size of a cache line
 // rows per matrix task: small enough to split a prefill evenly between two cores
 constexpr int ROW_CHUNK = 192;
-constexpr int CHUNK_KEYS = 512; // keys whose scores are held at once: 6 rows of them fit the first-level cache
+// keys whose scores are held at once: short, since a sequence's first chunk is not prefetched
+constexpr int CHUNK_KEYS = 128;
 
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4; // 24 sums, 4 weights and a broadcast fill the 32 registers
 #else
 constexpr int TILE_ROWS = 2, TILE_VECTORS = 2;
 #endif
+
+// Rows of a product that share one pass over the weights.
+template <class T> constexpr int ROWS_AT_ONCE = HAS_TILES && UNIT<T> == 2 ? BLOCK_ROWS : TILE_ROWS;
 
 INLINE void multiply_add(Vector &sum, const float *left, Vector right) { sum += *left * right; }
 
@@ -99,6 +104,9 @@ template <int MOST, class F> INLINE void with_count(int count, const F &function
     function.template operator()<MOST>();
 }
 
+// Inner dimension of a product with zeros up to a whole tile.
+template <class T> constexpr int64_t padded_inner(int64_t inner) { return UNIT<T> == 1 ? inner : round_up(inner, TILE_INNER); }
+
 // Packed weights of a linear layer: either `packed`, or `quantized` with one scale per column.
 template <class T> struct Linear {
     Buffer<T> packed;
@@ -108,7 +116,7 @@ template <class T> struct Linear {
     int64_t columns = 0, inner = 0;
 
     int64_t panel_count() const { return round_up(columns, PANEL) / PANEL; }
-    int64_t panel_size() const { return inner * PANEL; }
+    int64_t panel_size() const { return padded_inner<T>(inner) * PANEL; }
 };
 
 // Position in its panel of the weight of a column and an inner index.
@@ -118,9 +126,11 @@ template <class T> int64_t packed_index(int64_t column, int64_t inner) {
 
 template <class T> struct Scratch {
     Buffer<T> panel;         // one panel of int8 weights, widened
-    Buffer<float> scores;    // [TILE_ROWS][CHUNK_KEYS]
-    Buffer<T> probabilities; // [TILE_ROWS][CHUNK_KEYS]
-    Buffer<float> attended;  // [TILE_ROWS][D]
+    Buffer<float> scores;    // [TILE_SIDE][CHUNK_KEYS]
+    Buffer<T> probabilities; // [TILE_SIDE][CHUNK_KEYS]
+    Buffer<float> attended;  // [TILE_SIDE][D]
+    Buffer<float> products;  // [ROWS_AT_ONCE][PANEL]
+    TileState tiles;
 };
 
 // One panel of int8 weights as T, for as many rows as make it worth while to widen each weight once.
@@ -131,73 +141,171 @@ template <class T> INLINE const T *widened(const Linear<T> &linear, int64_t pane
     return to;
 }
 
-// Calls keep(row, first column, sums) for rows first_row to end_row and each TILE_VECTORS vectors
-// of a panel's columns. next: the panel that this thread probably multiplies next, to be prefetched
-// meanwhile: all of it in the single pass for few rows, else one line per step.
-template <class T, class W, class Keep> INLINE void panel_product(
-    const T *left, int64_t left_stride, int64_t first_row, int64_t end_row, const Linear<T> &linear, int64_t panel,
-    const W *weights, const W *next, const Keep &keep
+// The panel that a thread probably multiplies next, and the share of it to be prefetched now: part
+// `index` of `count`.
+template <class W> struct Share {
+    const W *panel; // null if there is none
+    int64_t index, count;
+};
+
+// scratch.products = left x weights for up to TILE_ROWS rows and one panel.
+template <class T, class W> __attribute__((noinline)) void multiply_panel(
+    const T *left, int64_t left_stride, int rows, const W *weights, int64_t inner, const Share<W> &next, Scratch<T> &scratch
 ) {
-    constexpr int LINES_PER_STEP = PANEL * UNIT<T> * int(sizeof(W)) / LINE_BYTES;
-    const int64_t steps = linear.inner / UNIT<T>, pass_bytes = steps * LINE_BYTES;
-    const bool is_one_pass = end_row - first_row <= TILE_ROWS && PANEL / LANES == TILE_VECTORS;
-    const float *scales = linear.scales.data(), *bias = linear.bias.data();
-    const char *line = reinterpret_cast<const char *>(next);
-    int64_t pass = 0;
-    for (int64_t row = first_row; row < end_row; row += TILE_ROWS) {
-        for (int64_t vector = 0; vector < PANEL / LANES; vector += TILE_VECTORS, ++pass) {
-            with_count<TILE_ROWS>(int(std::min<int64_t>(TILE_ROWS, end_row - row)), [&]<int R>() INLINE_LAMBDA {
-                const W *columns[TILE_VECTORS];
-                Vector sums[R][TILE_VECTORS] = {};
-                for (int c = 0; c < TILE_VECTORS; ++c) columns[c] = weights + (vector + c) * LANES * UNIT<T>;
-                const T *rows_left = left + row * left_stride;
-                if (line && is_one_pass) {
-                    Ahead<LINES_PER_STEP> all;
-                    for (int l = 0; l < LINES_PER_STEP; ++l) all.begins[l] = line + l * pass_bytes;
-                    multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps, all);
-                } else if (line && pass < LINES_PER_STEP) {
-                    multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps, Ahead<1>{{line + pass * pass_bytes}});
-                } else {
-                    multiply(sums, rows_left, left_stride, columns, PANEL * UNIT<T>, steps);
-                }
-                const int64_t column = panel * PANEL + vector * LANES;
-                for (int r = 0; r < R; ++r) {
-                    for (int c = 0; c < TILE_VECTORS; ++c) {
-                        if (scales) sums[r][c] *= load(scales + column + c * LANES);
-                        if (bias) sums[r][c] += load(bias + column + c * LANES);
-                    }
-                    keep(row + r, column, sums[r]);
-                }
+    constexpr int LINES = PANEL * UNIT<T> * int(sizeof(W)) / LINE_BYTES; // per step
+    constexpr int PASSES = PANEL / LANES / TILE_VECTORS;
+    const int64_t steps = inner / UNIT<T>;
+    const char *line = reinterpret_cast<const char *>(next.panel);
+    with_count<TILE_ROWS>(rows, [&]<int R>() INLINE_LAMBDA {
+        for (int64_t pass = 0; pass < PASSES; ++pass) {
+            const int vector = int(pass) * TILE_VECTORS;
+            const int64_t first = next.index * PASSES + pass;
+            const W *columns[TILE_VECTORS];
+            Vector sums[R][TILE_VECTORS] = {};
+            for (int c = 0; c < TILE_VECTORS; ++c) columns[c] = weights + (vector + c) * LANES * UNIT<T>;
+            if (line && next.count * PASSES == 1) {
+                Ahead<LINES> all;
+                for (int l = 0; l < LINES; ++l) all.begins[l] = line + l * steps * LINE_BYTES;
+                multiply(sums, left, left_stride, columns, PANEL * UNIT<T>, steps, all);
+            } else if (line && first < LINES) {
+                multiply(sums, left, left_stride, columns, PANEL * UNIT<T>, steps, Ahead<1>{{line + first * steps * LINE_BYTES}});
+            } else {
+                multiply(sums, left, left_stride, columns, PANEL * UNIT<T>, steps);
+            }
+            for (int r = 0; r < R; ++r)
+                for (int c = 0; c < TILE_VECTORS; ++c)
+                    store(scratch.products.data() + r * PANEL + (vector + c) * LANES, sums[r][c]);
+        }
+    });
+}
+
+#if defined(__AMX_BF16__)
+
+// Calls function with a pair of tiles' weights of one step: 32 columns from column `first` of a
+// panel, and the bytes between their rows.
+template <class F> INLINE void with_weights(const Bfloat16 *weights, int64_t step, int first, Bfloat16 *, const F &function) {
+    function(weights + step * TILE_INNER * PANEL + first * UNIT<Bfloat16>, PANEL * UNIT<Bfloat16> * sizeof(Bfloat16));
+}
+template <class F> INLINE void with_weights(const int8_t *weights, int64_t step, int first, Bfloat16 *wide, const F &function) {
+    constexpr int ROW = 2 * TILE_SIDE * UNIT<Bfloat16>;
+    const int8_t *from = weights + step * TILE_INNER * PANEL + first * UNIT<Bfloat16>;
+    for (int row = 0; row < TILE_SIDE; ++row)
+        for (int index = 0; index < ROW; index += LANES)
+            store(wide + row * ROW + index, load(from + row * PANEL * UNIT<Bfloat16> + index));
+    finish_stores();
+    function(wide, ROW * sizeof(Bfloat16));
+}
+
+// The same for up to BLOCK_ROWS rows in tiles.
+template <class W> __attribute__((noinline)) void multiply_panel(
+    const Bfloat16 *left, int64_t left_stride, int rows, const W *weights, int64_t inner, const Share<W> &next,
+    Scratch<Bfloat16> &scratch
+) {
+    constexpr int64_t STEP_SIZE = TILE_INNER * PANEL, STEP_LINES = STEP_SIZE * sizeof(W) / LINE_BYTES, HALF = PANEL / 2;
+    const int64_t steps = padded_inner<Bfloat16>(inner) / TILE_INNER, left_bytes = left_stride * sizeof(Bfloat16);
+    const int64_t lines = next.panel ? (STEP_LINES + 4 * next.count - 1) / (4 * next.count) : 0; // per step and quarter
+    const Bfloat16 *lower = left + TILE_SIDE * left_stride;
+    float *products = scratch.products.data();
+    Bfloat16 *wide = scratch.panel.data();
+    // after each load of a tile, since the loads of a burst would keep the next tile waiting
+    const auto fetch = [&](int64_t step, int64_t quarter) INLINE_LAMBDA {
+        const char *from = reinterpret_cast<const char *>(next.panel + step * STEP_SIZE) + (4 * next.index + quarter) * lines * LINE_BYTES;
+        for (int64_t index = 0; index < lines; ++index) __builtin_prefetch(from + index * LINE_BYTES, 0, 2);
+    };
+    finish_stores();
+    scratch.tiles.use_for_product(rows);
+    if (rows <= TILE_SIDE) {
+        clear_sums();
+        for (int64_t step = 0; step < steps; ++step) {
+            _tile_loadd(4, left + step * TILE_INNER, left_bytes);
+            with_weights(weights, step, 0, wide, [&](const Bfloat16 *from, int64_t stride) INLINE_LAMBDA {
+                _tile_loadd(6, from, stride);
+                fetch(step, 0);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, from + TILE_SIDE * UNIT<Bfloat16>, stride);
+                fetch(step, 1);
+                _tile_dpbf16ps(1, 4, 7);
+            });
+            with_weights(weights, step, HALF, wide + HALF * TILE_INNER, [&](const Bfloat16 *from, int64_t stride) INLINE_LAMBDA {
+                _tile_loadd(5, from, stride);
+                fetch(step, 2);
+                _tile_dpbf16ps(2, 4, 5);
+                _tile_loadd(6, from + TILE_SIDE * UNIT<Bfloat16>, stride);
+                fetch(step, 3);
+                _tile_dpbf16ps(3, 4, 6);
             });
         }
+        _tile_stored(0, products, PANEL * sizeof(float));
+        _tile_stored(1, products + TILE_SIDE, PANEL * sizeof(float));
+        _tile_stored(2, products + HALF, PANEL * sizeof(float));
+        _tile_stored(3, products + HALF + TILE_SIDE, PANEL * sizeof(float));
+        return;
+    }
+    for (int half = 0; half < 2; ++half) {
+        clear_sums();
+        for (int64_t step = 0; step < steps; ++step) {
+            _tile_loadd(4, left + step * TILE_INNER, left_bytes);
+            with_weights(weights, step, half * HALF, wide, [&](const Bfloat16 *from, int64_t stride) INLINE_LAMBDA {
+                _tile_loadd(6, from, stride);
+                fetch(step, 2 * half);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, from + TILE_SIDE * UNIT<Bfloat16>, stride);
+                fetch(step, 2 * half + 1);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(5, lower + step * TILE_INNER, left_bytes);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            });
+        }
+        float *to = products + half * HALF;
+        _tile_stored(0, to, PANEL * sizeof(float));
+        _tile_stored(1, to + TILE_SIDE, PANEL * sizeof(float));
+        _tile_stored(2, to + TILE_SIDE * PANEL, PANEL * sizeof(float));
+        _tile_stored(3, to + TILE_SIDE * PANEL + TILE_SIDE, PANEL * sizeof(float));
     }
 }
 
-// Calls keep(row, first column, sums) for each row and TILE_VECTORS vectors of columns of left
-// (rows, K) x weights + bias.
+#endif
+
+// Calls keep(row, column, sums) for each row and panel of left (rows, K) x weights + bias; sums:
+// the panel's vectors, from `column`.
 template <class T, class Keep> void linear_product(
-    Worker &worker, const T *left, int64_t left_stride, int64_t rows, const Linear<T> &linear, Scratch<T> *scratches, int index,
-    const Keep &keep
+    Worker &worker, const T *left, int64_t left_stride, int64_t rows, const Linear<T> &linear, Scratch<T> &scratch, const Keep &keep
 ) {
+    constexpr int AT_ONCE = ROWS_AT_ONCE<T>;
     const int64_t row_chunks = std::max<int64_t>(1, (rows + ROW_CHUNK / 2) / ROW_CHUNK);
-    const int64_t row_chunk = round_up((rows + row_chunks - 1) / row_chunks, TILE_ROWS);
+    const int64_t row_chunk = round_up((rows + row_chunks - 1) / row_chunks, AT_ONCE);
+    const float *scales = linear.scales.data(), *bias = linear.bias.data();
     worker.each(linear.panel_count() * row_chunks, [&](int64_t task) {
         const int64_t panel = task / row_chunks, first_row = task % row_chunks * row_chunk;
-        const int64_t end_row = std::min(rows, first_row + row_chunk);
+        const int64_t end_row = std::min(rows, first_row + row_chunk), column = panel * PANEL;
         const int64_t later = std::min(panel + worker.team_size(), linear.panel_count() - 1);
         const bool fetches = task % row_chunks == row_chunks - 1 && later > panel;
         const auto multiply_by = [&](const auto *weights, const auto *next) INLINE_LAMBDA {
-            panel_product(left, left_stride, first_row, end_row, linear, panel, weights, next, keep);
+            Share share{next, 0, (end_row - first_row + AT_ONCE - 1) / AT_ONCE};
+            for (int64_t row = first_row; row < end_row; row += AT_ONCE, ++share.index) {
+                const int count = int(std::min<int64_t>(AT_ONCE, end_row - row));
+                multiply_panel(left + row * left_stride, left_stride, count, weights, linear.inner, share, scratch);
+                for (int r = 0; r < count; ++r) {
+                    Vector sums[PANEL / LANES];
+                    for (int c = 0; c < PANEL / LANES; ++c) {
+                        sums[c] = load(scratch.products.data() + r * PANEL + c * LANES);
+                        if (scales) sums[c] *= load(scales + column + c * LANES);
+                        if (bias) sums[c] += load(bias + column + c * LANES);
+                    }
+                    keep(row + r, column, sums);
+                }
+            }
         };
         const auto from_memory = [&](const auto *weights) INLINE_LAMBDA {
             multiply_by(weights + panel * linear.panel_size(), fetches ? weights + later * linear.panel_size() : nullptr);
         };
         if (linear.packed.data())
             from_memory(linear.packed.data());
-        else if (end_row - first_row <= TILE_ROWS) // each weight is read once anyway
+        else if (end_row - first_row <= AT_ONCE) // each weight is read once anyway
             from_memory(linear.quantized.data());
         else
-            multiply_by(widened(linear, panel, scratches[index]), static_cast<const T *>(nullptr));
+            multiply_by(widened(linear, panel, scratch), static_cast<const T *>(nullptr));
     });
 }
 

@@ -16,8 +16,8 @@
 namespace {
 
 // about 20 us: longer than the imbalance between cores in a phase
-constexpr int SPINS_BEFORE_YIELD = 4000;
-// then workers sleep; longer than the pause between two decode steps
+constexpr int SPINS_BEFORE_SLEEP = 4000;
+// between steps workers yield before they sleep; longer than the pause between two decode steps
 constexpr int YIELDS_BEFORE_SLEEP = 200;
 
 INLINE void relax() {
@@ -61,10 +61,14 @@ class Team {
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
             arrived_.store(0, std::memory_order_relaxed);
             round_.store(round + 1, std::memory_order_release);
+            round_.notify_all(); // a system call only if a thread sleeps
             return;
         }
-        for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins)
-            spins < SPINS_BEFORE_YIELD ? relax() : (void)sched_yield();
+        for (int spins = 0; spins < SPINS_BEFORE_SLEEP; ++spins, relax())
+            if (round_.load(std::memory_order_acquire) != round) return;
+        // Another process has the core of a thread that is not here yet: this core is then free
+        // for that thread.
+        round_.wait(round, std::memory_order_acquire);
     }
 
     std::atomic<int64_t> &counter(unsigned phase) { return counters_[phase % 4].value; }
@@ -83,9 +87,9 @@ class Team {
     }
 
     void wait_for_work(unsigned seen) {
-        for (int spins = 0; spins < SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP; ++spins) {
+        for (int turns = 0; turns < SPINS_BEFORE_SLEEP + YIELDS_BEFORE_SLEEP; ++turns) {
             if (generation_.load(std::memory_order_acquire) != seen) return;
-            spins < SPINS_BEFORE_YIELD ? relax() : (void)sched_yield();
+            turns < SPINS_BEFORE_SLEEP ? relax() : (void)sched_yield();
         }
         std::unique_lock<std::mutex> guard(lock_);
         wake_.wait(guard, [&] { return generation_.load(std::memory_order_acquire) != seen; });
