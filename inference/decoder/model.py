@@ -15,11 +15,13 @@ memory twice.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -37,10 +39,11 @@ from inference.checkpoint.checkpoint import (
     rotation_switch_tokens,
 )
 from inference.checkpoint.tensors import LinearWeights, TensorReader, project, quantize_rows
-from inference.kv_blocks import KV_BLOCK_TOKENS
+from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 # In files of older transformers versions; derived from the configuration.
 IGNORED_NAMES = re.compile(r".*\.rotary_emb\.inv_freq")
+Entries = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights. embedding: (vocabulary, hidden). lm_head shares its memory if tied and not
-    quantized.
-    """
+    """All weights. embedding: (vocabulary, hidden). lm_head may share its memory."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -98,7 +99,9 @@ def load_weights(
         lm_head = quantize_rows(embedding) if quantize else LinearWeights(embedding, None)
         reader.drop_copy("lm_head.weight", embedding)
     else:
-        lm_head = reader.read_stacked({"lm_head": config.vocabulary_size}, config.hidden_size, biased=False)
+        lm_head = reader.read_stacked(
+            {"lm_head": config.vocabulary_size}, config.hidden_size, biased=False
+        )
     reader.refuse_unread(config.architecture, IGNORED_NAMES)
     on_progress(1.0)
     return DecoderWeights(embedding, tuple(layers), final_norm, lm_head)
@@ -108,15 +111,23 @@ def _read_layer(reader: TensorReader, config: DecoderConfig, prefix: str) -> Lay
     hidden, q_size = config.hidden_size, config.head_count * config.head_dim
     kv_size, inner = config.kv_head_count * config.head_dim, config.intermediate_size
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
+    qkv = {
+        f"{attention}.q_proj": q_size,
+        f"{attention}.k_proj": kv_size,
+        f"{attention}.v_proj": kv_size,
+    }
     gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
     head_shape = (config.head_dim,)
     return LayerWeights(
         attention_norm=reader.read(f"{prefix}.input_layernorm.weight", (hidden,)),
         qkv=reader.read_stacked(qkv, hidden, config.qkv_bias),
-        query_norm=reader.read(f"{attention}.q_norm.weight", head_shape) if config.qk_norm else None,
+        query_norm=reader.read(f"{attention}.q_norm.weight", head_shape)
+        if config.qk_norm
+        else None,
         key_norm=reader.read(f"{attention}.k_norm.weight", head_shape) if config.qk_norm else None,
-        attention_out=reader.read_stacked({f"{attention}.o_proj": hidden}, q_size, config.attention_out_bias),
+        attention_out=reader.read_stacked(
+            {f"{attention}.o_proj": hidden}, q_size, config.attention_out_bias
+        ),
         mlp_norm=reader.read(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
         gate_up=reader.read_stacked(gate_up, hidden, config.mlp_bias),
         down=reader.read_stacked({f"{mlp}.down_proj": hidden}, inner, config.mlp_bias),
@@ -132,86 +143,241 @@ class LayerPool:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """Rows of one sequence in a batch, computed together.
+class Batch:
+    """Rows of one step, as int32 tensors on the decoder's device.
 
-    rows: start and end in the batch. table: (M,) block ids of all its positions. position: of the
-    first row. mask: (rows, M * T), True for visible positions; None if the whole prompt begins at
-    position 0 (causal).
+    token_ids: (N,). rotary_rows: (N,) of the rotation tables. slots: (N,) targets of keys and
+    values, block id * T + offset. spans: (S, 4), rows of one sequence each: first row, row count,
+    position of the first row, start of its blocks in `tables`. logit_rows: (R,) rows whose logits
+    are needed. tables: (X,) block ids. single_count: leading spans of one row; row_count_max: of
+    the others.
     """
 
-    row_start: int
-    row_end: int
-    position: int
-    table: Tensor
-    mask: Tensor | None
+    token_ids: Tensor
+    rotary_rows: Tensor
+    slots: Tensor
+    spans: Tensor
+    logit_rows: Tensor
+    tables: Tensor
+    single_count: int
+    row_count_max: int
+
+
+# Attention of a step's queries (N, H, D) -> (N, H, D). The pool already holds the new keys and
+# values.
+Attend = Callable[[Tensor, LayerPool], Tensor]
+
+
+class Kernels(Protocol):
+    """Operations of a decoder between its matrix products."""
+
+    def add_norm(
+        self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of two tensors (N, E), and its RMS norm."""
+        ...
+
+    def rotate_and_write(
+        self,
+        mixed: Tensor,
+        layer: LayerWeights,
+        eps: float,
+        rotation: tuple[Tensor, Tensor],
+        batch: Batch,
+        pool: LayerPool,
+    ) -> Tensor:
+        """Return the queries (N, H, D), normalized and rotated; write keys, treated alike, and
+        values to the pool. mixed: (N, (H + 2 H_kv) * D). rotation: tables of cosines and sines.
+        """
+        ...
+
+    def attention(self, batch: Batch, window: int | None) -> Attend:
+        """Return the function for layers with this window in positions; None for all."""
+        ...
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """Return SiLU of the first half of each row times the second: (N, 2 I) -> (N, I)."""
+        ...
+
+    def best(self, logits: Tensor) -> Tensor:
+        """Return per row the first id with the largest logit, or `NOT_FINITE`: (R, V) -> (R,)."""
+        ...
+
+
+class TorchKernels:
+    """Implements `Kernels` for CPUs without native code."""
+
+    def add_norm(
+        self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Implement `Kernels`."""
+        total = hidden if update is None else hidden + update
+        return total, rms_norm(total, weight.shape, weight, eps)
+
+    def rotate_and_write(
+        self,
+        mixed: Tensor,
+        layer: LayerWeights,
+        eps: float,
+        rotation: tuple[Tensor, Tensor],
+        batch: Batch,
+        pool: LayerPool,
+    ) -> Tensor:
+        """Implement `Kernels`."""
+        _, kv_head_count, _, head_dim = pool.keys.shape
+        heads = mixed.view(len(mixed), -1, head_dim)
+        head_count = heads.shape[1] - 2 * kv_head_count
+        # Queries and keys are adjacent in the stacked rows, so they are rotated together.
+        turning = heads[:, : head_count + kv_head_count]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries = rms_norm(turning[:, :head_count], (head_dim,), layer.query_norm, eps)
+            keys = rms_norm(turning[:, head_count:], (head_dim,), layer.key_norm, eps)
+            turning = torch.cat((queries, keys), dim=1)
+        rotated = rotate(turning, *(table[batch.rotary_rows][:, None, :] for table in rotation))
+        blocks, offsets = batch.slots // KV_BLOCK_TOKENS, batch.slots % KV_BLOCK_TOKENS
+        pool.keys[blocks, :, offsets] = rotated[:, head_count:]
+        pool.values[blocks, :, offsets] = heads[:, head_count + kv_head_count :]
+        return rotated[:, :head_count]
+
+    def attention(self, batch: Batch, window: int | None) -> Attend:
+        """Implement `Kernels`. Single rows of similar lengths are computed together."""
+        spans, tables = batch.spans.numpy(), batch.tables.numpy()
+        singles = spans[: batch.single_count]
+        decodes = [
+            _decode_span(np.array([*group]), tables, window)
+            for _, group in itertools.groupby(singles, key=lambda span: length_class(int(span[2])))
+        ]
+        prefills = [_prefill_span(span, tables, window) for span in spans[len(singles) :].tolist()]
+
+        def attend(queries: Tensor, pool: LayerPool) -> Tensor:
+            attended = torch.empty_like(queries)
+            for decode in decodes:
+                attended[decode.rows] = attend_decode(queries[decode.rows], pool, decode)
+            for prefill in prefills:
+                attended[prefill.rows] = attend_prefill(queries[prefill.rows], pool, prefill)
+            return attended
+
+        return attend
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """Implement `Kernels`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu(gate) * up
+
+    def best(self, logits: Tensor) -> Tensor:
+        """Implement `Kernels`."""
+        numbers = logits.numpy()  # its argmax is 7 times as fast as torch's at 50 rows
+        best = numbers.argmax(axis=-1)
+        best[~np.isfinite(numbers).all(axis=-1)] = NOT_FINITE
+        return torch.from_numpy(best)
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeSpan:
-    """Rows of a batch with one new token each and contexts of similar length, computed together.
+class Span:
+    """Rows of a batch whose attention is computed together, over blocks in the pool.
 
-    rows: start and end in the batch, B of them. tables: (B, M) block ids, padded with any valid id.
-    mask: (B, M * T), 0 for visible positions, -inf elsewhere.
+    tables: (B, M) block ids, padded with any valid id. mask: (B, M * T) for B sequences with one
+    row each, (rows, M * T) for one sequence, True for visible positions; None for a whole prompt.
     """
 
-    row_start: int
-    row_end: int
+    rows: slice
     tables: Tensor
-    mask: Tensor
+    mask: Tensor | None
 
 
-def write(pool: LayerPool, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Store new keys and values (N, H_kv, D). rows: (N * H_kv,) from `row_indices`. Writes the pool."""
-    head_dim = keys.shape[-1]
-    pool.keys.view(-1, head_dim).index_copy_(0, rows, keys.reshape(-1, head_dim))
-    pool.values.view(-1, head_dim).index_copy_(0, rows, values.reshape(-1, head_dim))
+def length_class(position: int) -> int:
+    """Return the class of a single row: a span pads its rows to at most twice their length."""
+    return (position // KV_BLOCK_TOKENS).bit_length()
 
 
-def row_indices(block_ids: Tensor, offsets: Tensor, kv_head_count: int) -> Tensor:
-    """Return the pool rows of D floats for each token's heads: (N,), (N,) -> (N * H_kv,)."""
-    heads = torch.arange(kv_head_count)
-    return ((block_ids[:, None] * kv_head_count + heads) * KV_BLOCK_TOKENS + offsets[:, None]).flatten()
+def _decode_span(rows: Entries, entries: Entries, window: int | None) -> Span:
+    """Return single rows, each from the first block in its window. rows: of `Batch.spans`.
+
+    Padded with block 0, which always exists; the mask hides padding and positions before the
+    window.
+    """
+    lengths = rows[:, 2] + 1
+    begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+    first_blocks = begins // KV_BLOCK_TOKENS
+    counts = -(-lengths // KV_BLOCK_TOKENS) - first_blocks
+    tables = np.zeros((len(rows), int(counts.max())), dtype=np.int32)
+    for table, start, count in zip(tables, rows[:, 3] + first_blocks, counts, strict=True):
+        table[:count] = entries[start : start + count]
+    positions = (
+        first_blocks[:, None] * KV_BLOCK_TOKENS
+        + np.arange(tables.shape[1] * KV_BLOCK_TOKENS)[None, :]
+    )
+    visible = (positions < lengths[:, None]) & (positions >= begins[:, None])
+    first_row = int(rows[0, 0])
+    return Span(
+        slice(first_row, first_row + len(rows)),
+        torch.from_numpy(tables),
+        torch.from_numpy(visible),
+    )
+
+
+def _prefill_span(span: list[int], entries: Entries, window: int | None) -> Span:
+    """Return the rows of one sequence. The table begins in the first row's window."""
+    row, row_count, start, table_start = span
+    end = start + row_count
+    first_block = 0 if window is None else max(0, start + 1 - window) // KV_BLOCK_TOKENS
+    table = torch.from_numpy(entries[table_start + first_block : table_start + blocks_for(end)])
+    mask: Tensor | None = None
+    if start > 0 or (window is not None and window < end):
+        covered = first_block * KV_BLOCK_TOKENS + torch.arange(len(table) * KV_BLOCK_TOKENS)
+        rows = torch.arange(start, end)[:, None]
+        mask = covered[None, :] <= rows
+        if window is not None:
+            mask &= covered[None, :] > rows - window
+    return Span(slice(row, row + row_count), table[None], mask)
 
 
 def gather(pool: Tensor, tables: Tensor) -> Tensor:
-    """Gather the blocks of each table by head: (blocks, H_kv, T, D), (B, M) -> (B, H_kv, M * T, D).
-    One copy.
-    """
+    """Gather blocks by head in one copy: (blocks, H_kv, T, D), (B, M) -> (B, H_kv, M * T, D)."""
     block_count, kv_head_count, block_tokens, head_dim = pool.shape
     batch, width = tables.shape
-    indices = tables[:, None, :] * kv_head_count + torch.arange(kv_head_count, device=tables.device)[:, None]  # (B, H_kv, M)
-    flat = pool.view(block_count * kv_head_count, block_tokens * head_dim).index_select(0, indices.flatten())
+    # (B, H_kv, M).
+    indices = tables[:, None, :] * kv_head_count + torch.arange(kv_head_count)[:, None]
+    flat = pool.view(block_count * kv_head_count, block_tokens * head_dim).index_select(
+        0, indices.flatten()
+    )
     return flat.view(batch, kv_head_count, width * block_tokens, head_dim)
 
 
-def attend_decode(queries: Tensor, pool: LayerPool, span: DecodeSpan) -> Tensor:
+def attend_decode(queries: Tensor, pool: LayerPool, span: Span) -> Tensor:
     """Compute attention of one new token per sequence over all its positions, including its own.
 
-    Shapes: queries (B, H, D); returns (B, H, D). The pool must already hold the new token's key and
-    value. Heads that share keys are query rows of one head, so grouped queries repeat no keys.
+    Shapes: queries (B, H, D); returns (B, H, D). Heads that share keys are query rows of one head,
+    so grouped queries repeat no keys.
     """
     batch, head_count, head_dim = queries.shape
     kv_head_count = pool.keys.shape[1]
     grouped = queries.reshape(batch, kv_head_count, head_count // kv_head_count, head_dim)
-    keys, values = gather(pool.keys, span.tables), gather(pool.values, span.tables)  # (B, H_kv, S, D)
+    # (B, H_kv, S, D).
+    keys, values = gather(pool.keys, span.tables), gather(pool.values, span.tables)
+    assert span.mask is not None, "single rows have one"
     out = scaled_dot_product_attention(grouped, keys, values, attn_mask=span.mask[:, None, None, :])
     return out.view(batch, head_count, head_dim)
 
 
-def attend_prefill(queries: Tensor, pool: LayerPool, span: PrefillSpan) -> Tensor:
+def attend_prefill(queries: Tensor, pool: LayerPool, span: Span) -> Tensor:
     """Compute attention of consecutive new tokens of one sequence, each over all positions up to
     its own.
 
-    Shapes: queries (R, H, D); returns (R, H, D). The pool must already hold the new keys and
-    values.
+    Shapes: queries (R, H, D); returns (R, H, D).
     """
     row_count = queries.shape[0]
-    keys, values = gather(pool.keys, span.table[None]), gather(pool.values, span.table[None])  # (1, H_kv, S, D)
+    # (1, H_kv, S, D).
+    keys, values = gather(pool.keys, span.tables), gather(pool.values, span.tables)
     if span.mask is None:
         keys, values = keys[:, :, :row_count], values[:, :, :row_count]
     out = scaled_dot_product_attention(
-        queries.transpose(0, 1)[None], keys, values, attn_mask=span.mask, is_causal=span.mask is None, enable_gqa=True
+        queries.transpose(0, 1)[None],
+        keys,
+        values,
+        attn_mask=span.mask,
+        is_causal=span.mask is None,
+        enable_gqa=True,
     )
     return out[0].transpose(0, 1)
 
@@ -221,118 +387,73 @@ NOT_FINITE = -1  # in place of a token id
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """values: (R, V) fp32, on the CPU. best: per row the first id with the largest logit, or
-    `NOT_FINITE` if a logit of the row is infinite or NaN.
+    """values: (R, V) fp32. best: per row the first id with the largest logit, or `NOT_FINITE` if a
+    logit of the row is infinite or NaN.
     """
 
     values: Tensor
     best: list[int]
 
-    @classmethod
-    def of(cls, values: Tensor) -> Logits:
-        """Build from values, computing `best`."""
-        numbers = values.numpy()  # its argmax is 7 times as fast as torch's at 50 rows
-        best = numbers.argmax(axis=-1)
-        best[~np.isfinite(numbers).all(axis=-1)] = NOT_FINITE
-        return cls(values, best.tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """A step's rows for attention: first one row per decoding sequence, then the rows of prefilling
-    ones.
-    """
-
-    decodes: tuple[DecodeSpan, ...]
-    prefills: tuple[PrefillSpan, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Rows of one step.
-
-    token_ids: (N,). rotary_rows: (N,) of the rotation tables. pool_rows: (N * H_kv,) targets of
-    keys and values. spans: by attention window in positions; None for all. logit_rows: (R,) rows
-    whose logits are needed.
-    """
-
-    token_ids: Tensor
-    rotary_rows: Tensor
-    pool_rows: Tensor
-    spans: Mapping[int | None, Spans]
-    logit_rows: Tensor
+    def take(self, rows: list[int]) -> Tensor:
+        """Return rows on the CPU, without a copy if they are there and all are wanted."""
+        values = self.values if len(rows) == len(self.values) else self.values[rows]
+        if values.device.type != "cuda":
+            return values
+        # From a GPU, pinned memory is filled several times faster.
+        return torch.empty(values.shape, pin_memory=True).copy_(values)
 
 
 class Decoder:
-    """Weights with their configuration. Stateless between calls; the runner owns the pool."""
+    """Weights with their configuration. Stateless between calls; the caller owns the pools."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, context_window_tokens: int) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        context_window_tokens: int,
+        kernels: Kernels,
+    ) -> None:
         self._config = config
         self._weights = weights
-        tables = rotary_tables(config.rope, config.head_dim, context_window_tokens, weights.embedding.dtype)
-        self._cosines, self._sines = (table.to(weights.embedding.device) for table in tables)
+        self._kernels = kernels
+        cosines, sines = rotary_tables(
+            config.rope, config.head_dim, context_window_tokens, weights.embedding.dtype
+        )
+        device = weights.embedding.device
+        self._rotation = cosines.to(device), sines.to(device)
 
     def forward(self, batch: Batch, pools: list[LayerPool]) -> Tensor:
-        """Return logits (R, V) in fp32 for `batch.logit_rows`. Writes the keys and values of all
-        rows to the pools.
-        """
-        hidden = embedding(batch.token_ids, self._weights.embedding)  # (N, E)
-        rotation = (self._cosines[batch.rotary_rows][:, None, :], self._sines[batch.rotary_rows][:, None, :])  # (N, 1, D)
-        for layer, pool, window in zip(self._weights.layers, pools, self._config.layer_windows, strict=True):
-            spans = batch.spans[window]
-            normed = self._norm(hidden, layer.attention_norm)
-            hidden = hidden + self._attention(normed, layer, pool, batch.pool_rows, spans, rotation)
-            hidden = hidden + self._mlp(self._norm(hidden, layer.mlp_norm), layer)
-        wanted = self._norm(hidden[batch.logit_rows], self._weights.final_norm)
-        return project(wanted, self._weights.lm_head).float()
-
-    def _norm(self, values: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(values, (values.shape[-1],), weight, self._config.rms_norm_eps)
-
-    def _attention(
-        self,
-        hidden: Tensor,
-        layer: LayerWeights,
-        pool: LayerPool,
-        pool_rows: Tensor,
-        spans: Spans,
-        rotation: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        config = self._config
-        head_count, kv_head_count = config.head_count, config.kv_head_count
-        mixed = project(hidden, layer.qkv).view(-1, head_count + 2 * kv_head_count, config.head_dim)
-        # Queries and keys are adjacent in the stacked rows, so they are rotated together.
-        turning = mixed[:, : head_count + kv_head_count]
-        if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = turning[:, :head_count], turning[:, head_count:]
-            turning = torch.cat((self._norm(queries, layer.query_norm), self._norm(keys, layer.key_norm)), dim=1)
-        rotated = rotate(turning, *rotation)
-        queries, keys = rotated[:, :head_count], rotated[:, head_count:]
-        write(pool, pool_rows, keys, mixed[:, head_count + kv_head_count :])
-        attended = torch.empty_like(queries)  # (N, H, D)
-        for decode in spans.decodes:
-            rows = slice(decode.row_start, decode.row_end)
-            attended[rows] = attend_decode(queries[rows], pool, decode)
-        for prefill in spans.prefills:
-            rows = slice(prefill.row_start, prefill.row_end)
-            attended[rows] = attend_prefill(queries[rows], pool, prefill)
-        return project(attended.flatten(1), layer.attention_out)
-
-    def _mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
-        gate, up = project(hidden, layer.gate_up).chunk(2, dim=-1)
-        return project(silu(gate) * up, layer.down)
+        """Return logits (R, V) in fp32 for `batch.logit_rows`; write all rows' keys and values."""
+        weights, kernels, eps = self._weights, self._kernels, self._config.rms_norm_eps
+        windows = self._config.layer_windows
+        attends = {window: kernels.attention(batch, window) for window in set(windows)}
+        hidden = embedding(batch.token_ids, weights.embedding)  # (N, E)
+        update: Tensor | None = None
+        for layer, pool, window in zip(weights.layers, pools, windows, strict=True):
+            hidden, normed = kernels.add_norm(hidden, update, layer.attention_norm, eps)
+            queries = kernels.rotate_and_write(
+                project(normed, layer.qkv), layer, eps, self._rotation, batch, pool
+            )
+            attended = attends[window](queries, pool)
+            update = project(attended.flatten(1), layer.attention_out)
+            hidden, normed = kernels.add_norm(hidden, update, layer.mlp_norm, eps)
+            update = project(kernels.gated(project(normed, layer.gate_up)), layer.down)
+        assert update is not None, "a decoder has layers"
+        rows = batch.logit_rows
+        _, outputs = kernels.add_norm(hidden[rows], update[rows], weights.final_norm, eps)
+        return project(outputs, weights.lm_head).float()
 
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate (N, heads, D) by (N, 1, D) tables: dimensions i and i + D/2 are a pair, as in Llama
-    checkpoints.
-    """
+    """Rotate (N, heads, D) by (N, 1, D) tables: dimensions i and i + D/2 are a pair."""
     half = heads.shape[-1] // 2
     turned = torch.cat((-heads[..., half:], heads[..., :half]), dim=-1)
     return heads * cosines + turned * sines
 
 
-def rotary_tables(rope: RopeConfig, head_dim: int, position_count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    rope: RopeConfig, head_dim: int, position_count: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (rows, D), computed in fp32. Source: Su et al. 2021, and each
     scaling's paper.
 
@@ -373,11 +494,11 @@ def rotary_tables(rope: RopeConfig, head_dim: int, position_count: int, dtype: t
 
 
 def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Slow down slow rotations by `factor`, keep fast ones, and blend those between by turns in the
-    old context.
-    """
+    """Slow down slow rotations by `factor`, keep fast ones, blend those between."""
     turns = scaling.original_context_tokens * frequencies / (2 * math.pi)
-    blend = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+    blend = (
+        (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    ).clamp(0.0, 1.0)
     return frequencies * (blend + (1.0 - blend) / scaling.factor)
 
 
@@ -397,14 +518,16 @@ def _grow(theta: float, scaling: DynamicScaling, positions: Tensor, exponents: T
 
 
 def _stretch_slow(theta: float, scaling: YarnScaling, exponents: Tensor) -> Tensor:
-    """Return frequencies with a ramp from kept to slowed dimensions; Peng et al. 2023, section 3.2."""
+    """Return frequencies with a ramp from kept to slowed dimensions; Peng et al. 2023, 3.2."""
     pair_count = len(exponents)
 
     def pair_that_turns(turns: float) -> float:
-        """Return the fractional dimension that makes this number of turns within the original
-        context.
-        """
-        return pair_count * math.log(scaling.original_context_tokens / (turns * 2 * math.pi)) / math.log(theta)
+        """Return the fractional dimension with this number of turns in the original context."""
+        return (
+            pair_count
+            * math.log(scaling.original_context_tokens / (turns * 2 * math.pi))
+            / math.log(theta)
+        )
 
     first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
     if scaling.truncate:
@@ -412,7 +535,9 @@ def _stretch_slow(theta: float, scaling: YarnScaling, exponents: Tensor) -> Tens
     first, last = max(first, 0), min(last, 2 * pair_count - 1)
     if first == last:
         last += 0.001  # avoids a division by zero; the ramp is a step
-    slowed = ((torch.arange(pair_count, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+    slowed = ((torch.arange(pair_count, dtype=torch.float32) - first) / (last - first)).clamp(
+        0.0, 1.0
+    )
     bases = theta**exponents
     return (1.0 / (scaling.factor * bases)) * slowed + (1.0 / bases) * (1.0 - slowed)
 

@@ -1,0 +1,62 @@
+"""GPUs of this machine, as NVIDIA's management library (NVML) reports them.
+
+The package `nvidia-ml-py` is optional, part of the extra `tensorrt`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class GpusUnknown(Exception):
+    """NVML cannot be asked: no package, no driver, or no permission."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. Bytes of its memory; used_bytes: by all processes of the machine."""
+
+    name: str
+    memory_bytes: int
+    used_bytes: int
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the ids of the GPUs that this process may use."""
+    if (listed := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return tuple(gpu.strip() for gpu in listed.split(",") if gpu.strip() not in ("", "-1"))
+    return tuple(map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*"))))))
+
+
+def read_gpus(ids: Iterable[str]) -> dict[str, Gpu]:
+    """Return GPUs by id: a number, in the order of `nvidia-smi`, or a UUID.
+
+    Ids that NVML does not know are left out. Raises: GpusUnknown with the reason.
+    """
+    try:
+        import pynvml
+    except ImportError as error:
+        raise GpusUnknown("nvidia-ml-py is not installed") from error
+    found = {}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise GpusUnknown(str(error)) from error
+    try:
+        for each in ids:
+            try:
+                handle = (
+                    pynvml.nvmlDeviceGetHandleByIndex(int(each))
+                    if each.isdecimal()
+                    else pynvml.nvmlDeviceGetHandleByUUID(each)
+                )
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                found[each] = Gpu(pynvml.nvmlDeviceGetName(handle), memory.total, memory.used)
+            except pynvml.NVMLError:  # such as a shortened UUID, which CUDA accepts
+                continue
+    finally:
+        pynvml.nvmlShutdown()
+    return found
