@@ -12,16 +12,30 @@ NAMES = frozenset(
         *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),  # not HF_TOKEN: models are local
     )
 )
-# Families of variables of compute libraries: compilers, loader, BLAS, OpenMP, CUDA, MPI, torch, ...
+# Variables of compute libraries by prefix: compilers, loader, BLAS, OpenMP, CUDA, MPI, torch, ...
 PREFIXES = (
     *("LC_", "LD_", "DYLD_", "PYTHON", "MALLOC_", "GLIBC_"),
     *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_"),
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "UCX_", "OMPI_", "PMIX_", "MPI_"),
-    *("TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "TOKENIZERS_", "TRANSFORMERS_", "TLLM_", "TRTLLM_", "TENSORRT_"),
+    *(
+        "TORCH_",
+        "PYTORCH_",
+        "TORCHINDUCTOR_",
+        "TRITON_",
+        "TOKENIZERS_",
+        "TRANSFORMERS_",
+        "TLLM_",
+        "TRTLLM_",
+        "TENSORRT_",
+    ),
     "WEIR_NATIVE",  # read by `inference/native/loader.py` before any message
 )
 
 
 def inherited(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that a child inherits: an allowlist, since secrets have any name."""
-    return {name: value for name, value in environment.items() if name in NAMES or name.startswith(PREFIXES)}
+    """Return the variables that a child inherits: an allowlist, since secrets may have any name."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in NAMES or name.startswith(PREFIXES)
+    }

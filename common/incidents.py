@@ -1,7 +1,7 @@
 """Incidents: unexpected failures, each logged under an id, counted, and retried with backoff.
 
 A background loop processes items: reports, notifications, webhooks, batches, rows. With
-`Retries.survive` the failure of one item becomes an incident of that item: the loop continues with
+`Retries.survive`, the failure of one item becomes an incident of that item; the loop continues with
 the others and retries this one later.
 """
 
@@ -23,13 +23,13 @@ from common.backoff import backoff_s
 
 SHORTEST_S = 1.0  # delay before an item is retried; doubled by each failure
 LONGEST_S = 300.0  # longest delay, and so the interval of repeated incidents in the log
-ITEMS_MAX = 10_000  # failed items of a loop; beyond it the oldest are forgotten and retried at once
+ITEMS_MAX = 10_000  # failed items of a loop; above it the oldest are forgotten and retried at once
 
 log = structlog.get_logger("weir.incidents")
 T = TypeVar("T")
 
-# Incidents of this process since its start, by source. Sources are added with 0: a counter that
-# appears with 1 has no increase that an alert could detect.
+# Incidents of this process by source. Sources are added with 0: a counter that appears with 1 has
+# no increase that an alert could detect.
 INCIDENT_COUNTS: Counter[str] = Counter()
 
 
@@ -37,14 +37,19 @@ def log_incident(error: BaseException, **facts: object) -> str:
     """Log an unexpected error with its traceback under a new id, and return the id."""
     incident_id = uuid.uuid4().hex[:12]
     # As text: a logger that formats it may include the values of variables, even secrets.
-    log.error("incident", incident_id=incident_id, exception="".join(traceback.format_exception(error)).rstrip(), **facts)
+    log.error(
+        "incident",
+        incident_id=incident_id,
+        exception="".join(traceback.format_exception(error)).rstrip(),
+        **facts,
+    )
     return incident_id
 
 
 @dataclass(slots=True)
 class _Failure:
     count: int
-    due_at: float  # by the clock of the `Retries`
+    due_at: float  # on the clock of the `Retries`
 
 
 class Retries:
@@ -103,7 +108,9 @@ class Retries:
             self._failures.popitem(last=False)
         INCIDENT_COUNTS[self.source] += 1
         named = {} if item is None else {"item": str(item)}
-        return log_incident(error, source=self.source, failure_count=failure.count + 1, retry_in_s=delay_s, **named)
+        return log_incident(
+            error, source=self.source, failure_count=failure.count + 1, retry_in_s=delay_s, **named
+        )
 
     def resting(self) -> list[Hashable]:
         """Return the items that are not due."""
@@ -128,7 +135,9 @@ class IncidentTaskGroup(asyncio.TaskGroup):
         super().__init__()
         self._retries = Retries("task")
 
-    def create_task(self, coro: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:  # type: ignore[override]
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, T], **options: Any
+    ) -> asyncio.Task[T]:
         """Start a task; a failed one has the result None."""
         task = super().create_task(self._contained(coro, options.get("name")), **options)
         task.add_done_callback(lambda _: coro.close())  # for tasks cancelled before starting

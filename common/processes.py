@@ -1,4 +1,4 @@
-"""Processes of this machine by id: liveness and parents."""
+"""Processes of this machine by id: liveness, parents, environment."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ def alive(pid: int) -> bool:
 def parents() -> dict[int, int]:
     """Return the parent's id of every running process."""
     if PROC.is_dir():
-        return {int(entry.name): parent for entry in PROC.iterdir() if entry.name.isdigit() and (parent := _parent_of(entry))}
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
+        return {
+            int(entry.name): parent
+            for entry in PROC.iterdir()
+            if entry.name.isdigit() and (parent := _parent_of(entry))
+        }
+    listing = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
+    ).stdout
     rows = [line.split() for line in listing.splitlines()]
     return {int(pid): int(parent) for pid, parent, state in rows if state[0] not in "ZX"}
 
@@ -31,6 +37,32 @@ def children_of(pid: int) -> list[int]:
 def descendants(pid: int) -> list[int]:
     """Return the ids of a process's current children and their descendants."""
     return [each for child in children_of(pid) for each in (child, *descendants(child))]
+
+
+def command_line(pid: int) -> str:
+    """Return the command line of a process; empty if it has ended, or without /proc."""
+    return _content(PROC / str(pid) / "cmdline").replace(b"\0", b" ").decode(errors="replace")
+
+
+def started_with(variable: str, value: str) -> list[int]:
+    """Return the running processes that were started with an environment variable.
+
+    Children inherit it, whatever their parent, session and process group are now. Empty without
+    /proc.
+    """
+    entry = f"{variable}={value}".encode()
+    return [
+        int(each.name)
+        for each in (PROC.iterdir() if PROC.is_dir() else ())
+        if each.name.isdigit() and entry in _content(each / "environ").split(b"\0")
+    ]
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended, or belongs to another user
+        return b""
 
 
 def _parent_of(entry: Path) -> int | None:

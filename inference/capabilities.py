@@ -7,11 +7,12 @@ translated to the engine's own request; all others are rejected by their name on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from math import inf
+from types import MappingProxyType
 
 from inference.errors import RequestImpossible
 from inference.sequences import GenerationRequest, SamplingParams
@@ -29,6 +30,7 @@ class RequestField(StrEnum):
     FREQUENCY_PENALTY = "sampling.frequency_penalty"
     LOGIT_BIAS = "sampling.logit_bias"
     TOP_LOGPROBS = "top_logprobs"
+    PROMPT_LOGPROBS = "prompt_logprobs"
     STOP_TOKEN_IDS = "stop_token_ids"
     IGNORE_EOS = "ignore_eos"
     MIN_OUTPUT_TOKENS = "min_output_tokens"
@@ -39,18 +41,21 @@ class RequestField(StrEnum):
 
 
 _FORMATS = frozenset({RequestField.JSON_SCHEMA, RequestField.REGEX, RequestField.LARK})
-_OF_CHANCE = frozenset({RequestField.TOP_P, RequestField.TOP_K, RequestField.MIN_P, RequestField.SEED})
+_OF_CHANCE = frozenset(
+    {RequestField.TOP_P, RequestField.TOP_K, RequestField.MIN_P, RequestField.SEED}
+)
+_LOGPROBS = frozenset({RequestField.TOP_LOGPROBS, RequestField.PROMPT_LOGPROBS})
+# Fields that only the embedded engine supports
+EMBEDDED_ONLY = frozenset({RequestField.BEAM_SEARCH, RequestField.PROMPT_LOGPROBS})
 _NEUTRAL = SamplingParams()
 
 
 def is_used(field: RequestField, request: GenerationRequest) -> bool:
-    """Return whether the output depends on the field. At temperature 0, sampling fields have no
-    effect.
-    """
+    """Return whether the output depends on the field; sampling fields need a temperature."""
     section, _, name = field.rpartition(".")
     if field in _FORMATS:
         return request.response_format is not None and request.response_format.kind == name
-    if section or field is RequestField.TOP_LOGPROBS:
+    if section or field in _LOGPROBS:
         drawn = request.sampling.temperature > 0 or field not in _OF_CHANCE
         return drawn and getattr(request.sampling, name) != getattr(_NEUTRAL, name)
     return bool(getattr(request if field is RequestField.BEAM_SEARCH else request.stop, name))
@@ -67,46 +72,73 @@ class Capabilities:
 
     unsupported: fields that it would ignore. top_logprobs_max: maximum top tokens reported per
     token; None for Weir's own limit. sampled_logprobs: whether it reports log-probabilities at a
-    temperature above 0. logit_bias_max: maximum absolute bias.
+    temperature above 0. logit_bias_max: maximum absolute bias. counts_from_usage: it reports no
+    token ids, but numbers of tokens: each token is `UNKNOWN_TOKEN_ID`.
     """
 
     unsupported: frozenset[RequestField] = frozenset()
     top_logprobs_max: int | None = None
     sampled_logprobs: bool = True
     logit_bias_max: float = inf
+    counts_from_usage: bool = False
 
     def check(self, request: GenerationRequest, engine: str) -> None:
-        """Raise RequestImpossible, with the field, if the engine would ignore it. engine: name for
-        the message.
-        """
+        """Raise RequestImpossible, with the field, if the engine would ignore it."""
         sampling = request.sampling
         for field in _in_order(self.unsupported):
-            if (request.response_format is not None or field not in _FORMATS) and is_used(field, request):
+            if (request.response_format is not None or field not in _FORMATS) and is_used(
+                field, request
+            ):
                 raise self._refusal(request, field, engine)
         if sampling.top_logprobs is not None:
-            most = self.top_logprobs_max
-            if most is not None and sampling.top_logprobs > most:
-                said = f"must be at most {most} on this model's engine ({engine}), got {sampling.top_logprobs}"
+            top_count_max = self.top_logprobs_max
+            if top_count_max is not None and sampling.top_logprobs > top_count_max:
+                said = (
+                    f"must be at most {top_count_max} on this model's engine ({engine}), got"
+                    f" {sampling.top_logprobs}"
+                )
                 raise RequestImpossible(said, RequestField.TOP_LOGPROBS)
             if sampling.temperature > 0 and not self.sampled_logprobs:
-                said = f"needs a temperature of 0: this model's engine ({engine}) does not report sampled tokens"
+                said = (
+                    f"needs a temperature of 0: this model's engine ({engine}) does not report"
+                    " sampled tokens"
+                )
                 raise RequestImpossible(said, RequestField.TOP_LOGPROBS)
         for _, bias in sampling.logit_bias:
             if abs(bias) > self.logit_bias_max:
-                said = f"must be between {-self.logit_bias_max:g} and {self.logit_bias_max:g} on this model's engine ({engine})"
+                said = (
+                    f"must be between {-self.logit_bias_max:g} and {self.logit_bias_max:g} on this"
+                    f" model's engine ({engine})"
+                )
                 raise RequestImpossible(said, RequestField.LOGIT_BIAS)
 
-    def _refusal(self, request: GenerationRequest, field: RequestField, engine: str) -> RequestImpossible:
+    def _refusal(
+        self, request: GenerationRequest, field: RequestField, engine: str
+    ) -> RequestImpossible:
         name = field.rpartition(".")[2]
-        said = f"this model's engine ({engine}) does not support {name}: omit it, or use a model whose engine does"
+        said = (
+            f"this model's engine ({engine}) does not support {name}: omit it, or use a model whose"
+            " engine does"
+        )
         if request.response_format is not None and field.startswith("response_format."):
             return RequestImpossible(said, request.response_format.field)
         return RequestImpossible(said, field)
 
+    def refusals(self) -> list[tuple[RequestField, str]]:
+        """Return the refused fields, each with the refused values; empty text: all in use."""
+        found = [(field, "") for field in _in_order(self.unsupported)]
+        if RequestField.TOP_LOGPROBS not in self.unsupported:
+            if self.top_logprobs_max is not None:
+                found.append((RequestField.TOP_LOGPROBS, f"above {self.top_logprobs_max}"))
+            if not self.sampled_logprobs:
+                found.append((RequestField.TOP_LOGPROBS, "with a temperature above 0"))
+        if RequestField.LOGIT_BIAS not in self.unsupported and self.logit_bias_max < inf:
+            bias_max = f"{self.logit_bias_max:g}"
+            found.append((RequestField.LOGIT_BIAS, f"below -{bias_max} or above {bias_max}"))
+        return found
+
     def honoured(self, defaults: SamplingParams) -> tuple[SamplingParams, frozenset[RequestField]]:
-        """Return a checkpoint's default sampling without unsupported fields, and the omitted
-        fields.
-        """
+        """Return default sampling without unsupported fields, and the omitted fields."""
         left_out = set()
         for field in self.unsupported:
             section, _, name = field.partition(".")
@@ -117,27 +149,40 @@ class Capabilities:
 
 
 def combined(capabilities: Iterable[Capabilities]) -> Capabilities:
-    """Return what at least one of several replicas supports: routing skips the others."""
+    """Return the fields that at least one of several replicas supports: routing skips the rest."""
     each = tuple(capabilities)
     limits = [one.top_logprobs_max for one in each]
     return Capabilities(
         unsupported=frozenset.intersection(*(one.unsupported for one in each)),
-        top_logprobs_max=None if None in limits else max(limit for limit in limits if limit is not None),
+        top_logprobs_max=(
+            None if None in limits else max(limit for limit in limits if limit is not None)
+        ),
         sampled_logprobs=any(one.sampled_logprobs for one in each),
         logit_bias_max=max(one.logit_bias_max for one in each),
+        counts_from_usage=any(one.counts_from_usage for one in each),
     )
 
 
-# TensorRT-LLM's default PyTorch sampler (1.2 and 1.3 release candidates) accepts and ignores these.
-# It suppresses only one of several end tokens, so a minimum of tokens is not enforced.
-TENSORRT_LLM_IGNORES = frozenset(
-    {
-        RequestField.MIN_P,
-        RequestField.SEED,
-        RequestField.REPETITION_PENALTY,
-        RequestField.PRESENCE_PENALTY,
-        RequestField.FREQUENCY_PENALTY,
-        RequestField.MIN_OUTPUT_TOKENS,
-        RequestField.BEAM_SEARCH,
-    }
+# The default PyTorch sampler accepts and ignores these fields: penalties came with
+# NVIDIA/TensorRT-LLM#16485, `min_p` with #16590, seeds with #17172. It suppresses only one of
+# several end tokens, so a minimum of tokens is not enforced. The log-probabilities of a sampled
+# token may lack that token, which would fail the sequence.
+_TORCH_SAMPLER = Capabilities(
+    frozenset(
+        {
+            RequestField.MIN_P,
+            RequestField.SEED,
+            RequestField.REPETITION_PENALTY,
+            RequestField.PRESENCE_PENALTY,
+            RequestField.FREQUENCY_PENALTY,
+            RequestField.MIN_OUTPUT_TOKENS,
+            *EMBEDDED_ONLY,
+        }
+    ),
+    sampled_logprobs=False,
+)
+# Versions of TensorRT-LLM: the library's in the worker, and the release candidates whose server has
+# the gRPC service. The doctor asks for each field whether an installed library behaves so.
+TENSORRT_LLM: Mapping[str, Capabilities] = MappingProxyType(
+    {"1.2.1": _TORCH_SAMPLER, "1.3.0rc": _TORCH_SAMPLER}
 )

@@ -44,7 +44,7 @@ from inference.engine import (
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
 from inference.sequences import choice_seed
-from inference.text.detokenizer import Detokenizer, TextDecoder
+from inference.text.detokenizer import Detokenizer, GivenTextDecoder, TextDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,7 @@ class Handling:
 
 
 class Answer(NamedTuple):
-    """State of a sequence as reported by the engine. cached_token_count: prompt tokens served from
-    its cache.
-    """
+    """State of a sequence as reported by the engine. cached_token_count: cached prompt tokens."""
 
     output: Output
     cached_token_count: int
@@ -79,15 +77,11 @@ class Answers(Protocol):
     """One sequence in the engine."""
 
     def read(self) -> AsyncGenerator[Answer, None]:
-        """Yield answers in order. Raises: EngineError if this sequence failed; anything else ends
-        the engine.
-        """
+        """Yield answers in order. Raises: EngineError if only this sequence failed."""
         ...
 
     def abort(self) -> None:
-        """Ask the engine to stop the sequence, without blocking. Any exception means that the
-        engine is dead.
-        """
+        """Ask the engine to stop the sequence; never blocks. Any exception means a dead engine."""
         ...
 
 
@@ -111,7 +105,7 @@ class Choice:
     answer.
 
     ended: the reported finish reason; the engine may still be running it. aborted: an abort was
-    sent. stalled: reported as stuck; it keeps its batch place until the engine returns it.
+    sent. stalled: reported as stuck; it stays in the batch until the engine returns it.
     """
 
     request: Request
@@ -129,11 +123,10 @@ class Choice:
     overtaken_count: int = 0
 
     def __post_init__(self) -> None:
-        wanted = self.request.wanted
-        self.rank = wanted.rank
-        for count, token_id in enumerate(wanted.output_token_ids, 1):
-            # The previous engine already sent this text; text that it held back is held back here
-            # too.
+        request = self.request.generation
+        self.rank = request.rank
+        for count, token_id in enumerate(request.output_token_ids, 1):
+            # The previous engine sent the same text; text that it held back is held back here too.
             self._take_token(token_id, count)
 
     @property
@@ -141,11 +134,12 @@ class Choice:
         return self.request.number
 
     def take(self, output: Output, now_s: float) -> list[SequenceEvent]:
-        """Process a response. Sets `ended` if it completes the output. Raises: EngineFailed if it
-        is invalid.
-        """
-        before, new_ids = len(self.request.wanted.output_token_ids), list(output.token_ids[self.token_count :])
-        # Whether the end token itself is in the list is not documented; here it always is.
+        """Process a response; set `ended` at the output's end. Raises: EngineFailed if invalid."""
+        before, new_ids = (
+            len(self.request.generation.output_token_ids),
+            list(output.token_ids[self.token_count :]),
+        )
+        # It is not documented whether the end token itself is in the list; here it always is.
         last = new_ids[-1] if new_ids else None
         ended_silently = output.finish_reason == "stop" and last not in self.request.end_token_ids
         if ended_silently and (end := self._end_token(output)) is not None:
@@ -169,10 +163,8 @@ class Choice:
         return [TokensGenerated(tuple(taken), text, logprobs, self.index)]
 
     def _take_token(self, token_id: int, count: int) -> str:
-        """Return the text released by a token; sets `ended` on the last. count: output tokens
-        including it.
-        """
-        stop = self.request.wanted.stop
+        """Return the text released by a token; set `ended` on the last. count: tokens with it."""
+        stop = self.request.generation.stop
         if token_id in self.request.end_token_ids:
             self.ended = EngineFinishReason.STOP
             return ""
@@ -193,9 +185,7 @@ class Choice:
         return piece.text
 
     def _end_token(self, output: Output) -> int | None:
-        """Return the token that ended the output: the reported stop token, else the first end
-        token.
-        """
+        """Return the token that ended the output: the reported one, else the first end token."""
         if isinstance(output.stop_reason, int):
             return output.stop_reason
         return min(self.request.end_token_ids, default=None)
@@ -210,29 +200,34 @@ class Choice:
                 self.ended = EngineFinishReason.LENGTH
             case "cancelled":
                 if not self.aborted:
-                    raise EngineFailed("the engine cancelled a sequence that had not been cancelled")
+                    raise EngineFailed(
+                        "the engine cancelled a sequence that had not been cancelled"
+                    )
                 self.ended = EngineFinishReason.CANCELLED
             case other:
-                raise EngineFailed(f"the engine ended a sequence with an unknown finish reason: {other}")
+                raise EngineFailed(
+                    f"the engine ended a sequence with an unknown finish reason: {other}"
+                )
 
     def _logprobs(self, output: Output, taken: list[int]) -> tuple[TokenLogprobs, ...]:
-        wanted = self.request.wanted.sampling.top_logprobs
-        if wanted is None:
+        top_count = self.request.generation.sampling.top_logprobs
+        if top_count is None:
             return ()
-        told = output.logprobs[self.token_count : self.token_count + len(taken)]
-        if len(told) < len(taken):
+        reported = output.logprobs[self.token_count : self.token_count + len(taken)]
+        if len(reported) < len(taken):
             raise EngineFailed("the engine reported fewer log-probabilities than tokens")
-        return tuple(token_logprobs(token_id, known, wanted) for token_id, known in zip(taken, told, strict=True))
+        return tuple(
+            token_logprobs(token_id, known, top_count)
+            for token_id, known in zip(taken, reported, strict=True)
+        )
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A client request. number: its handle. end_token_ids: tokens that end an output. ends:
-    reported finish reasons.
-    """
+    """Client request. number: its handle. ends: reported finish reasons."""
 
     number: int
-    wanted: GenerationRequest
+    generation: GenerationRequest
     end_token_ids: frozenset[int]
     arrived_at_s: float
     submitted_at_s: float | None = None
@@ -248,10 +243,14 @@ class Request:
         """
         if self.cached_token_count is not None:
             return []
-        prompt_token_count, before = len(self.wanted.prompt_token_ids), len(self.wanted.output_token_ids)
+        prompt_token_count, before = (
+            len(self.generation.prompt_token_ids),
+            len(self.generation.output_token_ids),
+        )
         if not 0 <= cached_token_count <= prompt_token_count + before:
             raise EngineFailed(
-                f"the engine says that {cached_token_count} of {prompt_token_count + before} prompt tokens were cached"
+                f"the engine says that {cached_token_count} of {prompt_token_count + before} prompt"
+                " tokens were cached"
             )
         self.cached_token_count = min(cached_token_count, prompt_token_count)
         return [Scheduled(self.cached_token_count)]
@@ -265,10 +264,10 @@ class Request:
         # answer had begun.
         has_begun = self.submitted_at_s is not None and choice.ended is EngineFinishReason.CANCELLED
         events: list[SequenceEvent] = self.schedule(0) if has_begun else []
-        if self.wanted.choice_count > 1:
+        if self.generation.choice_count > 1:
             events.append(ChoiceFinished(choice.index, choice.ended, text))
             text = ""
-        if len(self.ends) == self.wanted.choice_count:
+        if len(self.ends) == self.generation.choice_count:
             events.append(self._finished(text, now_s))
         return events
 
@@ -279,9 +278,10 @@ class Request:
         return SequenceFinished(
             reason=self.ends[0],
             text=text,
-            prompt_token_count=len(self.wanted.prompt_token_ids),
+            prompt_token_count=len(self.generation.prompt_token_ids),
             cached_token_count=self.cached_token_count or 0,
-            generated_token_count=len(self.wanted.output_token_ids) + sum(choice.token_count for choice in self.choices),
+            generated_token_count=len(self.generation.output_token_ids)
+            + sum(choice.token_count for choice in self.choices),
             timings=EngineTimings(
                 queue_ms=(submitted_s - self.arrived_at_s) * 1e3,
                 prefill_ms=(first_token_s - submitted_s) * 1e3,
@@ -291,9 +291,7 @@ class Request:
 
 
 def token_logprobs(token_id: int, known: Mapping[int, Any], top_count: int) -> TokenLogprobs:
-    """Convert the engine's mapping of ids to `Logprob`. Raises: EngineFailed if `token_id` is
-    missing.
-    """
+    """Convert the engine's mapping to `TokenLogprobs`. Raises: EngineFailed without `token_id`."""
     if token_id not in known:
         raise EngineFailed("the engine reported log-probabilities without the token that it chose")
     ranked = sorted(known.items(), key=lambda entry: (-entry[1].logprob, entry[0]))[:top_count]
@@ -316,20 +314,20 @@ class EmptyAnswers:
         """Return whether the end of this choice indicates an engine fault. inside: choices in the
         engine.
 
-        Empty outputs of one tenant do not count while the engine serves others: a restart would end
-        their streams.
+        Empty outputs of one tenant do not count while the engine serves other tenants: a restart
+        would end their streams.
         """
-        wanted = choice.request.wanted
+        request = choice.request.generation
         if choice.ended is EngineFinishReason.CANCELLED or not self._count_max:
             return False
-        if wanted.output_token_ids or wanted.stop.stop_token_ids or wanted.sampling.logit_bias:
+        if request.output_token_ids or request.stop.stop_token_ids or request.sampling.logit_bias:
             return False  # the request may ask for an empty output
         if choice.token_count > 1 or choice.ended is not EngineFinishReason.STOP:
             self._salts.clear()
             return False
-        self._salts.append(wanted.cache_salt)
+        self._salts.append(request.cache_salt)
         known = {*self._salts}
-        serves_others = any(other.request.wanted.cache_salt not in known for other in inside)
+        serves_others = any(other.request.generation.cache_salt not in known for other in inside)
         return len(self._salts) == self._count_max and (len(known) > 1 or not serves_others)
 
 
@@ -341,15 +339,17 @@ class OutsideCore:
     """Request queue of an external engine. Events go out through `tell`, in order for each request.
 
     submit: submits a choice. Raises: EngineError if the engine rejects it; anything else ends the
-    engine. broken: called with the reason when the whole engine has failed.
+    engine. format_end_token_ids: additional end tokens of requests with a response format.
+    broken: called with the reason when the whole engine has failed.
     """
 
     def __init__(
         self,
         submit: Callable[[Choice], Answers],
         *,
-        decoder: TextDecoder,
+        decoder: TextDecoder | GivenTextDecoder,
         model_end_token_ids: frozenset[int],
+        format_end_token_ids: frozenset[int] = frozenset(),
         limits: EngineLimits,
         handling: Handling,
         tell: Tell,
@@ -359,6 +359,7 @@ class OutsideCore:
         self._submit_choice = submit
         self._decoder = decoder
         self._model_end_token_ids = model_end_token_ids
+        self._format_end_token_ids = format_end_token_ids
         self._limits = limits
         self._handling = handling
         self._tell = tell
@@ -371,7 +372,7 @@ class OutsideCore:
         self._ended_count = 0  # choices that ended while queued and may still be in the heap
         self._empty_answers = EmptyAnswers(handling.empty_answer_count_max)
         self._prompt_token_count = self._cached_token_count = self._output_token_count = 0
-        self.told = EngineStatistics()  # last reported block and step counts
+        self.reported = EngineStatistics()  # block and step counts that the engine reported last
         self.moved_at_s = -math.inf  # time of the last token of any sequence
 
     @property
@@ -391,10 +392,17 @@ class OutsideCore:
     def add(self, number: int, request: GenerationRequest, arrived_at_s: float) -> None:
         """Queue a validated request. number: greater than all earlier ones."""
         ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
+        if request.response_format is not None:
+            ends |= self._format_end_token_ids
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         added = Request(number, request, ends | request.stop.stop_token_ids, arrived_at_s)
         added.choices = [
-            Choice(added, index, choice_seed(seed, index), self._decoder.open(request.stop.stop_sequences))
+            Choice(
+                added,
+                index,
+                choice_seed(seed, index),
+                self._decoder.open(request.stop.stop_sequences),
+            )
             for index in range(request.choice_count)
         ]
         self._requests[number] = added
@@ -406,9 +414,7 @@ class OutsideCore:
         self._report_end(added.choices[0])
 
     def cancel(self, number: int) -> None:
-        """Cancel a request: at once if queued, on the engine's answer if running. Unknown numbers
-        are ignored.
-        """
+        """Cancel a request: at once if queued, on the engine's answer if running. Idempotent."""
         request = self._requests.get(number)
         for choice in () if request is None else tuple(request.choices):
             if choice.ended is not None:
@@ -426,9 +432,7 @@ class OutsideCore:
             self.cancel(number)
 
     def abandon(self) -> None:
-        """Drop all requests without reporting them; the caller reports their end. Submits nothing
-        afterwards.
-        """
+        """Drop all requests without reporting their end, which the caller does."""
         self._requests.clear()
         self._waiting.clear()
 
@@ -443,11 +447,9 @@ class OutsideCore:
                 self._abort(other)
 
     def statistics(self) -> EngineStatistics:
-        """Return the counts of sequences here, with the block and step counts the engine last
-        reported.
-        """
+        """Return the counts of sequences here, with the last blocks and steps of the engine."""
         return msgspec.structs.replace(
-            self.told,
+            self.reported,
             waiting_sequence_count=sum(choice.ended is None for *_, choice in self._waiting),
             running_sequence_count=sum(choice.ended is None for choice in self._inside),
             prompt_token_count=self._prompt_token_count,
@@ -469,9 +471,7 @@ class OutsideCore:
                 self._submit(choice)
 
     def _note_overtaking(self, entering: Choice) -> None:
-        """Prevent starvation: a choice overtaken `waiting_sequence_count_max` times goes ahead of
-        later ones.
-        """
+        """Prevent starvation: a choice is overtaken `waiting_sequence_count_max` times at most."""
         if not self._waiting or min(number for _, number, _, _ in self._waiting) > entering.number:
             return
         for *_, choice in self._waiting:
@@ -479,11 +479,13 @@ class OutsideCore:
                 choice.overtaken_count += 1
                 if choice.overtaken_count >= self._limits.waiting_sequence_count_max:
                     choice.rank = -math.inf
-        self._waiting = [(choice.rank, choice.number, choice.index, choice) for *_, choice in self._waiting]
+        self._waiting = [
+            (choice.rank, choice.number, choice.index, choice) for *_, choice in self._waiting
+        ]
         heapq.heapify(self._waiting)
 
     def _forget_ended(self) -> None:
-        """Remove ended choices, which would keep their prompts in memory while the engine is full."""
+        """Remove ended choices, which would keep prompts in memory while the engine is full."""
         self._waiting = [entry for entry in self._waiting if entry[-1].ended is None]
         heapq.heapify(self._waiting)
         self._ended_count = 0
@@ -506,8 +508,8 @@ class OutsideCore:
     async def _follow(self, choice: Choice, answers: Answers) -> None:
         """Read a sequence until the engine ends it, which may be after its end was reported."""
         try:
-            async with aclosing(answers.read()) as told:
-                async for answer in told:
+            async with aclosing(answers.read()) as reader:
+                async for answer in reader:
                     self._take(choice, answer)
         except EngineError as error:
             _log.error("sequence %d: %r", choice.number, error)
@@ -526,7 +528,9 @@ class OutsideCore:
         if choice.ended is None:  # the abort was not answered, or the answers ended early
             choice.ended = EngineFinishReason.CANCELLED
             if not choice.aborted:
-                self.fail(choice, EngineFailed("the engine ended the sequence without a finish reason"))
+                self.fail(
+                    choice, EngineFailed("the engine ended the sequence without a finish reason")
+                )
         self._report_end(choice)
         self._fill()
 
@@ -541,7 +545,7 @@ class OutsideCore:
             return
         if output.token_ids:
             for event in request.schedule(answer.cached_token_count):
-                self._prompt_token_count += len(request.wanted.prompt_token_ids)
+                self._prompt_token_count += len(request.generation.prompt_token_ids)
                 self._cached_token_count += answer.cached_token_count
                 self._tell(choice.number, event)
                 # The first choice has computed the prompt, so the other choices find it in the
@@ -566,8 +570,15 @@ class OutsideCore:
             return True
         task = self._inside.get(choice)
         begun = choice.first_token_at_s is not None or self._handling.abort_prefill
-        told_apart = choice.request.wanted.sampling.top_logprobs is None or self._handling.abort_with_logprobs
-        if task is None or choice.answers is None or not (self._handling.abort_running and begun and told_apart):
+        told_apart = (
+            choice.request.generation.sampling.top_logprobs is None
+            or self._handling.abort_with_logprobs
+        )
+        if (
+            task is None
+            or choice.answers is None
+            or not (self._handling.abort_running and begun and told_apart)
+        ):
             return False
         choice.aborted = True
         try:
@@ -584,7 +595,7 @@ class OutsideCore:
             return
         for event in request.finish(choice, time.monotonic()):
             self._tell(request.number, event)
-        if len(request.ends) == request.wanted.choice_count:
+        if len(request.ends) == request.generation.choice_count:
             del self._requests[request.number]
 
 
@@ -592,20 +603,18 @@ STALLS_MAX = 3  # stuck sequences, while others progress, before the engine coun
 
 
 class StallWatch:
-    """Detects sequences without new tokens. Timeouts in seconds: to the first token, and between
-    tokens.
-    """
+    """Detects sequences without new tokens. Timeouts in seconds, to the first token and between."""
 
-    def __init__(self, core: OutsideCore, first_token_timeout_s: float, inter_token_timeout_s: float) -> None:
+    def __init__(
+        self, core: OutsideCore, first_token_timeout_s: float, inter_token_timeout_s: float
+    ) -> None:
         self._core = core
         self._first_token_timeout_s = first_token_timeout_s
         self._inter_token_timeout_s = inter_token_timeout_s
         self._stall_count = 0
 
     def look(self) -> str | None:
-        """Fail the sequences that alone are stuck. Returns the reason if the engine itself is
-        stuck.
-        """
+        """Fail the sequences that are stuck. Returns the reason if the engine itself is stuck."""
         now_s = time.monotonic()
         stuck, shortest_s = [], self._first_token_timeout_s
         for choice in self._core.inside:
@@ -624,6 +633,6 @@ class StallWatch:
             return f"{len(stuck)} sequences have been silent for too long"
         for choice in stuck:
             choice.stalled = True
-            _log.error("sequence %d is stuck while others go on", choice.number)
+            _log.error("sequence %d is stuck while others progress", choice.number)
             self._core.fail(choice, EngineFailed("the engine has stopped generating this sequence"))
         return None

@@ -1,4 +1,4 @@
-"""Observations about an external engine: one per question of a doctor command.
+"""Observations about an engine, one per question of a doctor command, and the report of them.
 
 The adapters handle most answers either way. The answers show which precautions an installation
 needs, and where the engine differs from its documentation.
@@ -7,20 +7,27 @@ needs, and where the engine differs from its documentation.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+import os
+import platform
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
-from typing import TypeVar
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
 
-from inference.engine import GrammarKind, ResponseFormat
+from common.gpus import GpusUnknown, read_gpus, visible_gpus
+from common.scrubbing import Scrubber
+from inference.checkpoint.checkpoint import read_json
+from inference.engine import GrammarKind, ModelInfo, ResponseFormat
 
+REPORT = "weir doctor, format 1"
 Patient = TypeVar("Patient")
 
 
 class Verdict(StrEnum):
-    """expected: as documented. other: differs, and the adapter handles it. bad: the adapter cannot
-    work with it.
-    """
+    """expected: as documented. other: differs, and the adapter handles it. bad: unusable."""
 
     EXPECTED = "expected"
     OTHER = "other"
@@ -46,8 +53,15 @@ def needed(condition: bool) -> Verdict:
     return Verdict.EXPECTED if condition else Verdict.BAD
 
 
-async def ask_all(questions: Sequence[Callable[[Patient], Awaitable[tuple[Verdict, str]]]], patient: Patient) -> list[Observation]:
-    """Run all questions in order. The text of a question is the docstring of its function."""
+async def ask_all(
+    questions: Sequence[Callable[[Patient], Awaitable[tuple[Verdict, str]]]],
+    patient: Patient,
+    tell: Callable[[Observation], None] = lambda observation: None,
+) -> list[Observation]:
+    """Run all questions in order. The text of a question is the docstring of its function.
+
+    tell: called with each observation at once; the engine's process may not live to the last.
+    """
     found = []
     for question in questions:
         asked = inspect.getdoc(question) or repr(question)
@@ -56,16 +70,74 @@ async def ask_all(questions: Sequence[Callable[[Patient], Awaitable[tuple[Verdic
         except Exception as error:  # the remaining questions are still useful
             verdict, seen = Verdict.BAD, f"no answer: {error!r}"
         found.append(Observation(asked, verdict, seen))
+        tell(found[-1])
     return found
 
 
+def report_of(
+    examined: str,
+    found: Sequence[Observation],
+    facts: Mapping[str, object],
+    scrubber: Scrubber,
+) -> dict[str, Any]:
+    """Return a report that can be sent to others. facts: about what was examined; no secrets.
+
+    scrubber: removes what an error text may hold.
+    """
+    machine: dict[str, Any] = {
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "cpu_count": os.cpu_count(),
+    }
+    try:
+        machine["gpus"] = [asdict(gpu) for gpu in read_gpus(visible_gpus()).values()]
+    except GpusUnknown as error:
+        machine["gpus"] = str(error)
+    report: dict[str, Any] = scrubber.json(
+        {
+            "report": REPORT,
+            "weir_version": metadata.version("weir-server"),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "examined": examined,
+            "machine": machine,
+            "facts": facts,
+            "observations": [asdict(each) for each in found],
+        }
+    )
+    return report
+
+
+def checkpoint_facts(model: ModelInfo) -> dict[str, object]:
+    """Return facts of a checkpoint's public configuration: no path and no name."""
+    config = read_json(Path(model.directory) / "config.json")
+    other = Path(model.directory) / "hf_quant_config.json"  # of NVIDIA's ModelOpt
+    quantization = config.get("quantization_config") or {}
+    quantized = read_json(other).get("quantization", {}) if other.exists() else {}
+    text = config.get("text_config") or config
+    return {
+        "architecture": model.architecture,
+        "dtype": text.get("dtype") or text.get("torch_dtype"),
+        "quantization": quantized.get("quant_algo") or quantization.get("quant_method"),
+        "expert_count": text.get("num_experts")
+        or text.get("num_local_experts")
+        or text.get("n_routed_experts"),
+        "context_window_tokens": model.context_window_tokens,
+        "vocabulary_size": model.vocabulary_size,
+    }
+
+
 FORMATS = (
-    ResponseFormat(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'),
+    ResponseFormat(
+        GrammarKind.JSON_SCHEMA,
+        '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}',
+    ),
     ResponseFormat(GrammarKind.REGEX, "[0-9]{3}"),
 )
 
 
-async def accepted(formats: Iterable[ResponseFormat], answer: Callable[[ResponseFormat], Awaitable[object]]) -> tuple[Verdict, str]:
+async def accepted(
+    formats: Iterable[ResponseFormat], answer: Callable[[ResponseFormat], Awaitable[object]]
+) -> tuple[Verdict, str]:
     """Return which response formats an engine accepts. answer: requests an output in one format."""
     kept, failed = [], []
     for response_format in formats:
@@ -74,4 +146,6 @@ async def accepted(formats: Iterable[ResponseFormat], answer: Callable[[Response
             kept.append(response_format.kind.value)
         except Exception as error:  # any failure belongs in the report
             failed.append(f"{response_format.kind.value} ({error!r})")
-    return expected(not failed), f"accepted: {', '.join(kept) or 'none'}; refused: {', '.join(failed) or 'none'}"
+    return expected(
+        not failed
+    ), f"accepted: {', '.join(kept) or 'none'}; refused: {', '.join(failed) or 'none'}"

@@ -27,9 +27,7 @@ class KvCacheChange(Message, tag="kv_cache", frozen=True):
 
 
 class KvEventIndex:
-    """Tree of the blocks that an engine holds. Its size is bounded by the engine's number of
-    blocks.
-    """
+    """Tree of the blocks that an engine holds, bounded by its number of blocks."""
 
     def __init__(self) -> None:
         # Blocks by parent and tokens: several if the engine separates tenants, since events carry
@@ -58,13 +56,13 @@ class KvEventIndex:
         self._places.clear()
 
     def matched_token_count(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading tokens cached in whole blocks under any salt; at least one
-        is not cached.
-        """
+        """Return the leading tokens cached in whole blocks under any salt; not the whole prompt."""
         count, parents = 0, [0]
         while self._block_tokens and count + self._block_tokens < len(token_ids):
             tokens = tuple(token_ids[count : count + self._block_tokens])
-            parents = [block for parent in parents for block in self._children.get((parent, tokens), ())][:PARENTS_MAX]
+            parents = [
+                block for parent in parents for block in self._children.get((parent, tokens), ())
+            ][:PARENTS_MAX]
             if not parents:
                 break
             count += self._block_tokens

@@ -1,6 +1,4 @@
-"""One connection to a remote engine: channel, model files, model facts, and the checks before first
-use.
-"""
+"""Connection to a remote engine: channel, model files, model facts, checks before first use."""
 
 from __future__ import annotations
 
@@ -27,19 +25,21 @@ from inference.adapters.external_core import Choice, Output, Request
 from inference.adapters.remote_dialects import (
     SHARES,
     Dialect,
+    GrpcDialect,
     ServerFacts,
     ServerUnfit,
+    SglangDialect,
     TrtllmDialect,
     VllmDialect,
 )
+from inference.adapters.remote_http import HttpDialect, open_session
 from inference.adapters.remote_settings import RemoteSettings, Service, Target, TlsFiles
-from inference.capabilities import Capabilities
-from inference.checkpoint.checkpoint import read_default_sampling, read_end_token_ids, read_json, read_json_list
+from inference.checkpoint.checkpoint import read_count, read_json, read_json_list
 from inference.engine import GenerationRequest, ModelInfo, SamplingParams, StopCriteria
-from inference.errors import CheckpointInvalid, EngineError
+from inference.errors import EngineError
 from inference.text.detokenizer import TextDecoder
 
-Use = Callable[[Dialect, grpc.aio.Channel, asyncio.TaskGroup], contextlib.AbstractContextManager[None]]
+Use = Callable[[Dialect, asyncio.TaskGroup], contextlib.AbstractContextManager[None]]
 MESSAGE_BYTES_MAX = 64 << 20  # bytes: the last message of a long answer with log-probabilities
 
 # Library defaults unsuitable for engines are off: HTTP proxy and automatic retries. No keepalive
@@ -54,9 +54,7 @@ _OPTIONS: list[tuple[str, int | str]] = [
 
 
 def credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
-    """Load the TLS files; called per connection, since certificates are renewed. Raises:
-    ServerUnfit.
-    """
+    """Load the TLS files, per connection since certificates are renewed. Raises: ServerUnfit."""
     try:
         return grpc.ssl_channel_credentials(
             tls.authority.read_bytes(),
@@ -68,9 +66,7 @@ def credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 
 def open_channel(target: Target, tls: TlsFiles | None, api: Any = grpc.aio) -> Any:
-    """Open a channel on the running event loop. api: `grpc` for a blocking channel. Raises:
-    ServerUnfit.
-    """
+    """Open a channel on the running event loop. api: `grpc` to block. Raises: ServerUnfit."""
     if tls is None:
         return api.insecure_channel(target.address, options=_OPTIONS)
     name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
@@ -98,44 +94,65 @@ class Bundle:
             raise ServerUnfit(f"the server's tokenizer files exceed {BUNDLE_BYTES_MAX} bytes")
 
     def files(self) -> dict[str, bytes]:
-        """Return the contents by file name, once complete. Raises: ServerUnfit if the archive is
-        invalid.
-        """
+        """Return the contents by file name, once complete. Raises: ServerUnfit if invalid."""
         if hashlib.sha256(self._data.getbuffer()).hexdigest() != self._sha256.lower():
-            raise ServerUnfit("the server's tokenizer files do not match the hash that the server sent")
+            raise ServerUnfit(
+                "the server's tokenizer files do not match the hash that the server sent"
+            )
         try:
             with zipfile.ZipFile(self._data) as archive:
                 entries = archive.infolist()
-                if len(entries) > ENTRIES_MAX or sum(entry.file_size for entry in entries) > UNPACKED_BYTES_MAX:
+                if (
+                    len(entries) > ENTRIES_MAX
+                    or sum(entry.file_size for entry in entries) > UNPACKED_BYTES_MAX
+                ):
                     raise ServerUnfit("the server's tokenizer files are too many or too large")
-                if any(entry.is_dir() or PurePosixPath(entry.filename).name != entry.filename for entry in entries):
-                    raise ServerUnfit("the server's tokenizer files have names with directories in them")
+                if any(
+                    entry.is_dir() or PurePosixPath(entry.filename).name != entry.filename
+                    for entry in entries
+                ):
+                    raise ServerUnfit(
+                        "the server's tokenizer files have names with directories in them"
+                    )
                 return {entry.filename: archive.read(entry) for entry in entries}
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-            raise ServerUnfit(f"the server's tokenizer files are not a zip archive: {error}") from error
+            raise ServerUnfit(
+                f"the server's tokenizer files are not a zip archive: {error}"
+            ) from error
 
 
 def check_tokenizer(files: dict[str, bytes], directory: Path) -> None:
     """Raise ServerUnfit if the server's tokenizer differs from the local one."""
-    theirs = files.get("tokenizer.json")
+    content = files.get("tokenizer.json")
     ours = directory / "tokenizer.json"
-    if theirs is not None and _meaning(theirs, "the server's tokenizer.json") != _meaning(ours.read_bytes(), str(ours)):
-        raise ServerUnfit(f"the server's tokenizer differs from {ours}: its tokens would decode to different text")
+    if content is not None and _meaning(content, "the server's tokenizer.json") != _meaning(
+        ours.read_bytes(), str(ours)
+    ):
+        raise ServerUnfit(
+            f"the server's tokenizer differs from {ours}: its tokens would decode to different text"
+        )
 
 
-def fetch_model_files(target: Target, tls: TlsFiles | None, destination: Path, timeout_s: float) -> None:
+def fetch_model_files(
+    target: Target, tls: TlsFiles | None, destination: Path, timeout_s: float
+) -> None:
     """Download a server's tokenizer files into a directory, all or none. Blocks.
 
     Raises: ServerUnfit, grpc.RpcError.
     """
-    bundle = Bundle()
+    bundle, dialect = Bundle(), DIALECTS[target.service]
+    if not issubclass(dialect, GrpcDialect):
+        raise ServerUnfit("HTTP servers do not send tokenizer files")
     with open_channel(target, tls, grpc) as channel:
-        stub = DIALECTS[target.service].stub_type(channel)
+        stub = dialect.stub_type(channel)
         for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=timeout_s):
             bundle.add(chunk)
     files = bundle.files()
     if missing := [name for name in NEEDED if name not in files]:
-        raise ServerUnfit(f"the server does not send {' or '.join(missing)}: set the checkpoint's directory in WEIR_MODELS")
+        raise ServerUnfit(
+            f"the server does not send {' or '.join(missing)}: set the checkpoint's directory in"
+            " WEIR_MODELS"
+        )
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".incoming-") as staging:
         fresh = Path(staging, "fresh")
@@ -148,11 +165,13 @@ def fetch_model_files(target: Target, tls: TlsFiles | None, destination: Path, t
 
 
 def is_unanswered(error: grpc.RpcError) -> bool:
-    """Return whether the server does not provide its tokenizer: no such call, or files by name
-    only.
-    """
+    """Return whether the server lacks the tokenizer call, or sends files by name only."""
     code = error.code() if isinstance(error, grpc.aio.AioRpcError | grpc.Call) else None
-    return code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INTERNAL)
+    return code in (
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INTERNAL,
+    )
 
 
 def _meaning(content: bytes, name: str) -> Any:
@@ -161,56 +180,34 @@ def _meaning(content: bytes, name: str) -> Any:
         said = json.loads(content)
     except ValueError as error:
         raise ServerUnfit(f"{name} is not valid JSON: {error}") from error
-    return {key: value for key, value in said.items() if key not in ("truncation", "padding")} if isinstance(said, dict) else said
-
-
-def read_remote_model(
-    directory: Path, *, name: str, engine: str, context_window_tokens_max: int | None, capabilities: Capabilities
-) -> tuple[ModelInfo, frozenset[int]]:
-    """Return the model and its end tokens. Raises: CheckpointInvalid naming the file and the fix."""
-    path = directory / "config.json"
-    raw = read_json(path)
-    text = raw.get("text_config") or raw  # for multimodal models
-    vocabulary_size = _count(text, "vocab_size", path)
-    window = _count(text, "max_position_embeddings", path)
-    try:
-        ends = read_end_token_ids(directory, raw) or read_end_token_ids(directory, text)
-    except (TypeError, ValueError) as error:
-        raise CheckpointInvalid(str(path), f"eos_token_id is not a token id: {error}") from error
-    if any(not 0 <= end < vocabulary_size for end in ends):
-        raise CheckpointInvalid(str(path), f"eos_token_id {sorted(ends)} is not within vocab_size {vocabulary_size}")
-    architectures = raw.get("architectures") or ["unknown"]
-    model = ModelInfo(
-        name=name,
-        architecture=str(architectures[0]),
-        engine=engine,
-        context_window_tokens=min(window, context_window_tokens_max or window),
-        vocabulary_size=vocabulary_size,
-        directory=str(directory),
-        default_sampling=read_default_sampling(directory, vocabulary_size, capabilities, engine),
-        capabilities=capabilities,
-        continues_output=True,
+    return (
+        {key: value for key, value in said.items() if key not in ("truncation", "padding")}
+        if isinstance(said, dict)
+        else said
     )
-    return model, ends
 
 
-# Families whose first position is the row behind that of the padding token.
+# Families whose first position is the row after that of the padding token.
 _OFFSET_FAMILIES = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})
 
 
-def read_remote_encoder(directory: Path, *, name: str, engine: str, input_tokens_max: int | None) -> tuple[ModelInfo, bool]:
-    """Return an embedding model and whether its vectors have length 1. Raises: CheckpointInvalid."""
+def read_remote_encoder(
+    directory: Path, *, name: str, engine: str, input_tokens_max: int | None
+) -> tuple[ModelInfo, bool]:
+    """Return an embedding model, and whether its vectors have length 1."""
     path = directory / "config.json"
     raw = read_json(path)
     size = "hidden_size" if "hidden_size" in raw else "dim"
-    window = _count(raw, "max_position_embeddings", path)
+    window = read_count(raw, "max_position_embeddings", path)
     if raw.get("model_type") in _OFFSET_FAMILIES:
         window -= int(raw.get("pad_token_id") or 0) + 1
     limits = [window, input_tokens_max or window]
     if (limit_path := directory / "sentence_bert_config.json").exists():
         limit = read_json(limit_path).get("max_seq_length")
         limits += [limit] if isinstance(limit, int) and limit > 0 else []
-    modules = read_json_list(directory / "modules.json") if (directory / "modules.json").exists() else []
+    modules = (
+        read_json_list(directory / "modules.json") if (directory / "modules.json").exists() else []
+    )
     normalized = any(str(module.get("type", "")).endswith("Normalize") for module in modules)
     architectures = raw.get("architectures") or ["unknown"]
     model = ModelInfo(
@@ -218,31 +215,36 @@ def read_remote_encoder(directory: Path, *, name: str, engine: str, input_tokens
         architecture=str(architectures[0]),
         engine=engine,
         context_window_tokens=min(limits),
-        vocabulary_size=_count(raw, "vocab_size", path),
+        vocabulary_size=read_count(raw, "vocab_size", path),
         directory=str(directory),
-        embedding_dimension=_count(raw, size, path),
+        embedding_dimension=read_count(raw, size, path),
     )
     return model, normalized
 
 
-def _count(raw: dict[str, Any], entry: str, path: Path) -> int:
-    value = raw.get(entry)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointInvalid(str(path), f"entry {entry} = {value!r} is not a count of at least 1")
-    return value
-
-
-DIALECTS: Mapping[Service, type[TrtllmDialect | VllmDialect]] = {Service.TRTLLM: TrtllmDialect, Service.VLLM: VllmDialect}
-PROBE_TOKENS = 513  # length of the prompt for cache probes: two of the largest blocks in use, plus one
+DIALECTS: Mapping[Service, type[GrpcDialect | HttpDialect]] = {
+    Service.TRTLLM: TrtllmDialect,
+    Service.VLLM: VllmDialect,
+    Service.SGLANG: SglangDialect,
+    Service.OPENAI_HTTP: HttpDialect,
+    Service.OPENAI_HTTPS: HttpDialect,
+}
+# Length of the prompt for cache probes: two of the largest blocks in use, plus one.
+PROBE_TOKENS = 513
 _log = logging.getLogger("weir.inference.adapters")
 
 
 @contextlib.asynccontextmanager
-async def open_dialect(settings: RemoteSettings) -> AsyncIterator[tuple[Dialect, grpc.aio.Channel]]:
-    """Open a channel and its dialect. Leaving the context ends its calls."""
+async def open_dialect(settings: RemoteSettings) -> AsyncIterator[Dialect]:
+    """Open a connection and its dialect. Leaving the context ends its calls."""
+    dialect = DIALECTS[settings.target.service]
+    if not issubclass(dialect, GrpcDialect):
+        async with open_session(settings) as session:
+            yield dialect(session, settings)
+        return
     channel = open_channel(settings.target, settings.tls)
     try:
-        yield DIALECTS[settings.target.service](channel, settings.call_timeout_s), channel
+        yield dialect(channel, settings.call_timeout_s)
     finally:
         await channel.close()
 
@@ -257,23 +259,26 @@ class Link:
     def __init__(self, settings: RemoteSettings) -> None:
         self._settings = settings
         self._connecting: asyncio.Timeout | None = None  # while the checks run
-        self._ended: asyncio.Future[str] | None = None  # resolves to the reason when the connection ends
+        # Resolves to the reason when the connection ends.
+        self._ended: asyncio.Future[str] | None = None
 
     async def run(self, examine: Callable[[Dialect], Awaitable[None]], use: Use) -> str:
         """Run one connection and return why it ended. use: context entered after the checks."""
         target = self._settings.target
         self._ended = ended = asyncio.get_running_loop().create_future()
         try:
-            async with open_dialect(self._settings) as (dialect, channel):
+            async with open_dialect(self._settings) as dialect:
                 try:
-                    async with asyncio.timeout(self._settings.connect_timeout_s) as self._connecting:
+                    async with asyncio.timeout(
+                        self._settings.connect_timeout_s
+                    ) as self._connecting:
                         await examine(dialect)
                 finally:
                     self._connecting = None
                 reason = ""
                 try:
                     async with asyncio.TaskGroup() as tasks:
-                        with use(dialect, channel, tasks):
+                        with use(dialect, tasks):
                             reason = await ended
                         raise _Over
                 except* _Over:
@@ -299,9 +304,7 @@ class Link:
 
 
 class Introduction:
-    """Checks of every server before the first request. All raise ServerUnfit or
-    grpc.aio.AioRpcError.
-    """
+    """Checks of every server before the first request. Raise ServerUnfit, grpc.aio.AioRpcError."""
 
     def __init__(self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo) -> None:
         self.dialect = dialect
@@ -317,26 +320,23 @@ class Introduction:
         return facts
 
     def fitting(self, facts: ServerFacts) -> ServerFacts:
-        """Compare the facts with the local checkpoint. The tokenizer may have fewer tokens than the
-        model has rows.
-        """
+        """Return the facts, compared with the checkpoint; its tokenizer may have fewer tokens."""
         window, size = self._model.context_window_tokens, self._model.vocabulary_size
         if facts.vocabulary_size > size:
             raise ServerUnfit(
-                f"the server's vocabulary has {facts.vocabulary_size} tokens, {self._model.directory} has {size}: a different model"
+                f"the server's vocabulary has {facts.vocabulary_size} tokens,"
+                f" {self._model.directory} has {size}: a different model"
             )
         if facts.context_window_tokens and facts.context_window_tokens < window:
             raise ServerUnfit(
-                f"the server's context window of {facts.context_window_tokens} tokens is smaller than the {window} "
-                "configured here: raise it on the server (vLLM: --max-model-len; TensorRT-LLM: --max_seq_len) "
-                "or set WEIR_REMOTE_CONTEXT_TOKENS"
+                f"the server's context window of {facts.context_window_tokens} tokens is smaller"
+                f" than the {window} configured here: raise it on the server (vLLM:"
+                " --max-model-len; TensorRT-LLM: --max_seq_len) or set WEIR_REMOTE_CONTEXT_TOKENS"
             )
         return replace(facts, vocabulary_size=facts.vocabulary_size or size)
 
     async def check_tokenizer(self) -> None:
-        """Compare the tokenizers. A server that does not provide its tokenizer passes with a
-        warning.
-        """
+        """Compare the tokenizers; warn if the server does not provide its own."""
         bundle = Bundle()
         try:
             async for chunk in self.dialect.tokenizer_chunks():
@@ -345,7 +345,9 @@ class Introduction:
             if not is_unanswered(error):
                 raise
             _log.warning(
-                "%s does not provide its tokenizer (%s), assuming that it matches", self._settings.target, error.code().name
+                "%s does not provide its tokenizer (%s), assuming that it matches",
+                self._settings.target,
+                error.code().name,
             )
             return
         check_tokenizer(bundle.files(), self._settings.directory.absolute())
@@ -354,13 +356,17 @@ class Introduction:
 class Examination(Introduction):
     """Checks of a server that generates text."""
 
-    def __init__(self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo, decoder: TextDecoder) -> None:
+    def __init__(
+        self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo, decoder: TextDecoder
+    ) -> None:
         super().__init__(dialect, settings, model)
         self._decoder = decoder
+        self.capabilities = dialect.capabilities
 
     async def pass_all(self) -> ServerFacts:
         """Run all checks and return the server's facts."""
         facts = await self.introduce()
+        self.capabilities = await self.dialect.probe(self._model.vocabulary_size)
         if self._settings.share_prefixes:
             await self.cached_tokens(self.probe_prompt(), "weir-probe")
         elif await self.shares_prefixes():
@@ -368,26 +374,31 @@ class Examination(Introduction):
         return facts
 
     async def shares_prefixes(self) -> bool:
-        """Return whether a prompt sent under one salt is cached under another. The prompt is
-        random.
+        """Return whether a random prompt sent under one salt is cached under another.
+
+        A router may send each of the first ones to another worker.
         """
         prompt, name = self.probe_prompt(), uuid.uuid4().hex
-        await self.cached_tokens(prompt, f"weir-probe-{name}-a")
-        return await self.cached_tokens(prompt, f"weir-probe-{name}-b") > 0
+        for index in range(self.dialect.salt_count):
+            if await self.cached_tokens(prompt, f"weir-probe-{name}-{index}") > 0:
+                return True
+        return False
 
     def probe_prompt(self) -> tuple[int, ...]:
-        """Return random ids from the middle of the vocabulary, where there are no special tokens."""
+        """Return random ids from the middle of the vocabulary, without special tokens."""
         size = self._model.vocabulary_size
         count = min(PROBE_TOKENS, self._model.context_window_tokens - 1)
         return tuple(random.choices(range(size // 4, size // 4 + size // 2), k=count))
 
     async def cached_tokens(self, prompt: tuple[int, ...], salt: str) -> int:
-        """Generate one token and return the number of cached prompt tokens. Raises if there is no
-        token.
-        """
-        wanted = GenerationRequest(prompt, SamplingParams(), StopCriteria(1, ignore_eos=True), salt)
+        """Generate one token; return the number of cached prompt tokens. Raises: EngineFailed."""
+        request = GenerationRequest(
+            prompt, SamplingParams(), StopCriteria(1, ignore_eos=True), salt
+        )
         try:
-            output, cached_token_count = await one_output(self.dialect, self._model.vocabulary_size, self._decoder, wanted)
+            output, cached_token_count = await one_output(
+                self.dialect, self._model.vocabulary_size, self._decoder, request
+            )
         except EngineError as error:
             raise ServerUnfit(f"generating a test token failed: {error}") from error
         token_count = len(output.token_ids)
@@ -397,12 +408,16 @@ class Examination(Introduction):
 
 
 async def one_output(
-    dialect: Dialect, vocabulary_size: int, decoder: TextDecoder, wanted: GenerationRequest, ends: frozenset[int] = frozenset()
+    dialect: Dialect,
+    vocabulary_size: int,
+    decoder: TextDecoder,
+    request: GenerationRequest,
+    ends: frozenset[int] = frozenset(),
 ) -> tuple[Output, int]:
     """Generate one output, bypassing the queue. Returns it and the number of cached prompt tokens.
     Raises: EngineFailed, grpc.aio.AioRpcError.
     """
-    choice = Choice(Request(0, wanted, ends, 0.0), 0, 0, decoder.open())
+    choice = Choice(Request(0, request, ends, 0.0), 0, 0, decoder.open())
     output, cached_token_count = Output(), 0
     call = dialect.generate(f"weir-probe-{uuid.uuid4().hex}", choice)
     try:

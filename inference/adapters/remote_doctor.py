@@ -1,6 +1,4 @@
-"""Checks a real server against its documentation: one connection, a list of questions, an
-observation each.
-"""
+"""Checks a server against its documentation: one connection, questions, observations."""
 
 from __future__ import annotations
 
@@ -31,11 +29,13 @@ from inference.adapters.remote_connection import (
     is_unanswered,
     one_output,
     open_dialect,
-    read_remote_model,
 )
 from inference.adapters.remote_dialects import Dialect, ServerUnfit
 from inference.adapters.remote_settings import RemoteSettings
+from inference.capabilities import RequestField
+from inference.checkpoint.checkpoint import read_external_model
 from inference.engine import GenerationRequest, ModelInfo, SamplingParams, StopCriteria
+from inference.errors import EngineError
 from inference.text.detokenizer import TextDecoder
 from inference.text.tokenizer import Tokenizer
 
@@ -63,9 +63,13 @@ class Patient:
         stop = StopCriteria(output_token_count, ignore_eos=True)
         return GenerationRequest(self.examination.probe_prompt(), SamplingParams(), stop, salt)
 
-    async def run(self, request: GenerationRequest, ends: frozenset[int] = frozenset()) -> tuple[Output, int]:
+    async def run(
+        self, request: GenerationRequest, ends: frozenset[int] = frozenset()
+    ) -> tuple[Output, int]:
         """Return its output and the number of cached prompt tokens."""
-        return await one_output(self.dialect, self.model.vocabulary_size, self.decoder, request, ends)
+        return await one_output(
+            self.dialect, self.model.vocabulary_size, self.decoder, request, ends
+        )
 
 
 async def health(patient: Patient) -> tuple[Verdict, str]:
@@ -82,9 +86,27 @@ async def model_facts(patient: Patient) -> tuple[Verdict, str]:
     except ServerUnfit as error:
         return Verdict.BAD, str(error)
     unknown = [
-        name for name in ("vocabulary_size", "context_window_tokens", "running_sequence_count_max") if not getattr(facts, name)
+        name
+        for name in ("vocabulary_size", "context_window_tokens", "running_sequence_count_max")
+        if not getattr(facts, name)
     ]
-    return expected(not unknown), f"{facts.model}, {facts.version}; not reported: {', '.join(unknown) or 'nothing'}"
+    return (
+        expected(not unknown),
+        f"{facts.model}, {facts.version}; not reported: {', '.join(unknown) or 'nothing'}",
+    )
+
+
+async def request_fields(patient: Patient) -> tuple[Verdict, str]:
+    """Which request fields does it support?"""
+    try:
+        found = await patient.dialect.probe(patient.model.vocabulary_size)
+    except ServerUnfit as error:
+        return Verdict.BAD, str(error)
+    missing = sorted(found.unsupported - patient.model.capabilities.unsupported)
+    seen = f"all but {', '.join(missing)}" if missing else "all"
+    if found.counts_from_usage:
+        seen += "; no token ids: outputs are counted from its usage"
+    return expected(not missing and not found.counts_from_usage), seen
 
 
 async def tokenizer(patient: Patient) -> tuple[Verdict, str]:
@@ -111,19 +133,29 @@ async def repeats(patient: Patient) -> tuple[Verdict, str]:
     if len(first.token_ids) != 16 or first.finish_reason != "length":
         return Verdict.BAD, f"{len(first.token_ids)} tokens of 16, ended by {first.finish_reason}"
     same = first.token_ids == second.token_ids
-    return expected(same), f"16 tokens, the second time {'the same' if first == second else 'others'}"
+    return (
+        expected(same),
+        f"16 tokens, the second time {'the same' if first == second else 'others'}",
+    )
 
 
 async def end_tokens(patient: Patient) -> tuple[Verdict, str]:
     """Is the token that ends an output in it?"""
+    if RequestField.STOP_TOKEN_IDS in patient.dialect.capabilities.unsupported:
+        return Verdict.OTHER, "not tested: it does not support stop_token_ids"
     request = patient.request(12)
     free = (await patient.run(request))[0].token_ids
     ends = patient.ends | {free[5]}  # the model's own end token may come earlier
-    ended = (await patient.run(replace(request, stop=replace(request.stop, ignore_eos=False)), ends))[0]
+    ended = (
+        await patient.run(replace(request, stop=replace(request.stop, ignore_eos=False)), ends)
+    )[0]
     first = next(index for index, token_id in enumerate(free) if token_id in ends)
     listed = ended.token_ids[-1:] == free[first : first + 1]
     right = ended.finish_reason == "stop" and len(ended.token_ids) in (first, first + 1)
-    seen = f"{len(ended.token_ids)} tokens of {first + 1}, ended by {ended.finish_reason}; {'listed' if listed else 'cut'}"
+    seen = (
+        f"{len(ended.token_ids)} tokens of {first + 1}, ended by {ended.finish_reason};"
+        f" {'listed' if listed else 'cut'}"
+    )
     return needed(right), seen
 
 
@@ -131,17 +163,24 @@ async def cached_tokens(patient: Patient) -> tuple[Verdict, str]:
     """Does it cache prompts, separated by salt?"""
     name = uuid.uuid4().hex
     request = patient.request(1, salt=f"{name}-a")
-    counts = [(await patient.run(replace(request, cache_salt=salt)))[1] for salt in (f"{name}-a", f"{name}-a", f"{name}-b")]
-    seen = f"cold {counts[0]}, again {counts[1]}, under another salt {counts[2]}"
-    if counts[2] and not patient.settings.share_prefixes:
+    # A router may send each of the first ones to another worker.
+    others = [f"{name}-{index}" for index in range(1, patient.dialect.salt_count)]
+    cold, again, *shared = [
+        (await patient.run(replace(request, cache_salt=salt)))[1]
+        for salt in (f"{name}-a", f"{name}-a", *others)
+    ]
+    seen = f"cold {cold}, again {again}, under another salt {max(shared)}"
+    if max(shared) and not patient.settings.share_prefixes:
         return Verdict.BAD, f"{seen}: prefixes of one tenant serve others"
-    return expected(not counts[0] and counts[1] < len(request.prompt_token_ids)), seen
+    return expected(not cold and again < len(request.prompt_token_ids)), seen
 
 
 async def abort(patient: Patient) -> tuple[Verdict, str]:
     """Does an abort during the output end it as cancelled?"""
     request_id = f"weir-doctor-{uuid.uuid4().hex}"
-    choice = Choice(Request(0, patient.request(LONG), frozenset(), 0.0), 0, 0, patient.decoder.open())
+    choice = Choice(
+        Request(0, patient.request(LONG), frozenset(), 0.0), 0, 0, patient.decoder.open()
+    )
     call = patient.dialect.generate(request_id, choice)
     output = Output()
     try:
@@ -149,9 +188,9 @@ async def abort(patient: Patient) -> tuple[Verdict, str]:
             begun = bool(output.token_ids)
             patient.dialect.take(message, choice, output)
             if output.token_ids and not begun:
-                await patient.dialect.abort(request_id)
+                await patient.dialect.abort(request_id, call)
                 break
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
             async with asyncio.timeout(SILENCE_S):
                 async for message in call:
                     patient.dialect.take(message, choice, output)
@@ -169,27 +208,77 @@ async def serves_afterwards(patient: Patient) -> tuple[Verdict, str]:
 
 async def log_probabilities(patient: Patient) -> tuple[Verdict, str]:
     """Does every token come with its log-probability and the most likely tokens?"""
-    output, _ = await patient.run(replace(patient.request(8), sampling=SamplingParams(top_logprobs=3)))
+    if RequestField.TOP_LOGPROBS in patient.dialect.capabilities.unsupported:
+        return Verdict.OTHER, "no: it does not support top_logprobs"
+    output, _ = await patient.run(
+        replace(patient.request(8), sampling=SamplingParams(top_logprobs=3))
+    )
     pairs = list(zip(output.token_ids, output.logprobs, strict=False))
-    complete = len(pairs) == 8 and all(token_id in known and len(known) >= 3 for token_id, known in pairs)
+    complete = len(pairs) == 8 and all(
+        token_id in known and len(known) >= 3 for token_id, known in pairs
+    )
     return needed(complete), f"{len(output.logprobs)} for {len(output.token_ids)} tokens"
+
+
+async def sampled_log_probabilities(patient: Patient) -> tuple[Verdict, str]:
+    """Does every sampled token come with its log-probability, as declared?"""
+    declared = patient.dialect.capabilities
+    if RequestField.TOP_LOGPROBS in declared.unsupported:
+        return Verdict.EXPECTED, "not asked: Weir refuses log-probabilities on this server"
+    sampling = SamplingParams(temperature=2.0, top_logprobs=1)
+    output, _ = await patient.run(replace(patient.request(32), sampling=sampling))
+    pairs = list(zip(output.token_ids, output.logprobs, strict=False))
+    missing = 32 - sum(token_id in known for token_id, known in pairs)
+    if missing and declared.sampled_logprobs:
+        return Verdict.BAD, f"missing for {missing} of 32 tokens"
+    return expected(bool(missing) != declared.sampled_logprobs), f"missing for {missing} of 32"
+
+
+async def biased_logits(patient: Patient) -> tuple[Verdict, str]:
+    """Does a logit bias choose the token, as declared?"""
+    request = patient.request(4)
+    chosen = request.prompt_token_ids[0]
+    declared = RequestField.LOGIT_BIAS not in patient.dialect.capabilities.unsupported
+    try:
+        sampling = SamplingParams(logit_bias=((chosen, 100.0),))
+        output, _ = await patient.run(replace(request, sampling=sampling))
+        works, seen = output.token_ids == [chosen] * 4, f"{output.token_ids.count(chosen)} of 4"
+    except (EngineError, grpc.aio.AioRpcError) as error:
+        works, seen = False, repr(error)
+    if declared and not works:
+        return Verdict.BAD, seen
+    return expected(works == declared), seen if declared else f"{seen}; Weir refuses the field"
+
+
+async def stop_id_beside_ignore_eos(patient: Patient) -> tuple[Verdict, str]:
+    """Does a stop id end an output with `ignore_eos`?"""
+    request = patient.request(12)
+    free = (await patient.run(request))[0].token_ids
+    if not free:
+        return Verdict.OTHER, "not asked: the server sends no token ids"
+    ended = (await patient.run(request, frozenset({free[5]})))[0]
+    right = ended.finish_reason == "stop" and len(ended.token_ids) <= free.index(free[5]) + 1
+    return expected(right), f"{len(ended.token_ids)} tokens, ended by {ended.finish_reason}"
 
 
 async def guided_decoding(patient: Patient) -> tuple[Verdict, str]:
     """Does it accept the response formats?"""
     request = replace(patient.request(40), stop=StopCriteria(40))
-    return await accepted(FORMATS, lambda wanted: patient.run(replace(request, response_format=wanted), patient.ends))
+    return await accepted(
+        FORMATS, lambda wanted: patient.run(replace(request, response_format=wanted), patient.ends)
+    )
 
 
 async def loads(patient: Patient) -> tuple[Verdict, str]:
     """Does it report its load?"""
     try:
-        told = await patient.dialect.load(16)
+        load = await patient.dialect.load(16)
     except grpc.aio.AioRpcError as error:
         return Verdict.OTHER, f"no: {error.code().name}"
-    if told is None:
-        return Verdict.OTHER, "the service has no call for it"
-    return expected(told.kv_block_count_total > 0), f"{told.kv_block_count_held} of {told.kv_block_count_total} blocks are in use"
+    return (
+        expected(load.kv_block_count_total > 0),
+        f"{load.kv_block_count_held} of {load.kv_block_count_total} blocks are in use",
+    )
 
 
 async def cache_events(patient: Patient) -> tuple[Verdict, str]:
@@ -210,7 +299,9 @@ async def cache_events(patient: Patient) -> tuple[Verdict, str]:
                 break
         listening.cancel()
     refused = listening.result() if listening.done() and not listening.cancelled() else ""
-    return expected(bool(batches)), refused or (f"yes, from number {batches[0]}" if batches else "nothing came")
+    return expected(bool(batches)), refused or (
+        f"yes, from number {batches[0]}" if batches else "nothing came"
+    )
 
 
 async def _answer_of(listening: Awaitable[None]) -> str:
@@ -224,6 +315,7 @@ async def _answer_of(listening: Awaitable[None]) -> str:
 QUESTIONS: tuple[Callable[[Patient], Awaitable[tuple[Verdict, str]]], ...] = (
     health,
     model_facts,
+    request_fields,
     tokenizer,
     repeats,
     end_tokens,
@@ -231,6 +323,9 @@ QUESTIONS: tuple[Callable[[Patient], Awaitable[tuple[Verdict, str]]], ...] = (
     abort,
     serves_afterwards,
     log_probabilities,
+    sampled_log_probabilities,
+    biased_logits,
+    stop_id_beside_ignore_eos,
     guided_decoding,
     loads,
     cache_events,
@@ -240,7 +335,7 @@ QUESTIONS: tuple[Callable[[Patient], Awaitable[tuple[Verdict, str]]], ...] = (
 async def examine(settings: RemoteSettings) -> list[Observation]:
     """Connect, ask all questions, disconnect. Raises: CheckpointInvalid, ServerUnfit."""
     directory = Path(settings.directory)
-    model, ends = read_remote_model(
+    model, ends = read_external_model(
         directory,
         name=settings.name,
         engine="remote",
@@ -249,5 +344,5 @@ async def examine(settings: RemoteSettings) -> list[Observation]:
     )
     known = Tokenizer(directory)
     decoder = TextDecoder(known.backend, known.special_token_ids, str(directory / "tokenizer.json"))
-    async with open_dialect(settings) as (dialect, _):
+    async with open_dialect(settings) as dialect:
         return await ask_all(QUESTIONS, Patient(settings, dialect, model, decoder, ends))

@@ -45,7 +45,9 @@ class _Text:
 
     index: int
     call: _Call
-    result: asyncio.Future[Vector] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    result: asyncio.Future[Vector] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -109,7 +111,11 @@ class RemoteEncoder(BackendLife):
             for text in texts:
                 self._give_up(text)
         assert call.began_at_s is not None, "a finished call has begun"
-        return Embeddings(tuple(vectors), (call.began_at_s - came_at_s) * 1e3, (time.monotonic() - call.began_at_s) * 1e3)
+        return Embeddings(
+            tuple(vectors),
+            (call.began_at_s - came_at_s) * 1e3,
+            (time.monotonic() - call.began_at_s) * 1e3,
+        )
 
     def _give_up(self, text: _Text) -> None:
         """Drop a text whose caller stopped waiting: unsent, or by cancelling its call."""
@@ -150,11 +156,19 @@ class RemoteEncoder(BackendLife):
 
     async def _vector(self, dialect: Dialect, token_ids: tuple[int, ...]) -> Vector:
         """Embed one text. Raises: EngineFailed for an invalid answer; grpc.aio.AioRpcError."""
-        answer: Any = await dialect.embed(f"weir-{uuid.uuid4().hex}", token_ids, self._settings.first_token_timeout_s)
+        answer: Any = await dialect.embed(
+            f"weir-{uuid.uuid4().hex}", token_ids, self._settings.first_token_timeout_s
+        )
         if answer.prompt_tokens not in (0, len(token_ids)):
-            raise EngineFailed(f"the engine reports a text of {answer.prompt_tokens} tokens, {len(token_ids)} were sent")
+            raise EngineFailed(
+                f"the engine reports a text of {answer.prompt_tokens} tokens, {len(token_ids)} were"
+                " sent"
+            )
         if len(answer.embedding) != self._model.embedding_dimension:
-            raise EngineFailed(f"the engine sent {len(answer.embedding)} floats for a vector of {self._model.embedding_dimension}")
+            raise EngineFailed(
+                f"the engine sent {len(answer.embedding)} floats for a vector of"
+                f" {self._model.embedding_dimension}"
+            )
         vector: Vector = array("f", answer.embedding)
         if not all(map(math.isfinite, vector)):
             raise EngineFailed("the engine sent a vector that is not finite")
@@ -165,9 +179,7 @@ class RemoteEncoder(BackendLife):
         return await self._link.run(self._examine, self._use)
 
     async def _examine(self, dialect: Dialect) -> None:
-        """Check that the server has the expected model and embeds. Raises: ServerUnfit,
-        grpc.aio.AioRpcError.
-        """
+        """Check that the server has the expected model and embeds. Raises: ServerUnfit."""
         facts = await Introduction(dialect, self._settings, self._model).introduce()
         running_max = self._settings.running_sequence_count_max
         self._running_max = min(running_max, facts.running_sequence_count_max or running_max)
@@ -178,16 +190,20 @@ class RemoteEncoder(BackendLife):
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise ServerUnfit(
-                    "the server does not support embeddings: start it with an embedding model (vLLM: --runner pooling)"
+                    "the server does not support embeddings: start it with an embedding model"
+                    " (vLLM: --runner pooling)"
                 ) from error
             raise
         length = math.sqrt(sum(each * each for each in vector))
         if self._normalized and abs(length - 1.0) > LENGTH_ERROR_MAX:
-            raise ServerUnfit(f"the checkpoint's vectors have length 1, the server's {length:g}, enable normalization")
+            raise ServerUnfit(
+                f"the checkpoint's vectors have length 1, the server's {length:g}, enable"
+                " normalization"
+            )
 
     @contextlib.contextmanager
-    def _use(self, dialect: Dialect, channel: grpc.aio.Channel, tasks: asyncio.TaskGroup) -> Iterator[None]:
-        watch = ConnectionWatch(dialect, channel, self._settings, self._link.end)
+    def _use(self, dialect: Dialect, tasks: asyncio.TaskGroup) -> Iterator[None]:
+        watch = ConnectionWatch(dialect, self._settings, self._link.end)
         tasks.create_task(watch.watch_channel())
         tasks.create_task(watch.look_often())
         self._dialect, self._tasks = dialect, tasks

@@ -28,40 +28,41 @@ from smg_grpc_proto.generated import common_pb2
 from common.incidents import Retries
 from inference.adapters.external_core import Answer, Choice, Output, OutsideCore, StallWatch
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
-from inference.adapters.remote_connection import DIALECTS, Examination, Link, read_remote_model
+from inference.adapters.remote_connection import DIALECTS, Examination, Link
 from inference.adapters.remote_dialects import (
     SHARES,
     Dialect,
     ServerFacts,
     ServerUnfit,
-    asked,
     block_counts,
     engine_error,
+    wire_choice,
 )
 from inference.adapters.remote_settings import RemoteSettings, Service, handling
+from inference.checkpoint.checkpoint import read_external_model
 from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent, Tell
 from inference.errors import EngineError, EngineFailed, RequestImpossible
 from inference.kv_blocks import PrefixHint
 from inference.limits import EngineLimits, outside_continuation_fault
-from inference.text.detokenizer import TextDecoder
+from inference.text.detokenizer import GivenTextDecoder, TextDecoder
 from inference.text.tokenizer import Tokenizer
 from inference.workers.engine import EngineLife, EngineSequence
 
 HINT_TOKENS_MAX = 4 << 20  # tokens to remember as sent, if the server does not report cached tokens
 UNKNOWN_BLOCK_COUNT = 1 << 40  # a request is limited by the server's context window instead
 IDLE_POLL_S = 0.01  # while the last sequences drain on close
-DEFAULT_BLOCK_TOKENS = {Service.TRTLLM: 32, Service.VLLM: 16}
+DEFAULT_BLOCK_TOKENS = dict.fromkeys(Service, 16) | {Service.TRTLLM: 32}
 
 
 class RemoteEngine(EngineLife):
-    """Implement `Engine` with a server of `trtllm-serve --grpc` or `vllm serve --grpc`."""
+    """Implement `Engine` with a server: `trtllm-serve --grpc`, `vllm serve`."""
 
     def __init__(self, settings: RemoteSettings) -> None:
         """Read the checkpoint's configuration and tokenizer; does not connect.
 
         Raises: CheckpointInvalid; ValueError for contradictory limits.
         """
-        model, self._end_token_ids = read_remote_model(
+        model, self._end_token_ids = read_external_model(
             settings.directory,
             name=settings.name,
             engine=f"remote {settings.target.service.value}",
@@ -81,6 +82,7 @@ class RemoteEngine(EngineLife):
             settings.block_tokens or DEFAULT_BLOCK_TOKENS[settings.target.service],
         )
         self._settings = settings
+        self._declared_model = model  # of the dialect; a server may support fewer fields
         tokenizer = Tokenizer(settings.directory)
         path = str(Path(settings.directory) / "tokenizer.json")
         self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, path)
@@ -91,16 +93,17 @@ class RemoteEngine(EngineLife):
         self._link = Link(settings)
 
     def statistics(self) -> EngineStatistics:
-        """Implement `Engine.statistics`: counts of sequences sent from here, blocks as last
-        reported.
-        """
-        return EngineStatistics() if self._connection is None else self._connection.core.statistics()
+        """Implement `Engine.statistics`: sequences sent from here, blocks as last reported."""
+        return (
+            EngineStatistics() if self._connection is None else self._connection.core.statistics()
+        )
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
-        """Implement `Engine.predict_cached_token_count` from sent prompts and, if complete, cache
-        events.
-        """
-        if self._connection is None or not self._may_reuse(self._connection.dialect):
+        """Implement `Engine.predict_cached_token_count` by sent prompts and cache events."""
+        if self._connection is None or not (
+            self._connection.dialect.counts_cached_first
+            and self._may_reuse(self._connection.dialect)
+        ):
             return 0
         sent = super().predict_cached_token_count(prompt_token_ids, cache_salt)
         if not self._connection.knows_all_blocks:
@@ -115,17 +118,33 @@ class RemoteEngine(EngineLife):
     async def _examine(self, dialect: Dialect) -> None:
         self._examination = Examination(dialect, self._settings, self._model, self._decoder)
         self._facts = await self._examination.pass_all()
+        supported, declared = self._examination.capabilities, self._declared_model
+        self._model = replace(
+            declared,
+            capabilities=supported,
+            default_sampling=supported.honoured(declared.default_sampling)[0],
+        )
 
     @contextlib.contextmanager
-    def _use(self, dialect: Dialect, channel: grpc.aio.Channel, tasks: asyncio.TaskGroup) -> Iterator[None]:
+    def _use(self, dialect: Dialect, tasks: asyncio.TaskGroup) -> Iterator[None]:
         facts, settings = self._facts, self._settings
-        self._block_tokens = facts.block_tokens or settings.block_tokens or DEFAULT_BLOCK_TOKENS[settings.target.service]
+        self._block_tokens = (
+            facts.block_tokens
+            or settings.block_tokens
+            or DEFAULT_BLOCK_TOKENS[settings.target.service]
+        )
         self._hint = PrefixHint(HINT_TOKENS_MAX // self._block_tokens, self._block_tokens)
-        running_max = min(settings.running_sequence_count_max, facts.running_sequence_count_max or sys.maxsize)
+        running_max = min(
+            settings.running_sequence_count_max, facts.running_sequence_count_max or sys.maxsize
+        )
+        has_no_ids = self._model.capabilities.counts_from_usage
         core = OutsideCore(
-            functools.partial(RemoteAnswers, dialect, tasks, None if self._may_reuse(dialect) else self._link.end),
-            decoder=self._decoder,
-            model_end_token_ids=self._end_token_ids,
+            functools.partial(
+                RemoteAnswers, dialect, tasks, None if self._may_reuse(dialect) else self._link.end
+            ),
+            decoder=GivenTextDecoder() if has_no_ids else self._decoder,
+            # Without token ids, only the server knows which token ended an output.
+            model_end_token_ids=frozenset() if has_no_ids else self._end_token_ids,
             limits=replace(self._limits, running_sequence_count_max=running_max),
             handling=handling(settings),
             tell=self._tell,
@@ -133,7 +152,13 @@ class RemoteEngine(EngineLife):
             tasks=tasks,
         )
         self._connection = Upkeep(
-            dialect, channel, core, settings, self._block_tokens, self._link.end, self._examination.shares_prefixes, tasks
+            dialect,
+            core,
+            settings,
+            self._block_tokens,
+            self._link.end,
+            self._examination.shares_prefixes,
+            tasks,
         )
         self._connection.begin()
         self._ready(UNKNOWN_BLOCK_COUNT, time.monotonic() - self._began_at_s)
@@ -180,7 +205,10 @@ class RemoteEngine(EngineLife):
 
     def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
         """Implement `Engine.submit`."""
-        if (fault := outside_continuation_fault(request)) is not None:
+        fault = outside_continuation_fault(request)
+        if request.output_token_ids and self._model.capabilities.counts_from_usage:
+            fault = "cannot be continued by an engine that reports no token ids"
+        if fault is not None:
             raise RequestImpossible(fault, "output_token_ids")
         return super().submit(request, tell)
 
@@ -198,7 +226,13 @@ _log = logging.getLogger("weir.inference.adapters")
 class RemoteAnswers:
     """Implement `Answers` with one call. Closing the reader cancels the call on the server."""
 
-    def __init__(self, dialect: Dialect, tasks: asyncio.TaskGroup, unfit: Callable[[str], None] | None, choice: Choice) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        tasks: asyncio.TaskGroup,
+        unfit: Callable[[str], None] | None,
+        choice: Choice,
+    ) -> None:
         """Send the choice. tasks: task group of the connection, also for the abort calls.
 
         unfit: called with the reason if the server reports cached prompt tokens; None if it may
@@ -216,12 +250,17 @@ class RemoteAnswers:
         try:
             async for message in self._call:
                 cached_token_count = self._dialect.take(message, self._choice, output)
-                prompt_token_count = len(asked(self._choice).prompt_token_ids)  # a larger count is invalid and is rejected below
+                # A larger count is invalid and is rejected below.
+                prompt_token_count = len(wire_choice(self._choice).prompt_token_ids)
                 if self._unfit is not None and 0 < cached_token_count <= prompt_token_count:
                     # The server did not share prefixes on connecting, and does now: data of another
                     # tenant may have been used.
                     self._unfit(SHARES)
-                    raise EngineFailed("the server reused cached prefixes, which are not separated by tenant")
+                    raise EngineFailed(
+                        "the server reused cached prefixes, which are not separated by tenant"
+                    )
+                if not self._dialect.counts_cached_first:
+                    cached_token_count = 0
                 yield Answer(output, cached_token_count)
                 if output.finish_reason is not None:
                     await self._await_end()
@@ -236,7 +275,7 @@ class RemoteAnswers:
 
     async def _send_abort(self) -> None:
         try:
-            await self._dialect.abort(self._request_id)
+            await self._dialect.abort(self._request_id, self._call)
         except grpc.aio.AioRpcError as error:
             _log.warning("an abort was rejected (%s), cancelling the call", error.code().name)
             self._call.cancel()
@@ -254,16 +293,19 @@ UNANSWERED_MAX = 2  # consecutive health polls that may fail: one may be lost un
 class ConnectionWatch:
     """Monitors one connection. lost: called with the reason when it is unusable."""
 
-    def __init__(self, dialect: Dialect, channel: grpc.aio.Channel, settings: RemoteSettings, lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        settings: RemoteSettings,
+        lost: Callable[[str], None],
+    ) -> None:
         self.dialect = dialect
-        self._channel = channel
         self._settings = settings
         self._lost = lost
 
     async def watch_channel(self) -> None:
-        """Wait until the channel is lost."""
-        while (state := self._channel.get_state()) is grpc.ChannelConnectivity.READY:
-            await self._channel.wait_for_state_change(state)
+        """Wait until the connection is lost."""
+        await self.dialect.wait_until_lost()
         self._lost(f"the connection to {self._settings.target} was lost")
 
     async def look_often(self) -> None:
@@ -279,7 +321,9 @@ class ConnectionWatch:
                 unanswered_count = 0
                 await self._read_load()
             except grpc.aio.AioRpcError as error:
-                _log.warning("health check of %s failed: %s", self._settings.target, error.code().name)
+                _log.warning(
+                    "health check of %s failed: %s", self._settings.target, error.code().name
+                )
                 unanswered_count += 1
         self._lost(f"{self._settings.target} does not answer health checks")
 
@@ -302,7 +346,6 @@ class Upkeep(ConnectionWatch):
     def __init__(
         self,
         dialect: Dialect,
-        channel: grpc.aio.Channel,
         core: OutsideCore,
         settings: RemoteSettings,
         block_tokens: int,
@@ -310,12 +353,14 @@ class Upkeep(ConnectionWatch):
         shares_prefixes: Callable[[], Awaitable[bool]],
         tasks: asyncio.TaskGroup,
     ) -> None:
-        super().__init__(dialect, channel, settings, lost)
+        super().__init__(dialect, settings, lost)
         self.tasks = tasks
         self.core = core
         self._block_tokens = block_tokens
         self._shares_prefixes = shares_prefixes
-        self._stalls = StallWatch(core, settings.first_token_timeout_s, settings.inter_token_timeout_s)
+        self._stalls = StallWatch(
+            core, settings.first_token_timeout_s, settings.inter_token_timeout_s
+        )
         self._last_sequence_number: int | None = None
         self._retries = Retries("cache_events")
         self.blocks = KvEventIndex()
@@ -323,7 +368,13 @@ class Upkeep(ConnectionWatch):
 
     def begin(self) -> None:
         """Start all monitoring tasks; each runs until it is cancelled or has called `lost`."""
-        duties = [self.watch_channel(), self._watch_stalls(), self.look_often(), self._probe_often(), self._follow_cache()]
+        duties = [
+            self.watch_channel(),
+            self._watch_stalls(),
+            self.look_often(),
+            self._probe_often(),
+            self._follow_cache(),
+        ]
         for duty in duties:
             self.tasks.create_task(duty)
 
@@ -344,50 +395,53 @@ class Upkeep(ConnectionWatch):
                     if await self._shares_prefixes():
                         self._lost(f"{self._settings.target}: {SHARES}")
                         return
-            except (TimeoutError, ServerUnfit, grpc.aio.AioRpcError) as error:  # full or unhealthy: other tasks detect it
-                _log.warning("probing %s for shared prefixes failed: %r", self._settings.target, error)
+            # Full or unhealthy: other tasks detect it.
+            except (TimeoutError, ServerUnfit, grpc.aio.AioRpcError) as error:
+                _log.warning(
+                    "probing %s for shared prefixes failed: %r", self._settings.target, error
+                )
 
     async def _read_load(self) -> None:
         try:
-            told = await self.dialect.load(self._block_tokens)
+            self.core.reported = await self.dialect.load(self._block_tokens)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
-            told = None
-        if told is not None:
-            self.core.told = told
 
     async def _follow_cache(self) -> None:
-        """Follow the cache events. A server without events refuses the call; only sent prompts are
-        known then.
-        """
+        """Follow the cache events; without them only sent prompts are known."""
         while True:
             try:
                 async for batch in self.dialect.kv_batches():
                     try:
                         self.take(batch)
-                    except Exception as error:  # invalid events must not end the requests on the connection
+                    # Invalid events must not end the requests on the connection.
+                    except Exception as error:
                         self._retries.failed(error, str(self._settings.target))
                         self._forget()
             except grpc.aio.AioRpcError as error:
-                if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION):
+                if error.code() in (
+                    grpc.StatusCode.UNIMPLEMENTED,
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                ):
                     _log.info("%s publishes no cache events", self._settings.target)
                     return
-                _log.warning("cache events of %s ended: %s", self._settings.target, error.code().name)
+                _log.warning(
+                    "cache events of %s ended: %s", self._settings.target, error.code().name
+                )
             self._forget()
             await asyncio.sleep(EVENTS_AGAIN_S)
 
     def take(self, batch: common_pb2.KvEventBatch) -> None:
-        """Apply a batch of events. After a gap the index is discarded: blocks in use are not
-        announced again.
-        """
+        """Apply a batch of events; discard the index after a gap."""
         if batch.HasField("load"):
             self._take_load(batch.load)
             if batch.load.load_only:
                 return
         number, last = batch.sequence_number, self._last_sequence_number
         if last is None:
-            self.knows_all_blocks = number <= 1  # complete from the start; servers count from 0 or from 1
+            # Complete from the start; servers count from 0 or from 1.
+            self.knows_all_blocks = number <= 1
         elif number != last + 1:
             self._forget()
         self._last_sequence_number = number
@@ -404,7 +458,11 @@ class Upkeep(ConnectionWatch):
             self._forget()
 
     def _take_stored(self, stored: common_pb2.KvBlocksStored) -> None:
-        if not _on_device(stored) or stored.lora_name or stored.kv_cache_spec_kind not in ("", "full_attention"):
+        if (
+            not _on_device(stored)
+            or stored.lora_name
+            or stored.kv_cache_spec_kind not in ("", "full_attention")
+        ):
             return
         parent, found = stored.parent_block_hash, []
         for block in stored.blocks:
@@ -414,7 +472,9 @@ class Upkeep(ConnectionWatch):
 
     def _take_load(self, load: common_pb2.EngineLoad) -> None:
         if load.max_total_num_tokens:
-            self.core.told = block_counts(load.max_total_num_tokens, load.token_usage, self._block_tokens)
+            self.core.reported = block_counts(
+                load.max_total_num_tokens, load.token_usage, self._block_tokens
+            )
 
     def _forget(self) -> None:
         self.blocks.clear()
@@ -423,7 +483,5 @@ class Upkeep(ConnectionWatch):
 
 
 def _on_device(event: common_pb2.KvBlocksStored | common_pb2.KvBlocksRemoved) -> bool:
-    """Return whether the blocks are in device memory; offloaded blocks count as removed, being slow
-    to fetch.
-    """
+    """Return whether the blocks are in device memory; offloaded ones count as removed."""
     return event.tier in (common_pb2.KV_CACHE_TIER_UNSPECIFIED, common_pb2.KV_CACHE_TIER_DEVICE)

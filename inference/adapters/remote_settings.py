@@ -14,26 +14,51 @@ class Service(StrEnum):
 
     TRTLLM = "trtllm"
     VLLM = "vllm"
+    SGLANG = "sglang"
+    OPENAI_HTTP = "openai+http"
+    OPENAI_HTTPS = "openai+https"
+
+    @property
+    def is_http(self) -> bool:
+        return self in (Service.OPENAI_HTTP, Service.OPENAI_HTTPS)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One server. address: host:port, as gRPC takes it."""
+    """One server. address: host:port. model: name of the model on an HTTP server, if it is not the
+    name that Weir serves.
+    """
 
     service: Service
     address: str
+    model: str = ""
 
     def __str__(self) -> str:
-        return f"{self.service.value}://{self.address}"
+        path = f"/{self.model}" if self.model else ""
+        return f"{self.service.value}://{self.address}{path}"
+
+
+TARGET_FORM = (
+    "must be trtllm://host:port, vllm://host:port or sglang://host:port, or"
+    " openai+http://host:port or openai+https://host:port, both optionally with /model"
+)
 
 
 def parse_target(text: str) -> Target:
-    """Parse `trtllm://host:port` or `vllm://host:port`. Raises: ValueError with the allowed form."""
-    scheme, separator, address = text.partition("://")
+    """Parse an address such as `vllm://host:port`. Raises: ValueError with `TARGET_FORM`."""
+    scheme, separator, rest = text.partition("://")
+    address, slash, model = rest.partition("/")
     host, _, port = address.rpartition(":")
-    if not separator or scheme not in set(Service) or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"{text!r} must be trtllm://host:port or vllm://host:port")
-    return Target(Service(scheme), address)
+    if (
+        not separator
+        or scheme not in set(Service)
+        or not host
+        or not port.isdecimal()
+        or not 0 < int(port) < 1 << 16
+        or (slash and not (Service(scheme).is_http and model))
+    ):
+        raise ValueError(f"{text!r} {TARGET_FORM}")
+    return Target(Service(scheme), address, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +132,10 @@ def handling(settings: RemoteSettings) -> Handling:
     prefill, and crashed with log-probabilities (NVIDIA/TensorRT-LLM#10810); orphaned cache blocks
     make every output empty (#12933).
     """
-    is_vllm = settings.target.service is Service.VLLM
+    is_fragile = settings.target.service is Service.TRTLLM
     return Handling(
-        abort_prefill=is_vllm,
-        abort_with_logprobs=is_vllm,
+        abort_prefill=not is_fragile,
+        abort_with_logprobs=not is_fragile,
         abort_drain_s=settings.abort_drain_s,
-        empty_answer_count_max=0 if is_vllm else 16,
+        empty_answer_count_max=16 if is_fragile else 0,
     )

@@ -1,253 +1,120 @@
-"""Checks a TensorRT-LLM engine on a GPU machine against its documentation: a list of questions, an
-observation each.
+"""Examination of TensorRT-LLM on a GPU machine, in processes that end before it returns.
 
-The adapter handles most answers, and limits the rest by timeouts. The answers show which
-precautions this installation needs, and where it differs from the documentation. The last question
-kills a worker process, so the engine is unusable afterwards.
+The first process asks the questions of `tensorrt_questions.py`. The second is the worker itself:
+it is killed once it is ready, since ranks of MPI outlive it with the GPU's memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import itertools
-import os
-import signal
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
-from common.processes import descendants
-from inference.adapters.findings import (
-    FORMATS,
-    Observation,
-    Verdict,
-    accepted,
-    ask_all,
-    expected,
-    needed,
-)
-from inference.adapters.tensorrt_engine import TensorRtOptions
-from inference.adapters.tensorrt_library import TensorRtLibrary
-from inference.engine import GenerationRequest, GrammarKind, ResponseFormat, SamplingParams, StopCriteria
-from inference.limits import EngineLimits
+import msgspec
 
-ANSWER_WAIT_S = 60.0  # a GPU that compiles kernels answers late
-SILENCE_S = 3.0  # seconds after which a missing answer counts as none
-EXPECTED_STATISTICS = frozenset({"iter", "kvCacheStats", "inflightBatchingStats", "numActiveRequests", "numQueuedRequests"})
-# arguments that the adapter passes
-SUBMITTED = frozenset({"inputs", "sampling_params", "streaming", "cache_salt"})
+from common.gpus import GpusUnknown, read_gpus
+from common.processes import started_with
+from inference.adapters.findings import Observation, Verdict, needed
+from inference.adapters.kv_events import KvCacheChange
+from inference.adapters.tensorrt_engine import load_message
+from inference.adapters.tensorrt_questions import Observed, program
+from inference.adapters.tensorrt_settings import LoadTensorRt, TensorRtSettings
+from inference.workers.process import FAMILY, open_host
+from inference.workers.protocol import LoadFailed, Loading, Message, Ready, decoder_to_parent
 
-
-@dataclass(slots=True)
-class Patient:
-    """An engine under test. workers: process ids that it started."""
-
-    library: TensorRtLibrary
-    llm: Any
-    limits: EngineLimits
-    vocabulary_size: int
-    workers: list[int]
-    statistics: dict[str, Any] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
-
-    def prompt(self, seed: int, token_count: int = 200) -> tuple[int, ...]:
-        """Return ids from the middle of the vocabulary, where there are no special tokens."""
-        low = self.vocabulary_size // 4
-        return tuple(low + (seed * 7919 + index * 104_729) % (self.vocabulary_size // 2) for index in range(token_count))
-
-    def start(
-        self,
-        prompt: tuple[int, ...],
-        output_token_count: int,
-        *,
-        ends: frozenset[int] = frozenset(),
-        salt: str = "",
-        **changes: Any,
-    ) -> Any:
-        """Submit a greedy request and return the library's result object."""
-        stop = StopCriteria(output_token_count, ignore_eos=not changes.get("response_format"))
-        wanted = GenerationRequest(prompt, changes.pop("sampling", SamplingParams()), stop, salt, **changes)
-        return self.library.submit(self.llm, wanted, self.library.sampling(wanted, ends, self.vocabulary_size))
-
-    async def finish(self, result: Any) -> Any:
-        """Wait for the end of the output and return it. Raises: TimeoutError."""
-        async with asyncio.timeout(ANSWER_WAIT_S):
-            async for _ in result:
-                pass
-        return result.outputs[0]
-
-    async def answers_abort(self, result: Any) -> str | None:
-        """Return the finish reason that follows an abort; None if the engine stays silent."""
-        try:
-            async with asyncio.timeout(SILENCE_S):
-                async for _ in result:
-                    pass
-        except TimeoutError:
-            return None
-        return str(result.outputs[0].finish_reason)
-
-    async def read(self) -> None:
-        """Read the pending statistics and cache events."""
-        async for entry in self.llm.get_stats_async(0.3):
-            self.statistics = entry
-        async for told in self.llm.get_kv_cache_events_async(0.3):
-            self.events += told if isinstance(told, list) else [told]
+QUESTIONS = "inference.adapters.tensorrt_questions"
+WORKER = "inference.adapters.tensorrt_worker"
+END_S = 5.0  # for a process that has closed its connection
+OUTLIVES_S = 2.0  # after which a process counts as outliving its parent
+FREE_S = 30.0  # for the driver to free the memory of ended processes
+FREE_BYTES = 512 << 20  # that other processes may have taken meanwhile
+LOG_LINES = 20
+ALIVE = "Does it live to the last question?"
+KILLED = "After the worker's death, do its processes end, and is the GPU's memory free again?"
 
 
-Question = Callable[[Patient], Awaitable[tuple[Verdict, str]]]
+async def examine(
+    settings: TensorRtSettings, gpus: Sequence[str] = (), adapter: str = ""
+) -> list[Observation]:
+    """Return the observations. gpus: ids of the GPUs whose memory is compared.
 
-
-async def interface(patient: Patient) -> tuple[Verdict, str]:
-    """Does `generate_async` accept the adapter's arguments?"""
-    missing = SUBMITTED - set(inspect.signature(type(patient.llm).generate_async).parameters)
-    return needed(not missing), f"missing: {', '.join(sorted(missing)) or 'nothing'}"
-
-
-async def end_tokens(patient: Patient) -> tuple[Verdict, str]:
-    """Is the token that ends an output in its list?"""
-    prompt = patient.prompt(1)
-    free = list((await patient.finish(patient.start(prompt, 12))).token_ids)
-    first, second = free[5], free[8]
-    as_end = list((await patient.finish(patient.start(prompt, 12, ends=frozenset({first})))).token_ids)
-    both = await patient.finish(patient.start(prompt, 12, ends=frozenset({min(first, second), max(first, second)})))
-    listed = [name for name, ids in (("end id", as_end), ("stop id", list(both.token_ids))) if ids and ids[-1] in (first, second)]
-    right = len(as_end) in (free.index(first), free.index(first) + 1)
-    seen = f"listed: {', '.join(listed) or 'neither'}; stop_reason {both.stop_reason!r}; {len(as_end)} of {len(free)} tokens"
-    return needed(right), seen
-
-
-async def cached_tokens(patient: Patient) -> tuple[Verdict, str]:
-    """Does it cache prompts, separated by salt?"""
-    prompt, counts = patient.prompt(2, 333), []
-    for salt in ("", "", "another"):
-        result = patient.start(prompt, 2, salt=salt)
-        await patient.finish(result)
-        counts.append(result.cached_tokens)
-    cold, warm, salted = counts
-    good = cold == 0 and 0 < warm < len(prompt) and salted == 0
-    return needed(good), f"cold {cold}, again {warm}, under another salt {salted}, of {len(prompt)}"
-
-
-async def abort_while_running(patient: Patient) -> tuple[Verdict, str]:
-    """Does an abort after the first token end it as cancelled?"""
-    result = patient.start(patient.prompt(3), 2000)
-    async with asyncio.timeout(ANSWER_WAIT_S):
-        await anext(aiter(result))
-    result.abort()
-    reason = await patient.answers_abort(result)
-    return expected(reason == "cancelled"), f"{reason or 'nothing'}, with {len(result.outputs[0].token_ids)} tokens"
-
-
-async def abort_in_prefill(patient: Patient) -> tuple[Verdict, str]:
-    """Does an abort before the first token end it as cancelled, or stay unanswered?"""
-    result = patient.start(patient.prompt(4, patient.limits.context_window_tokens - 50), 20)
-    result.abort()
-    reason = await patient.answers_abort(result)
-    return expected(reason in ("cancelled", None)), reason or "nothing"
-
-
-async def abort_in_queue(patient: Patient) -> tuple[Verdict, str]:
-    """Does an abort behind a full batch stay unanswered?"""
-    crowd = [patient.start(patient.prompt(10 + index, 20), 500) for index in range(patient.limits.running_sequence_count_max + 16)]
-    crowd[-1].abort()
-    reason = await patient.answers_abort(crowd[-1])
-    await patient.read()
-    queued = {name: patient.statistics.get(name) for name in ("numQueuedRequests", "numActiveRequests")}
-    for result in crowd[:-1]:
-        result.abort()
-    for result in crowd[:-1]:
-        await patient.answers_abort(result)
-    return expected(reason is None), f"{reason or 'nothing'}; meanwhile {queued}"
-
-
-async def serves_afterwards(patient: Patient) -> tuple[Verdict, str]:
-    """Does the engine serve requests after the aborts, with its blocks free?"""
-    await patient.finish(patient.start(patient.prompt(5), 5))
-    await patient.read()
-    used = (patient.statistics.get("kvCacheStats") or {}).get("usedNumBlocks")
-    return needed(True), f"yes; blocks in use: {used}"
-
-
-async def log_probabilities(patient: Patient) -> tuple[Verdict, str]:
-    """Does every token come with its own log-probability?"""
-    output = await patient.finish(patient.start(patient.prompt(6), 8, sampling=SamplingParams(top_logprobs=3)))
-    complete = len(output.logprobs) == len(output.token_ids)
-    chosen = complete and all(token in known for token, known in zip(output.token_ids, output.logprobs, strict=True))
-    return needed(bool(chosen)), (
-        f"{len(output.logprobs)} for {len(output.token_ids)} tokens, the chosen one {'in' if chosen else 'not in'} them"
-    )
-
-
-async def guided_decoding(patient: Patient) -> tuple[Verdict, str]:
-    """Does it accept the response formats?"""
-    formats = (*FORMATS, ResponseFormat(GrammarKind.LARK, "start: /[0-9]/ /[0-9]/"))
-    return await accepted(formats, lambda wanted: patient.finish(patient.start(patient.prompt(7), 40, response_format=wanted)))
-
-
-async def statistics(patient: Patient) -> tuple[Verdict, str]:
-    """Does it report the statistics that the adapter reads?"""
-    await patient.finish(patient.start(patient.prompt(8), 5))
-    await patient.read()
-    missing = EXPECTED_STATISTICS - set(patient.statistics)
-    blocks = patient.statistics.get("kvCacheStats") or {}
-    known = {"maxNumBlocks", "tokensPerBlock"} <= set(blocks)
-    return needed(known), f"missing: {', '.join(sorted(missing)) or 'nothing'}; blocks {blocks}"
-
-
-async def cache_events(patient: Patient) -> tuple[Verdict, str]:
-    """Does it report cache events, numbered without a gap?"""
-    ids = [event["event_id"] for event in patient.events]
-    kinds = sorted({event["data"]["type"] for event in patient.events})
-    gaps = sum(later != earlier + 1 for earlier, later in itertools.pairwise(ids))
-    return expected(bool(ids) and not gaps), f"{len(ids)} events of types {', '.join(kinds) or 'none'}, {gaps} gaps"
-
-
-async def dead_worker(patient: Patient) -> tuple[Verdict, str]:
-    """After a worker process is killed, do its sequence and the library's health check stay silent?"""
-    if not patient.workers:
-        return Verdict.OTHER, "there is no worker process: the engine runs in this one"
-    result = patient.start(patient.prompt(9), 2000)
-    async with asyncio.timeout(ANSWER_WAIT_S):
-        await anext(aiter(result))
-    os.kill(patient.workers[-1], signal.SIGKILL)
-    began_s = time.monotonic()
-    try:
-        reason = await patient.answers_abort(result)
-        seen = "silence" if reason is None else f"the end: {reason}"
-    except Exception as error:  # an error is an answer too
-        seen = repr(error)
-    healthy = patient.llm._check_health()
-    return expected(seen == "silence" and healthy), f"{seen} for {time.monotonic() - began_s:.1f} s; _check_health() is {healthy}"
-
-
-QUESTIONS: tuple[Question, ...] = (
-    interface,
-    end_tokens,
-    cached_tokens,
-    abort_while_running,
-    abort_in_prefill,
-    abort_in_queue,
-    serves_afterwards,
-    log_probabilities,
-    guided_decoding,
-    statistics,
-    cache_events,
-    dead_worker,
-)
-
-
-def examine(directory: str, vocabulary_size: int, limits: EngineLimits, options: TensorRtOptions) -> list[Observation]:
-    """Build an engine, ask all questions, shut it down. Raises: EngineStartFailed."""
-    library = TensorRtLibrary()
-    before = set(descendants(os.getpid()))
-    began_s = time.monotonic()
-    llm = library.build(directory, limits, options)
-    workers = [pid for pid in descendants(os.getpid()) if pid not in before]
-    found = [Observation("How long does it take to start?", Verdict.EXPECTED, f"{time.monotonic() - began_s:.1f} s")]
-    found += asyncio.run(ask_all(QUESTIONS, Patient(library, llm, limits, vocabulary_size, workers)))
-    began_s = time.monotonic()
-    llm.shutdown()
-    found.append(Observation("How long does its shutdown take?", Verdict.EXPECTED, f"{time.monotonic() - began_s:.1f} s"))
+    adapter: directory of a LoRA adapter to ask about. Raises: CheckpointInvalid; ValueError for
+    contradictory limits.
+    """
+    _, load = load_message(settings)
+    found = await _ask(settings, msgspec.structs.replace(load, adapter=adapter))
+    if found[-1].verdict is Verdict.EXPECTED:
+        found.append(await _killed_worker(settings, load, gpus))
     return found
+
+
+async def _ask(settings: TensorRtSettings, load: LoadTensorRt) -> list[Observation]:
+    found: list[Observation] = []
+    decoder = decoder_to_parent(Observed)
+    async with open_host(
+        QUESTIONS, settings.environment, keeps_log=True, python=settings.python
+    ) as host:
+        host.send(load)
+        reason = ""
+        while (message := await host.receive(decoder)) is not None:
+            match message:
+                case Observed(observation=each):
+                    found.append(each)
+                case LoadFailed(message=reason):
+                    pass
+        await host.wait_gone(END_S)
+        if not reason and host.exit_status:
+            log = "\n".join(host.log_lines(LOG_LINES))
+            reason = f"it ended with status {host.exit_status}; its log ends:\n{log}"
+    found.append(Observation(ALIVE, needed(not reason), reason or "yes"))
+    return found
+
+
+async def _killed_worker(
+    settings: TensorRtSettings, load: LoadTensorRt, gpus: Sequence[str]
+) -> Observation:
+    before = used_bytes(gpus)
+    async with open_host(
+        WORKER, settings.environment, keeps_log=True, python=settings.python
+    ) as host:
+        host.send(load)
+        message: Message | None = None
+        reason = "its process ended"
+        try:
+            async with asyncio.timeout(settings.load_timeout_s):
+                message = await host.receive(decoder_to_parent(KvCacheChange))
+                while isinstance(message, Loading | KvCacheChange):
+                    message = await host.receive(decoder_to_parent(KvCacheChange))
+        except TimeoutError:
+            reason = f"it took more than {settings.load_timeout_s:g} s"
+        if not isinstance(message, Ready):
+            reason = message.message if isinstance(message, LoadFailed) else reason
+            return Observation(KILLED, Verdict.BAD, f"the worker did not load: {reason}")
+        loaded = used_bytes(gpus)
+        host.kill()
+        await host.wait_gone(END_S)
+        await asyncio.sleep(OUTLIVES_S)
+        outliving = [program(pid) for pid in started_with(FAMILY, host.family)]
+        family = host.family
+    # The end of the block has killed them, as after the death of a worker in production.
+    left = started_with(FAMILY, family)
+    seen = f"outliving it: {', '.join(outliving) or 'none'}; alive after Weir killed them:"
+    seen += f" {len(left) or 'none'}"
+    if before is None or loaded is None:
+        return Observation(KILLED, needed(not left), f"{seen}; the GPU's memory is not known")
+    began_s = time.monotonic()
+    while (after := used_bytes(gpus) or 0) > before + FREE_BYTES:
+        if time.monotonic() - began_s > FREE_S:
+            break
+        await asyncio.sleep(0.2)
+    seen += f"; bytes in use before {before:,}, loaded {loaded:,}, afterwards {after:,}"
+    return Observation(KILLED, needed(not left and after <= before + FREE_BYTES), seen)
+
+
+def used_bytes(gpus: Sequence[str]) -> int | None:
+    """Return the memory in use of these GPUs together; None if it is not known."""
+    try:
+        found = read_gpus(gpus)
+    except GpusUnknown:
+        return None
+    return sum(gpu.used_bytes for gpu in found.values()) if found else None

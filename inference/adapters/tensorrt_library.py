@@ -12,26 +12,29 @@ an idle engine generates a test token from time to time.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from common.processes import alive, descendants
+from common.processes import alive, command_line, descendants
 from inference.adapters.external_core import OutsideCore, StallWatch
-from inference.adapters.tensorrt_engine import TensorRtOptions
+from inference.adapters.tensorrt_settings import (
+    KV_EVENT_COUNT_MAX,
+    SPARE_PLACE_COUNT,
+    VERSION,
+    TensorRtOptions,
+)
 from inference.engine import GenerationRequest, GrammarKind
 from inference.errors import EngineStartFailed
 from inference.limits import EngineLimits
 
-# 1.2.0 corrupts its KV cache under block reuse (NVIDIA/TensorRT-LLM#12770); later interfaces differ
-VERSION = "1.2.1"
 # not a token id: keeps the engine from asking a tokenizer for the end token that a checkpoint lacks
 NO_END_TOKEN = -1
-
-SPARE_PLACE_COUNT = 8  # batch places reserved for sequences that are being aborted
-KV_EVENT_COUNT_MAX = 65_536  # size of the engine's buffer of cache events
 
 
 class TensorRtLibrary:
@@ -43,21 +46,38 @@ class TensorRtLibrary:
             import tensorrt_llm
             from tensorrt_llm import llmapi
         except ImportError as error:
-            remedy = (
-                "build infra/images/tensorrt.Dockerfile, or in a clone of the repository on a machine "
-                "with a GPU: pip install -e sdk/python -e '.[tensorrt]'"
-            )
-            raise EngineStartFailed(f"TensorRT-LLM cannot be imported ({error}): {remedy}") from error
+            raise EngineStartFailed(
+                f"TensorRT-LLM cannot be imported by {sys.executable} ({error}): build"
+                " infra/images/tensorrt.Dockerfile, or name an interpreter that has the library in"
+                " WEIR_TENSORRT_PYTHON"
+            ) from error
         if tensorrt_llm.__version__ != VERSION:
-            raise EngineStartFailed(f"TensorRT-LLM {tensorrt_llm.__version__} is installed: Weir needs {VERSION}")
+            raise EngineStartFailed(
+                f"TensorRT-LLM {tensorrt_llm.__version__} is installed: Weir needs {VERSION}"
+            )
         self._sampling_type: Any = tensorrt_llm.SamplingParams
         self._llm_type: Any = tensorrt_llm.LLM
         self._api: Any = llmapi
         self.RequestError: type[Exception] = llmapi.RequestError
 
-    def build(self, directory: str, limits: EngineLimits, options: TensorRtOptions) -> Any:
-        """Load a checkpoint; blocks until the engine accepts requests. Sets every limit explicitly."""
-        api = self._api
+    def build(
+        self, directory: str, limits: EngineLimits, options: TensorRtOptions, adapter: str = ""
+    ) -> Any:
+        """Load a checkpoint with every limit set; block until the engine accepts requests.
+
+        adapter: directory of a LoRA adapter for `submit`.
+        """
+        api, config = self._api, dict(options.config)
+        kv_cache: dict[str, Any] = {
+            "enable_block_reuse": True,
+            "free_gpu_memory_fraction": options.kv_cache_memory_fraction,
+            "tokens_per_block": options.block_tokens,
+            "event_buffer_max_size": KV_EVENT_COUNT_MAX,
+            "dtype": options.kv_cache_dtype,
+        }
+        kv_cache |= config.pop("kv_cache_config", {})
+        scheduler = dict(config.pop("scheduler_config", {}))
+        policy = scheduler.pop("capacity_scheduler_policy", "GUARANTEED_NO_EVICT")
         arguments: dict[str, Any] = {
             "tensor_parallel_size": options.tensor_parallel_size,
             "pipeline_parallel_size": options.pipeline_parallel_size,
@@ -65,31 +85,33 @@ class TensorRtLibrary:
             "max_num_tokens": limits.step_token_count_max,
             "max_seq_len": limits.context_window_tokens,
             "enable_chunked_prefill": True,  # otherwise a prompt longer than a step is refused
-            "kv_cache_config": api.KvCacheConfig(
-                enable_block_reuse=True,
-                free_gpu_memory_fraction=options.kv_cache_memory_fraction,
-                tokens_per_block=options.block_tokens,
-                event_buffer_max_size=KV_EVENT_COUNT_MAX,
-                dtype=options.kv_cache_dtype,
-            ),
-            "scheduler_config": api.SchedulerConfig(
-                capacity_scheduler_policy=api.CapacitySchedulerPolicy("GUARANTEED_NO_EVICT"),
-            ),
             "guided_decoding_backend": "llguidance",  # xgrammar does not support Lark
             "enable_iter_perf_stats": True,
-            # larger values lose spaces between tokens (NVIDIA/TensorRT-LLM#14312)
             "stream_interval": 1,
             "num_postprocess_workers": 0,  # with any workers, the count of cached tokens is missing
         }
         if options.expert_parallel_size is not None:
             arguments["moe_expert_parallel_size"] = options.expert_parallel_size
         try:
+            if adapter:
+                # The flag `enable_lora` has no effect on this backend, and CUDA graphs leave the
+                # adapter out.
+                arguments["lora_config"] = _lora_config(adapter)
+                arguments["cuda_graph_config"] = None
+            arguments["kv_cache_config"] = api.KvCacheConfig(**kv_cache)
+            arguments["scheduler_config"] = api.SchedulerConfig(
+                capacity_scheduler_policy=api.CapacitySchedulerPolicy(policy), **scheduler
+            )
+            if config:  # as `trtllm-serve` does: converts objects such as `speculative_config`
+                arguments = api.llm_args.update_llm_args_with_extra_dict(arguments, config)
             return self._llm_type(directory, **arguments)
         except Exception as error:
             # a bad checkpoint, too few GPUs or too little memory, for an operator to fix
             raise EngineStartFailed(f"TensorRT-LLM cannot load {directory}: {error}") from error
 
-    def sampling(self, request: GenerationRequest, end_token_ids: frozenset[int], vocabulary_size: int) -> Any:
+    def sampling(
+        self, request: GenerationRequest, end_token_ids: frozenset[int], vocabulary_size: int
+    ) -> Any:
         """Build the parameters of one sequence. The engine modifies them, so they are used once.
 
         end_token_ids: all tokens that end it. Stop sequences are not sent: the engine would
@@ -128,18 +150,24 @@ class TensorRtLibrary:
             values["guided_decoding"] = self._guide(request)
         return self._sampling_type(**values)
 
-    def submit(self, llm: Any, request: GenerationRequest, sampling: Any) -> Any:
-        """Submit a sequence and return its result iterator. Always call it on the same event loop."""
+    def submit(self, llm: Any, request: GenerationRequest, sampling: Any, adapter: str = "") -> Any:
+        """Submit a sequence; return its result iterator. Always use the same event loop.
+
+        adapter: directory of the LoRA adapter that the engine was built with.
+        """
         return llm.generate_async(
             [*request.prompt_token_ids, *request.output_token_ids],
             sampling,
+            lora_request=self._api.LoRARequest("adapter", 1, adapter) if adapter else None,
             streaming=True,
             # Requests without a salt share one cache group.
             cache_salt=request.cache_salt or None,
         )
 
     def canary(self, llm: Any, token_id: int) -> Any:
-        sampling = self._sampling_type(max_tokens=1, end_id=NO_END_TOKEN, pad_id=0, ignore_eos=True, detokenize=False)
+        sampling = self._sampling_type(
+            max_tokens=1, end_id=NO_END_TOKEN, pad_id=0, ignore_eos=True, detokenize=False
+        )
         return llm.generate_async([token_id], sampling, streaming=True, cache_salt="weir-canary")
 
     def _guide(self, request: GenerationRequest) -> Any:
@@ -154,8 +182,29 @@ class TensorRtLibrary:
                 return self._api.GuidedDecodingParams(grammar=response_format.source)
 
 
+def _lora_config(adapter: str) -> Any:
+    """Return the library's configuration for one adapter. Raises: OSError, ValueError, KeyError."""
+    try:
+        from tensorrt_llm.lora_helper import LoraConfig
+    except ImportError:  # its place in the documentation of 1.2
+        from tensorrt_llm.lora_manager import LoraConfig
+    rank = json.loads((Path(adapter) / "adapter_config.json").read_text())["r"]
+    return LoraConfig(lora_dir=[adapter], max_lora_rank=rank, max_loras=1, max_cpu_loras=1)
+
+
 LOOK_EVERY_S = 0.5
+# Programs that the engine needs while it runs. Others below it end by themselves: compilers,
+# resource trackers.
+RANKS = ("mpi4py.futures.server", "orted", "prted")
 _log = logging.getLogger("weir.inference.adapters")
+
+
+def ranks() -> list[int]:
+    """Return the processes below this one that its engine needs, and log all of them."""
+    below = {pid: command_line(pid) for pid in descendants(os.getpid())}
+    found = [pid for pid, line in below.items() if any(rank in line for rank in RANKS)]
+    _log.info("processes below the engine: %s; needed: %s", below, found)
+    return found
 
 
 class EngineWatch:
@@ -174,8 +223,10 @@ class EngineWatch:
         self._core = core
         self._options = options
         self._broken = broken
-        self._workers = descendants(os.getpid())
-        self._stalls = StallWatch(core, options.first_token_timeout_s, options.inter_token_timeout_s)
+        self._workers = ranks()
+        self._stalls = StallWatch(
+            core, options.first_token_timeout_s, options.inter_token_timeout_s
+        )
         self._busy_at_s = time.monotonic()
 
     async def run(self) -> None:

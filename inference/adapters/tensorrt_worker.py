@@ -21,12 +21,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.processes import descendants
+from common.processes import started_with
 from inference.adapters.external_core import Answer, Choice, OutsideCore
 from inference.adapters.kv_events import KvCacheChange
-from inference.adapters.tensorrt_engine import LoadTensorRt
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
-from inference.checkpoint.checkpoint import read_config
+from inference.adapters.tensorrt_settings import LoadTensorRt
 from inference.engine import EngineStatistics, SequenceEvent, SequenceRefused
 from inference.errors import CheckpointInvalid, EngineError, EngineFailed, EngineStartFailed
 from inference.kv_blocks import KV_BLOCK_TOKENS
@@ -39,6 +38,7 @@ from inference.workers.child import (
     Inbox,
     serve_parent,
 )
+from inference.workers.process import FAMILY
 from inference.workers.protocol import (
     CancelSequence,
     Event,
@@ -67,14 +67,15 @@ class TensorRtHost:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._inbox: Inbox[Message] = Inbox(connection, decoder_to_worker(LoadTensorRt), before_exit=kill_workers)
+        self._inbox: Inbox[Message] = Inbox(
+            connection, decoder_to_worker(LoadTensorRt), before_exit=kill_workers
+        )
         self._unsent: list[Event] = []
         self._flushing = False
         self._llm: Any = None
         self._core: OutsideCore
-        self._vocabulary_size = 0
         self._block_count = 0
-        self._told: dict[str, Any] = {}  # last statistics of the engine
+        self._reported: dict[str, Any] = {}  # last statistics of the engine
         self._load: LoadTensorRt
         self._ended: asyncio.Event
 
@@ -106,14 +107,21 @@ class TensorRtHost:
     async def _serve(self, library: TensorRtLibrary) -> None:
         """Run the asynchronous part of the engine, which is bound to one event loop."""
         directory, options = Path(self._load.directory), self._load.options
-        config, tokenizer = read_config(directory), Tokenizer(directory)
-        self._vocabulary_size = config.vocabulary_size
+        tokenizer = Tokenizer(directory)
         self._ended = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             self._core = OutsideCore(
-                functools.partial(TensorRtAnswers, library, self._llm, config.vocabulary_size),
-                decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(directory / "tokenizer.json")),
-                model_end_token_ids=config.end_token_ids,
+                functools.partial(TensorRtAnswers, library, self._llm, self._load.vocabulary_size),
+                decoder=TextDecoder(
+                    tokenizer.backend,
+                    tokenizer.special_token_ids,
+                    str(directory / "tokenizer.json"),
+                ),
+                model_end_token_ids=self._load.end_token_ids,
+                # After a complete text the library's grammar allows only the tokenizer's end token.
+                format_end_token_ids=frozenset(
+                    eos for eos in [tokenizer.eos_token_id] if eos is not None
+                ),
                 limits=self._load.limits,
                 handling=options,
                 tell=self._tell,
@@ -127,7 +135,12 @@ class TensorRtHost:
             duties = (watch.run(), self._poll_statistics(), self._beat(), self._poll_kv_events())
             background = [tasks.create_task(duty) for duty in duties]
             self._send(Ready(self._block_count))
-            threading.Thread(target=self._pump, args=(asyncio.get_running_loop(),), name="weir-host-pump", daemon=True).start()
+            threading.Thread(
+                target=self._pump,
+                args=(asyncio.get_running_loop(),),
+                name="weir-host-pump",
+                daemon=True,
+            ).start()
             await self._ended.wait()
             for task in background:
                 task.cancel()
@@ -143,7 +156,9 @@ class TensorRtHost:
         match message:
             case StartSequence():
                 request = message.request
-                reason = request_fault(request, self._load.limits, self._vocabulary_size, self._block_count)
+                reason = request_fault(
+                    request, self._load.limits, self._load.vocabulary_size, self._block_count
+                )
                 if reason is not None:
                     self._queue((message.number, SequenceRefused(reason)))
                 else:
@@ -169,9 +184,7 @@ class TensorRtHost:
             self._queue((number, event))
 
     def _queue(self, event: Event) -> None:
-        """Send the event with all others of this loop iteration: responses of one step arrive
-        together.
-        """
+        """Send the event with all of this loop iteration: answers of a step arrive together."""
         self._unsent.append(event)
         if not self._flushing:
             self._flushing = True
@@ -191,9 +204,9 @@ class TensorRtHost:
     async def _read_first_statistics(self) -> None:
         """Read the number of blocks, which the engine reports only after its first step."""
         async with asyncio.timeout(self._load.options.canary_timeout_s):
-            while not self._told:
+            while not self._reported:
                 await self._take_statistics()
-        blocks = self._told["kvCacheStats"]
+        blocks = self._reported["kvCacheStats"]
         self._block_count = blocks["maxNumBlocks"] * blocks["tokensPerBlock"] // KV_BLOCK_TOKENS
 
     async def _poll_statistics(self) -> None:
@@ -203,9 +216,9 @@ class TensorRtHost:
 
     async def _take_statistics(self) -> None:
         async for entry in self._llm.get_stats_async(POLL_TIMEOUT_S):
-            self._told = entry
+            self._reported = entry
             blocks: dict[str, Any] = entry.get("kvCacheStats") or {}
-            self._core.told = EngineStatistics(
+            self._core.reported = EngineStatistics(
                 kv_block_count_total=blocks.get("maxNumBlocks", 0),
                 kv_block_count_free=blocks.get("freeNumBlocks", 0),
                 kv_block_count_held=blocks.get("usedNumBlocks", 0),
@@ -218,15 +231,13 @@ class TensorRtHost:
     async def _poll_kv_events(self) -> None:
         reader = KvEventReader()
         while True:
-            async for told in self._llm.get_kv_cache_events_async(POLL_TIMEOUT_S):
-                for change in reader.read(told if isinstance(told, list) else [told]):
+            async for event in self._llm.get_kv_cache_events_async(POLL_TIMEOUT_S):
+                for change in reader.read(event if isinstance(event, list) else [event]):
                     self._send(change)
             await asyncio.sleep(POLL_PAUSE_S)
 
     def _broken(self, reason: str) -> None:
-        """Exit after an engine failure, without trusting further output; the parent fails its
-        sequences.
-        """
+        """Exit after an engine failure, without further output; the parent fails its sequences."""
         _log.error("the engine failed: %s", reason)
         with contextlib.suppress(OSError):
             self._flush()
@@ -246,26 +257,25 @@ class TensorRtHost:
 
 
 def kill_workers() -> None:
-    """Kill all processes started from this one."""
-    for pid in descendants(os.getpid()):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    """Kill all processes started from this one, also those with another parent by now."""
+    for pid in started_with(FAMILY, os.environ.get(FAMILY, "")):
+        if pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 class TensorRtAnswers:
-    """Implement `Answers`. The library yields one mutable object, which is read before the next
-    step.
-    """
+    """Implement `Answers`. The library yields one mutable object, read before the next step."""
 
-    def __init__(self, library: TensorRtLibrary, llm: Any, vocabulary_size: int, choice: Choice) -> None:
-        """Submit the choice, always on the same event loop. Raises: EngineFailed if the engine
-        rejects it.
-        """
+    def __init__(
+        self, library: TensorRtLibrary, llm: Any, vocabulary_size: int, choice: Choice
+    ) -> None:
+        """Submit the choice, always on the same event loop. Raises: EngineFailed."""
         self._library = library
-        wanted = choice.request.wanted
+        request = choice.request.generation
         try:
-            sampling = library.sampling(wanted, choice.request.end_token_ids, vocabulary_size)
-            self._result = library.submit(llm, wanted, sampling)
+            sampling = library.sampling(request, choice.request.end_token_ids, vocabulary_size)
+            self._result = library.submit(llm, request, sampling)
         except (library.RequestError, ValueError, TypeError) as error:
             raise EngineFailed(f"the engine refused the request: {error}") from error
 
@@ -281,17 +291,13 @@ class TensorRtAnswers:
 
 
 class KvEventReader:
-    """Converts the engine's event dictionaries to changes. One per engine start: event ids begin
-    anew.
-    """
+    """Converts the engine's event dictionaries to changes. One per engine start."""
 
     def __init__(self) -> None:
         self._last_id: int | None = None
 
     def read(self, events: Sequence[Mapping[str, Any]]) -> list[KvCacheChange]:
-        """Return the changes of the events. A gap in the ids is a reset; unknown event types are
-        ignored.
-        """
+        """Return the changes of the events. A gap is a reset; unknown types are ignored."""
         changes = []
         for event in events:
             event_id = int(event["event_id"])
@@ -303,7 +309,13 @@ class KvEventReader:
             if data["type"] == "stored":
                 parent = data.get("parent_hash") or 0
                 for block in data["blocks"]:
-                    stored.append((parent, block["block_hash"], [token["token_id"] for token in block["tokens"]]))
+                    stored.append(
+                        (
+                            parent,
+                            block["block_hash"],
+                            [token["token_id"] for token in block["tokens"]],
+                        )
+                    )
                     parent = block["block_hash"]
             elif data["type"] == "removed":
                 removed = list(data["block_hashes"])
@@ -314,7 +326,9 @@ class KvEventReader:
 
 def main() -> int:
     """Entry point. Guarded, since processes started by the library import this module too."""
-    return serve_parent("inference.adapters.tensorrt_worker", lambda connection: TensorRtHost(connection).run())
+    return serve_parent(
+        "inference.adapters.tensorrt_worker", lambda connection: TensorRtHost(connection).run()
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""The PyTorch engine: settings for a child process that runs `torch_worker.py`. Imports no torch."""
+"""PyTorch engine: settings for a child process that runs `torch_worker.py`; no torch."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, replace
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
+from common.cpus import usable_cpus
 from inference.adapters.torch_worker import LoadModel
 from inference.capabilities import Capabilities, RequestField
 from inference.checkpoint.checkpoint import read_model_info
@@ -18,7 +21,11 @@ from inference.workers.life import HostKind
 from inference.workers.process import CHILD_ENVIRONMENT, HostOpener, open_host
 
 # A simulation computes no logits, which formats and beam search need.
-SIMULATED = Capabilities(frozenset({RequestField.JSON_SCHEMA, RequestField.REGEX, RequestField.LARK, RequestField.BEAM_SEARCH}))
+SIMULATED = Capabilities(
+    frozenset(
+        {RequestField.JSON_SCHEMA, RequestField.REGEX, RequestField.LARK, RequestField.BEAM_SEARCH}
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +34,11 @@ class TorchEngineSettings:
 
     name: the model name for clients. context_window_tokens_max: below the model's own, to save
     memory; None keeps the model's. compute_dtype: "int8" stores matrices in 8 bits and computes in
-    bfloat16. device: "cuda" needs a GPU and a torch build with CUDA. torch_thread_count: 0 for one
-    per core. packed: storage for packed weights of large models, mapped by all workers; None for a
-    copy per worker. simulation: takes this much time per step and computes nothing, for load tests.
+    bfloat16. device: "cuda" needs a GPU and a torch build with CUDA; it has no int8.
+    kv_cache_bytes: None for the free memory of a GPU. torch_thread_count: 0 for one per usable CPU.
+    packed: storage for packed weights of large models, mapped by all workers; None for one copy per
+    worker. simulation: takes this much time per step and computes nothing, for load tests.
+    environment: of the worker, read at each start; `CUDA_VISIBLE_DEVICES` names its GPU.
     """
 
     directory: Path
@@ -37,7 +46,7 @@ class TorchEngineSettings:
     context_window_tokens_max: int | None = None
     compute_dtype: ComputeDtype = "float32"
     device: Device = "cpu"
-    kv_cache_bytes: int = 1 << 30  # bytes: allocated by the system as it is used
+    kv_cache_bytes: int | None = 1 << 30  # allocated by the system as it is used
     step_token_count_max: int = 512
     step_time_target_s: float | None = 0.1  # seconds: hardly noticeable between two tokens
     running_sequence_count_max: int = 64
@@ -52,6 +61,8 @@ class TorchEngineSettings:
     stable_after_s: float = 60.0  # seconds of service after which the restart delay is reset
     simulation: CostModel | None = None
     packed: PackedPlace | None = None
+    draft_token_count_max: int = 10  # guessed from earlier text per sequence and step
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class TorchEngine(HostedEngine):
@@ -83,8 +94,17 @@ class TorchEngine(HostedEngine):
             settings.device,
             settings.simulation,
             settings.packed,
+            settings.draft_token_count_max,
         )
-        load = LoadModel(options, settings.torch_thread_count or os.cpu_count() or 1)
-        kind = HostKind("inference.adapters.torch_worker", CHILD_ENVIRONMENT, load, KV_BLOCK_TOKENS, opener)
+        load = LoadModel(options, settings.torch_thread_count or usable_cpus().count)
+        environment = ChainMap(cast(dict[str, str], settings.environment), CHILD_ENVIRONMENT)
+        kind = HostKind(
+            "inference.adapters.torch_worker", environment, load, KV_BLOCK_TOKENS, opener
+        )
         capabilities = Capabilities() if settings.simulation is None else SIMULATED
-        super().__init__(replace(model, continues_exactly=True, capabilities=capabilities), limits, settings, kind)
+        super().__init__(
+            replace(model, continues_exactly=True, capabilities=capabilities),
+            limits,
+            settings,
+            kind,
+        )

@@ -89,7 +89,7 @@ class Host:
             _log.error("loading failed: %s", error)
             self._send(LoadFailed(str(error)))
             return EXIT_LOAD_FAILED
-        self._send(Ready(core.pool.block_count_total))
+        self._send(Ready(core.pool.block_count_total, core.kernels))
         while not self._shutting_down:
             self._step(core)
         return 0
@@ -103,7 +103,10 @@ class Host:
         torch.set_num_threads(message.torch_thread_count)
         self._send(Loading("weights", IMPORT_FRACTION))
         core = EngineCore(
-            message.options, lambda part: self._send(Loading("weights", IMPORT_FRACTION + (1 - IMPORT_FRACTION) * part))
+            message.options,
+            lambda part: self._send(
+                Loading("weights", IMPORT_FRACTION + (1 - IMPORT_FRACTION) * part)
+            ),
         )
         # Loaded objects live for the whole process: excluding them keeps garbage collections short.
         gc.collect()
@@ -143,7 +146,9 @@ class Host:
             case _:
                 self._take_compiled(core, message)
 
-    def _compile(self, core: EngineCore, start: StartSequence, response_format: ResponseFormat) -> None:
+    def _compile(
+        self, core: EngineCore, start: StartSequence, response_format: ResponseFormat
+    ) -> None:
         from inference.sampling.grammar import GrammarThread
 
         if self._grammar_thread is None:
@@ -165,12 +170,16 @@ class Host:
         if start is not None:
             timings = EngineTimings((time.monotonic() - start.sent_at_s) * 1e3, 0.0, 0.0)
             prompt_token_count = len(start.request.prompt_token_ids)
-            cancelled = SequenceFinished(EngineFinishReason.CANCELLED, "", prompt_token_count, 0, 0, timings)
+            cancelled = SequenceFinished(
+                EngineFinishReason.CANCELLED, "", prompt_token_count, 0, 0, timings
+            )
             self._unsent.append((number, cancelled))
 
     def _add(self, core: EngineCore, start: StartSequence, grammar: Grammar | None = None) -> None:
         if not core.add(start.number, start.request, start.sent_at_s, grammar):
-            self._unsent.append((start.number, SequenceRefused("the engine's queue is full", overloaded=True)))
+            self._unsent.append(
+                (start.number, SequenceRefused("the engine's queue is full", overloaded=True))
+            )
 
     def _refuse(self, number: int, reason: str, field: str | None = None) -> None:
         self._unsent.append((number, SequenceRefused(reason, field)))
@@ -181,7 +190,9 @@ class Host:
 
 
 def main() -> int:
-    return serve_parent("inference.adapters.torch_worker", lambda connection: Host(connection).run())
+    return serve_parent(
+        "inference.adapters.torch_worker", lambda connection: Host(connection).run()
+    )
 
 
 if __name__ == "__main__":

@@ -22,11 +22,24 @@ from inference.engine import (
     EngineStatistics,
     ModelInfo,
 )
-from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable
-from inference.routing.replica import ReplicaReport, ReplicaState, SetStatistics, all_drained, best_condition, unavailable
+from inference.errors import (
+    EngineError,
+    EngineFailed,
+    EngineOverloaded,
+    EngineStartFailed,
+    EngineUnavailable,
+)
+from inference.routing.replica import (
+    ReplicaReport,
+    ReplicaState,
+    SetStatistics,
+    all_drained,
+    best_condition,
+    unavailable,
+)
 from inference.routing.scaling import Stoppable
 
-LOSS_COUNT_MAX = 2  # encoders that may fail under one call: the call may be the cause
+LOSS_COUNT_MAX = 2  # encoders that may fail during one call: the call may be the cause
 FULL_TOKENS = 16_384  # outstanding per encoder before another is started: seconds of work on a CPU
 _log = logging.getLogger("weir.inference.routing")
 
@@ -43,7 +56,7 @@ class EncoderReplica:
 
     @property
     def takes(self) -> bool:
-        """True if it may get a call now."""
+        """Return whether it accepts calls now."""
         return self.encoder.healthy() and not self.is_drained
 
     @contextlib.contextmanager
@@ -64,13 +77,17 @@ class EncoderReplica:
         if self.is_drained and condition.state is EngineState.READY:
             state, reason = ReplicaState.DRAINING, f"{self.call_count} calls running"
         counts = self.call_count, self.outstanding_token_count
-        return ReplicaReport(self.name, "", state, *counts, reason, self.encoder.statistics(), self.is_drained)
+        return ReplicaReport(
+            self.name, "", state, *counts, reason, self.encoder.statistics(), self.is_drained
+        )
 
 
 class EncoderSet:
     """Several encoders as one. Starts the first `warm_count` at once, others under load."""
 
-    def __init__(self, model: ModelInfo, replicas: Sequence[EncoderReplica], *, warm_count: int) -> None:
+    def __init__(
+        self, model: ModelInfo, replicas: Sequence[EncoderReplica], *, warm_count: int
+    ) -> None:
         """Create the set. model: as callers see it, whatever its replicas report."""
         assert replicas, "a set has replicas"
         self._model = model
@@ -78,7 +95,7 @@ class EncoderSet:
         self._warm_count = warm_count
         self._is_closing = False
         self._start_requested = asyncio.Event()
-        self._growth_due = asyncio.Event()  # set when another one is to be started
+        self._growth_due = asyncio.Event()  # set when another replica should be started
         self._replacement_count = 0
         self._statistics = SetStatistics(len(replicas))
 
@@ -95,7 +112,8 @@ class EncoderSet:
         """Drain the replicas with these names and no others: drained ones get no new calls."""
         for replica in self._replicas:
             replica.is_drained = replica.name in names
-        if not any(replica.takes for replica in self._replicas):
+        is_any_drained = any(replica.is_drained for replica in self._replicas)
+        if is_any_drained and not any(replica.takes for replica in self._replicas):
             self._growth_due.set()
 
     def move_out(self, name: str) -> int:
@@ -106,7 +124,9 @@ class EncoderSet:
         """Implement `Backend.serve` by serving all replicas."""
         async with asyncio.TaskGroup() as tasks:
             scaling = Retries("replica_scaling")
-            growing = tasks.create_task(scaling.keep_running(self._grow), name=f"scaling of {self._model.name}")
+            growing = tasks.create_task(
+                scaling.keep_running(self._grow), name=f"scaling of {self._model.name}"
+            )
             async with IncidentTaskGroup() as lives:
                 for replica in self._replicas:
                     lives.create_task(replica.encoder.serve(), name=f"replica {replica.name}")
@@ -123,7 +143,10 @@ class EncoderSet:
             usable = [replica for replica in self._replicas if not replica.is_drained]
             if not usable:
                 raise all_drained(len(self._replicas))
-            await self._first_start([each for each in usable if each in self._replicas[: self._warm_count]] or usable[:1])
+            await self._first_start(
+                [each for each in usable if each in self._replicas[: self._warm_count]]
+                or usable[:1]
+            )
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Implement `Encoder.embed` by the least loaded replica, or another if it fails."""
@@ -153,7 +176,12 @@ class EncoderSet:
                 if refusal is None or isinstance(error, EngineOverloaded):
                     refusal = error
             self._replacement_count += 1
-            _log.info("replica %s did not embed %d tokens, trying another: %s", replica.name, token_count, refusal)
+            _log.info(
+                "replica %s did not embed %d tokens, trying another: %s",
+                replica.name,
+                token_count,
+                refusal,
+            )
         if refusal is not None:
             raise refusal
         raise unavailable(self._conditions(), len(self._replicas))
@@ -190,7 +218,10 @@ class EncoderSet:
 
     def _check_load(self) -> None:
         """Request another replica if all that take calls have more than FULL_TOKENS outstanding."""
-        if min((each.outstanding_token_count for each in self._replicas if each.takes), default=0) > FULL_TOKENS:
+        if (
+            min((each.outstanding_token_count for each in self._replicas if each.takes), default=0)
+            > FULL_TOKENS
+        ):
             self._growth_due.set()
 
     async def _grow(self) -> None:
@@ -201,7 +232,12 @@ class EncoderSet:
             for replica in self._replicas:
                 encoder = replica.encoder
                 is_cold = encoder.condition().state is EngineState.COLD and not replica.is_drained
-                if is_cold and isinstance(encoder, Stoppable) and encoder.fits_now() and not self._is_closing:
+                if (
+                    is_cold
+                    and isinstance(encoder, Stoppable)
+                    and encoder.fits_now()
+                    and not self._is_closing
+                ):
                     _log.info("starting replica %s: the others are full or drained", replica.name)
                     with contextlib.suppress(EngineError):
                         await encoder.start()

@@ -1,24 +1,26 @@
-"""Memory budget of on-demand engines, and estimates of the memory that an engine needs."""
+"""Memory and GPUs of a machine for its engines, and estimates of the memory of an engine."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 # Python, torch and the tokenizer, per process: measured with a worker of a tiny model, rounded up.
 HOST_BYTES = 192 << 20
-_STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COMPUTED_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 _SAME_TYPE = {"float32": "F32", "bfloat16": "BF16"}
 
 
-def torch_memory_bytes(directory: Path, compute_dtype: Literal["float32", "bfloat16", "int8"], kv_cache_bytes: int) -> int:
+def torch_memory_bytes(
+    directory: Path, compute_dtype: Literal["float32", "bfloat16", "int8"], kv_cache_bytes: int
+) -> int:
     """Return the peak memory of a torch worker: weights while loading, plus its full KV cache."""
     weights_bytes = 0
     for dtype, count in _tensors(directory):
@@ -29,8 +31,15 @@ def torch_memory_bytes(directory: Path, compute_dtype: Literal["float32", "bfloa
 
 
 def stored_bytes(directory: Path) -> int:
-    """Return the size of the weights in the checkpoint's files."""
-    return sum(count * _STORED_BYTES.get(dtype, 1) for dtype, count in _tensors(directory))
+    """Return the size of the weights in the checkpoint's files: those of its index, if it has one.
+
+    Some checkpoints have a second copy in another layout (`consolidated.safetensors`).
+    """
+    paths = set(directory.glob("*.safetensors"))
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        paths &= {directory / name for name in index["weight_map"].values()}
+    return sum(path.stat().st_size for path in paths)
 
 
 def _tensors(directory: Path) -> list[tuple[str, int]]:
@@ -40,7 +49,9 @@ def _tensors(directory: Path) -> list[tuple[str, int]]:
         try:
             header = _header(path)
             tensors += [
-                (str(entry["dtype"]), math.prod(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
+                (str(entry["dtype"]), math.prod(entry["shape"]))
+                for name, entry in header.items()
+                if name != "__metadata__"
             ]
         except (OSError, ValueError, KeyError, TypeError):
             continue
@@ -56,10 +67,18 @@ def _header(path: Path) -> dict[str, Any]:
         return header
 
 
-# Seconds for which an engine is not evicted after its last use: a request that has just waited for
-# it enters within milliseconds and would otherwise load it again.
+# Seconds for which an engine is not evicted after its last use: a request that waited for it enters
+# within milliseconds and would otherwise load it again.
 HANDOVER_S = 0.25
 _log = logging.getLogger("weir.inference.routing")
+
+
+class GpusTooFew(ValueError):
+    """A model can never get its GPUs."""
+
+
+class GpuTooSmall(ValueError):
+    """A model's share of weights can never fit a GPU that it may have."""
 
 
 class BudgetTooSmall(ValueError):
@@ -83,6 +102,18 @@ class Resident(Protocol):
         """Memory that it holds from its start to its close."""
 
     @property
+    def gpu_count(self) -> int:
+        """GPUs that it has alone from its start to its close."""
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        """Memory that it needs at least on each of its GPUs."""
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Ids of the GPUs that it may have; empty for all."""
+
+    @property
     def is_pinned(self) -> bool:
         """True if it is never evicted."""
 
@@ -91,20 +122,36 @@ class Resident(Protocol):
 
     @property
     def is_leaving(self) -> bool:
-        """True if it is about to release its memory, for whatever reason."""
+        """True if it is about to release its memory."""
 
     def evict(self) -> None:
         """Begin to close, then release the memory. Never blocks; sets `is_leaving`."""
 
 
 class MemoryBudget:
-    """Memory of one machine that engines may use; requests are granted in order."""
+    """Memory and GPUs of one machine that engines may use; requests are granted in order.
 
-    def __init__(self, total_bytes: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the budget. total_bytes: None sets no limit. clock: returns seconds."""
+    A GPU serves one engine at a time. Engines that are never evicted keep theirs from `check` on.
+    """
+
+    def __init__(
+        self,
+        total_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        gpus: Sequence[str] = (),
+        gpu_memory: Mapping[str, int] | None = None,
+    ) -> None:
+        """Create the budget. total_bytes: None sets no limit. clock: returns seconds.
+
+        gpus: ids of the GPUs; without any, engines choose theirs. gpu_memory: bytes by id, of those
+        whose memory is known.
+        """
         self._total_bytes = total_bytes
         self._clock = clock
-        self._held: dict[Resident, None] = {}
+        self._gpus = tuple(gpus)
+        self._gpu_memory = dict(gpu_memory or {})
+        self._kept: dict[Resident, tuple[str, ...]] = {}  # GPUs of pinned engines
+        self._held: dict[Resident, tuple[str, ...]] = {}  # with its GPUs
         self._waiting: dict[Resident, asyncio.Future[bool]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -114,22 +161,109 @@ class MemoryBudget:
         return sum(resident.memory_bytes for resident in self._held)
 
     def check(self, residents: Iterable[Resident]) -> None:
-        """Check that each engine fits. Raises: BudgetTooSmall for the first that does not."""
+        """Check that each engine fits, and assign GPUs to pinned ones.
+
+        Raises: BudgetTooSmall, GpuTooSmall, GpusTooFew for the first engine that does not fit.
+        """
+        residents = list(residents)
+        self._assign_gpus([each for each in residents if each.is_pinned])
+        for resident in residents if self._gpus else ():
+            if len(self._fitting_gpus(resident)) < resident.gpu_count:
+                self._check_gpu_memory(resident)
+            free = self._kept.get(resident) or self._free_gpus(resident, {})
+            if len(free) < resident.gpu_count:
+                raise GpusTooFew(
+                    f"model {resident.name!r} needs {resident.gpu_count} GPUs, but only"
+                    f" {len(free)} of {', '.join(resident.gpus or self._gpus)} are left beside"
+                    " models that stay loaded"
+                )
         if self._total_bytes is None:
             return
         pinned_bytes = 0
         for resident in sorted(residents, key=lambda each: not each.is_pinned):
             needed_bytes = pinned_bytes + resident.memory_bytes
             if needed_bytes > self._total_bytes:
-                beside = f" beside {pinned_bytes:,} bytes of models that stay loaded" if pinned_bytes else ""
+                beside = (
+                    f" beside {pinned_bytes:,} bytes of models that stay loaded"
+                    if pinned_bytes
+                    else ""
+                )
                 raise BudgetTooSmall(
                     resident.name,
                     needed_bytes,
-                    f"model {resident.name!r} needs {resident.memory_bytes:,} bytes{beside}, but all engines together may use "
-                    f"{self._total_bytes:,} bytes",
+                    f"model {resident.name!r} needs {resident.memory_bytes:,} bytes{beside}, but"
+                    f" all engines together may use {self._total_bytes:,} bytes",
                 )
             if resident.is_pinned:
                 pinned_bytes = needed_bytes
+
+    def _check_gpu_memory(self, resident: Resident) -> None:
+        """Raise GpuTooSmall if GPUs that the engine may have are too small for it."""
+        small = [
+            f"{gpu} has {self._gpu_memory[gpu]:,}"
+            for gpu in resident.gpus or self._gpus
+            if self._gpu_memory.get(gpu, math.inf) < resident.gpu_memory_bytes
+        ]
+        if small:
+            raise GpuTooSmall(
+                f"model {resident.name!r} needs at least {resident.gpu_memory_bytes:,} bytes on"
+                f" each of {resident.gpu_count} GPUs for its weights, but GPU {', '.join(small)}"
+            )
+
+    def _fitting_gpus(self, resident: Resident) -> tuple[str, ...]:
+        """Return the GPUs that the engine may have and that have enough memory."""
+        return tuple(
+            gpu
+            for gpu in self._gpus
+            if (not resident.gpus or gpu in resident.gpus)
+            and self._gpu_memory.get(gpu, math.inf) >= resident.gpu_memory_bytes
+        )
+
+    def _assign_gpus(self, pinned: Sequence[Resident]) -> None:
+        """Assign GPUs to as many of these engines as possible, by bipartite matching.
+
+        An assigned GPU moves to another engine if its owner can have a different one.
+        """
+        owners: dict[str, Resident] = {}
+
+        def claim(resident: Resident, tried: set[str]) -> bool:
+            for gpu in self._fitting_gpus(resident):
+                if gpu in tried:
+                    continue
+                tried.add(gpu)
+                if gpu not in owners or (owners[gpu] is not resident and claim(owners[gpu], tried)):
+                    owners[gpu] = resident
+                    return True
+            return False
+
+        for resident in pinned:
+            for _ in range(resident.gpu_count):
+                claim(resident, set())
+        self._kept = {
+            each: tuple(gpu for gpu in self._gpus if owners.get(gpu) is each) for each in pinned
+        }
+
+    def _free_gpus(
+        self, resident: Resident, holders: Mapping[Resident, tuple[str, ...]]
+    ) -> tuple[str, ...]:
+        """Return the GPUs that an engine could have beside these holders."""
+        if resident in self._kept:
+            return self._kept[resident]
+        taken = {gpu for gpus in (*holders.values(), *self._kept.values()) for gpu in gpus}
+        return tuple(gpu for gpu in self._fitting_gpus(resident) if gpu not in taken)
+
+    def _missing_bytes(self, resident: Resident, holders: Iterable[Resident]) -> int:
+        held_bytes = sum(each.memory_bytes for each in holders)
+        total_bytes = self._total_bytes
+        return 0 if total_bytes is None else held_bytes + resident.memory_bytes - total_bytes
+
+    def _lacks_gpus(self, resident: Resident, holders: Mapping[Resident, tuple[str, ...]]) -> bool:
+        wanted_count = resident.gpu_count if self._gpus else 0
+        return len(self._free_gpus(resident, holders)) < wanted_count
+
+    def gpus_of(self, resident: Resident) -> tuple[str, ...]:
+        """Return the GPUs that an engine holds now."""
+        return self._held.get(resident, ())
 
     async def reserve(self, resident: Resident) -> bool:
         """Wait for memory, which must be released later; return False if withdrawn meanwhile."""
@@ -159,8 +293,8 @@ class MemoryBudget:
 
     def fits_now(self, resident: Resident) -> bool:
         """Return whether memory would be granted at once, without an eviction."""
-        free = self._total_bytes is None or self.held_bytes + resident.memory_bytes <= self._total_bytes
-        return free and not self._waiting
+        fits = self._missing_bytes(resident, self._held) <= 0
+        return fits and not self._lacks_gpus(resident, self._held) and not self._waiting
 
     def is_waiting(self, resident: Resident) -> bool:
         """Return whether the engine waits for memory."""
@@ -177,16 +311,17 @@ class MemoryBudget:
             self._timer = None
         while self._waiting:
             resident = next(iter(self._waiting))
-            missing_bytes = 0 if self._total_bytes is None else self.held_bytes + resident.memory_bytes - self._total_bytes
-            if missing_bytes > 0:
-                self._make_room(missing_bytes - sum(each.memory_bytes for each in self._held if each.is_leaving))
+            lacks_gpus = self._lacks_gpus(resident, self._held)
+            if lacks_gpus or self._missing_bytes(resident, self._held) > 0:
+                self._make_room(resident)
                 return
             granted = self._waiting.pop(resident)
             if not granted.done():  # else its waiter was cancelled and will release it
-                self._held[resident] = None
+                gpu_count = resident.gpu_count if self._gpus else 0
+                self._held[resident] = self._free_gpus(resident, self._held)[:gpu_count]
                 granted.set_result(True)
 
-    def _make_room(self, missing_bytes: int) -> None:
+    def _make_room(self, wanting: Resident) -> None:
         """Evict idle engines, the least recently used first.
 
         Also if they do not suffice: engines that are idle in turn would starve a larger one.
@@ -196,13 +331,18 @@ class MemoryBudget:
             for resident in self._held
             if not resident.is_leaving and (since_s := resident.idle_since_s()) is not None
         ]
+        staying = {each: gpus for each, gpus in self._held.items() if not each.is_leaving}
         for since_s, resident in sorted(idle, key=lambda each: each[0]):
-            if missing_bytes <= 0:
+            lacks_gpus = self._lacks_gpus(wanting, staying)
+            if not lacks_gpus and self._missing_bytes(wanting, staying) <= 0:
                 return
+            has_wanted_gpu = set(staying[resident]) & set(self._fitting_gpus(wanting))
+            if self._missing_bytes(wanting, staying) <= 0 and not has_wanted_gpu:
+                continue
             wait_s = since_s + HANDOVER_S - self._clock()
             if wait_s > 0:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self.look)
                 return
             _log.info("evicting engine %s: another engine needs its memory", resident.name)
-            missing_bytes -= resident.memory_bytes
+            del staying[resident]
             resident.evict()

@@ -36,7 +36,7 @@ from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
 from inference.routing.memory import MemoryBudget
 
 # Seconds for which a permanent fault is reported without a retry: a retry costs a start.
-FAULT_STANDS_S = 30.0
+FAULT_KEPT_S = 30.0
 Served = TypeVar("Served", bound=Backend)
 _log = logging.getLogger("weir.inference.routing")
 
@@ -46,12 +46,17 @@ class SlotTerms:
     """Terms of a slot. idle_timeout_s: time without requests until it is closed; 0: never.
 
     keep_warm: starts by itself and is never closed for idleness or eviction. memory_bytes: memory
-    that it holds while it runs.
+    that it holds while it runs. gpu_count: GPUs that it holds, of `gpus` if that is not empty, each
+    with at least gpu_memory_bytes. place: called with their ids before each start.
     """
 
     idle_timeout_s: float = 0.0
     keep_warm: bool = False
     memory_bytes: int = 0
+    gpu_count: int = 0
+    gpu_memory_bytes: int = 0
+    gpus: tuple[str, ...] = ()
+    place: Callable[[tuple[str, ...]], None] = lambda gpus: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ class OnDemandSlot(Generic[Served]):
         self._clock = clock
         self._unused: Served | None = build()  # known to be usable, and the first to be started
         self._model = self._unused.model
-        self._engine: Served | None = None  # from its start until it is closed
+        self._engine: Served | None = None  # set from its start until it is closed
         self._is_stopping = False
         self._stopping = asyncio.Event()  # set while `_is_stopping`
         self._changed = asyncio.Event()
@@ -107,6 +112,21 @@ class OnDemandSlot(Generic[Served]):
     def memory_bytes(self) -> int:
         """Implement `Resident.memory_bytes`."""
         return self._terms.memory_bytes
+
+    @property
+    def gpu_count(self) -> int:
+        """Implement `Resident.gpu_count`."""
+        return self._terms.gpu_count
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        """Implement `Resident.gpu_memory_bytes`."""
+        return self._terms.gpu_memory_bytes
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Implement `Resident.gpus`."""
+        return self._terms.gpus
 
     @property
     def is_pinned(self) -> bool:
@@ -145,7 +165,7 @@ class OnDemandSlot(Generic[Served]):
         """Implement `Backend.condition`. LOADING with stage `memory`: waiting for evictions."""
         if self._closed:
             return EngineCondition(EngineState.CLOSED, reason="closed")
-        if (fault := self._standing_fault()) is not None:
+        if (fault := self._current_fault()) is not None:
             wait_s = fault.until_s - self._clock()
             return EngineCondition(EngineState.FAILED, retry_after_s=wait_s, reason=fault.reason)
         engine = self._running()
@@ -154,7 +174,11 @@ class OnDemandSlot(Generic[Served]):
         condition = engine.condition()
         if condition.state is not EngineState.LOADING:
             return condition
-        return replace(condition, retry_after_s=self._wait_s(condition.retry_after_s), starts_on_demand=not self._terms.keep_warm)
+        return replace(
+            condition,
+            retry_after_s=self._wait_s(condition.retry_after_s),
+            starts_on_demand=not self._terms.keep_warm,
+        )
 
     async def start(self) -> None:
         """Implement `Backend.start`."""
@@ -195,6 +219,7 @@ class OnDemandSlot(Generic[Served]):
         try:
             if self._closed:
                 return
+            self._terms.place(self._budget.gpus_of(self))
             engine, self._unused = self._unused, None
             engine = engine or await self._built()
             if engine is not None:
@@ -252,7 +277,7 @@ class OnDemandSlot(Generic[Served]):
         while True:
             if self._closed:
                 raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
-            if (fault := self._standing_fault()) is not None:
+            if (fault := self._current_fault()) is not None:
                 raise EngineStartFailed(fault.reason, fault.until_s - self._clock())
             engine = self._running()
             if engine is None:
@@ -301,7 +326,9 @@ class OnDemandSlot(Generic[Served]):
         self._budget.look()
         if self._terms.idle_timeout_s and self._running() is not None:
             self._forget_timer()
-            self._idle_timer = asyncio.get_running_loop().call_later(self._terms.idle_timeout_s, self._end_idling)
+            self._idle_timer = asyncio.get_running_loop().call_later(
+                self._terms.idle_timeout_s, self._end_idling
+            )
 
     def _end_idling(self) -> None:
         engine = self._running()
@@ -318,18 +345,18 @@ class OnDemandSlot(Generic[Served]):
         return None if self._is_stopping else self._engine
 
     def _is_needed(self) -> bool:
-        return (self._user_count > 0 or self._terms.keep_warm) and self._standing_fault() is None
+        return (self._user_count > 0 or self._terms.keep_warm) and self._current_fault() is None
 
-    def _standing_fault(self) -> _Fault | None:
+    def _current_fault(self) -> _Fault | None:
         if self._fault is not None and self._clock() >= self._fault.until_s:
             self._fault = None
         return self._fault
 
     def _fail(self, reason: str) -> None:
         """Report a permanent fault to all requests and release the memory."""
-        if self._standing_fault() is None:
+        if self._current_fault() is None:
             _log.error("engine %s cannot be started: %s", self.name, reason)
-            self._fault = _Fault(reason, self._clock() + FAULT_STANDS_S)
+            self._fault = _Fault(reason, self._clock() + FAULT_KEPT_S)
         self._stop()
 
     def _stop(self) -> None:
@@ -352,11 +379,17 @@ class OnDemandSlot(Generic[Served]):
             reason = f"waiting for memory held by {self._budget.who_holds()}"
             return EngineCondition(EngineState.LOADING, 0.0, "memory", self._wait_s(0.0), reason)
         if self._user_count:
-            return EngineCondition(EngineState.LOADING, 0.0, "process", self._load_time_s or 0.0, "about to start")
-        return EngineCondition(EngineState.COLD, retry_after_s=self._load_time_s or 0.0, reason="started by the next request")
+            return EngineCondition(
+                EngineState.LOADING, 0.0, "process", self._load_time_s or 0.0, "about to start"
+            )
+        return EngineCondition(
+            EngineState.COLD,
+            retry_after_s=self._load_time_s or 0.0,
+            reason="started by the next request",
+        )
 
     def _wait_s(self, guess_s: float) -> float:
-        """Return the seconds until ready, by the last load time; `guess_s` if unknown or over."""
+        """Return the seconds until ready, by the last load time; `guess_s` if unknown or passed."""
         left_s = self._started_at_s + (self._load_time_s or 0.0) - self._clock()
         return left_s if left_s > 0 else guess_s
 
@@ -367,13 +400,18 @@ class OnDemandEngine(OnDemandSlot[Engine]):
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """Implement `Engine.predict_cached_token_count`."""
         engine = self._running()
-        return 0 if engine is None else engine.predict_cached_token_count(prompt_token_ids, cache_salt)
+        return (
+            0 if engine is None else engine.predict_cached_token_count(prompt_token_ids, cache_salt)
+        )
 
     def submit(self, request: GenerationRequest, tell: Tell) -> SlotSequence:
         """Implement `Engine.submit`. Does not start a cold slot: `start` does."""
         if (engine := self._running()) is None:
             condition = self.condition()
-            raise EngineUnavailable(f"the engine is {condition.state.value}: {condition.reason}", condition.retry_after_s)
+            raise EngineUnavailable(
+                f"the engine is {condition.state.value}: {condition.reason}",
+                condition.retry_after_s,
+            )
         sequence = SlotSequence(self, engine.submit(request, tell))
         self.begin_use()
         return sequence

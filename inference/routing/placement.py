@@ -33,7 +33,7 @@ class PlacementPolicy(Protocol):
         ...
 
     def choose(self, candidates: Sequence[Replica], work: Work) -> Replica:
-        """Return one of the candidates, which must not be empty."""
+        """Return one of the candidates, of which there is at least one."""
         ...
 
 
@@ -58,7 +58,9 @@ class LeastLoaded:
 
     def choose(self, candidates: Sequence[Replica], work: Work) -> Replica:
         """Return the least loaded replica; equal ones in turn."""
-        return min(candidates, key=lambda replica: (replica.outstanding_token_count, replica.placed_at))
+        return min(
+            candidates, key=lambda replica: (replica.outstanding_token_count, replica.placed_at)
+        )
 
 
 class PrefixAware:
@@ -74,7 +76,10 @@ class PrefixAware:
 
         def cost(replica: Replica) -> tuple[int, int]:
             saved = replica.prefixes.find(work.keys).token_count
-            return replica.outstanding_token_count + work.prompt_token_count - saved, replica.placed_at
+            return (
+                replica.outstanding_token_count + work.prompt_token_count - saved,
+                replica.placed_at,
+            )
 
         return min(candidates, key=cost)
 

@@ -1,4 +1,4 @@
-"""Replica of a set, with circuit breaker and sent prefixes; condition and statistics of a set."""
+"""Replica of a set, with circuit breaker and sent prefixes; conditions and statistics of sets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class BreakerLimits:
     def __post_init__(self) -> None:
         """Raise ValueError for inconsistent limits."""
         if self.failure_count_max < 1 or not 0 < self.pause_s_min <= self.pause_s_max:
-            raise ValueError("failure_count_max must be at least 1, and pause_s_min above 0 and at most pause_s_max")
+            raise ValueError(
+                "failure_count_max must be at least 1, and pause_s_min above 0 and at most"
+                " pause_s_max"
+            )
 
 
 class CircuitBreaker:
@@ -67,7 +70,9 @@ class CircuitBreaker:
     def admits(self, now_s: float) -> bool:
         """Return whether a sequence may begin now."""
         state = self.state(now_s)
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._probing)
+        return state is BreakerState.CLOSED or (
+            state is BreakerState.HALF_OPEN and not self._probing
+        )
 
     def wait_s(self, now_s: float) -> float:
         """Return the seconds until it may admit a sequence; 0 if it is not open."""
@@ -108,13 +113,16 @@ class CircuitBreaker:
 
 
 BLOCK_COUNT_MAX = 65_536  # for engines that do not report a number: a million tokens, 10 MB here
-ENGINE_BLOCK_TOKENS_MAX = 128  # largest engine block; a reported prefix may be this much too short
+# Largest block of engines; a reported prefix may be shorter by this much.
+ENGINE_BLOCK_TOKENS_MAX = 128
 Keys = tuple[int, ...]
 
 
 def prefix_keys(token_ids: Sequence[int], cache_salt: str) -> Keys:
     """Return the keys of a prompt's full blocks before its last token, which a cache can serve."""
-    return block_hashes(tuple(token_ids), cache_salt, KV_BLOCK_TOKENS)[: max(len(token_ids) - 1, 0) // KV_BLOCK_TOKENS]
+    return block_hashes(tuple(token_ids), cache_salt, KV_BLOCK_TOKENS)[
+        : max(len(token_ids) - 1, 0) // KV_BLOCK_TOKENS
+    ]
 
 
 class Found(NamedTuple):
@@ -172,7 +180,7 @@ class SentPrefixes:
 
         found: the prefix when the prompt was sent. token_count: tokens of it that the engine served
         from its cache. Missing computed blocks and all blocks used less recently are forgotten;
-        blocks that were not computed yet show nothing.
+        blocks that were not computed yet are left as they are.
         """
         missing = found.computed[(token_count + ENGINE_BLOCK_TOKENS_MAX) // KV_BLOCK_TOKENS :]
         last_gone = max(missing, default=0)
@@ -212,7 +220,7 @@ class ReplicaReport:
     """Snapshot of a replica. outstanding_token_count: tokens to compute, as counted by the set.
 
     statistics: last ones of its engine; None if they are included in another replica's.
-    is_drained: an operator has drained it, whatever its state.
+    is_drained: an operator has drained it, whatever its state. kernels: see `EngineCondition`.
     """
 
     name: str
@@ -223,22 +231,25 @@ class ReplicaReport:
     reason: str = ""
     statistics: EngineStatistics | None = None
     is_drained: bool = False
+    kernels: str = ""
 
 
 class Replica:
     """Engine of a set. name: unique in the set. region: empty if regions do not matter."""
 
-    def __init__(self, name: str, engine: Engine, region: str = "", breaker: BreakerLimits | None = None) -> None:
+    def __init__(
+        self, name: str, engine: Engine, region: str = "", breaker: BreakerLimits | None = None
+    ) -> None:
         self.name = name
         self.engine = engine
         self.region = region
         self.breaker = CircuitBreaker(breaker or BreakerLimits())
         self.prefixes = SentPrefixes()
-        self.is_drained = False  # by an operator's order
+        self.is_drained = False  # by a command of an operator
         self.is_leaving = False  # being stopped by autoscaling (`scaling.py`)
         self.outstanding_token_count = 0
         self.live_sequence_count = 0
-        self.placed_at = 0  # number of its last placement, so that equal replicas take turns
+        self.placed_at = 0  # number of its last placement: equal replicas take turns
         self._was_ready = False
 
     @property
@@ -252,7 +263,11 @@ class Replica:
         if not ready and self._was_ready:
             self.prefixes.clear()  # the cache is lost with the process
         self._was_ready = ready
-        return ready and not (self.is_drained or self.is_leaving) and (self.breaker.is_closed or self.breaker.admits(now_s))
+        return (
+            ready
+            and not (self.is_drained or self.is_leaving)
+            and (self.breaker.is_closed or self.breaker.admits(now_s))
+        )
 
     def refresh(self) -> None:
         """Update the size of the engine's cache from its statistics."""
@@ -267,7 +282,11 @@ class Replica:
             return 0
         if not statistics.running_sequence_count_max:
             return 1
-        return max(statistics.running_sequence_count_max - max(statistics.running_sequence_count, self.live_sequence_count), 0)
+        return max(
+            statistics.running_sequence_count_max
+            - max(statistics.running_sequence_count, self.live_sequence_count),
+            0,
+        )
 
     def report(self, now_s: float) -> ReplicaReport:
         """Return a snapshot of the replica for operators."""
@@ -275,17 +294,31 @@ class Replica:
         state, reason = ReplicaState(condition.state.value), condition.reason
         if condition.state is EngineState.READY:
             if self.is_draining:
-                state, reason = ReplicaState.DRAINING, f"{self.live_sequence_count} sequences running"
+                state, reason = (
+                    ReplicaState.DRAINING,
+                    f"{self.live_sequence_count} sequences running",
+                )
             elif self.breaker.state(now_s) is not BreakerState.CLOSED:
                 state, reason = ReplicaState.TRIPPED, "several sequences in a row have failed"
         counts = self.live_sequence_count, self.outstanding_token_count
-        return ReplicaReport(self.name, self.region, state, *counts, reason, self.engine.statistics(), self.is_drained)
+        return ReplicaReport(
+            self.name,
+            self.region,
+            state,
+            *counts,
+            reason,
+            self.engine.statistics(),
+            self.is_drained,
+            condition.kernels,
+        )
 
 
 DRAINED_RETRY_S = 5.0  # retry-after while all replicas are drained, which an operator decides
-DRAINED = EngineCondition(EngineState.RESTARTING, retry_after_s=DRAINED_RETRY_S, reason="it is being drained")
+DRAINED = EngineCondition(
+    EngineState.RESTARTING, retry_after_s=DRAINED_RETRY_S, reason="it is being drained"
+)
 
-# From the least to the most available state.
+# Ordered from the least to the most available state
 _PROMISE = (
     EngineState.CLOSED,
     EngineState.FAILED,
@@ -303,7 +336,10 @@ def best_condition(conditions: Collection[EngineCondition], warm_count: int) -> 
     """
     if not conditions:
         return DRAINED
-    best = max(conditions, key=lambda each: (_PROMISE.index(each.state), each.loading_fraction, -each.retry_after_s))
+    best = max(
+        conditions,
+        key=lambda each: (_PROMISE.index(each.state), each.loading_fraction, -each.retry_after_s),
+    )
     return replace(best, starts_on_demand=best.starts_on_demand and not warm_count)
 
 
@@ -312,7 +348,10 @@ def unavailable(conditions: Collection[EngineCondition], replica_count: int) -> 
     best = best_condition(conditions, warm_count=0)
     if best.state is EngineState.FAILED:
         return EngineStartFailed(best.reason)
-    wait_s = min((each.retry_after_s for each in conditions if each.state is best.state), default=best.retry_after_s)
+    wait_s = min(
+        (each.retry_after_s for each in conditions if each.state is best.state),
+        default=best.retry_after_s,
+    )
     which = "no replica takes requests; the first" if replica_count > 1 else "the engine"
     return EngineUnavailable(f"{which} is {best.state.value}: {best.reason}", wait_s)
 
@@ -339,7 +378,9 @@ class SetStatistics:
         self._steps = 0.0
         self._sum = EngineStatistics()
 
-    def sum_of(self, statistics: list[EngineStatistics], ready_count: int, moves: tuple[int, int]) -> EngineStatistics:
+    def sum_of(
+        self, statistics: list[EngineStatistics], ready_count: int, moves: tuple[int, int]
+    ) -> EngineStatistics:
         """Return the sums.
 
         statistics: of each replica, always in the same order. ready_count: replicas that take
@@ -349,16 +390,24 @@ class SetStatistics:
             self._count_steps(statistics)
             self._last, self._ready_count = statistics, ready_count
             sums = {name: sum(getattr(each, name) for each in statistics) for name in SUMMED}
-            self._sum = EngineStatistics(**sums, step_count=int(self._steps), replica_count=max(ready_count, 1))
+            self._sum = EngineStatistics(
+                **sums, step_count=int(self._steps), replica_count=max(ready_count, 1)
+            )
         if (self._sum.migration_count, self._sum.replacement_count) != moves:
-            self._sum = msgspec.structs.replace(self._sum, migration_count=moves[0], replacement_count=moves[1])
+            self._sum = msgspec.structs.replace(
+                self._sum, migration_count=moves[0], replacement_count=moves[1]
+            )
         return self._sum
 
     def _count_steps(self, statistics: Sequence[EngineStatistics]) -> None:
         step_count, busy_count = 0, 0
         for new, old in zip(statistics, self._last, strict=True):
             # A restarted engine counts from 0.
-            steps = new.step_count - old.step_count if new.step_count >= old.step_count else new.step_count
+            steps = (
+                new.step_count - old.step_count
+                if new.step_count >= old.step_count
+                else new.step_count
+            )
             step_count += steps
             busy_count += bool(steps or new.running_sequence_count or new.waiting_sequence_count)
         self._steps += step_count / max(busy_count, 1)

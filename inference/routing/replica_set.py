@@ -23,6 +23,7 @@ import msgspec
 
 from common.backoff import Backoff
 from common.incidents import IncidentTaskGroup, log_incident
+from inference.capabilities import Capabilities, combined
 from inference.engine import (
     ChoiceFinished,
     EngineCondition,
@@ -37,16 +38,31 @@ from inference.engine import (
     SequenceFinished,
     Tell,
     TokensGenerated,
-    tell_nobody,
+    ignore_event,
 )
 from inference.engine import Sequence as RunningSequence
-from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineStartFailed, EngineUnavailable, RequestImpossible
+from inference.errors import (
+    EngineError,
+    EngineFailed,
+    EngineOverloaded,
+    EngineStartFailed,
+    EngineUnavailable,
+    RequestImpossible,
+)
 from inference.routing.placement import PlacementPolicy, PrefixAware, Work
-from inference.routing.replica import NOTHING_FOUND, Replica, ReplicaReport, SetStatistics, all_drained, best_condition, unavailable
+from inference.routing.replica import (
+    NOTHING_FOUND,
+    Replica,
+    ReplicaReport,
+    SetStatistics,
+    all_drained,
+    best_condition,
+    unavailable,
+)
 
 RECOVERY_WAIT_S = 10.0  # restart time of a small model; clients prefer waiting to a retry
 OUTPUT_TOKENS_FIRST = 128  # expected output length before any sequence has ended
-OUTPUT_MEMORY = 32  # sequences; window of the moving average of output lengths
+OUTPUT_MEMORY = 32  # sequences in the moving average of output lengths
 START_PAUSE_S = 0.05  # seconds between checks of replicas that are ready but tripped
 
 
@@ -69,11 +85,15 @@ class ReplicaSet:
     ) -> None:
         """Create the set.
 
-        model: as callers see it, whatever its replicas report. warm_count: None: all.
+        model: as callers see it, but for the capabilities, which are those of the replicas.
+        warm_count: None: all.
         """
         assert replicas, "a set has replicas"
-        assert len({replica.name for replica in replicas}) == len(replicas), "names of replicas are unique"
-        self.model = model
+        assert len({replica.name for replica in replicas}) == len(replicas), (
+            "names of replicas are unique"
+        )
+        self._model = self._combined_model = model
+        self._capabilities: tuple[Capabilities, ...] = ()  # of the replicas, combined in the model
         self._replicas = tuple(replicas)
         self._policy: PlacementPolicy = policy or PrefixAware()
         self._warm_count = len(replicas) if warm_count is None else warm_count
@@ -87,6 +107,19 @@ class ReplicaSet:
         self.mean_output_token_count = float(OUTPUT_TOKENS_FIRST)
         self._migration_count = self._replacement_count = 0
         self._statistics = SetStatistics(len(replicas))
+
+    @property
+    def model(self) -> ModelInfo:
+        """Implement `Backend.model`. A connection to a server may change its capabilities."""
+        each = tuple(replica.engine.model.capabilities for replica in self._replicas)
+        if each != self._capabilities:
+            every = combined(each)
+            defaults, _ = every.honoured(self._model.default_sampling)
+            self._combined_model = replace(
+                self._model, capabilities=every, default_sampling=defaults
+            )
+            self._capabilities = each
+        return self._combined_model
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -112,7 +145,11 @@ class ReplicaSet:
         while not self.healthy():
             await self._first_start()
             if not self.healthy():  # ready, but its breaker is still open
-                waits = [replica.breaker.wait_s(self.clock()) for replica in self._replicas if replica.engine.healthy()]
+                waits = [
+                    replica.breaker.wait_s(self.clock())
+                    for replica in self._replicas
+                    if replica.engine.healthy()
+                ]
                 await asyncio.sleep(max(min(waits, default=0.0), START_PAUSE_S))
 
     def submit(self, request: GenerationRequest, tell: Tell) -> RoutedSequence:
@@ -127,8 +164,12 @@ class ReplicaSet:
         chosen = self._replicas[0]
         if len(self._replicas) > 1:
             now_s = self.clock()
-            candidates = [replica for replica in self._replicas if replica.takes(now_s)] or list(self._replicas)
-            chosen = self._policy.choose(candidates, self._policy.work_of(prompt_token_ids, cache_salt))
+            candidates = [replica for replica in self._replicas if replica.takes(now_s)] or list(
+                self._replicas
+            )
+            chosen = self._policy.choose(
+                candidates, self._policy.work_of(prompt_token_ids, cache_salt)
+            )
         return chosen.engine.predict_cached_token_count(prompt_token_ids, cache_salt)
 
     def statistics(self) -> EngineStatistics:
@@ -139,7 +180,9 @@ class ReplicaSet:
         for replica in self._replicas:
             ready_count += replica.engine.healthy()
             statistics.append(replica.engine.statistics())
-        return self._statistics.sum_of(statistics, ready_count, (self._migration_count, self._replacement_count))
+        return self._statistics.sum_of(
+            statistics, ready_count, (self._migration_count, self._replacement_count)
+        )
 
     def healthy(self) -> bool:
         """Implement `Engine.healthy`."""
@@ -172,16 +215,18 @@ class ReplicaSet:
             replica.is_drained = replica.name in names
 
     def move_out(self, name: str) -> int:
-        """Move sequences from a drained replica to others with free places; return how many move.
+        """Move sequences from a drained replica to others with free places; return their number.
 
         Call again for the rest. An unknown name moves none.
         """
         return sum(sequence.move_from(name) for sequence in tuple(self.sequences))
 
     def has_place(self, request: GenerationRequest) -> bool:
-        """Return whether a replica has a free place beside those that moving sequences need."""
+        """Return whether a replica has a free place that no moving sequence needs."""
         now_s, free_count = self.clock(), 0
-        for replica in {replica for tier in self._tiers(request, ()) for replica in tier if replica.takes(now_s)}:
+        for replica in {
+            replica for tier in self._tiers(request, ()) for replica in tier if replica.takes(now_s)
+        }:
             free_count += replica.free_place_count
         return free_count > len(self.moving)
 
@@ -189,7 +234,9 @@ class ReplicaSet:
         """Return whether any replica, available or not, could continue the request's output."""
         return any(replica.engine.model.can_continue(request) for replica in self._replicas)
 
-    def place(self, sequence: RoutedSequence, request: GenerationRequest, avoided: Sequence[Replica] = ()) -> None:
+    def place(
+        self, sequence: RoutedSequence, request: GenerationRequest, avoided: Sequence[Replica] = ()
+    ) -> None:
         """Submit a sequence to a replica, or to another if it refuses. avoided: tried last.
 
         Raises: as `Engine.submit`.
@@ -218,7 +265,9 @@ class ReplicaSet:
             raise impossible
         raise self._refusal(request, refusals)
 
-    def place_at(self, sequence: RoutedSequence, replica: Replica, request: GenerationRequest) -> None:
+    def place_at(
+        self, sequence: RoutedSequence, replica: Replica, request: GenerationRequest
+    ) -> None:
         """Submit a sequence to this replica, even a drained one. Raises: as `Engine.submit`."""
         if not (replica.engine.healthy() and replica.breaker.admits(self.clock())):
             raise EngineUnavailable(f"replica {replica.name} is not available", retry_after_s=0.0)
@@ -234,7 +283,9 @@ class ReplicaSet:
     def _work_of(self, request: GenerationRequest) -> Work:
         if len(self._replicas) == 1:  # no choice: skip the keys that the policy would compute
             return Work(len(request.prompt_token_ids) + len(request.output_token_ids))
-        return self._policy.work_of(request.prompt_token_ids, request.cache_salt, request.output_token_ids)
+        return self._policy.work_of(
+            request.prompt_token_ids, request.cache_salt, request.output_token_ids
+        )
 
     def _choose(self, candidates: list[Replica], request: GenerationRequest, work: Work) -> Replica:
         """Choose by the policy, after correcting its view of the chosen engine's cache."""
@@ -252,17 +303,27 @@ class ReplicaSet:
         """Return the output tokens to expect, by the mean of recent sequences."""
         left = request.stop.max_output_tokens - len(request.output_token_ids)
         output = min(max(round(self.mean_output_token_count), 1), max(left, 1))
-        return output * (request.choice_count if request.beam_search is None else request.beam_search.width)
+        return output * (
+            request.choice_count if request.beam_search is None else request.beam_search.width
+        )
 
-    def _tiers(self, request: GenerationRequest, avoided: Sequence[Replica]) -> Iterable[Sequence[Replica]]:
+    def _tiers(
+        self, request: GenerationRequest, avoided: Sequence[Replica]
+    ) -> Iterable[Sequence[Replica]]:
         """Return the allowed replicas in groups: by preferred region, avoided ones last."""
         if not (avoided or request.regions or request.output_token_ids):
             return (self._replicas,)
         return self._chosen_tiers(request, avoided)
 
-    def _chosen_tiers(self, request: GenerationRequest, avoided: Sequence[Replica]) -> Iterator[list[Replica]]:
+    def _chosen_tiers(
+        self, request: GenerationRequest, avoided: Sequence[Replica]
+    ) -> Iterator[list[Replica]]:
         begun = bool(request.output_token_ids)
-        allowed = [replica for replica in self._replicas if not begun or replica.engine.model.can_continue(request)]
+        allowed = [
+            replica
+            for replica in self._replicas
+            if not begun or replica.engine.model.can_continue(request)
+        ]
         for is_avoided in (False, True):
             rest = [replica for replica in allowed if (replica in avoided) is is_avoided]
             if not request.regions:
@@ -274,17 +335,27 @@ class ReplicaSet:
 
     def _refusal(self, request: GenerationRequest, refusals: Sequence[EngineError]) -> EngineError:
         """Return the error for a request that no replica took."""
-        overloads = [refusal.retry_after_s for refusal in refusals if isinstance(refusal, EngineOverloaded)]
+        overloads = [
+            refusal.retry_after_s for refusal in refusals if isinstance(refusal, EngineOverloaded)
+        ]
         if overloads:
-            full = "the queues of all replicas are full" if len(self._replicas) > 1 else "the engine's queue is full"
+            full = (
+                "the queues of all replicas are full"
+                if len(self._replicas) > 1
+                else "the engine's queue is full"
+            )
             return EngineOverloaded(full, min(overloads))
         allowed = {replica for tier in self._tiers(request, ()) for replica in tier}
         if not allowed:
-            return EngineUnavailable(f"no replica in {', '.join(request.regions) or 'this set'} can continue the sequence", 0.0)
+            return EngineUnavailable(
+                f"no replica in {', '.join(request.regions) or 'this set'} can continue the"
+                " sequence",
+                0.0,
+            )
         return unavailable(self._conditions(allowed), len(self._replicas))
 
     def _conditions(self, replicas: Collection[Replica]) -> list[EngineCondition]:
-        """Return the conditions of those replicas that are not drained."""
+        """Return the conditions of the replicas that are not drained."""
         return [self._condition_of(replica) for replica in replicas if not replica.is_drained]
 
     def _condition_of(self, replica: Replica) -> EngineCondition:
@@ -293,7 +364,11 @@ class ReplicaSet:
         if condition.state is not EngineState.READY or replica.takes(now_s):
             return condition
         wait_s = replica.breaker.wait_s(now_s)
-        reason = "it is being stopped" if replica.is_leaving else "several sequences in a row have failed on it"
+        reason = (
+            "it is being stopped"
+            if replica.is_leaving
+            else "several sequences in a row have failed on it"
+        )
         return EngineCondition(EngineState.RESTARTING, retry_after_s=wait_s, reason=reason)
 
     async def _warm(self, replica: Replica) -> None:
@@ -308,7 +383,9 @@ class ReplicaSet:
         if self.is_closing:
             raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
         usable = [replica for replica in self._replicas if not replica.is_draining]
-        waited_for = [replica for replica in usable if replica in self._replicas[: max(self._warm_count, 1)]] or usable[:1]
+        waited_for = [
+            replica for replica in usable if replica in self._replicas[: max(self._warm_count, 1)]
+        ] or usable[:1]
         if not waited_for:
             raise all_drained(len(self._replicas))
         errors: list[EngineError] = []
@@ -363,7 +440,7 @@ class RoutedSequence:
         self._tell = tell
         # State of the whole sequence.
         self._is_cancelled = False
-        self._has_output = False  # reported to the caller, so that it cannot start over
+        self._has_output = False  # reported to the caller, so it cannot start over
         self._cached_token_count: int | None = None
         self._opened_at_s = fleet.clock()
         self._scheduled_at_s: float | None = None
@@ -376,7 +453,7 @@ class RoutedSequence:
         self._found = NOTHING_FOUND
         self._began_at_s: float
         self._is_probe = False
-        self._shows_health = False  # it has shown whether the replica works
+        self._shows_health = False  # whether it has shown that the replica works
         self._output_left = 0  # expected output tokens
         self._charged = 0  # its part of the replica's outstanding tokens
         # Losses.
@@ -403,14 +480,16 @@ class RoutedSequence:
 
     def close(self) -> None:
         """Implement `Sequence.close`."""
-        self._tell = tell_nobody
+        self._tell = ignore_event
         self._fleet.sequences.discard(self)
         if self._is_placed:
             self._leave()
         if self._recovery is not None or self in self._fleet.moving:
             self._stop_looking()
 
-    def enter(self, replica: Replica, request: GenerationRequest, work: Work, output_token_count: int) -> None:
+    def enter(
+        self, replica: Replica, request: GenerationRequest, work: Work, output_token_count: int
+    ) -> None:
         """Begin on a replica and add to its load. Raises: as `Engine.submit`.
 
         output_token_count: expected length of the output.
@@ -441,7 +520,11 @@ class RoutedSequence:
         """
         if not self._is_placed or self._replica.name != name or self in self._fleet.moving:
             return False
-        if self._is_cancelled or not self._may_go_on or not self._fleet.has_place(self._continued()):
+        if (
+            self._is_cancelled
+            or not self._may_go_on
+            or not self._fleet.has_place(self._continued())
+        ):
             return False
         self._fleet.moving.add(self)
         self._sequence.cancel()
@@ -449,8 +532,8 @@ class RoutedSequence:
 
     @property
     def _may_go_on(self) -> bool:
-        """True if another engine could run it, from its beginning or from its current output."""
-        return not self._has_output or self._fleet.could_continue(self._request)
+        """Return whether another engine could run it, from its beginning or its current output."""
+        return not self._has_output or self._fleet.could_continue(self._continued())
 
     def _continued(self) -> GenerationRequest:
         """Return the request for another engine, with the output so far."""
@@ -485,7 +568,10 @@ class RoutedSequence:
         """Note that an engine has scheduled it; return True the first time, which is reported."""
         if self._work.keys:
             self._replica.prefixes.found_missing(self._found, cached_token_count)
-        charged, self._charged = self._charged, self._work.prompt_token_count - cached_token_count + self._output_left
+        charged, self._charged = (
+            self._charged,
+            self._work.prompt_token_count - cached_token_count + self._output_left,
+        )
         self._replica.outstanding_token_count += self._charged - charged
         if self._cached_token_count is not None:
             return False
@@ -498,7 +584,9 @@ class RoutedSequence:
             self._shows_health = True
             if self._work.keys:
                 self._replica.prefixes.computed(self._work.keys)
-            if self._replica.breaker.failure_count and self._replica.breaker.is_news(self._began_at_s):
+            if self._replica.breaker.failure_count and self._replica.breaker.is_news(
+                self._began_at_s
+            ):
                 self._replica.breaker.succeeded()
         if not self._has_output:
             self._has_output, self._first_token_at_s = True, self._fleet.clock()
@@ -507,11 +595,17 @@ class RoutedSequence:
         self._replica.outstanding_token_count += self._charged - charged
 
     def _finished(self, event: SequenceFinished) -> None:
-        if event.reason is EngineFinishReason.CANCELLED and not self._is_cancelled and not self._fleet.is_closing:
+        if (
+            event.reason is EngineFinishReason.CANCELLED
+            and not self._is_cancelled
+            and not self._fleet.is_closing
+        ):
             self._lost(EngineUnavailable("the replica was closed or drained", retry_after_s=0.0))
             return
         fleet = self._fleet
-        fleet.mean_output_token_count += (event.generated_token_count - fleet.mean_output_token_count) / OUTPUT_MEMORY
+        fleet.mean_output_token_count += (
+            event.generated_token_count - fleet.mean_output_token_count
+        ) / OUTPUT_MEMORY
         if self._moved:
             event = msgspec.structs.replace(
                 event,
@@ -537,14 +631,15 @@ class RoutedSequence:
         replica, now_s = self._replica, self._fleet.clock()
         has_failed = isinstance(loss, EngineFailed)
         if has_failed:
-            # A second failure on an engine that survives is probably the request's fault; counting
-            # it would let three such requests trip all replicas.
+            # A second failure on an engine that survives is probably caused by the request.
+            # Counting it would let three such requests trip all replicas.
             if not (self._failure_count and replica.engine.healthy()):
                 self._shows_health = True
                 replica.breaker.failed(self._began_at_s, now_s)
             self._failure_count += 1
         self._leave()
-        # Remote servers accept a sequence before refusing it. A second refusal: all were tried.
+        # Remote servers accept a sequence before refusing it. A second refusal means that all were
+        # tried.
         is_full = isinstance(loss, EngineOverloaded)
         all_refused = is_full and replica in self._refused_by
         if is_full:
@@ -552,13 +647,20 @@ class RoutedSequence:
         self._lost_on.append(replica)
         if self._is_cancelled:
             self._end(self._cancelled_end())
-        elif not self._may_go_on or all_refused or self._fleet.is_closing or self._failure_count > LOSS_COUNT_MAX:
+        elif (
+            not self._may_go_on
+            or all_refused
+            or self._fleet.is_closing
+            or self._failure_count > LOSS_COUNT_MAX
+        ):
             self._end(loss)
         else:
             # A full queue is reported at once; a lost sequence gets time to find another place.
             wait_s = 0.0 if is_full and not self._has_output else self._fleet.recovery_wait_s
             home = replica if self in self._fleet.moving and not has_failed else None
-            self._recovery = Recovery(loss, home, now_s + wait_s, asyncio.get_running_loop().call_soon(self._look))
+            self._recovery = Recovery(
+                loss, home, now_s + wait_s, asyncio.get_running_loop().call_soon(self._look)
+            )
 
     def _look(self) -> None:
         """Try to enter another replica, or the same one when it is back."""
@@ -573,7 +675,9 @@ class RoutedSequence:
             elif self._fleet.is_closing or self._fleet.clock() >= recovery.give_up_at_s:
                 self._end(recovery.loss)
             else:
-                recovery.next_look = asyncio.get_running_loop().call_later(recovery.pauses.next_s(), self._look)
+                recovery.next_look = asyncio.get_running_loop().call_later(
+                    recovery.pauses.next_s(), self._look
+                )
         except RequestImpossible:
             self._end(recovery.loss)
         except Exception as error:
@@ -606,7 +710,12 @@ class RoutedSequence:
             self._migration_count += 1
         self._fleet.note_moved(migrated=self._has_output)
         token_count, lost = sum(map(len, self.outputs)), self._lost_on[-1]
-        _log.info("moved a sequence of %d tokens from replica %s to %s", token_count, lost.name, self._replica.name)
+        _log.info(
+            "moved a sequence of %d tokens from replica %s to %s",
+            token_count,
+            lost.name,
+            self._replica.name,
+        )
 
     def _leave(self) -> None:
         """Leave the replica and remove it from its load."""

@@ -25,17 +25,21 @@ class ModelUnknown(EngineError):
 
     reason = "MODEL_UNKNOWN"
 
-    def __init__(self, model: str, known: Sequence[str], own_name: str = "") -> None:
-        """own_name: canonical name of `model`, where only canonical names are allowed."""
-        if own_name:
-            super().__init__(f"model {model[:64]!r} must be given by its canonical name {own_name!r}")
+    def __init__(self, model: str, known: Sequence[str], canonical_name: str = "") -> None:
+        """canonical_name: canonical name of `model`, where only canonical names are allowed."""
+        if canonical_name:
+            super().__init__(
+                f"model {model[:64]!r} must be given by its canonical name {canonical_name!r}"
+            )
         else:
-            super().__init__(f"model {model[:64]!r} is unknown; known are: {', '.join(known) or 'none'}")
+            super().__init__(
+                f"model {model[:64]!r} is unknown; known are: {', '.join(known) or 'none'}"
+            )
         self.model = model
 
 
 class ModelMismatch(EngineError):
-    """The model does not serve this kind of request. requested: a verb. served: an RPC."""
+    """The model does not serve this kind of request. requested: verb. served: RPC."""
 
     reason = "MODEL_MISMATCH"
 
@@ -110,16 +114,16 @@ class Router:
         self._encoder_catalog = encoder_catalog or Catalog.plain(tuple(self._encoders))
         self._routes: dict[tuple[str, str], Route] = {}  # by name and region, of unversioned models
 
-    def own_name(self, model: str) -> str:
+    def canonical_name(self, model: str) -> str:
         """Return the canonical name of an alias or version; other names are returned unchanged."""
-        own = self._encoder_catalog.own_name(model)
-        return own if own in self._encoder_catalog.shares else self._catalog.own_name(model)
+        own = self._encoder_catalog.canonical_name(model)
+        return own if own in self._encoder_catalog.shares else self._catalog.canonical_name(model)
 
-    def check_own_name(self, model: str) -> None:
+    def check_canonical_name(self, model: str) -> None:
         """Raise ModelUnknown unless the name is canonical, as settings of a model require."""
         if model not in self._catalog.shares and model not in self._encoder_catalog.shares:
             self.find(model)
-            raise ModelUnknown(model, (), self.own_name(model))
+            raise ModelUnknown(model, (), self.canonical_name(model))
 
     def engine(self, served: str) -> Engine:
         """Return the engine that serves this name."""
@@ -130,7 +134,7 @@ class Router:
 
         Raises: ModelUnknown; ModelMismatch for a model that embeds.
         """
-        own = self._catalog.own_name(model)
+        own = self._catalog.canonical_name(model)
         if own in self._catalog.shares and own == self._catalog.aliases.get(model, model):
             return self._engines[self._catalog.main_share(own).served]
         return self._engines[self._share(model, "").served]
@@ -148,11 +152,15 @@ class Router:
             regions = catalog.regions(region)
         except KeyError:
             known = ", ".join(self._catalog.fallbacks)
-            remedy = f"known are: {known}" if known else "this deployment has no regions: leave it unset"
-            raise RequestImpossible(f"region {region[:64]!r} is unknown; {remedy}", "region") from None
-        own_name = catalog.own_name(model)
-        route = Route(own_name, share.served, self._engines[share.served], regions)
-        if len(catalog.shares[own_name]) == 1:
+            remedy = (
+                f"known are: {known}" if known else "this deployment has no regions: leave it unset"
+            )
+            raise RequestImpossible(
+                f"region {region[:64]!r} is unknown; {remedy}", "region"
+            ) from None
+        canonical_name = catalog.canonical_name(model)
+        route = Route(canonical_name, share.served, self._engines[share.served], regions)
+        if len(catalog.shares[canonical_name]) == 1:
             self._routes[model, region] = route
         return route
 
@@ -166,15 +174,19 @@ class Router:
             if self._catalog.share(model, "") is not None:
                 raise ModelMismatch(model, requested="embed", served="Generate")
             raise ModelUnknown(model, self._names())
-        return EncoderRoute(self._encoder_catalog.own_name(model), share.served, self._encoders[share.served])
+        return EncoderRoute(
+            self._encoder_catalog.canonical_name(model), share.served, self._encoders[share.served]
+        )
 
     def choose_encoder(self, model: str) -> Encoder:
         """Return the encoder of a model, alias or version; by default of the largest share.
 
         Raises: as `route_encoder`.
         """
-        own = self._encoder_catalog.own_name(model)
-        if own in self._encoder_catalog.shares and own == self._encoder_catalog.aliases.get(model, model):
+        own = self._encoder_catalog.canonical_name(model)
+        if own in self._encoder_catalog.shares and own == self._encoder_catalog.aliases.get(
+            model, model
+        ):
             return self._encoders[self._encoder_catalog.main_share(own).served]
         return self.route_encoder(model, "").encoder
 
@@ -200,13 +212,26 @@ class Router:
 
     def replicas(self, model: str) -> ReplicaCounts:
         """Return the counts of a model's engines over all versions. model: canonical name."""
-        backends: Mapping[str, Backend] = self._encoders if model in self._encoder_catalog.shares else self._engines
-        counts = [replica_counts(backends[share.served]) for share in self._catalog_of(model).shares[model]]
+        backends: Mapping[str, Backend] = (
+            self._encoders if model in self._encoder_catalog.shares else self._engines
+        )
+        counts = [
+            replica_counts(backends[share.served])
+            for share in self._catalog_of(model).shares[model]
+        ]
         return ReplicaCounts(*map(sum, zip(*counts, strict=True)))
+
+    def kernels(self, model: str) -> list[str]:
+        """Return what a model's ready engines compute with. model: canonical name."""
+        served = {share.served for share in self._catalog_of(model).shares[model]}
+        reports = (report for name, report in self.every_replica() if name in served)
+        return sorted({report.kernels for report in reports} - {""})
 
     def reports(self) -> list[tuple[str, ReplicaReport]]:
         """Return a snapshot of every replica with the name that it serves."""
-        return [(name, report) for name, backend in self._replicated() for report in backend.reports()]
+        return [
+            (name, report) for name, backend in self._replicated() for report in backend.reports()
+        ]
 
     def drain(self, drained: Mapping[str, Collection[str]]) -> None:
         """Drain these replicas, listed by the names that they serve, and no others."""
@@ -229,7 +254,19 @@ class Router:
             condition, statistics = backend.condition(), backend.statistics()
             state = ReplicaState(condition.state.value)
             live_count = statistics.running_sequence_count + statistics.waiting_sequence_count
-            yield name, ReplicaReport(name, "", state, live_count, 0, condition.reason, statistics)
+            yield (
+                name,
+                ReplicaReport(
+                    name,
+                    "",
+                    state,
+                    live_count,
+                    0,
+                    condition.reason,
+                    statistics,
+                    kernels=condition.kernels,
+                ),
+            )
 
     def engines(self) -> list[Engine]:
         """Return all engines, sorted by the names that they serve."""
@@ -261,7 +298,9 @@ class Router:
 
     def _names(self) -> list[str]:
         catalogs = (self._catalog, self._encoder_catalog)
-        return sorted({name for catalog in catalogs for name in (*catalog.shares, *catalog.aliases)})
+        return sorted(
+            {name for catalog in catalogs for name in (*catalog.shares, *catalog.aliases)}
+        )
 
 
 def replica_counts(backend: Backend) -> ReplicaCounts:
@@ -304,7 +343,7 @@ class Catalog:
         """Return a catalog of models without versions, aliases or regions."""
         return cls({name: (Share("", name),) for name in names})
 
-    def own_name(self, requested: str) -> str:
+    def canonical_name(self, requested: str) -> str:
         """Return the canonical name of a model, alias or version; others are returned unchanged."""
         target = self.aliases.get(requested, requested)
         if target in self.shares:
@@ -320,7 +359,14 @@ class Catalog:
             shares = self.shares[target]
             return shares[0] if len(shares) == 1 else drawn(shares, f"{target}\0{request_id}")
         name, _, version = target.rpartition(VERSION_MARK)
-        return next((share for share in self.shares.get(name, ()) if share.version and share.version == version), None)
+        return next(
+            (
+                share
+                for share in self.shares.get(name, ())
+                if share.version and share.version == version
+            ),
+            None,
+        )
 
     def main_share(self, name: str) -> Share:
         """Return the version of a model with the largest weight; of equal ones the first."""
@@ -328,7 +374,7 @@ class Catalog:
 
     def aliases_of(self, name: str) -> list[str]:
         """Return the aliases of a model and of its versions, sorted."""
-        return sorted(alias for alias in self.aliases if self.own_name(alias) == name)
+        return sorted(alias for alias in self.aliases if self.canonical_name(alias) == name)
 
     def regions(self, requested: str) -> tuple[str, ...]:
         """Return the regions where a request may run, in order of preference; empty: anywhere.
@@ -342,7 +388,11 @@ class Catalog:
 def drawn(shares: Sequence[Share], key: str) -> Share:
     """Return a share by weight and hash of the key; new weights move as few keys as possible."""
     total = sum(share.weight for share in shares)
-    point = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2.0**64 * total
+    point = (
+        int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+        / 2.0**64
+        * total
+    )
     for share in shares:
         point -= share.weight
         if point < 0:

@@ -62,21 +62,35 @@ class Scaler:
         self._finish_stops(replicas)
         serving = [replica for replica in replicas if replica.takes(now_s)]
         statistics = [replica.engine.statistics() for replica in serving]
-        self._full_since_s = since(self._full_since_s, bool(statistics) and all(map(is_full, statistics)), now_s)
-        self._roomy_since_s = since(self._roomy_since_s, self._others_would_do(serving, statistics), now_s)
+        self._full_since_s = since(
+            self._full_since_s, bool(statistics) and all(map(is_full, statistics)), now_s
+        )
+        self._roomy_since_s = since(
+            self._roomy_since_s, self._others_would_do(serving, statistics), now_s
+        )
         if self.min_count and not serving and any(replica.is_drained for replica in replicas):
             return self._one_more(replicas)  # replaces a drained warm replica
         if self._full_since_s is not None and now_s - self._full_since_s >= FULL_S:
-            self._full_since_s = None  # wait as long again before the next one
+            self._full_since_s = None  # wait the full time again before the next start
             return self._one_more(replicas)
-        if self._roomy_since_s is not None and self.idle_timeout_s and now_s - self._roomy_since_s >= self.idle_timeout_s:
+        if (
+            self._roomy_since_s is not None
+            and self.idle_timeout_s
+            and now_s - self._roomy_since_s >= self.idle_timeout_s
+        ):
             self._roomy_since_s = None
             self._begin_stop(serving[-1])
         return None
 
-    def _others_would_do(self, serving: Sequence[Replica], statistics: Sequence[EngineStatistics]) -> bool:
-        """Return whether the last replica may be stopped and the others have room for the load."""
-        if len(serving) < 2 or len(serving) <= self.min_count or not isinstance(serving[-1].engine, Stoppable):
+    def _others_would_do(
+        self, serving: Sequence[Replica], statistics: Sequence[EngineStatistics]
+    ) -> bool:
+        """Return whether the other replicas have room for the load of the last one."""
+        if (
+            len(serving) < 2
+            or len(serving) <= self.min_count
+            or not isinstance(serving[-1].engine, Stoppable)
+        ):
             return False
         load = sum(each.running_sequence_count + each.waiting_sequence_count for each in statistics)
         return load <= ROOM_SHARE * sum(each.running_sequence_count_max for each in statistics[:-1])
@@ -84,7 +98,11 @@ class Scaler:
     def _one_more(self, replicas: Sequence[Replica]) -> Replica | None:
         """Keep a replica that is being stopped, or return a cold one unless one is loading."""
         for replica in replicas:
-            if replica.name in self._leaving and replica.engine.healthy() and not replica.is_drained:
+            if (
+                replica.name in self._leaving
+                and replica.engine.healthy()
+                and not replica.is_drained
+            ):
                 self._leaving.discard(replica.name)
                 replica.is_leaving = False
                 return None
@@ -92,8 +110,19 @@ class Scaler:
         states = [replica.engine.condition().state for replica in usable]
         if EngineState.LOADING in states:
             return None
-        cold = (replica for replica, state in zip(usable, states, strict=True) if state is EngineState.COLD)
-        return next((each for each in cold if isinstance(each.engine, Stoppable) and each.engine.fits_now()), None)
+        cold = (
+            replica
+            for replica, state in zip(usable, states, strict=True)
+            if state is EngineState.COLD
+        )
+        return next(
+            (
+                each
+                for each in cold
+                if isinstance(each.engine, Stoppable) and each.engine.fits_now()
+            ),
+            None,
+        )
 
     def _begin_stop(self, replica: Replica) -> None:
         _log.info("stopping replica %s: the others have room for the load", replica.name)
@@ -101,7 +130,7 @@ class Scaler:
         self._leaving.add(replica.name)
 
     def _finish_stops(self, replicas: Sequence[Replica]) -> None:
-        """Stop replicas marked for it that are empty; make stopped ones available again."""
+        """Stop marked replicas that are empty; make stopped ones available again."""
         for replica in replicas:
             if replica.name not in self._leaving:
                 continue
@@ -127,7 +156,9 @@ class ScaledReplicaSet(ReplicaSet):
         recovery_wait_s: float = RECOVERY_WAIT_S,
     ) -> None:
         """Create the set; the scaler's `min_count` replicas are warm. See `ReplicaSet`."""
-        super().__init__(model, replicas, policy, warm_count=scaler.min_count, recovery_wait_s=recovery_wait_s)
+        super().__init__(
+            model, replicas, policy, warm_count=scaler.min_count, recovery_wait_s=recovery_wait_s
+        )
         self._scaler = scaler
 
     async def serve(self) -> None:

@@ -1,7 +1,7 @@
 """Queue of work for a child process that computes one batch at a time.
 
 The parent's half of dynamic batching: while the child computes one batch, the next one is collected
-here, so abandoned work is never sent. Independent of processes; belongs to one event loop.
+here, so abandoned work is never sent. Independent of processes; used on one event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, eq=False)
 class Piece(Generic[Payload, Result]):
-    """Unit of work; the caller awaits `result`. waits: it is in the queue and not abandoned."""
+    """Unit of work; the caller awaits `result`. waits: it is queued and not abandoned."""
 
     rank: float
     number: int
@@ -34,7 +34,11 @@ class Piece(Generic[Payload, Result]):
 class BatchQueue(Generic[Payload, Result]):
     """Queue of pieces by rank, then by arrival."""
 
-    def __init__(self, batch_size_max: int, on_taken: Callable[[Piece[Payload, Result]], None] = lambda piece: None) -> None:
+    def __init__(
+        self,
+        batch_size_max: int,
+        on_taken: Callable[[Piece[Payload, Result]], None] = lambda piece: None,
+    ) -> None:
         """Create an empty queue.
 
         batch_size_max: bound of batches of several pieces, in the unit of their sizes. on_taken:
@@ -56,13 +60,17 @@ class BatchQueue(Generic[Payload, Result]):
         """Number of pieces in the current batch; 0 without one."""
         return len(self._under_way)
 
-    def put(self, payloads: Iterable[tuple[Payload, int]], rank: float = 0.0) -> list[Piece[Payload, Result]]:
+    def put(
+        self, payloads: Iterable[tuple[Payload, int]], rank: float = 0.0
+    ) -> list[Piece[Payload, Result]]:
         """Add payloads with their sizes; return their pieces."""
         loop = asyncio.get_running_loop()
         added: list[Piece[Payload, Result]] = []
         for payload, size in payloads:
             self._number += 1
-            piece: Piece[Payload, Result] = Piece(rank, self._number, size, payload, loop.create_future())
+            piece: Piece[Payload, Result] = Piece(
+                rank, self._number, size, payload, loop.create_future()
+            )
             heapq.heappush(self._waiting, piece)
             added.append(piece)
         self.waiting_count += len(added)
@@ -84,7 +92,9 @@ class BatchQueue(Generic[Payload, Result]):
         if self._under_way:
             return []
         size = 0
-        while (piece := self._first()) is not None and (not self._under_way or size + piece.size <= self._batch_size_max):
+        while (piece := self._first()) is not None and (
+            not self._under_way or size + piece.size <= self._batch_size_max
+        ):
             heapq.heappop(self._waiting)
             self._leave(piece)
             self._under_way.append(piece)

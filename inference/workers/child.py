@@ -41,7 +41,12 @@ class Inbox(Generic[Local]):
     A separate thread waits for the end of the connection and then ends the process.
     """
 
-    def __init__(self, connection: socket.socket, decoder: MessageDecoder, before_exit: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        decoder: MessageDecoder,
+        before_exit: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start the watching thread. decoder: for the messages of this kind of worker.
 
         before_exit: called when the parent is gone, by any thread, to end what would outlive it.
@@ -70,7 +75,8 @@ class Inbox(Generic[Local]):
         if wait and not self._messages:
             self._arrivals.poll()
         self._receive()
-        return [self._messages.popleft() for _ in range(len(self._messages))]  # others may append
+        # Other threads may append.
+        return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def put(self, item: Local) -> None:
         """Add an item for the reading thread. Thread-safe."""
@@ -99,7 +105,9 @@ class Inbox(Generic[Local]):
         try:
             self._messages += map(self._decoder.decode, split(self._received))
         except ProtocolBroken as error:
-            print(f"weir worker: the parent broke the protocol: {error}", file=sys.stderr, flush=True)
+            print(
+                f"weir worker: the parent broke the protocol: {error}", file=sys.stderr, flush=True
+            )
             self._exit(EXIT_PROTOCOL_BROKEN)
 
     def _watch(self) -> None:
@@ -115,16 +123,24 @@ class Inbox(Generic[Local]):
 
 
 def serve_parent(module: str, run: Callable[[socket.socket], int]) -> int:
-    """Run a worker on the inherited socket `--fd`; return its exit status. run: serves it."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Engine worker, started by the API process.")
+    """Run a worker on the inherited socket `--fd`; return its exit status. run: main loop."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description="Engine worker, started by the API process."
+    )
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the parent")
     arguments = parser.parse_args()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
     # The parent handles signals to the process group (Ctrl-C, a service manager): it drains first,
     # and this process ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=arguments.fd)
+    # A process started from here must not keep it open: its end shows the parent a crash.
+    connection.set_inheritable(False)
     connection.setblocking(True)
     try:
         return run(connection)

@@ -20,27 +20,49 @@ from inference.engine import (
     SequenceRefused,
     Tell,
     TokensGenerated,
-    tell_nobody,
+    ignore_event,
 )
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
 from inference.kv_blocks import PrefixHint
 from inference.limits import EngineLimits, request_fault
 from inference.workers.life import BackendLife, HostKind, HostWaits, LifeWaits, Worker
-from inference.workers.protocol import CancelSequence, Message, ProtocolBroken, Ready, Shutdown, StartSequence, StepReport
+from inference.workers.protocol import (
+    CancelSequence,
+    Message,
+    ProtocolBroken,
+    Ready,
+    Shutdown,
+    StartSequence,
+    StepReport,
+)
 
 
 class EngineSequence:
     """Sequence of one engine. Implements `Sequence`."""
 
-    __slots__ = ("_engine", "has_ended", "has_output", "is_cancelled", "is_scheduled", "number", "outputs", "request", "tell")
+    __slots__ = (
+        "_engine",
+        "has_ended",
+        "has_output",
+        "is_cancelled",
+        "is_scheduled",
+        "number",
+        "outputs",
+        "request",
+        "tell",
+    )
 
-    def __init__(self, engine: SequenceOwner, number: int, request: GenerationRequest, tell: Tell) -> None:
+    def __init__(
+        self, engine: SequenceOwner, number: int, request: GenerationRequest, tell: Tell
+    ) -> None:
         self.number = number
         self.request = request
         self.tell = tell
-        self.outputs: list[list[int]] = [list(request.output_token_ids) for _ in range(request.choice_count)]
+        self.outputs: list[list[int]] = [
+            list(request.output_token_ids) for _ in range(request.choice_count)
+        ]
         self.is_scheduled = False
-        self.has_output = False  # from this engine
+        self.has_output = False  # reported by this engine
         self.is_cancelled = False
         self.has_ended = False  # or is closed
         self._engine = engine
@@ -68,7 +90,9 @@ class SequenceOwner(Protocol):
 class EngineLife(BackendLife):
     """One model on an engine that is restarted when lost. Implements `Engine`."""
 
-    def __init__(self, model: ModelInfo, limits: EngineLimits, waits: LifeWaits, block_tokens: int) -> None:
+    def __init__(
+        self, model: ModelInfo, limits: EngineLimits, waits: LifeWaits, block_tokens: int
+    ) -> None:
         """Start nothing. block_tokens: tokens in a block of the engine's prefix cache."""
         super().__init__(model, waits)
         self._limits = limits
@@ -110,7 +134,9 @@ class EngineLife(BackendLife):
         self._model.capabilities.check(request, self._model.engine)
         if self._waiting_count >= self._limits.waiting_sequence_count_max:
             raise EngineOverloaded("the engine's queue is full", self._overload_wait_s())
-        sequence = self._sequences[self._next_number] = EngineSequence(self, self._next_number, request, tell)
+        sequence = self._sequences[self._next_number] = EngineSequence(
+            self, self._next_number, request, tell
+        )
         self._next_number += 1
         self._waiting_count += request.choice_count
         self._send_start(sequence)
@@ -131,7 +157,7 @@ class EngineLife(BackendLife):
         """Remove a sequence that has ended or is closed; it gets no more events."""
         del self._sequences[sequence.number]
         sequence.has_ended = True
-        sequence.tell = tell_nobody  # releases the callback's references
+        sequence.tell = ignore_event  # releases the callback's references
         if not sequence.is_scheduled:
             self._waiting_count -= sequence.request.choice_count
 
@@ -139,7 +165,9 @@ class EngineLife(BackendLife):
         """Return the retry-after in seconds: the last sequence's wait, at least 0.5."""
         return max(self._last_queue_ms / 1e3, 0.5)
 
-    def _deliver(self, events: Iterable[tuple[int, SequenceEvent | SequenceRefused | EngineError]]) -> None:
+    def _deliver(
+        self, events: Iterable[tuple[int, SequenceEvent | SequenceRefused | EngineError]]
+    ) -> None:
         """Apply events of the engine, by sequence number, and report them to the callers."""
         sequences = self._sequences
         for number, event in events:
@@ -151,7 +179,9 @@ class EngineLife(BackendLife):
                 case TokensGenerated():
                     if not sequence.has_output:
                         sequence.has_output = True
-                        self._hint.note(request.prompt_token_ids, self._cache_group(request.cache_salt))
+                        self._hint.note(
+                            request.prompt_token_ids, self._cache_group(request.cache_salt)
+                        )
                     sequence.outputs[event.choice_index] += event.token_ids
                 case Scheduled():
                     if not sequence.is_scheduled:
@@ -178,7 +208,9 @@ class EngineLife(BackendLife):
             computed_count = len(prompt) + len(output) - 1  # the last token's KV is never computed
             # Else the output completes no further block.
             if computed_count // self._block_tokens > len(prompt) // self._block_tokens:
-                self._hint.note((*prompt, *output[:-1]), self._cache_group(sequence.request.cache_salt))
+                self._hint.note(
+                    (*prompt, *output[:-1]), self._cache_group(sequence.request.cache_salt)
+                )
 
     def _refusal(self, refused: SequenceRefused) -> EngineError:
         if refused.failed:
@@ -187,10 +219,10 @@ class EngineLife(BackendLife):
             return EngineOverloaded(refused.message, self._overload_wait_s())
         return RequestImpossible(refused.message, refused.field)
 
-    def _ready(self, block_count: int, loading_time_s: float) -> None:
+    def _ready(self, block_count: int, loading_time_s: float, kernels: str = "") -> None:
         """Set the engine READY. block_count: blocks of `KV_BLOCK_TOKENS` each."""
         self._block_count = block_count
-        self._now_ready(loading_time_s)
+        self._now_ready(loading_time_s, kernels)
 
     def _fail_waiting(self, reason: str) -> None:
         self._forget_cache()
@@ -200,11 +232,18 @@ class EngineLife(BackendLife):
 class HostedEngine(EngineLife):
     """One model in one worker process. Implements `Engine`."""
 
-    def __init__(self, model: ModelInfo, limits: EngineLimits, waits: HostWaits, kind: HostKind) -> None:
+    def __init__(
+        self, model: ModelInfo, limits: EngineLimits, waits: HostWaits, kind: HostKind
+    ) -> None:
         """Start nothing; `serve` does."""
         super().__init__(replace(model, continues_output=True), limits, waits, kind.block_tokens)
         self._worker = Worker(
-            self, kind, waits, on_ready=self._worker_ready, on_message=self._receive, owes_answers=self._owes_answers
+            self,
+            kind,
+            waits,
+            on_ready=self._worker_ready,
+            on_message=self._receive,
+            owes_answers=self._owes_answers,
         )
 
     @property
@@ -231,7 +270,7 @@ class HostedEngine(EngineLife):
 
     def _worker_ready(self, message: Ready, loading_time_s: float) -> None:
         self._hint = PrefixHint(message.kv_block_count, self._block_tokens)
-        self._ready(message.kv_block_count, loading_time_s)
+        self._ready(message.kv_block_count, loading_time_s, message.kernels)
 
     def _receive(self, message: Message) -> None:
         """Apply a report of one step. Raises: ProtocolBroken for any other message."""

@@ -69,6 +69,7 @@ class HostKind:
     """Kind of worker: module to run with its environment, first message, and message decoder.
 
     block_tokens: tokens in a block of its prefix cache. opener: source of its processes.
+    load_failure_count_max: consecutive failed loads after which no other is tried.
     """
 
     module: str
@@ -77,8 +78,10 @@ class HostKind:
     block_tokens: int = 1
     opener: HostOpener = open_host
     decoder: MessageDecoder = COMMON_MESSAGES
+    load_failure_count_max: float = math.inf
 
 
+LOG_LINES = 20  # in the report of a load that is given up
 _log = logging.getLogger("weir.inference.workers")
 _CLOSED = EngineCondition(EngineState.CLOSED, reason="closed")
 
@@ -158,16 +161,26 @@ class BackendLife(ABC):
         retries = Retries("engine")
         try:
             await self._start_requested.wait()
-            while not self._close_requested.is_set() and self._condition.state is not EngineState.FAILED:
+            while (
+                not self._close_requested.is_set()
+                and self._condition.state is not EngineState.FAILED
+            ):
                 started_at_s = clock()
-                self._set_condition(EngineCondition(EngineState.LOADING, 0.0, "process", self._load_time_s, "loading"))
+                self._set_condition(
+                    EngineCondition(
+                        EngineState.LOADING, 0.0, "process", self._load_time_s, "loading"
+                    )
+                )
                 reason = "an unexpected error"
                 with retries.survive(self._model.name):
                     reason = await self._run()
                 self._lost(reason)
                 if clock() - started_at_s > self._waits.stable_after_s:
                     backoff.reset()
-                if self._condition.state is EngineState.RESTARTING and not self._close_requested.is_set():
+                if (
+                    self._condition.state is EngineState.RESTARTING
+                    and not self._close_requested.is_set()
+                ):
                     await self._pause(backoff.next_s())
             await self._close_requested.wait()
         finally:
@@ -197,19 +210,28 @@ class BackendLife(ABC):
         if condition.state is EngineState.FAILED:
             raise EngineStartFailed(condition.reason)
         if condition.state is not EngineState.READY:
-            raise EngineUnavailable(f"the engine is {condition.state.value}: {condition.reason}", condition.retry_after_s)
+            raise EngineUnavailable(
+                f"the engine is {condition.state.value}: {condition.reason}",
+                condition.retry_after_s,
+            )
 
-    def _now_ready(self, loading_time_s: float) -> None:
+    def _now_ready(self, loading_time_s: float, kernels: str = "") -> None:
         """Set the engine READY."""
         self._load_time_s = loading_time_s
-        self._set_condition(EngineCondition(EngineState.READY, loading_fraction=1.0))
+        self._set_condition(
+            EngineCondition(EngineState.READY, loading_fraction=1.0, kernels=kernels)
+        )
 
     def _lost(self, reason: str) -> None:
         """Handle the end of the engine; set the condition RESTARTING unless it is FAILED."""
         if self._condition.state is EngineState.LOADING:
             self._load_failure_count += 1
         if self._condition.state is not EngineState.FAILED:
-            self._set_condition(EngineCondition(EngineState.RESTARTING, retry_after_s=self._load_time_s, reason=reason))
+            self._set_condition(
+                EngineCondition(
+                    EngineState.RESTARTING, retry_after_s=self._load_time_s, reason=reason
+                )
+            )
         if not self._close_requested.is_set():
             _log.error("engine %s: %s", self._model.name, reason)
         self._statistics = EngineStatistics()
@@ -218,7 +240,11 @@ class BackendLife(ABC):
     async def _pause(self, delay_s: float) -> None:
         """Wait before the next start; a close ends the wait."""
         self._set_condition(
-            EngineCondition(EngineState.RESTARTING, retry_after_s=delay_s + self._load_time_s, reason=self._condition.reason)
+            EngineCondition(
+                EngineState.RESTARTING,
+                retry_after_s=delay_s + self._load_time_s,
+                reason=self._condition.reason,
+            )
         )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
@@ -232,13 +258,19 @@ class BackendLife(ABC):
     def loading(self, stage: str, fraction: float) -> None:
         """Report the progress of loading. fraction: 0 to 1."""
         left_s = self._load_time_s * (1 - fraction)
-        self._set_condition(EngineCondition(EngineState.LOADING, fraction, stage, left_s, "loading"))
+        self._set_condition(
+            EngineCondition(EngineState.LOADING, fraction, stage, left_s, "loading")
+        )
 
     def unreachable(self) -> None:
         """Stop taking requests: the engine has ended or is about to. `_run` returns the reason."""
         if self._condition.state is EngineState.READY:
             reason = "it has just been lost"
-            self._set_condition(EngineCondition(EngineState.RESTARTING, retry_after_s=self._load_time_s, reason=reason))
+            self._set_condition(
+                EngineCondition(
+                    EngineState.RESTARTING, retry_after_s=self._load_time_s, reason=reason
+                )
+            )
 
     def cannot_start(self, reason: str) -> None:
         """Set the condition FAILED, since a retry would not help."""
@@ -286,6 +318,7 @@ class Worker:
         self.process: HostProcess | None = None  # while `run` has one
         self._began_at_s = -math.inf
         self._hung = False
+        self._load_failure_count = 0
         self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging)
         self.heard = self._watchdog.heard
 
@@ -307,6 +340,25 @@ class Worker:
     async def run(self) -> str:
         """Start a worker, load the model and serve until it ends; return the reason of the end."""
         self._hung = False
+        log_lines: list[str] = []
+        reason = await self._run(log_lines)
+        if self._life.is_closing or self._life.condition().state is not EngineState.LOADING:
+            self._load_failure_count = 0
+            return reason
+        self._load_failure_count += 1
+        if self._load_failure_count >= self._kind.load_failure_count_max:
+            reason = f"loading failed {self._load_failure_count} times, last because {reason}"
+            _log.error(
+                "engine %s: %s; its log ends:\n%s",
+                self._life.model.name,
+                reason,
+                "\n".join(log_lines) or "(empty)",
+            )
+            self._life.cannot_start(f"{reason}: see the log of the server")
+        return reason
+
+    async def _run(self, log_lines: list[str]) -> str:
+        """Implement `run`, without counting. log_lines: gets the end of the worker's log."""
         try:
             async with self._kind.opener(self._kind.module, self._kind.environment) as process:
                 if self._life.is_closing:
@@ -322,6 +374,7 @@ class Worker:
                 except ProtocolBroken as error:
                     return f"the engine process broke the protocol: {error}"
                 finally:
+                    log_lines += process.log_lines(LOG_LINES)
                     self.process = None
                     self._life.unreachable()
                     self._watchdog.disarm()
@@ -355,12 +408,19 @@ class Worker:
         if self._hung:
             return "the engine process hung and was killed"
         if process.exit_status == -signal.SIGKILL:
-            return "the engine process was killed by SIGKILL, probably by the system because it ran out of memory"
+            return (
+                "the engine process was killed by SIGKILL, probably by the system because it ran"
+                " out of memory"
+            )
         return f"the engine process exited with status {process.exit_status}"
 
     def _kill_hanging(self, silence_s: float) -> None:
         """Kill a worker that owes answers and is silent; its end is handled like a crash."""
         if self.process is not None and self._owes_answers():
-            _log.error("engine %s: no report for %.0f s, killing the process", self._life.model.name, silence_s)
+            _log.error(
+                "engine %s: no report for %.0f s, killing the process",
+                self._life.model.name,
+                silence_s,
+            )
             self._hung = True
             self.process.kill()

@@ -10,6 +10,9 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
+import secrets
+import signal
 import socket
 import sys
 from collections import deque
@@ -18,34 +21,54 @@ from contextlib import AbstractAsyncContextManager
 from typing import cast
 
 from common.child_environment import inherited
+from common.processes import started_with
 from inference.workers.protocol import Message, MessageDecoder, decoder_to_parent, encode, split
 
 SOCKET_BUFFER_BYTES = 1 << 20  # several hundred step reports, so that a busy parent stalls no step
-REAP_TIMEOUT_S = 5.0  # for the kernel to end a killed child; more means that it hangs in a device
+# Limit for the kernel to end a killed child; a longer time means that it hangs in a device.
+REAP_TIMEOUT_S = 5.0
+# Limit for the kernel to end the processes that a child started: freeing GPU memory takes seconds.
+FAMILY_TIMEOUT_S = 30.0
+POLL_S = 0.02
+# Environment variable of a child with a value of its own, which all processes started by it inherit
+FAMILY = "WEIR_WORKER_FAMILY"
+LOG_TAIL_BYTES = 4096
+_log = logging.getLogger("weir.inference.workers")
 
 
-async def start_process(module: str, fd: int, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
-    """Start `python -m module --fd N` with this environment; it inherits stderr and the socket."""
+async def start_process(
+    module: str,
+    fd: int,
+    environment: Mapping[str, str],
+    log_fd: int | None = None,
+    python: str = "",
+) -> asyncio.subprocess.Process:
+    """Start `python -m module --fd N` with this environment; it inherits the socket.
+
+    log_fd: its stderr; None for that of this process. python: as in `open_host`.
+    """
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, "--fd", str(fd)),
+        *(python or sys.executable, "-m", module, "--fd", str(fd)),
         pass_fds=(fd,),
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,  # reserved for output of this program; logs go to stderr
+        # Stdout carries output of this program; logs go to stderr.
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=log_fd,
         env=environment,
     )
 
 
-# Settings of C libraries, read before main, so the child cannot set them. The inherited environment
-# overrides each.
+# Environment variables that C libraries read before main, so the child cannot set them. The
+# inherited environment overrides each.
 CHILD_ENVIRONMENT = {
     # Keep freed memory. Otherwise each large temporary is mapped anew, and touching its pages costs
     # more than computing: decode attention at batch 50 takes 21 ms per layer instead of 5, the
     # reference workload 25 s instead of 10.
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
-    # Threads sleep after a parallel loop. Spinning is faster on an idle machine (427 instead
-    # of 270 tokens/s), but if anything else runs, as the API process always does, spinning threads
-    # wait for one that lost its core: measured 5 tokens/s.
+    # Threads sleep after a parallel loop. Spinning is faster on an idle machine (427 instead of 270
+    # tokens/s). With another process running, and the API process always is, spinning threads wait
+    # for one that lost its core: measured 5 tokens/s.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
@@ -55,18 +78,36 @@ HostOpener = Callable[[str, Mapping[str, str]], AbstractAsyncContextManager["Hos
 COMMON_MESSAGES = decoder_to_parent()
 
 
+class LogTail(asyncio.Protocol):
+    """Copies a child's log to stderr and keeps the end of it."""
+
+    def __init__(self) -> None:
+        self.tail = b""
+
+    def data_received(self, data: bytes) -> None:
+        """Implement `asyncio.Protocol`."""
+        self.tail = (self.tail + data)[-LOG_TAIL_BYTES:]
+        with contextlib.suppress(OSError):  # nothing reads this process's stderr
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, data)
+
+
 class HostProcess(asyncio.Protocol):
     """Running child and the parent's end of its socket. Created by `open_host`."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, family: str, log: LogTail | None = None
+    ) -> None:
+        """Wrap a process. family: its value of `FAMILY`. log: None if it is not kept."""
         self._process = process
+        self._family = family
+        self._log = log
         self._transport: asyncio.Transport
         self._received = bytearray()
         self._bodies: deque[bytes] = deque()  # messages not received yet
         self._follower: tuple[MessageDecoder, Callable[[Message], None]] | None = None
         self._news = asyncio.Event()  # a queued message, or the end
         self._gone = asyncio.Event()
-        self._fault: Exception | None = None  # of the protocol or the message handler
+        self._fault: Exception | None = None  # error of the protocol or the message handler
 
     @property
     def pid(self) -> int:
@@ -74,9 +115,19 @@ class HostProcess(asyncio.Protocol):
         return self._process.pid
 
     @property
+    def family(self) -> str:
+        """Its value of the environment variable `FAMILY`, which its children inherit."""
+        return self._family
+
+    @property
     def exit_status(self) -> int | None:
         """Exit status of the child, negative for a signal; None until it is reaped."""
         return self._process.returncode
+
+    def log_lines(self, count: int) -> list[str]:
+        """Return the last lines that the child logged; none if its log is not kept."""
+        tail = b"" if self._log is None else self._log.tail
+        return tail.decode(errors="replace").splitlines()[-count:]
 
     def send(self, message: Message) -> None:
         """Queue a message. Never blocks; the number of the engine's sequences bounds the buffer."""
@@ -125,11 +176,12 @@ class HostProcess(asyncio.Protocol):
                 await self._process.wait()
 
     async def give_back(self) -> None:
-        """Close the socket, kill the child and reap it."""
+        """Close the socket, kill the child, reap it, and end all processes that it started."""
         self._transport.close()
         self.kill()
         await self.wait_gone(REAP_TIMEOUT_S)
         await self._gone.wait()
+        await end_family(self._family)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Implement `asyncio.Protocol`."""
@@ -157,18 +209,73 @@ class HostProcess(asyncio.Protocol):
         self._news.set()
 
 
+async def end_family(family: str) -> None:
+    """Kill all processes of a family and wait until they are gone.
+
+    Workers of MPI outlive the process that started them, in sessions of their own, with its GPU
+    memory: the next load would run out of it. Logs the ids of those that do not end.
+    """
+    deadline_s = asyncio.get_running_loop().time() + FAMILY_TIMEOUT_S
+    while left := await asyncio.to_thread(started_with, FAMILY, family):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if asyncio.get_running_loop().time() > deadline_s:
+            _log.error("processes of an ended engine worker do not end: %s", left)
+            return
+        await asyncio.sleep(POLL_S)
+
+
 @contextlib.asynccontextmanager
-async def open_host(module: str, environment: Mapping[str, str]) -> AsyncIterator[HostProcess]:
+async def open_host(
+    module: str, environment: Mapping[str, str], *, keeps_log: bool = False, python: str = ""
+) -> AsyncIterator[HostProcess]:
     """Start `python -m module --fd N`; on exit, kill and reap it and close the socket.
 
-    environment: defaults of variables that are read before main; inherited variables override them.
+    environment: defaults of variables that are read before main; inherited variables override
+    them, but not `CUDA_VISIBLE_DEVICES`. keeps_log: whether the end of its log is kept, for
+    `HostProcess.log_lines`. python: an interpreter that has the packages of the module, and Weir;
+    empty for that of this process.
     """
+    family = secrets.token_hex(8)
+    own = {name: environment[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in environment}
+    variables = {**environment, **inherited(), **own, FAMILY: family}
+    async with contextlib.AsyncExitStack() as stack:
+        log, log_fd = None, None
+        if keeps_log:
+            log, log_fd = await stack.enter_async_context(_open_log())
+        opened = _open_process(module, variables, family, log, log_fd, python)
+        yield await stack.enter_async_context(opened)
+
+
+@contextlib.asynccontextmanager
+async def _open_log() -> AsyncIterator[tuple[LogTail, int]]:
+    read_fd, write_fd = os.pipe()
+    transport, log = await asyncio.get_running_loop().connect_read_pipe(
+        LogTail, os.fdopen(read_fd, "rb", 0)
+    )
+    try:
+        yield log, write_fd
+    finally:
+        os.close(write_fd)
+        transport.close()
+
+
+@contextlib.asynccontextmanager
+async def _open_process(
+    module: str,
+    variables: Mapping[str, str],
+    family: str,
+    log: LogTail | None,
+    log_fd: int | None,
+    python: str,
+) -> AsyncIterator[HostProcess]:
     parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         for end in (parent_end, child_end):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         parent_end.setblocking(False)
-        process = await start_process(module, child_end.fileno(), {**environment, **inherited()})
+        process = await start_process(module, child_end.fileno(), variables, log_fd, python)
     except BaseException:
         parent_end.close()  # a child that was started nevertheless reads the end and exits
         raise
@@ -176,7 +283,9 @@ async def open_host(module: str, environment: Mapping[str, str]) -> AsyncIterato
         child_end.close()
     try:
         loop = asyncio.get_running_loop()
-        _, host = await loop.create_unix_connection(lambda: HostProcess(process), sock=parent_end)
+        _, host = await loop.create_unix_connection(
+            lambda: HostProcess(process, family, log), sock=parent_end
+        )
     except BaseException:
         parent_end.close()
         process.kill()
@@ -189,10 +298,10 @@ async def open_host(module: str, environment: Mapping[str, str]) -> AsyncIterato
 
 
 class Watchdog:
-    """Watchdog timer: calls back when silence exceeds the timeout. Belongs to one event loop."""
+    """Watchdog timer: calls back when silence exceeds the timeout. Used on one event loop."""
 
     def __init__(self, timeout_s: float, on_silence: Callable[[float], None]) -> None:
-        """Create it disarmed. on_silence: gets the silence in seconds; decides if it is a fault."""
+        """Create it disarmed. on_silence: gets the silence in seconds and judges it."""
         self._timeout_s = timeout_s
         self._on_silence = on_silence
         self._heard_at_s = -math.inf
@@ -224,12 +333,12 @@ class Watchdog:
 
 
 SPARE_MODULE = "inference.adapters.torch_worker"
-REPLACE_AFTER_S = 5.0  # after a spare was taken: loading its model comes first
-RETRY_AFTER_S = 30.0  # after a failed start: an engine that starts a worker then reports the reason
-_log = logging.getLogger("weir.inference.workers")
+REPLACE_AFTER_S = 5.0  # after a spare was taken: the load of its model has priority
+# After a failed start: the next engine that starts a worker reports the reason.
+RETRY_AFTER_S = 30.0
 
 
-class SpareHosts:
+class SpareWorkers:
     """Pool of started workers without a model. Only `serve` runs in the background."""
 
     def __init__(self, count: int) -> None:

@@ -62,9 +62,10 @@ class Loading(Message, tag="loading", frozen=True):
 
 
 class Ready(Message, tag="ready", frozen=True):
-    """The worker takes sequences from now on."""
+    """The worker takes sequences from now on. kernels: see `EngineCondition`."""
 
     kv_block_count: int
+    kernels: str = ""
 
 
 class LoadFailed(Message, tag="load_failed", frozen=True):
@@ -124,7 +125,9 @@ class MessageDecoder:
 
     def __init__(self, *types: type[Message]) -> None:
         """Create a decoder. types: of all messages that may arrive, with unique tags."""
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(reduce(or_, types))
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+            reduce(or_, types)
+        )
 
     def decode(self, body: bytes) -> Message:
         """Return the message of a body. Raises: ProtocolBroken for any other content."""
@@ -135,10 +138,10 @@ class MessageDecoder:
 
 
 def decoder_to_worker(*own: type[Message]) -> MessageDecoder:
-    """Return the decoder of a worker. own: messages of its kind, including its first one."""
+    """Return the decoder of a worker. own: messages of its kind, with the first one."""
     return MessageDecoder(StartSequence, CancelSequence, Shutdown, *own)
 
 
 def decoder_to_parent(*own: type[Message]) -> MessageDecoder:
-    """Return the decoder of a worker's parent. own: messages that only this kind sends."""
+    """Return the decoder of a worker's parent. own: messages that only this worker kind sends."""
     return MessageDecoder(Loading, Ready, LoadFailed, StepReport, *own)

@@ -1,0 +1,733 @@
+"""HTTP dialect: OpenAI's `/v1/completions`, or SGLang's `/generate`, with prompts as token ids.
+
+Each sequence is one streamed request; closing it aborts the sequence. Failures are reported with
+the status that a gRPC service would send.
+
+Known behaviour of vLLM 0.32: unknown fields are ignored; cached tokens are reported with
+`--enable-prompt-tokens-details` only, in the last message; end tokens are in the output; without
+priority scheduling, any `priority` but 0 is refused. NVIDIA Dynamo 1.6: unknown fields are refused;
+token ids are an extension; usage is reported while streaming. SMG 1.13: completions take text only;
+`/generate` ignores unknown fields, and its last message repeats the last ids. Other servers refuse
+or ignore other fields, so `HttpDialect.probe` tests each one, by its effect where a short output
+shows it.
+
+Servers without token ids: outputs are counted from the usage, if possible of each message. Without
+it, a message with text counts as one token until the last message, whose usage is final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+import re
+import ssl
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from typing import Any
+
+import aiohttp
+import grpc
+import msgspec
+
+from inference.adapters.external_core import Choice, Output
+from inference.adapters.remote_dialects import (
+    LOGIT_BIAS_MAX,
+    Dialect,
+    ServerFacts,
+    ServerUnfit,
+    check_end,
+    check_length,
+    check_prompt_count,
+    finish_reason,
+    sampling_fields,
+    wire_choice,
+    wire_seed,
+)
+from inference.adapters.remote_settings import RemoteSettings, Service
+from inference.capabilities import EMBEDDED_ONLY, Capabilities, RequestField
+from inference.engine import GrammarKind, TokenLogprob
+from inference.errors import EngineFailed
+from inference.sequences import UNKNOWN_TOKEN_ID
+from inference.text.detokenizer import GivenText
+
+# Shorter than the idle time of servers (uvicorn: 5 s), which would close a reused connection.
+KEEPALIVE_S = 2.0
+LINE_BYTES_MAX = 64 << 20  # bytes: the first message repeats the prompt
+PRIORITY_MAX = 2**53  # exact in every JSON reader
+TOP_LOGPROBS = (20, 5)  # limits to try: vLLM's default, OpenAI's
+PROBE_PROMPT_TOKENS = 16
+PROBE_TOKENS = 4
+GUIDED_TOKENS = 16  # enough for a few characters, even one by one
+PROBE_COUNT = 3  # repetitions of tests that equal logits or rounding may fail
+
+COMPLETIONS, GENERATE = "/v1/completions", "/generate"
+# Requests for token ids, by path and fields: of vLLM, of NVIDIA Dynamo, of SMG and SGLang.
+_ID_REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (COMPLETIONS, {"return_token_ids": True}),
+    (COMPLETIONS, {"nvext": {"extra_fields": ["completion_token_ids"]}}),
+    (GENERATE, {"stream": True}),
+)
+# Names of `/generate` for the fields of completions; others are ignored there.
+_OF_SAMPLING = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+} | {
+    name: name
+    for name in (
+        *("temperature", "top_p", "top_k", "min_p", "logit_bias", "stop_token_ids", "ignore_eos"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    )
+}
+# Their effect is visible in token ids only, or they have token ids as values.
+_NEEDS_IDS = frozenset(
+    {
+        RequestField.LOGIT_BIAS,
+        RequestField.TOP_LOGPROBS,
+        RequestField.STOP_TOKEN_IDS,
+        RequestField.MIN_OUTPUT_TOKENS,
+    }
+)
+_USAGE = {"include_usage": True}
+_USAGE_OF_EACH = {"include_usage": True, "continuous_usage_stats": True}
+_NO_COUNTS = (
+    "the server does not report cached prompt tokens, so that shared prefixes would be unnoticed:"
+    " enable the report (vLLM: --enable-prompt-tokens-details), or set WEIR_REMOTE_SHARE_PREFIXES=1"
+    " if your tenants may share them"
+)
+
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+_NAMES = {
+    RequestField.TOP_P: "top_p",
+    RequestField.TOP_K: "top_k",
+    RequestField.MIN_P: "min_p",
+    RequestField.SEED: "seed",
+    RequestField.REPETITION_PENALTY: "repetition_penalty",
+    RequestField.PRESENCE_PENALTY: "presence_penalty",
+    RequestField.FREQUENCY_PENALTY: "frequency_penalty",
+    RequestField.LOGIT_BIAS: "logit_bias",
+    RequestField.TOP_LOGPROBS: "logprobs",
+    RequestField.STOP_TOKEN_IDS: "stop_token_ids",
+    RequestField.IGNORE_EOS: "ignore_eos",
+    RequestField.MIN_OUTPUT_TOKENS: "min_tokens",
+}
+_FIELDS: dict[str | None, str] = {
+    **{name: field.value for field, name in _NAMES.items()},
+    "max_tokens": "max_output_tokens",
+    "structured_outputs": "response_format",
+}
+
+
+class HttpFailure(grpc.aio.AioRpcError):
+    """Failure of a request. field: of the start frame, if the server names one."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, field: str | None = None) -> None:
+        super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+        self.field = field
+
+
+class _Logprobs(msgspec.Struct):
+    """Log-probabilities of some tokens; `tokens` and keys are `token_id:ID`."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Part(msgspec.Struct):
+    """New output of a choice."""
+
+    text: str = ""
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+    @property
+    def cached_token_count(self) -> int | None:
+        """Cached prompt tokens; None if not reported."""
+        details = self.prompt_tokens_details
+        return None if details is None else details.cached_tokens
+
+
+class _Problem(msgspec.Struct):
+    message: str = ""
+    param: str | None = None
+    code: int | str | None = None
+
+
+class _Extension(msgspec.Struct):
+    """NVIDIA Dynamo's extension of a message."""
+
+    completion_token_ids: list[int] | None = None
+
+
+class _Meta(msgspec.Struct):
+    """State of an output of `/generate`. finish_reason: a word, or a mapping with its `type`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+    finish_reason: str | dict[str, Any] | None = None
+
+
+class _Message(msgspec.Struct):
+    """Event of a stream, or an error response. text, output_ids, meta_info: of `/generate`."""
+
+    choices: list[_Part] = []
+    usage: _Usage | None = None
+    error: _Problem | None = None
+    nvext: _Extension | None = None
+    text: str = ""
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+
+    def __post_init__(self) -> None:
+        if self.nvext is not None and self.choices:
+            self.choices[0].token_ids = self.nvext.completion_token_ids
+        if (meta := self.meta_info) is not None:
+            reason = meta.finish_reason
+            reason = reason.get("type") if isinstance(reason, dict) else reason
+            self.choices = [_Part(self.text, self.output_ids, None, reason)]
+            details = _Details(meta.cached_tokens)
+            self.usage = _Usage(meta.prompt_tokens, meta.completion_tokens, details)
+
+
+class _Card(msgspec.Struct):
+    """Model of a server. parent: base model of an adapter."""
+
+    id: str
+    max_model_len: int | None = None
+    parent: str | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+_MESSAGES = msgspec.json.Decoder(_Message)
+
+
+def _failure(status: int, body: bytes) -> HttpFailure:
+    try:
+        problem = _MESSAGES.decode(body).error
+    except msgspec.MsgspecError:
+        problem = None
+    problem = problem or _Problem(body[:500].decode(errors="replace"))
+    return HttpFailure(
+        _CODES.get(status, grpc.StatusCode.INTERNAL),
+        f"HTTP {status}: {problem.message}",
+        _FIELDS.get(problem.param),
+    )
+
+
+@contextlib.asynccontextmanager
+async def open_session(settings: RemoteSettings) -> AsyncIterator[aiohttp.ClientSession]:
+    """Open a pool of connections; the first request connects. Raises: ServerUnfit."""
+    target, tls = settings.target, settings.tls
+    context: ssl.SSLContext | bool = True
+    if target.service is Service.OPENAI_HTTPS and tls is not None:
+        try:
+            context = ssl.create_default_context(cafile=tls.authority)
+            if tls.certificate is not None:
+                context.load_cert_chain(tls.certificate, tls.key)
+        except OSError as error:
+            raise ServerUnfit(f"a certificate file cannot be read: {error}") from error
+    async with aiohttp.ClientSession(
+        f"{target.service.value.removeprefix('openai+')}://{target.address}",
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=context),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.call_timeout_s),
+    ) as session:
+        yield session
+
+
+class HttpDialect(Dialect):
+    """OpenAI's completions. `capabilities` and `carries_salt` are what `probe` found."""
+
+    carries_salt = True
+    salt_count = 8  # the address may be that of a router
+    counts_cached_first = False
+    capabilities = Capabilities(
+        EMBEDDED_ONLY | {RequestField.LARK},
+        top_logprobs_max=TOP_LOGPROBS[0],
+        logit_bias_max=LOGIT_BIAS_MAX,
+    )
+
+    def __init__(self, session: aiohttp.ClientSession, settings: RemoteSettings) -> None:
+        self._session = session
+        self._settings = settings
+        tls = settings.tls
+        self._options: dict[str, Any] = {
+            "allow_redirects": False,
+            "server_hostname": (tls.server_name or None) if tls is not None else None,
+        }
+        self._model = settings.target.model or settings.name
+        self._path = COMPLETIONS
+        self._id_fields: dict[str, Any] = {}  # of `_ID_REQUESTS`; empty: the server has none
+        self._usage_options = _USAGE
+        self._sends_priority = False
+        self._suspected = asyncio.Event()  # set by a lost connection
+
+    async def wait_until_lost(self) -> None:
+        """Implement `Dialect.wait_until_lost`: other streams may go on if one connection broke."""
+        while True:
+            await self._suspected.wait()
+            self._suspected.clear()
+            try:
+                await self._get("/health")
+            except HttpFailure:
+                return
+
+    async def health_fault(self) -> str | None:
+        """Implement `Dialect.health_fault`; a server without this path answers, too."""
+        status, body = await self._get("/health")
+        if status < 400 or status == 404:
+            return None
+        return f"HTTP {status} {body[:200].decode(errors='replace')}".rstrip()
+
+    async def facts(self) -> ServerFacts:
+        status, body = await self._get("/v1/models")
+        if status != 200:
+            raise _failure(status, body)
+        try:
+            cards = {card.id: card for card in msgspec.json.decode(body, type=_Cards).data}
+        except msgspec.MsgspecError as error:
+            raise ServerUnfit(f"the server's list of models is invalid: {error}") from error
+        if self._model not in cards:
+            raise ServerUnfit(
+                f"the server serves {', '.join(sorted(cards)) or 'no model'}, not {self._model}:"
+                f" add the name to the address, as in {self._settings.target.service.value}://"
+                f"{self._settings.target.address}/{next(iter(cards), 'model')}"
+            )
+        card = cards[self._model]
+        base = cards.get(card.parent or "", card)
+        return ServerFacts(
+            model=card.id,
+            version="OpenAI completions",
+            context_window_tokens=card.max_model_len or base.max_model_len or 0,
+        )
+
+    def generate(self, request_id: str, choice: Choice) -> HttpCall:
+        """Implement `Dialect.generate`. Stop sequences are not sent."""
+        return HttpCall(self, request_id, self._body(choice))
+
+    def take(self, message: _Message, choice: Choice, output: Output) -> int:
+        part, usage = message.choices[0], message.usage
+        if not self._id_fields:
+            _count(message, choice, output)
+        elif part.token_ids is None and part.text:
+            raise EngineFailed("the engine sent text without token ids")
+        else:
+            output.token_ids += part.token_ids or ()
+        if part.logprobs is not None:
+            output.logprobs += _known(part.logprobs)
+        if part.finish_reason is None:
+            return 0
+        output.finish_reason = finish_reason(part.finish_reason)
+        if output.finish_reason == "cancelled":
+            return 0
+        if usage is None:
+            raise EngineFailed("the engine did not report its usage")
+        check_prompt_count(usage.prompt_tokens, choice)
+        if usage.completion_tokens != len(output.token_ids):
+            raise EngineFailed(
+                f"the engine counts {usage.completion_tokens} tokens and sent"
+                f" {len(output.token_ids)}"
+            )
+        check_length(choice, output)
+        if self._id_fields:
+            check_end(choice, output)
+        cached = usage.cached_token_count or 0
+        if not 0 <= cached <= len(wire_choice(choice).prompt_token_ids):
+            raise EngineFailed(f"the engine says that {cached} prompt tokens were cached")
+        return cached
+
+    async def post(self, request_id: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
+        """Send a request for an output. Raises: aiohttp.ClientError, OSError."""
+        return await self._session.post(
+            self._path,
+            data=msgspec.json.encode(body if self._path == COMPLETIONS else _generate_body(body)),
+            headers={"Content-Type": "application/json", "X-Request-Id": request_id},
+            **self._options,
+        )
+
+    def suspect(self) -> None:
+        """Check the server now, since a connection broke."""
+        self._suspected.set()
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=self._settings.call_timeout_s)
+        try:
+            async with self._session.get(path, timeout=timeout, **self._options) as response:
+                return response.status, await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise HttpFailure(grpc.StatusCode.UNAVAILABLE, f"{path}: {error!r}") from error
+
+    def _base(self, prompt: tuple[int, ...], max_tokens: int) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": self._usage_options,
+            **self._id_fields,
+        }
+
+    def _body(self, choice: Choice) -> dict[str, Any]:
+        """Return a request. Fields are explicit, since servers have defaults of their own."""
+        request, wire = choice.request.generation, wire_choice(choice)
+        sampling = request.sampling
+        fields = sampling_fields(choice)
+        body = self._base(wire.prompt_token_ids, wire.max_tokens)
+        if sampling.temperature > 0:
+            fields["seed"] = wire_seed(choice.seed)
+        if sampling.logit_bias:
+            fields["logit_bias"] = dict(sampling.logit_bias)
+        if sampling.top_logprobs is not None:
+            fields["logprobs"] = sampling.top_logprobs
+            body["return_tokens_as_token_ids"] = True
+        missing = {_NAMES.get(field) for field in self.capabilities.unsupported}
+        body |= {name: value for name, value in fields.items() if name not in missing}
+        if request.response_format is not None:
+            kind = request.response_format.kind
+            name = "json" if kind is GrammarKind.JSON_SCHEMA else "regex"
+            body["structured_outputs"] = {name: request.response_format.source}
+        if request.cache_salt and self.carries_salt:
+            # Hashed: servers limit the length and the characters.
+            body["cache_salt"] = hashlib.sha256(request.cache_salt.encode()).hexdigest()
+        if self._sends_priority:
+            body["priority"] = round(min(max(choice.rank, -PRIORITY_MAX), PRIORITY_MAX))
+        return body
+
+    async def probe(self, vocabulary_size: int) -> Capabilities:
+        """Implement `Dialect.probe`. Penalties, salt and priority only need to be accepted."""
+        middle = range(vocabulary_size // 4, vocabulary_size // 4 + vocabulary_size // 2)
+        prompts = [tuple(random.choices(middle, k=PROBE_PROMPT_TOKENS)) for _ in range(PROBE_COUNT)]
+        await self._find_counts(prompts[0])
+        greedy = [(prompt, await self._output(prompt) or []) for prompt in prompts]
+        tests: dict[str, Awaitable[Any]] = {
+            "cache_salt": self._accepts(prompts[0], cache_salt="0" * 64),
+            "priority": self._accepts(prompts[0], priority=1),
+            RequestField.TOP_P: self._reduces(greedy, top_p=1e-6),
+            RequestField.TOP_K: self._reduces(greedy, top_k=1),
+            RequestField.MIN_P: self._reduces(greedy, min_p=1.0),
+            RequestField.SEED: self._repeats(prompts),
+            RequestField.REPETITION_PENALTY: self._accepts(prompts[0], repetition_penalty=1.5),
+            RequestField.PRESENCE_PENALTY: self._accepts(prompts[0], presence_penalty=0.5),
+            RequestField.FREQUENCY_PENALTY: self._accepts(prompts[0], frequency_penalty=0.5),
+            RequestField.IGNORE_EOS: self._accepts(prompts[0], ignore_eos=True),
+            RequestField.JSON_SCHEMA: self._is_guided(
+                prompts[0], '"weir"', json='{"type": "string", "enum": ["weir"]}'
+            ),
+            RequestField.REGEX: self._is_guided(prompts[0], "[0-9]{3}", regex="[0-9]{3}"),
+        }
+        if self._id_fields:
+            tests |= {
+                RequestField.LOGIT_BIAS: self._biases(*greedy[0]),
+                RequestField.TOP_LOGPROBS: self._top_logprobs_max(prompts[0]),
+                RequestField.STOP_TOKEN_IDS: self._stops(greedy),
+                RequestField.MIN_OUTPUT_TOKENS: self._suppresses_end(*greedy[0]),
+            }
+        answers = dict(zip(tests, await asyncio.gather(*tests.values()), strict=True))
+        self.carries_salt = answers.pop("cache_salt") and self._path == COMPLETIONS
+        self._sends_priority = answers.pop("priority")
+        unsupported = _NEEDS_IDS - answers.keys()
+        unsupported |= {RequestField(field) for field, answer in answers.items() if not answer}
+        self.capabilities = Capabilities(
+            HttpDialect.capabilities.unsupported | unsupported,
+            top_logprobs_max=answers.get(RequestField.TOP_LOGPROBS) or None,
+            logit_bias_max=LOGIT_BIAS_MAX,
+            counts_from_usage=not self._id_fields,
+        )
+        return self.capabilities
+
+    async def _find_counts(self, prompt: tuple[int, ...]) -> None:
+        """Find how the server reports token ids, or else how it counts tokens."""
+        self._usage_options = _USAGE
+        for self._path, self._id_fields in _ID_REQUESTS:
+            try:
+                found = await self._try(prompt)
+            except HttpFailure as error:
+                is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                if self._path == COMPLETIONS or is_full:
+                    raise
+                continue  # the server has no such path
+            if found is not None and found.choices[0].token_ids:
+                break
+        else:
+            self._path, self._id_fields = COMPLETIONS, {}
+            for self._usage_options in (_USAGE_OF_EACH, _USAGE):
+                if (found := await self._try(prompt)) is not None:
+                    break
+        if found is None:
+            raise ServerUnfit("the server refuses a prompt of token ids")
+        if found.usage is None:
+            raise ServerUnfit("the server does not report usage (stream_options.include_usage)")
+        if found.usage.cached_token_count is None and not self._settings.share_prefixes:
+            raise ServerUnfit(_NO_COUNTS)
+
+    async def _try(
+        self, prompt: tuple[int, ...], max_tokens: int = PROBE_TOKENS, **fields: Any
+    ) -> _Message | None:
+        """Return an output as one message; None if the server refuses the request."""
+        whole, logprobs = _Part(token_ids=[]), _Logprobs([], [])
+        usage = None
+        call = HttpCall(
+            self, f"weir-probe-{uuid.uuid4().hex}", self._base(prompt, max_tokens) | fields
+        )
+        try:
+            async for message in call:
+                part, usage = message.choices[0], message.usage
+                whole.text += part.text
+                whole.token_ids = [*(whole.token_ids or ()), *(part.token_ids or ())]
+                whole.finish_reason = part.finish_reason
+                if part.logprobs is not None:
+                    logprobs.tokens += part.logprobs.tokens
+        except HttpFailure as error:
+            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                raise
+            return None
+        finally:
+            call.cancel()
+        whole.logprobs = logprobs
+        return _Message([whole], usage)
+
+    async def _output(self, prompt: tuple[int, ...], **fields: Any) -> list[int] | None:
+        """Return token ids, or else characters; None if the server refuses the request."""
+        found = await self._try(prompt, **fields)
+        if found is None:
+            return None
+        part = found.choices[0]
+        return part.token_ids if self._id_fields else [*map(ord, part.text)]
+
+    async def _accepts(self, prompt: tuple[int, ...], **fields: Any) -> bool:
+        return await self._try(prompt, **fields) is not None
+
+    async def _reduces(
+        self, greedy: list[tuple[tuple[int, ...], list[int]]], **fields: Any
+    ) -> bool:
+        """Return whether a field leaves only the most likely token of a flat distribution."""
+        return any(
+            [
+                ids != [] and await self._output(prompt, temperature=2.0, **fields) == ids
+                for prompt, ids in greedy
+            ]
+        )
+
+    async def _repeats(self, prompts: list[tuple[int, ...]]) -> bool:
+        """Return whether a seed fixes the output."""
+        for prompt in prompts:
+            first, second = [await self._output(prompt, temperature=2.0, seed=7) for _ in range(2)]
+            if first and first == second:
+                return True
+        return False
+
+    async def _biases(self, prompt: tuple[int, ...], ids: list[int]) -> bool:
+        token_id = next(each for each in prompt if each not in ids)
+        found = await self._output(prompt, logit_bias={token_id: LOGIT_BIAS_MAX})
+        return found is not None and {*found} == {token_id}
+
+    async def _top_logprobs_max(self, prompt: tuple[int, ...]) -> int:
+        """Return the largest accepted number of top tokens; 0 without ids of tokens."""
+        for count in TOP_LOGPROBS:
+            found = await self._try(prompt, logprobs=count, return_tokens_as_token_ids=True)
+            if found is None:
+                continue
+            part = found.choices[0]
+            assert part.logprobs is not None, "set by _try"
+            if part.logprobs.tokens == [f"token_id:{each}" for each in part.token_ids or ()]:
+                return count
+        return 0
+
+    async def _stops(self, greedy: list[tuple[tuple[int, ...], list[int]]]) -> bool:
+        return any(
+            [await self._output(prompt, stop_token_ids=ids) == ids[:1] for prompt, ids in greedy]
+        )
+
+    async def _suppresses_end(self, prompt: tuple[int, ...], ids: list[int]) -> bool:
+        found = await self._output(prompt, min_tokens=PROBE_TOKENS, stop_token_ids=ids)
+        return found is not None and len(found) == PROBE_TOKENS
+
+    async def _is_guided(self, prompt: tuple[int, ...], expected: str, **guide: str) -> bool:
+        """Return whether an output ends by itself with the expected text. Bytes of the prompt may
+        precede it.
+        """
+        found = await self._try(prompt, GUIDED_TOKENS, structured_outputs=guide)
+        if found is None or found.choices[0].finish_reason != "stop":
+            return False
+        return bool(re.search(f"{expected}$", found.choices[0].text))
+
+
+def _generate_body(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a request of completions as one of `/generate`."""
+    sampling = {_OF_SAMPLING[name]: value for name, value in body.items() if name in _OF_SAMPLING}
+    for name, guide in body.get("structured_outputs", {}).items():
+        sampling["json_schema" if name == "json" else name] = guide
+    same = {name: body[name] for name in ("model", "stream", "priority") if name in body}
+    return same | {"input_ids": body["prompt"], "sampling_params": sampling}
+
+
+def _count(message: _Message, choice: Choice, output: Output) -> None:
+    """Add the text and the tokens of a message without token ids. Raises: EngineFailed."""
+    part, usage = message.choices[0], message.usage
+    limit, before = wire_choice(choice).max_tokens, len(output.token_ids)
+    count = before + bool(part.text) if usage is None else usage.completion_tokens
+    if part.finish_reason is None:
+        count = min(count, limit - 1)  # the last token comes with the rest of the text
+    elif usage is None:
+        count = before
+    if not before <= count <= limit:
+        raise EngineFailed(f"the engine counts {count} tokens after {before}, of at most {limit}")
+    output.token_ids += [UNKNOWN_TOKEN_ID] * (count - before)
+    if isinstance(choice.detokenizer, GivenText):
+        choice.detokenizer.feed(part.text, count - before)
+
+
+def _token_id(text: str) -> int:
+    """Parse `token_id:ID`. Raises: EngineFailed."""
+    name, _, digits = text.partition(":")
+    if name != "token_id" or not digits.isdecimal():
+        raise EngineFailed("the engine reported log-probabilities without token ids")
+    return int(digits)
+
+
+def _known(logprobs: _Logprobs) -> list[dict[int, TokenLogprob]]:
+    tops = logprobs.top_logprobs or [None] * len(logprobs.tokens)
+    return [
+        {
+            token_id: TokenLogprob(token_id, value)
+            for token_id, value in (
+                *((_token_id(name), value) for name, value in (top or {}).items()),
+                (_token_id(token), chosen),
+            )
+        }
+        for token, chosen, top in zip(logprobs.tokens, logprobs.token_logprobs, tops, strict=False)
+    ]
+
+
+class HttpCall:
+    """One streamed output. Iterated once; the last message has the finish reason and the usage.
+
+    Raises HttpFailure while it is iterated. After `cancel` it ends as aborted.
+    """
+
+    def __init__(self, dialect: HttpDialect, request_id: str, body: dict[str, Any]) -> None:
+        self._dialect = dialect
+        self._request_id = request_id
+        self._opening: asyncio.Timeout | None = None  # while the response has not begun
+        self._response: aiohttp.ClientResponse | None = None
+        self._is_cancelled = False
+        self._messages = self._read(body)
+
+    def __aiter__(self) -> AsyncGenerator[_Message, None]:
+        return self._messages
+
+    def cancel(self) -> None:
+        """Close the connection, which aborts the output on the server. Idempotent."""
+        self._is_cancelled = True
+        if self._opening is not None:
+            self._opening.reschedule(asyncio.get_running_loop().time())
+            self._opening = None
+        if self._response is not None:
+            self._response.close()
+
+    async def _open(self, body: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(None) as self._opening:
+                self._response = await self._dialect.post(self._request_id, body)
+        finally:
+            self._opening = None
+
+    async def _read(self, body: dict[str, Any]) -> AsyncGenerator[_Message, None]:
+        aborted = _Message([_Part(finish_reason="abort")])
+        try:
+            if not self._is_cancelled:
+                await self._open(body)
+            if self._is_cancelled:
+                yield aborted
+                return
+            assert self._response is not None
+            if self._response.status != 200:
+                raise _failure(self._response.status, await self._response.read())
+            async for message in _whole_messages(self._response.content):
+                if self._is_cancelled:  # messages may have been received before
+                    yield aborted
+                    return
+                yield message
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if self._is_cancelled:
+                yield aborted
+                return
+            self._dialect.suspect()
+            raise HttpFailure(grpc.StatusCode.UNAVAILABLE, repr(error)) from error
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise HttpFailure(grpc.StatusCode.INTERNAL, f"invalid message: {error}") from error
+        finally:
+            self.cancel()
+
+
+async def _whole_messages(content: aiohttp.StreamReader) -> AsyncIterator[_Message]:
+    """Yield the messages with output. The last one is held back until the usage is known."""
+    last: _Message | None = None
+    usage: _Usage | None = None
+    sent_count = 0
+    is_done = False
+    async for payload in _payloads(content):
+        if payload == b"[DONE]" and last is not None:
+            last.usage = usage
+            yield last
+            is_done = True
+        if is_done:
+            continue  # so that the connection can be used again
+        message = _MESSAGES.decode(payload) if payload != b"[DONE]" else _Message()
+        if message.error is not None:
+            code = message.error.code
+            raise _failure(code if isinstance(code, int) else 500, payload)
+        usage = message.usage or usage
+        if not message.choices:
+            continue
+        if last is not None:
+            raise HttpFailure(grpc.StatusCode.INTERNAL, "output after the finish reason")
+        if message.meta_info is not None:  # the last message repeats ids, and SGLang may repeat all
+            new_count = message.meta_info.completion_tokens - sent_count
+            message.choices[0].token_ids = message.output_ids[-new_count:] if new_count > 0 else []
+            sent_count += len(message.choices[0].token_ids)
+        if message.choices[0].finish_reason is not None:
+            last = message
+        else:
+            yield message
+    if not is_done:
+        raise aiohttp.ClientPayloadError("the stream ended before its last message")
+
+
+async def _payloads(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the data of server-sent events."""
+    rest = b""
+    async for piece in content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+        if len(rest) > LINE_BYTES_MAX:
+            raise HttpFailure(grpc.StatusCode.INTERNAL, f"a line exceeds {LINE_BYTES_MAX} bytes")
