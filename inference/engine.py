@@ -1,8 +1,8 @@
 """The engine protocol: the interface between token generation and the rest of Weir.
 
-Requests and events are defined in `sequences.py` and re-exported here. `torch_engine.TorchEngine`
-runs the step loop in a child process; other engines are in `adapters/`. `Encoder` is the
-counterpart of `Engine` for embedding models; `Backend` is their common base.
+Requests and events are defined in `sequences.py` and re-exported here. Implementations are in
+`adapters/`. `Encoder` is the counterpart of `Engine` for embedding models; `Backend` is their
+common base.
 
 Lifecycle: the composition root runs `serve` as a task of its `TaskGroup`, which owns all background
 work of the engine. The first `start` loads the model; after `close`, `serve` returns.
@@ -78,7 +78,7 @@ __all__ = [
     "TokenLogprobs",
     "TokensGenerated",
     "Vector",
-    "tell_nobody",
+    "ignore_event",
 ]
 
 
@@ -89,8 +89,8 @@ __all__ = [
 Tell = Callable[[SequenceEvent | EngineError], None]
 
 
-def tell_nobody(event: SequenceEvent | EngineError) -> None:
-    """Ignore the events of a sequence; a `Tell` without a receiver."""
+def ignore_event(event: SequenceEvent | EngineError) -> None:
+    """Ignore the events of a sequence."""
 
 
 class Sequence(Protocol):
@@ -98,9 +98,7 @@ class Sequence(Protocol):
 
     @property
     def outputs(self) -> list[list[int]]:
-        """Token ids of each choice so far, including the request's `output_token_ids`; kept after
-        the end.
-        """
+        """Token ids of each choice so far, with the request's `output_token_ids`."""
         ...
 
     def cancel(self) -> None:
@@ -119,9 +117,10 @@ class Sequence(Protocol):
 class EngineStatistics(msgspec.Struct, array_like=True, frozen=True):
     """Engine state after its last step. Counts in blocks, sequences and tokens.
 
-    running_sequence_count_max: places in the batch; 0 if unknown. replica_count: ready engines
-    whose counts are summed here; step_count is then their mean. migration_count: sequences moved to
-    another engine after their first token; replacement_count: before it.
+    running_sequence_count_max: sequences that fit in the batch; 0 if unknown. replica_count: ready
+    engines whose counts are summed here; step_count is then their mean. migration_count: sequences
+    moved to another engine after their first token; replacement_count: before it.
+    draft_token_count: tokens guessed from earlier text; accepted_token_count: right ones.
     """
 
     waiting_sequence_count: int = 0
@@ -139,6 +138,8 @@ class EngineStatistics(msgspec.Struct, array_like=True, frozen=True):
     replica_count: int = 1
     migration_count: int = 0
     replacement_count: int = 0
+    draft_token_count: int = 0
+    accepted_token_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +168,10 @@ class ModelInfo:
     capabilities: Capabilities = field(default_factory=Capabilities)
 
     def can_continue(self, request: GenerationRequest) -> bool:
-        """Return whether an engine of this model can continue the request mid-output without a
-        difference.
-        """
+        """Return whether an engine of this model can exactly continue the request mid-output."""
         if not (request.may_be_continued and self.continues_output):
+            return False
+        if self.capabilities.counts_from_usage:  # its output has no token ids
             return False
         return self.continues_exactly or not request.sampling.counts_output
 
@@ -194,7 +195,9 @@ class EngineCondition:
     an operator: the checkpoint is unusable, and nothing is retried. loading_fraction: 0 to 1, 1
     when READY. loading_stage: part being loaded, one word. retry_after_s: estimated time until
     READY. reason: why it is not READY. starts_on_demand: COLD or LOADING by design; calling `start`
-    makes it ready.
+    makes it ready. kernels: what an embedded engine computes with: the instruction set of the
+    native kernels; `torch` without them, several times slower; `cuda`; `simulated`. Empty if
+    unknown.
     """
 
     state: EngineState
@@ -203,6 +206,7 @@ class EngineCondition:
     retry_after_s: float = 0.0
     reason: str = ""
     starts_on_demand: bool = False
+    kernels: str = ""
 
 
 class Backend(Protocol):
@@ -287,9 +291,7 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """One vector per text, in order. Durations in ms: until the first text started, and from then
-    on.
-    """
+    """One vector per text, in order. Durations in ms: before and after the first text starts."""
 
     vectors: tuple[Vector, ...]
     queue_ms: float

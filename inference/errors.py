@@ -1,10 +1,10 @@
-"""What can go wrong with an engine. Knows nothing of gRPC; `api/core/errors.py` maps each class to a status."""
+"""Errors of engines, independent of gRPC: `api/core/errors.py` maps each class to a status."""
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of all engine errors. `reason` is stable and machine-readable; attributes carry the facts."""
+    """Base of all engine errors. `reason` is machine-readable; attributes carry the facts."""
 
     reason = "ENGINE_FAILED"
 
@@ -12,7 +12,7 @@ class EngineError(Exception):
 class EngineStartFailed(EngineError):
     """The engine did not start: the checkpoint is unusable, or the worker died while loading.
 
-    retry_after_s: when it will have been tried again; None where only a person can help.
+    retry_after_s: time until the next attempt; None if only an operator can help.
     """
 
     reason = "ENGINE_START_FAILED"
@@ -23,7 +23,7 @@ class EngineStartFailed(EngineError):
 
 
 class EngineFailed(EngineError):
-    """A running engine broke; the sequence cannot go on."""
+    """A running engine failed; the sequence cannot continue."""
 
     reason = "ENGINE_FAILED"
 
@@ -51,7 +51,7 @@ class EngineOverloaded(EngineError):
 class RequestImpossible(EngineError):
     """The request cannot run on this engine, for example because of its grammar or its length.
 
-    field: what to mend.
+    field: field of the request to correct.
     """
 
     reason = "REQUEST_IMPOSSIBLE"
@@ -62,7 +62,7 @@ class RequestImpossible(EngineError):
 
 
 class SafetyUnavailable(EngineError):
-    """A text must be checked before it may pass, and the classifiers do not answer; they may after `retry_after_s`."""
+    """A text must be checked, and the classifiers do not answer; retry after `retry_after_s`."""
 
     reason = "SAFETY_UNAVAILABLE"
 
@@ -72,13 +72,13 @@ class SafetyUnavailable(EngineError):
 
 
 class InvariantViolated(EngineError):
-    """The engine found its own state inconsistent, for example KV blocks that are neither free nor held."""
+    """The engine found its own state inconsistent, such as blocks neither free nor held."""
 
     reason = "ENGINE_INVARIANT_VIOLATED"
 
 
 class CheckpointInvalid(EngineError):
-    """A checkpoint cannot be served. `path` is the file or directory, the message has the remedy."""
+    """A checkpoint cannot be served. `path` is a file or directory; the message has the remedy."""
 
     reason = "CHECKPOINT_INVALID"
 

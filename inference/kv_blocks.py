@@ -16,9 +16,7 @@ KV_BLOCK_TOKENS = 16
 
 
 def chain_hash(parent_hash: int, token_ids: tuple[int, ...]) -> int:
-    """Return a block's key. Uses Python's hash, constant within a process; a collision only costs a
-    cache miss.
-    """
+    """Return a block's key, by Python's hash; a collision only costs a cache miss."""
     return hash((parent_hash, token_ids))
 
 
@@ -51,9 +49,7 @@ class PrefixHint:
             self._recent.popitem(last=False)
 
     def predict(self, prompt_token_ids: Sequence[int], cache_salt: str) -> int:
-        """Return the leading prompt tokens computed before under this salt: whole blocks, not the
-        whole prompt.
-        """
+        """Return the leading prompt tokens computed under this salt; never the whole prompt."""
         count = 0
         if not self._recent:
             return 0
@@ -61,7 +57,9 @@ class PrefixHint:
             if key not in self._recent:
                 break
             count += self._block_tokens
-        return min(count, max(len(prompt_token_ids) - 1, 0) // self._block_tokens * self._block_tokens)
+        return min(
+            count, max(len(prompt_token_ids) - 1, 0) // self._block_tokens * self._block_tokens
+        )
 
     def clear(self) -> None:
         self._recent.clear()

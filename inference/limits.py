@@ -8,14 +8,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from inference.engine import EmbeddingRequest, GenerationRequest, ModelInfo, SamplingParams, StopCriteria
+from inference.engine import (
+    EmbeddingRequest,
+    GenerationRequest,
+    ModelInfo,
+    SamplingParams,
+    StopCriteria,
+)
 from inference.errors import RequestImpossible
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 CHOICE_COUNT_MAX = 16  # per request: each takes a place in the batch
 BEAM_WIDTH_MAX = 16  # each takes a place in the batch
 LENGTH_PENALTY_MAX = 10.0  # absolute value: above it the length alone would decide
-TOP_LOGPROBS_MAX = 20  # per token: common in other APIs; each takes about 20 bytes per frame
+# Top tokens per token: common in other APIs; each takes about 20 bytes per frame
+LOGPROBS_MAX = {"top_logprobs": 20, "prompt_logprobs": 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +41,15 @@ class EngineLimits:
     owed_output_token_count_max: int = 256
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a step could not serve every running sequence, or a limit is not
-        positive.
-        """
-        if min(self.context_window_tokens, self.running_sequence_count_max, self.waiting_sequence_count_max) < 1:
+        """Raise ValueError if a limit is not positive or a step is too small for all sequences."""
+        if (
+            min(
+                self.context_window_tokens,
+                self.running_sequence_count_max,
+                self.waiting_sequence_count_max,
+            )
+            < 1
+        ):
             raise ValueError("the context window and both sequence counts must be at least 1")
         if self.step_token_count_max < self.running_sequence_count_max:
             raise ValueError("step_token_count_max must be at least running_sequence_count_max")
@@ -45,7 +57,9 @@ class EngineLimits:
             raise ValueError("step_time_target_s must be above 0, or None for no limit")
 
 
-def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_size: int, block_count: int) -> str | None:
+def request_fault(
+    request: GenerationRequest, limits: EngineLimits, vocabulary_size: int, block_count: int
+) -> str | None:
     """Return why a request can never run on this engine, or None. block_count: total KV blocks."""
     prompt, output_token_count = request.prompt_token_ids, request.stop.max_output_tokens
     if not prompt:
@@ -58,7 +72,9 @@ def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_s
         return "rank must be a number"
     if output_token_count < 1:
         return "max_output_tokens must be at least 1"
-    fault = _stop_fault(request.stop, vocabulary_size) or sampling_fault(request.sampling, vocabulary_size)
+    fault = _stop_fault(request.stop, vocabulary_size) or sampling_fault(
+        request.sampling, vocabulary_size
+    )
     if fault is not None:
         return fault
     if request.output_token_ids:
@@ -69,7 +85,10 @@ def request_fault(request: GenerationRequest, limits: EngineLimits, vocabulary_s
         return "a response format excludes ignore_eos, min_output_tokens and stop_token_ids"
     total = len(prompt) + output_token_count
     if total > limits.context_window_tokens:
-        return f"{total} tokens (prompt {len(prompt)}) exceed the context window of {limits.context_window_tokens}"
+        return (
+            f"{total} tokens (prompt {len(prompt)}) exceed the context window of"
+            f" {limits.context_window_tokens}"
+        )
     if blocks_for(total) > block_count:
         return f"{total} tokens need {blocks_for(total)} KV blocks, the engine has {block_count}"
     return None if request.beam_search is None else _beam_fault(request, limits, block_count)
@@ -82,14 +101,15 @@ def _continuation_fault(request: GenerationRequest, vocabulary_size: int) -> str
     if min(output) < 0 or max(output) >= vocabulary_size:
         return f"output_token_ids must be from 0 to {vocabulary_size - 1}"
     if len(output) > request.stop.max_output_tokens:
-        return f"output_token_ids are {len(output)}, more than max_output_tokens, {request.stop.max_output_tokens}"
+        return (
+            f"output_token_ids are {len(output)}, more than max_output_tokens,"
+            f" {request.stop.max_output_tokens}"
+        )
     return None
 
 
 def outside_continuation_fault(request: GenerationRequest) -> str | None:
-    """Return why the engine, which treats output as prompt, would continue it differently; None if
-    it would not.
-    """
+    """Return why continuing output as prompt would change the result; None if it would not."""
     if not (request.output_token_ids and request.sampling.counts_output):
         return None
     if request.sampling.presence_penalty or request.sampling.frequency_penalty:
@@ -103,9 +123,15 @@ def _beam_fault(request: GenerationRequest, limits: EngineLimits, block_count: i
     assert params is not None
     width, prompt_token_count = params.width, len(request.prompt_token_ids)
     if not 2 <= width <= min(BEAM_WIDTH_MAX, limits.running_sequence_count_max):
-        return f"beam_search.width must be from 2 to {min(BEAM_WIDTH_MAX, limits.running_sequence_count_max)}"
+        return (
+            "beam_search.width must be from 2 to"
+            f" {min(BEAM_WIDTH_MAX, limits.running_sequence_count_max)}"
+        )
     if not -LENGTH_PENALTY_MAX <= params.length_penalty <= LENGTH_PENALTY_MAX:
-        return f"beam_search.length_penalty must be between {-LENGTH_PENALTY_MAX:g} and {LENGTH_PENALTY_MAX:g}"
+        return (
+            f"beam_search.length_penalty must be between {-LENGTH_PENALTY_MAX:g} and"
+            f" {LENGTH_PENALTY_MAX:g}"
+        )
     if request.choice_count > width:
         return "choice_count must be at most beam_search.width"
     if sampling.temperature > 0 or stop.stop_sequences or request.response_format is not None:
@@ -113,14 +139,19 @@ def _beam_fault(request: GenerationRequest, limits: EngineLimits, block_count: i
     shared = prompt_token_count // KV_BLOCK_TOKENS
     needed = shared + width * (blocks_for(prompt_token_count + stop.max_output_tokens) - shared)
     if needed > block_count:
-        return f"beam_search.width = {width} with {stop.max_output_tokens} output tokens needs {needed} KV blocks of {block_count}"
+        return (
+            f"beam_search.width = {width} with {stop.max_output_tokens} output tokens needs"
+            f" {needed} KV blocks of {block_count}"
+        )
     return None
 
 
 def _stop_fault(stop: StopCriteria, vocabulary_size: int) -> str | None:
     if not all(stop.stop_sequences):
         return "a stop sequence is empty"
-    if stop.stop_token_ids and not (min(stop.stop_token_ids) >= 0 and max(stop.stop_token_ids) < vocabulary_size):
+    if stop.stop_token_ids and not (
+        min(stop.stop_token_ids) >= 0 and max(stop.stop_token_ids) < vocabulary_size
+    ):
         return f"stop_token_ids must be from 0 to {vocabulary_size - 1}"
     if not 0 <= stop.min_output_tokens <= stop.max_output_tokens:
         return "min_output_tokens must be from 0 to max_output_tokens"
@@ -128,11 +159,17 @@ def _stop_fault(stop: StopCriteria, vocabulary_size: int) -> str | None:
 
 
 def sampling_fault(sampling: SamplingParams, vocabulary_size: int) -> str | None:
-    """Return the fault of sampling parameters, or None. Comparisons are written so that NaN fails
-    too.
-    """
-    if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p <= 1):
-        return "temperature must be at least 0, top_p above 0 and at most 1, top_k at least 0, min_p from 0 to 1"
+    """Return the fault of sampling parameters, or None. Comparisons let NaN fail too."""
+    if not (
+        sampling.temperature >= 0
+        and 0 < sampling.top_p <= 1
+        and sampling.top_k >= 0
+        and 0 <= sampling.min_p <= 1
+    ):
+        return (
+            "temperature must be at least 0, top_p above 0 and at most 1, top_k at least 0, min_p"
+            " from 0 to 1"
+        )
     if sampling.seed is not None and not -(1 << 63) <= sampling.seed < 1 << 63:
         return "seed must fit 64 bits"
     if not (sampling.repetition_penalty > 0 and math.isfinite(sampling.repetition_penalty)):
@@ -141,9 +178,12 @@ def sampling_fault(sampling: SamplingParams, vocabulary_size: int) -> str | None
         return "presence_penalty and frequency_penalty must be numbers"
     for token_id, bias in sampling.logit_bias:
         if not (0 <= token_id < vocabulary_size and math.isfinite(bias)):
-            return f"logit_bias must map token ids from 0 to {vocabulary_size - 1} to finite numbers"
-    if sampling.top_logprobs is not None and not 0 <= sampling.top_logprobs <= TOP_LOGPROBS_MAX:
-        return f"top_logprobs must be from 0 to {TOP_LOGPROBS_MAX}"
+            return (
+                f"logit_bias must map token ids from 0 to {vocabulary_size - 1} to finite numbers"
+            )
+    for name, limit in LOGPROBS_MAX.items():
+        if (count := getattr(sampling, name)) is not None and not 0 <= count <= limit:
+            return f"{name} must be from 0 to {limit}"
     return None
 
 
@@ -152,7 +192,9 @@ def embedding_fault(request: EmbeddingRequest, model: ModelInfo) -> RequestImpos
     limit, size = model.context_window_tokens, model.vocabulary_size
     for index, token_ids in enumerate(request.inputs):
         if not 1 <= len(token_ids) <= limit:
-            return RequestImpossible(f"a text must have 1 to {limit} tokens, not {len(token_ids)}", f"inputs[{index}]")
+            return RequestImpossible(
+                f"a text must have 1 to {limit} tokens, not {len(token_ids)}", f"inputs[{index}]"
+            )
         if min(token_ids) < 0 or max(token_ids) >= size:
             return RequestImpossible(f"token ids must be from 0 to {size - 1}", f"inputs[{index}]")
     return None

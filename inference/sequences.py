@@ -13,6 +13,10 @@ from enum import StrEnum
 
 import msgspec
 
+# Stands for each token of an engine that reports no ids (`Capabilities.counts_from_usage`). The
+# largest id on the wire: in lists, -1 would be the last token of a vocabulary.
+UNKNOWN_TOKEN_ID = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -25,7 +29,8 @@ class SamplingParams:
     in (0, 1] keeps the smallest set that reaches it; min_p in [0, 1] keeps tokens at least that
     fraction as likely as the most likely one. seed: output depends only on it and the prompt, not
     on the batch; None for a random seed. top_logprobs: report each token's log-probability and
-    those of this many top tokens; None for no report.
+    those of this many top tokens; None for no report. prompt_logprobs: the same for the prompt's
+    tokens, computed without the prefix cache.
     """
 
     temperature: float = 0.0
@@ -38,11 +43,16 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def penalises(self) -> bool:
         """True if there is a penalty, which depends on previous tokens."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
     @property
     def counts_output(self) -> bool:
@@ -158,10 +168,14 @@ class GenerationRequest:
 
     @property
     def may_be_continued(self) -> bool:
-        """True if another engine can continue it mid-output: one output, and no state besides its
-        tokens.
-        """
-        return self.choice_count == 1 and self.beam_search is None and self.response_format is None
+        """True if another engine can continue it mid-output, by its tokens alone."""
+        return (
+            self.choice_count == 1
+            and self.beam_search is None
+            and self.response_format is None
+            and UNKNOWN_TOKEN_ID not in self.output_token_ids
+            and self.sampling.prompt_logprobs is None
+        )
 
 
 class EngineFinishReason(StrEnum):
@@ -174,9 +188,7 @@ class EngineFinishReason(StrEnum):
 
 
 class Scheduled(msgspec.Struct, tag=0, array_like=True, frozen=True):
-    """The sequence left the engine's queue. cached_token_count: prompt tokens in the prefix cache,
-    exact.
-    """
+    """The sequence left the engine's queue. cached_token_count: cached prompt tokens, exact."""
 
     cached_token_count: int
 
@@ -189,7 +201,7 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities of one output token and of the most likely tokens, in descending order.
+    """Log-probabilities of one token and of the most likely tokens, in descending order.
 
     From the model's own distribution: before bias, penalties, constraints and temperature.
     """
@@ -202,13 +214,16 @@ class TokensGenerated(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """New output of one step. `text` may lag behind `token_ids`: characters and possible stops are
     held back.
 
-    logprobs: one per token if requested. choice_index: of the output, from 0.
+    logprobs: one per token if requested. choice_index: of the output, from 0. prompt_logprobs: with
+    the first token of the first choice, one per token of the prompt if requested. The first has
+    none: 0 and no top tokens.
     """
 
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
     choice_index: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class ChoiceFinished(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -220,9 +235,7 @@ class ChoiceFinished(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
 
 class EngineTimings(msgspec.Struct, array_like=True, frozen=True):
-    """Durations in the engine, in ms: waiting for a place, computing the prompt, generating the
-    output.
-    """
+    """Durations in the engine, in ms: wait for a place, computation of the prompt, generation."""
 
     queue_ms: float
     prefill_ms: float
@@ -267,7 +280,7 @@ _MASK = (1 << 64) - 1
 
 
 def uniform(seed: int, index: int) -> float:
-    """Return a deterministic number in [0, 1) with 53 random bits. SplitMix64, Steele et al. 2014."""
+    """Return a deterministic number in [0, 1) with 53 random bits. SplitMix64, Steele 2014."""
     return (_mix(_mix(seed & _MASK) ^ (index * 0x9E3779B97F4A7C15 & _MASK)) >> 11) * 2.0**-53
 
 

@@ -1,1 +1,1 @@
-"""Engine core: sequences, KV blocks, scheduling and model execution, without processes or sockets."""
+"""Engine core: sequences, KV blocks, scheduling, execution; no processes or sockets."""

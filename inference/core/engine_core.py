@@ -23,6 +23,7 @@ from inference.checkpoint.checkpoint import read_config, rotation_switch_tokens
 from inference.core.kv_cache import BlockPool
 from inference.core.model_runner import ModelRunner
 from inference.core.options import EngineOptions
+from inference.core.prompt_lookup import PromptLookup
 from inference.core.scheduler import Scheduler
 from inference.core.sequence import BeamGroup, Sequence
 from inference.core.simulated_runner import SimulatedRunner
@@ -46,9 +47,7 @@ from inference.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Choices:
-    """Sequences of one request. running: not ended; ends: finish reasons by index. beams: of a beam
-    search.
-    """
+    """Sequences of one request. running: not ended; ends: finish reasons by index."""
 
     first: Sequence
     running: list[Sequence]
@@ -84,11 +83,24 @@ class EngineCore:
         self._clock = clock
         directory = Path(options.directory)
         config, tokenizer = read_config(directory), Tokenizer(directory)
-        self._decoder = TextDecoder(tokenizer.backend, tokenizer.special_token_ids, str(directory / "tokenizer.json"))
+        self._decoder = TextDecoder(
+            tokenizer.backend, tokenizer.special_token_ids, str(directory / "tokenizer.json")
+        )
         self._model_end_token_ids = config.end_token_ids
-        self._rotation_switch_tokens = rotation_switch_tokens(config.rope, options.limits.context_window_tokens)
-        self.grammars = GrammarCompiler(directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids)
-        self.pool = BlockPool(options.block_count(config))
+        self._rotation_switch_tokens = rotation_switch_tokens(
+            config.rope, options.limits.context_window_tokens
+        )
+        self.grammars = GrammarCompiler(
+            directory / "tokenizer.json", config.vocabulary_size, config.end_token_ids
+        )
+        self._runner: ModelRunner | SimulatedRunner
+        if options.simulation is None:
+            self._runner = ModelRunner(options, config, on_progress)
+            block_count = self._runner.block_count
+        else:
+            self._runner = SimulatedRunner(options.simulation, tokenizer, clock=clock, sleep=sleep)
+            block_count = options.block_count(config)
+        self.pool = BlockPool(block_count)
         self._limits = options.limits
         # Returns why a request can never run, or None; to be called before `add`.
         self.request_fault = partial(
@@ -99,11 +111,9 @@ class EngineCore:
         )
         self.scheduler = Scheduler(self.pool, options.limits)
         self._pace = StepPace(options.limits.step_time_target_s)
-        self._runner: ModelRunner | SimulatedRunner
-        if options.simulation is None:
-            self._runner = ModelRunner(options, config, on_progress)
-        else:
-            self._runner = SimulatedRunner(options.simulation, tokenizer, clock=clock, sleep=sleep)
+        # Longrope changes all positions at some length, which may be within a draft.
+        may_draft = self._runner.verifies_drafts and self._rotation_switch_tokens is None
+        self._lookup = PromptLookup(options.draft_token_count_max if may_draft else 0)
         self._requests: dict[int, Choices] = {}
         self._events: list[NumberedEvent] = []
         self._seeds = random.Random()  # for requests without a seed
@@ -112,6 +122,12 @@ class EngineCore:
         self._prompt_token_count = 0
         self._cached_token_count = 0
         self._output_token_count = 0
+        self._accepted_token_count = 0
+
+    @property
+    def kernels(self) -> str:
+        """Instruction set of the native kernels; `torch`, `cuda` or `simulated` without them."""
+        return self._runner.kernels
 
     @property
     def idle(self) -> bool:
@@ -119,7 +135,11 @@ class EngineCore:
         return not self._requests
 
     def add(
-        self, number: int, request: GenerationRequest, arrived_at_s: float | None = None, grammar: Grammar | None = None
+        self,
+        number: int,
+        request: GenerationRequest,
+        arrived_at_s: float | None = None,
+        grammar: Grammar | None = None,
     ) -> bool:
         """Queue a request's sequences; returns False if the queue is full. number: unused so far.
 
@@ -130,7 +150,9 @@ class EngineCore:
             return False
         if grammar is None and request.response_format is not None:
             grammar = self.grammars.compile(request.response_format)
-        seed = self._seeds.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
+        seed = (
+            self._seeds.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
+        )
         # beams are forked after the prompt
         sequence_count = request.choice_count if request.beam_search is None else 1
         model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
@@ -158,43 +180,50 @@ class EngineCore:
         if sequences[0].ended_before is not None:
             # a continued request of which only the end was unreported
             self._events.append((number, Scheduled(0)))
-            self._end(sequences[0], sequences[0].ended_before, arrived_at_s)
+            self._finish(sequences[0], sequences[0].ended_before, arrived_at_s)
         return True
 
     def cancel(self, number: int) -> None:
-        """End a request and free its blocks; the next `step` returns its events. Unknown numbers
-        are ignored.
-        """
+        """End a request and free its blocks; the next `step` returns its events. Idempotent."""
         choices = self._requests.get(number)
         if choices is not None and choices.beams is not None:
             del self._requests[number]
-            self._events += [(number, event) for event in choices.beams.cancel(self.scheduler, self._clock())]
+            self._events += [
+                (number, event) for event in choices.beams.cancel(self.scheduler, self._clock())
+            ]
         elif choices is not None:
             now_s = self._clock()
             for sequence in list(choices.running):
-                self._finish(sequence, EngineFinishReason.CANCELLED, "", now_s)
+                self._finish(sequence, EngineFinishReason.CANCELLED, now_s)
 
     def cancel_all(self) -> None:
         for number in list(self._requests):
             self.cancel(number)
 
     def step(self) -> list[NumberedEvent]:
-        """Compute one step, if there is work. Returns all events since the previous call, in order."""
+        """Compute one step, if there is work; return all events since the previous call."""
         if self._requests:
             plan = self.scheduler.schedule(self._pace.prompt_token_count_max())
+            self._lookup.extend(plan, self.scheduler)
             began_s = now_s = self._clock()
             for sequence in plan.entered:
                 self._note_entered(sequence, now_s)
             chosen = self._runner.run(plan)
             self.scheduler.commit(plan)
             now_s = self._clock()
+            self._lookup.note(plan, now_s - began_s)
             if self._limits.step_time_target_s is not None:
                 decoded_count = sum(chunk.token_count == 1 for chunk in plan.chunks)
                 self._pace.note(decoded_count, plan.token_count - decoded_count, now_s - began_s)
             groups: dict[BeamGroup, None] = {}
             for sequence, token in chosen.items():
                 if sequence.group is None:
-                    self._append(sequence, token, now_s)
+                    is_running = self._append(sequence, token, now_s)
+                    for following in token.following if is_running else ():
+                        self._accepted_token_count += 1
+                        self.scheduler.accept(sequence)
+                        if not self._append(sequence, following, now_s):
+                            break
                 else:
                     groups[sequence.group] = None
             for group in groups:
@@ -224,6 +253,8 @@ class EngineCore:
             output_token_count=self._output_token_count,
             preemption_count=self.scheduler.preemption_count,
             running_sequence_count_max=self._limits.running_sequence_count_max,
+            draft_token_count=self._lookup.draft_token_count,
+            accepted_token_count=self._accepted_token_count,
         )
 
     def _rotary_offset(self, sequence: Sequence) -> int:
@@ -231,9 +262,7 @@ class EngineCore:
         return switch if switch is not None and len(sequence.token_ids) > switch else 0
 
     def _turn(self) -> None:
-        """Recompute sequences that exceed longrope's original context with its other rotation
-        table.
-        """
+        """Recompute sequences that exceed longrope's original context with its other table."""
         for sequence in self.scheduler.running:
             if sequence.rotary_offset == 0 and (offset := self._rotary_offset(sequence)):
                 self.scheduler.turn(sequence, offset)
@@ -242,36 +271,35 @@ class EngineCore:
         assert sequence.cached_token_count is not None, "the scheduler has counted"
         sequence.scheduled_at_s = now_s
         if sequence.choice_index > 0:
-            # the first choice computes the prompt; cache hits of the others save the caller nothing
+            # the first choice computes the prompt; cache hits of the other choices save the caller
+            # nothing
             return
         self._prompt_token_count += sequence.prompt_token_count
         self._cached_token_count += sequence.cached_token_count
         self._events.append((sequence.number, Scheduled(sequence.cached_token_count)))
 
-    def _append(self, sequence: Sequence, token: Chosen, now_s: float) -> None:
+    def _append(self, sequence: Sequence, token: Chosen, now_s: float) -> bool:
+        """Append a token; return whether the sequence continues."""
         if sequence.number not in self._requests:
-            return  # the request was ended by an error in another choice
+            return False  # the request was ended by an error in another choice
         fault = sequence.grammar.fault if sequence.grammar is not None else None
         if fault is not None:
             self._break(sequence, fault)
-            return
+            return False
         appended = sequence.append(token.token_id, now_s)
         self._output_token_count += 1
         logprobs = () if token.logprobs is None else (token.logprobs,)
-        generated = TokensGenerated((token.token_id,), appended.text, logprobs, sequence.choice_index)
+        prompt_logprobs = (
+            tuple(sequence.prompt_logprobs) if sequence.output_token_count == 1 else ()
+        )
+        generated = TokensGenerated(
+            (token.token_id,), appended.text, logprobs, sequence.choice_index, prompt_logprobs
+        )
         self._events.append((sequence.number, generated))
         if appended.finish_reason is not None:
-            self._end(sequence, appended.finish_reason, now_s)
-
-    def _end(self, sequence: Sequence, reason: EngineFinishReason, now_s: float) -> None:
-        """End a choice that finished by itself, for the given reason."""
-        rest = ""
-        if reason is not EngineFinishReason.STOP_SEQUENCE:
-            piece = sequence.detokenizer.finish()
-            # Bytes that become final at the end may complete a stop sequence, which is cut off as
-            # usual.
-            reason, rest = (EngineFinishReason.STOP_SEQUENCE if piece.stopped else reason), piece.text
-        self._finish(sequence, reason, rest, now_s)
+            self._finish(sequence, appended.finish_reason, now_s)
+            return False
+        return True
 
     def _advance(self, group: BeamGroup, chosen: dict[Sequence, Chosen], now_s: float) -> None:
         """Advance a beam search after all of its beams were computed."""
@@ -282,29 +310,41 @@ class EngineCore:
             del self._requests[number]
 
     def _break(self, sequence: Sequence, fault: str) -> None:
-        """Fail a request whose grammar became too complex to follow; the chosen token is invalid."""
+        """Fail a request whose grammar became too complex; the chosen token is invalid."""
         assert sequence.request.response_format is not None
         for choice in self._requests.pop(sequence.number).running:
             self.scheduler.remove(choice)
-        broken = SequenceRefused(f"is too complex to follow: {fault}", sequence.request.response_format.field)
+        broken = SequenceRefused(
+            f"is too complex to follow: {fault}", sequence.request.response_format.field
+        )
         self._events.append((sequence.number, broken))
 
-    def _finish(self, sequence: Sequence, reason: EngineFinishReason, text: str, now_s: float) -> None:
+    def _finish(self, sequence: Sequence, reason: EngineFinishReason, now_s: float) -> None:
         """End a choice, and its request with the last choice."""
-        if reason is EngineFinishReason.CANCELLED:
-            text = sequence.detokenizer.finish().text
+        text = ""
+        if reason is not EngineFinishReason.STOP_SEQUENCE:
+            piece = sequence.detokenizer.finish()
+            text = piece.text
+            # Bytes that become final at the end may complete a stop sequence, which is cut off as
+            # usual.
+            if piece.stopped and reason is not EngineFinishReason.CANCELLED:
+                reason = EngineFinishReason.STOP_SEQUENCE
         self.scheduler.remove(sequence)
         choices = self._requests[sequence.number]
         choices.running.remove(sequence)
         choices.ends[sequence.choice_index] = reason
         choices.generated_token_count += sequence.output_token_count
         if sequence.request.choice_count > 1:
-            self._events.append((sequence.number, ChoiceFinished(sequence.choice_index, reason, text)))
+            self._events.append(
+                (sequence.number, ChoiceFinished(sequence.choice_index, reason, text))
+            )
             text = ""
         if choices.running:
             return
         del self._requests[sequence.number]
-        finished = choices.first.finished(choices.ends[choices.first.choice_index], text, choices.generated_token_count, now_s)
+        finished = choices.first.finished(
+            choices.ends[choices.first.choice_index], text, choices.generated_token_count, now_s
+        )
         self._events.append((sequence.number, finished))
 
 
@@ -318,7 +358,7 @@ class StepPace:
     """Estimated cost of decoding and of prompt tokens, from measured steps. Times in seconds."""
 
     def __init__(self, step_time_target_s: float | None) -> None:
-        """step_time_target_s: maximum duration of a step with running streams; None for no limit."""
+        """step_time_target_s: maximum duration of a step with running streams; None: no limit."""
         self._target_s = step_time_target_s
         self._decode_s: float | None = None  # duration of a step that only decodes
         self._prompt_token_s: float | None = None

@@ -7,7 +7,8 @@ three states:
     cached  content, without readers          in `_evictable`, least recently used first
     held    in at least one sequence's table  reference count above 0
 
-    free + cached + held = total, and the reference counts add up to the entries of all tables: `check_conservation`.
+    free + cached + held = total, and the reference counts add up to the entries of all tables:
+    `check_conservation`.
 
 A full block whose KV is computed may be registered: later prompts that begin with the same tokens
 under the same salt find it by a chained hash. A hit must also have the same tokens and the same
@@ -30,7 +31,7 @@ BlockHash = Callable[[int, tuple[int, ...]], int]
 
 
 def matchable_block_count(prompt_token_count: int) -> int:
-    """Return the maximum leading blocks of a prefix hit: the last token's logits must be computed."""
+    """Return the most leading blocks of a prefix hit, which excludes the last token."""
     return max(prompt_token_count - 1, 0) // KV_BLOCK_TOKENS
 
 
@@ -42,7 +43,9 @@ class BlockKey:
     token_ids: tuple[int, ...]
 
 
-def block_keys(token_ids: Sequence[int], cache_salt: str, block_count: int, hash_block: BlockHash = chain_hash) -> list[BlockKey]:
+def block_keys(
+    token_ids: Sequence[int], cache_salt: str, block_count: int, hash_block: BlockHash = chain_hash
+) -> list[BlockKey]:
     """Return the keys of the first `block_count` full blocks of a sequence."""
     keys: list[BlockKey] = []
     chained = salt_hash(cache_salt)
@@ -70,7 +73,8 @@ class BlockPool:
     def __init__(self, block_count: int, hash_block: BlockHash = chain_hash) -> None:
         """block_count: at least 1. hash_block: replaced in tests to force collisions."""
         self._reference_counts = np.zeros(block_count, dtype=np.int32)
-        self._free: list[int] = list(range(block_count - 1, -1, -1))  # popped from the end: low ids first
+        # Popped from the end: low ids first.
+        self._free: list[int] = list(range(block_count - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._contents: list[CachedBlock | None] = [None] * block_count
         self._index: dict[int, CachedBlock] = {}
@@ -83,9 +87,7 @@ class BlockPool:
 
     @property
     def block_count_cached(self) -> int:
-        """Blocks with content but no readers; evicted for new allocations, least recently used
-        first.
-        """
+        """Blocks with content but no readers; the least recently used is evicted first."""
         return len(self._evictable)
 
     @property
@@ -99,9 +101,7 @@ class BlockPool:
         return len(self._free) + len(self._evictable)
 
     def match(self, keys: Sequence[BlockKey], cache_salt: str) -> list[CachedBlock]:
-        """Return the longest run of leading blocks cached for this salt; valid until the pool
-        changes.
-        """
+        """Return the longest cached run of leading blocks; valid until the pool changes."""
         blocks: list[CachedBlock] = []
         parent: CachedBlock | None = None
         for key in keys:
@@ -116,7 +116,7 @@ class BlockPool:
         return sum(block.block_id in self._evictable for block in matched)
 
     def hold(self, matched: Sequence[CachedBlock]) -> list[int]:
-        """Add a reader to each matched block; returns their ids, the start of the reader's table."""
+        """Add a reader to each matched block; return their ids, which begin its table."""
         for block in matched:
             if self._reference_counts[block.block_id] == 0:
                 del self._evictable[block.block_id]
@@ -124,7 +124,7 @@ class BlockPool:
         return [block.block_id for block in matched]
 
     def share(self, block_ids: Sequence[int]) -> list[int]:
-        """Add a reader to each block of a running sequence's table; returns the new reader's table."""
+        """Add a reader to each block of a sequence's table; return the new reader's table."""
         for block_id in block_ids:
             if self._reference_counts[block_id] == 0:
                 raise InvariantViolated(f"KV block {block_id} is shared but not held")
@@ -142,7 +142,9 @@ class BlockPool:
         first.
         """
         if block_count > len(self._free) + len(self._evictable):
-            raise InvariantViolated(f"{block_count} KV blocks requested, {self.block_count_available} available")
+            raise InvariantViolated(
+                f"{block_count} KV blocks requested, {self.block_count_available} available"
+            )
         block_ids = []
         for _ in range(block_count):
             if self._free:
@@ -183,7 +185,9 @@ class BlockPool:
         """
         if parent is not None and self._index.get(parent.key) is not parent:
             return None
-        key = BlockKey(self.hash_block(parent.key if parent else salt_hash(cache_salt), token_ids), token_ids)
+        key = BlockKey(
+            self.hash_block(parent.key if parent else salt_hash(cache_salt), token_ids), token_ids
+        )
         found = self._find(key, parent, cache_salt)
         if found is not None:
             return found
@@ -203,22 +207,34 @@ class BlockPool:
         10,000 blocks.
         """
         free, cached = len(self._free), len(self._evictable)
-        held, readers = int(np.count_nonzero(self._reference_counts > 0)), int(self._reference_counts.sum())
+        held, readers = (
+            int(np.count_nonzero(self._reference_counts > 0)),
+            int(self._reference_counts.sum()),
+        )
         if free + cached + held != self.block_count_total:
-            raise InvariantViolated(f"KV blocks: {free} free + {cached} cached + {held} held is not {self.block_count_total}")
+            raise InvariantViolated(
+                f"KV blocks: {free} free + {cached} cached + {held} held is not"
+                f" {self.block_count_total}"
+            )
         if readers != table_entry_count:
-            raise InvariantViolated(f"KV blocks have {readers} readers, but tables have {table_entry_count} entries")
+            raise InvariantViolated(
+                f"KV blocks have {readers} readers, but tables have {table_entry_count} entries"
+            )
 
-    def _find(self, key: BlockKey, parent: CachedBlock | None, cache_salt: str) -> CachedBlock | None:
+    def _find(
+        self, key: BlockKey, parent: CachedBlock | None, cache_salt: str
+    ) -> CachedBlock | None:
         content = self._index.get(key.key)
         if content is None or content.parent is not parent:
             return None
-        return content if content.token_ids == key.token_ids and content.cache_salt == cache_salt else None
+        return (
+            content
+            if content.token_ids == key.token_ids and content.cache_salt == cache_salt
+            else None
+        )
 
     def _drop_orphan(self, content: CachedBlock) -> bool:
-        """Drop content that is unreachable because its parent was evicted; False if it is
-        reachable.
-        """
+        """Drop content that is unreachable because its parent was evicted; False if reachable."""
         if content.parent is None or self._index.get(content.parent.key) is content.parent:
             return False
         self._forget(content.block_id)

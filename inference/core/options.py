@@ -1,8 +1,8 @@
 """Options of the torch engine, and the cost model of simulated hardware for load tests. No torch.
 
-The defaults of `CostModel` are Llama 3.3 70B in FP8 on two H200, fitted to NVIDIA's published figures
-of TensorRT-LLM (`docs/source/developer-guide/perf-overview.md` of its repository, "LLaMA v3.3 70B",
-column H200 TP2, per GPU and so doubled here), in output tokens per second:
+The defaults of `CostModel` are Llama 3.3 70B in FP8 on two H200, fitted to NVIDIA's published
+figures of TensorRT-LLM (`docs/source/developer-guide/perf-overview.md` of its repository, "LLaMA
+v3.3 70B", column H200 TP2, per GPU and so doubled here), in output tokens per second:
 
     tokens in/out    1000/1000    1024/8192    8192/1024    32768/1024
     published            5,174        4,018        1,074           240
@@ -44,9 +44,7 @@ class CostModel:
     time_scale: float = 1.0
 
     def step_s(self, token_count: int, context_token_count: int) -> float:
-        """Return a step's duration in seconds. token_count: rows of its batch; context_token_count:
-        KV positions read.
-        """
+        """Return a step's duration in seconds for this many rows that read so many KV positions."""
         compute_s = max(self.weights_ms * 1e-3, token_count * self.token_us * 1e-6)
         return (compute_s + context_token_count * self.context_token_us * 1e-6) * self.time_scale
 
@@ -55,24 +53,29 @@ class CostModel:
 class EngineOptions:
     """Options to run, or simulate, a checkpoint.
 
-    kv_cache_bytes: pool size; raised if one full context needs more. packed: storage for packed
-    weights shared by workers; None for none.
+    kv_cache_bytes: pool size; raised if one full context needs more; None, on a GPU only, for the
+    memory that is free there. packed: storage for packed weights shared by workers; None for none.
+    draft_token_count_max: tokens guessed from earlier text per sequence and step; 0 for none.
     """
 
     directory: str
     limits: EngineLimits
     compute_dtype: ComputeDtype = "float32"
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = 1 << 30
     device: Device = "cpu"
     simulation: CostModel | None = None
     packed: PackedPlace | None = None
+    draft_token_count_max: int = 10
+
+    def block_bytes(self, config: DecoderConfig) -> int:
+        """Return the size of a block: keys and values of all layers; int8 is for weights only."""
+        floats = 2 * config.layer_count * config.kv_head_count * config.head_dim * KV_BLOCK_TOKENS
+        return floats * (4 if self.compute_dtype == "float32" else 2)
 
     def block_count(self, config: DecoderConfig) -> int:
-        """Return the number of blocks in the pool."""
+        """Return the number of blocks in a pool of kv_cache_bytes."""
         if self.simulation is not None:
-            wanted = self.simulation.kv_block_count
+            count = self.simulation.kv_block_count
         else:
-            # Keys and values of all layers; int8 applies to weights only.
-            floats = 2 * config.layer_count * config.kv_head_count * config.head_dim * KV_BLOCK_TOKENS
-            wanted = self.kv_cache_bytes // (floats * (4 if self.compute_dtype == "float32" else 2))
-        return max(wanted, blocks_for(self.limits.context_window_tokens))
+            count = (self.kv_cache_bytes or 0) // self.block_bytes(config)
+        return max(count, blocks_for(self.limits.context_window_tokens))

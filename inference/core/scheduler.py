@@ -3,19 +3,22 @@
 Owns the waiting queue, the running list and the sequences' use of the block pool. One step is
 `schedule`, then the model runner, then `commit`. Rules, in the order of application:
 
-1. Decoding sequences get their one token first, so a long prompt never stalls running streams. The rest of
-   the step's token budget, limited by the time allowed (`StepPace`), goes to prompts, running and entering
-   ones alike, in order of rank and then arrival; long prompts are split into chunks.
-2. Waiting sequences enter in that order, if their tokens and a share of the output still owed by them and all
-   running sequences fit the pool. A sequence that does not fit blocks those after it.
-3. A sequence without a place or blocks takes them from running sequences that come after it by more than its
-   own prompt's tokens, the last first. Their full blocks stay in the prefix cache, so resuming is cheap.
-4. A sequence whose next prefix block is being computed by a running sequence before it is skipped until the
-   block is ready: a prefix shared by fifty requests is computed once. The wait ends as the other progresses.
-5. If blocks run out anyway, the last running sequence releases its blocks, waits at its old position, and is
-   recomputed later. The first is never evicted, and `request_fault` ensures that it fits alone: no deadlock.
-6. A sequence waiting for a place or for its prompt is overtaken at most `waiting_sequence_count_max` times.
-   Afterwards no later sequence precedes it, whatever the ranks: no starvation.
+1. Decoding sequences get their one token first, so a long prompt never stalls running streams. The
+   rest of the step's token budget, limited by the time allowed (`StepPace`), goes to prompts of
+   running and entering sequences, in order of rank and then arrival; long ones are split.
+2. Waiting sequences enter in that order, if their tokens and a share of the output still owed by
+   them and all running sequences fit the pool. A sequence that does not fit blocks those after it.
+3. A sequence without a place or blocks takes them from running sequences that come after it by more
+   than its own prompt's tokens, the last first. Their full blocks stay in the prefix cache, so
+   resuming is cheap.
+4. A sequence whose next prefix block is being computed by a running sequence before it is skipped
+   until the block is ready: a prefix shared by fifty requests is computed once.
+5. If blocks run out anyway, the last running sequence releases its blocks, waits at its old
+   position, and is recomputed later. The first is never evicted, and `request_fault` ensures that
+   it fits alone: no deadlock.
+6. A sequence waiting for a place or for its prompt is overtaken at most
+   `waiting_sequence_count_max` times. Afterwards no later sequence precedes it, whatever the ranks:
+   no starvation.
 
 `Commitments` holds what running sequences still need, to decide on admission: KV blocks for future
 tokens, and the prefix blocks they are about to compute.
@@ -50,38 +53,57 @@ class Chunk(NamedTuple):
     """The next `token_count` uncomputed tokens of a sequence, computed in this step.
 
     completes: no token is uncomputed afterwards, so the next one is sampled. copied: source and
-    target KV block to copy before computing, for beams that write to a shared block.
+    target KV block to copy before computing, for beams that write to a shared block. draft: tokens
+    that may follow, computed too; see `prompt_lookup.py`. scored_count: rows, before that of the
+    next token, whose logits give log-probabilities of the prompt.
     """
 
     sequence: Sequence
     token_count: int
     completes: bool
     copied: tuple[int, int] | None = None
+    draft: tuple[int, ...] = ()
+    scored_count: int = 0
+
+    @property
+    def logit_row_count(self) -> int:
+        """Number of rows whose logits are needed, the last ones."""
+        return self.scored_count + (1 + len(self.draft) if self.completes else 0)
 
 
 @dataclass(slots=True)
 class StepPlan:
     """Work of one step.
 
-    token_count: rows of the batch, at most token_count_max. entered: sequences admitted for the
-    first time.
+    token_count: rows of the batch without drafts, at most token_count_max. entered: sequences
+    admitted for the first time. scored_count: of all chunks.
     """
 
     token_count_max: int = sys.maxsize
     chunks: list[Chunk] = field(default_factory=list)
     entered: list[Sequence] = field(default_factory=list)
     token_count: int = 0
+    scored_count: int = 0
 
-    def add(self, sequence: Sequence, token_count: int, copied: tuple[int, int] | None = None) -> None:
+    def add(
+        self, sequence: Sequence, token_count: int, copied: tuple[int, int] | None = None
+    ) -> None:
         """Add `token_count` tokens of a sequence. copied: see `Chunk`."""
         completes = sequence.computed_token_count + token_count == len(sequence.token_ids)
-        self.chunks.append(Chunk(sequence, token_count, completes, copied))
+        scored_count = sequence.scored_token_count(token_count) if sequence.prompt_logprobs else 0
+        self.chunks.append(Chunk(sequence, token_count, completes, copied, (), scored_count))
         self.token_count += token_count
+        self.scored_count += scored_count
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a sequence from the step."""
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
         self.token_count = sum(chunk.token_count for chunk in self.chunks)
+        self.scored_count = sum(chunk.scored_count for chunk in self.chunks)
+
+
+# Prompt tokens of a step with log-probabilities: their logits take up to 80 MB with 150,000 tokens
+SCORED_COUNT_MAX = 128
 
 
 class Scheduler:
@@ -110,9 +132,12 @@ class Scheduler:
 
     @property
     def waiting_is_full(self) -> bool:
-        """True if the queue is full. Preempted sequences do not count: they were admitted before."""
+        """True if the queue is full, without preempted sequences, which were admitted before."""
         limit = self._limits.waiting_sequence_count_max
-        return len(self._waiting) >= limit and sum(each.cached_token_count is None for each in self._waiting) >= limit
+        return (
+            len(self._waiting) >= limit
+            and sum(each.cached_token_count is None for each in self._waiting) >= limit
+        )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence by rank and number."""
@@ -126,12 +151,13 @@ class Scheduler:
         self._release(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start a child of a running parent. All blocks are shared; writing to a shared block
-        copies it first.
-        """
+        """Start a child of a running parent, sharing its blocks; writing to one copies it."""
         child.block_table = self._pool.share(parent.block_table)
         child.computed_token_count = parent.computed_token_count
-        child.registered_block_count, child.registered_tip = parent.registered_block_count, parent.registered_tip
+        child.registered_block_count, child.registered_tip = (
+            parent.registered_block_count,
+            parent.registered_tip,
+        )
         bisect.insort(self._running, child, key=_precedence)
 
     def schedule(self, prompt_token_count_max: int | None = None) -> StepPlan:
@@ -152,35 +178,56 @@ class Scheduler:
             else:
                 self._plan_chunk(plan, sequence)
         if plan.chunks and prompt_token_count_max is not None:
-            plan.token_count_max = min(plan.token_count_max, plan.token_count + prompt_token_count_max)
+            plan.token_count_max = min(
+                plan.token_count_max, plan.token_count + prompt_token_count_max
+            )
         # Sequences preempted in this step must not re-enter at once.
-        self._plan_prompts(plan, filling, list(self._waiting) if self.preemption_count == preemption_count else [])
+        self._plan_prompts(
+            plan, filling, list(self._waiting) if self.preemption_count == preemption_count else []
+        )
         if not plan.chunks and (self._running or self._waiting):
             raise InvariantViolated("the scheduler found no work although sequences wait")
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        """Record the plan's chunks as computed and register their full blocks in the prefix cache."""
+        """Record the plan's chunks as computed; register full blocks in the prefix cache."""
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.computed_token_count += chunk.token_count
             if sequence.computed_token_count // KV_BLOCK_TOKENS > sequence.registered_block_count:
                 self._register(sequence)
 
+    def make_room(self, sequence: Sequence, token_count: int) -> bool:
+        """Allocate blocks for a sequence's next tokens; False if others may need them now."""
+        covered = len(sequence.block_table)
+        missing = max(blocks_for(sequence.computed_token_count + token_count) - covered, 0)
+        if missing > max(self._pool.block_count_available - len(self._running), 0):
+            return False
+        sequence.block_table += self._pool.allocate(missing)
+        return True
+
+    def accept(self, sequence: Sequence) -> None:
+        """Record that the KV of a sequence's last token is computed: it was in the draft."""
+        sequence.computed_token_count += 1
+        if sequence.computed_token_count // KV_BLOCK_TOKENS > sequence.registered_block_count:
+            self._register(sequence)
+
     def check_conservation(self) -> None:
-        """Raise InvariantViolated unless every block is free, cached or held by a running sequence."""
+        """Raise InvariantViolated unless every block is free, cached, or held by a sequence."""
         self._pool.check_conservation(sum(len(sequence.block_table) for sequence in self._running))
         if any(sequence.block_table for sequence in self._waiting):
             raise InvariantViolated("a waiting sequence holds KV blocks")
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
-        """Add a running sequence's tokens within the budget, preempting later ones if blocks are
-        short.
-        """
+        """Add a running sequence's tokens within the budget; preempt later ones for blocks."""
         token_count = min(sequence.plannable_token_count, plan.token_count_max - plan.token_count)
+        if sequence.scores_prompt:
+            token_count = min(token_count, SCORED_COUNT_MAX - plan.scored_count)
         if token_count <= 0 or sequence not in self._running:
             return
-        missing = max(blocks_for(sequence.computed_token_count + token_count) - len(sequence.block_table), 0)
+        missing = max(
+            blocks_for(sequence.computed_token_count + token_count) - len(sequence.block_table), 0
+        )
         while missing + self._writes_shared_block(sequence) > self._pool.block_count_available:
             preempted = self._preempt(self._running[-1])
             for each in preempted:
@@ -207,9 +254,7 @@ class Scheduler:
         return shared, own
 
     def turn(self, sequence: Sequence, rotary_offset: int) -> None:
-        """Change the rotation of a running sequence and its beams, which requires recomputing all
-        positions.
-        """
+        """Change the rotation of a running sequence and its beams; recompute all positions."""
         for each in [sequence] if sequence.group is None else sequence.group.beams:
             each.rotary_offset = rotary_offset
         self._requeue(sequence)
@@ -230,10 +275,10 @@ class Scheduler:
         bisect.insort(self._waiting, waiting, key=_precedence)
         return preempted
 
-    def _plan_prompts(self, plan: StepPlan, filling: list[Sequence], waiting: list[Sequence]) -> None:
-        """Plan prompts of running sequences within the budget, and admit waiting ones while there
-        is room.
-        """
+    def _plan_prompts(
+        self, plan: StepPlan, filling: list[Sequence], waiting: list[Sequence]
+    ) -> None:
+        """Plan prompts of running sequences within the budget; admit waiting ones if room."""
         entering, passed_over = set(waiting), set[Sequence]()
         commitments = Commitments(self._limits)
         for sequence in self._running if entering else ():
@@ -256,13 +301,29 @@ class Scheduler:
             elif not self._let_in(sequence, matched, plan, commitments):
                 entering.clear()
 
-    def _let_in(self, sequence: Sequence, matched: list[CachedBlock], plan: StepPlan, commitments: Commitments) -> bool:
+    def _let_in(
+        self,
+        sequence: Sequence,
+        matched: list[CachedBlock],
+        plan: StepPlan,
+        commitments: Commitments,
+    ) -> bool:
         """Admit a waiting sequence if there is room, or if it may displace others."""
-        missing_places = commitments.place_count + sequence.place_count - self._limits.running_sequence_count_max
-        wanted = commitments.owed_by(sequence, len(matched)) + self._pool.evictable_count(matched)
-        missing_blocks = commitments.owed_block_count + wanted - self._pool.block_count_available if self._running else 0
+        missing_places = (
+            commitments.place_count + sequence.place_count - self._limits.running_sequence_count_max
+        )
+        needed_blocks = commitments.owed_by(sequence, len(matched)) + self._pool.evictable_count(
+            matched
+        )
+        missing_blocks = (
+            commitments.owed_block_count + needed_blocks - self._pool.block_count_available
+            if self._running
+            else 0
+        )
         if missing_places > 0 or missing_blocks > 0:
-            displaced = self._displaceable(sequence, matched, missing_places, missing_blocks, commitments)
+            displaced = self._displaceable(
+                sequence, matched, missing_places, missing_blocks, commitments
+            )
             if not displaced:
                 return False
             for each in displaced:
@@ -275,7 +336,12 @@ class Scheduler:
         return True
 
     def _displaceable(
-        self, sequence: Sequence, matched: list[CachedBlock], places: int, blocks: int, commitments: Commitments
+        self,
+        sequence: Sequence,
+        matched: list[CachedBlock],
+        places: int,
+        blocks: int,
+        commitments: Commitments,
     ) -> list[Sequence]:
         """Return the last running sequences that free enough places and blocks, if it may displace
         them; else none.
@@ -293,7 +359,10 @@ class Scheduler:
                 displaced.append(running)
                 places -= 1
                 blocks -= commitments.owed_by(running, len(running.block_table))
-                blocks -= sum(not self._pool.is_shared(each) and each not in kept for each in running.block_table)
+                blocks -= sum(
+                    not self._pool.is_shared(each) and each not in kept
+                    for each in running.block_table
+                )
         return displaced if places <= 0 and blocks <= 0 else []
 
     def _enter(self, sequence: Sequence, matched: list[CachedBlock], plan: StepPlan) -> None:
@@ -305,7 +374,9 @@ class Scheduler:
         sequence.registered_tip = matched[-1] if matched else None
         if sequence.cached_token_count is None:
             # The cached prefix of a continued sequence may include output.
-            sequence.cached_token_count = min(sequence.computed_token_count, sequence.prompt_token_count)
+            sequence.cached_token_count = min(
+                sequence.computed_token_count, sequence.prompt_token_count
+            )
             plan.entered.append(sequence)
         self._note_overtaking(sequence)
         self._plan_chunk(plan, sequence)
@@ -316,7 +387,9 @@ class Scheduler:
         after = self._waiting[bisect.bisect(self._waiting, first, key=_precedence) :]
         after += self._running[bisect.bisect(self._running, first, key=_precedence) :]
         for sequence in after:
-            if sequence.number < entered.number and not (sequence.block_table and sequence.may_decode):
+            if sequence.number < entered.number and not (
+                sequence.block_table and sequence.may_decode
+            ):
                 sequence.overtaken_count += 1
                 if sequence.overtaken_count >= self._limits.waiting_sequence_count_max:
                     sequence.rank = -math.inf
@@ -329,12 +402,18 @@ class Scheduler:
             index = sequence.registered_block_count
             if index > 0 and sequence.registered_tip is None:
                 return  # an earlier block could not be registered, so later ones cannot be either
-            tokens = tuple(sequence.token_ids[index * KV_BLOCK_TOKENS : (index + 1) * KV_BLOCK_TOKENS])
-            tip = self._pool.register(sequence.block_table[index], tokens, sequence.cache_salt, sequence.registered_tip)
+            tokens = tuple(
+                sequence.token_ids[index * KV_BLOCK_TOKENS : (index + 1) * KV_BLOCK_TOKENS]
+            )
+            tip = self._pool.register(
+                sequence.block_table[index], tokens, sequence.cache_salt, sequence.registered_tip
+            )
             sequence.registered_tip = tip
             sequence.registered_block_count += 1
 
     def _prefix_keys(self, sequence: Sequence) -> list[BlockKey]:
+        if sequence.scores_prompt:
+            return []
         count = matchable_block_count(len(sequence.token_ids))
         return block_keys(sequence.token_ids, sequence.cache_salt, count, self._pool.hash_block)
 
@@ -365,12 +444,14 @@ class Commitments:
                 self._in_progress[block.key] = sequence
 
     def owed_by(self, sequence: Sequence, covered_block_count: int) -> int:
-        """Return the blocks a sequence and its future beams need for tokens and their share of
-        future output.
-        """
-        owed_output = min(sequence.owed_output_token_count, self._limits.owed_output_token_count_max)
+        """Return the blocks that a sequence and its future beams need."""
+        owed_output = min(
+            sequence.owed_output_token_count, self._limits.owed_output_token_count_max
+        )
         needed = blocks_for(len(sequence.token_ids) + owed_output)
-        of_beams = (sequence.place_count - 1) * (needed - len(sequence.token_ids) // KV_BLOCK_TOKENS)
+        of_beams = (sequence.place_count - 1) * (
+            needed - len(sequence.token_ids) // KV_BLOCK_TOKENS
+        )
         return max(needed - covered_block_count, 0) + of_beams
 
     def has_in_progress(self, sequence: Sequence, matched: list[CachedBlock]) -> bool:

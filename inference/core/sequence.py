@@ -13,8 +13,9 @@ other; beams share the KV blocks of their common tokens. Three phases:
 
     prompt       one sequence, as without a search
     search       one sequence per beam, of equal length and computed in the same step: `ready`
-    preempted    all at once: one sequence with the shared tokens waits in their place. After it is recomputed, the
-                 beams share its blocks and compute their own tokens; not `ready` until all have
+    preempted    all at once: one sequence with the shared tokens waits in their place. After it is
+                 recomputed, the beams share its blocks and compute their own tokens; not `ready`
+                 until all have
 
 Owned by the step loop.
 """
@@ -35,6 +36,8 @@ from inference.engine import (
     GenerationRequest,
     SequenceEvent,
     SequenceFinished,
+    TokenLogprob,
+    TokenLogprobs,
     TokensGenerated,
 )
 from inference.kv_blocks import KV_BLOCK_TOKENS
@@ -90,6 +93,7 @@ class Sequence:
     rotary_offset: int = 0
     ended_before: EngineFinishReason | None = field(init=False, default=None)
     prompt_token_count: int = field(init=False, default=0)
+    prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
     takes_best: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -97,13 +101,20 @@ class Sequence:
         self.rank = self.request.rank
         self.prompt_token_count = len(self.token_ids)
         sampling = self.request.sampling
+        if sampling.prompt_logprobs is not None and self.choice_index == 0:
+            self.prompt_logprobs.append(TokenLogprobs(TokenLogprob(self.token_ids[0], 0.0)))
         if penalises := sampling.penalises:
             self.seen = SeenTokens(self.token_ids)
-        is_plain = not (penalises or sampling.logit_bias) and sampling.top_logprobs is None and self.grammar is None
-        self.takes_best = is_plain and sampling.temperature == 0.0 and self.request.beam_search is None
+        is_plain = (
+            not (penalises or sampling.logit_bias)
+            and sampling.top_logprobs is None
+            and self.grammar is None
+        )
+        self.takes_best = (
+            is_plain and sampling.temperature == 0.0 and self.request.beam_search is None
+        )
         for token_id in self.request.output_token_ids:
-            # The previous engine already sent this text; text that it held back is held back here
-            # too.
+            # The previous engine sent the same text; text that it held back is held back here too.
             self.ended_before = self.append(token_id, None).finish_reason
 
     @property
@@ -128,9 +139,7 @@ class Sequence:
 
     @property
     def cache_salt(self) -> str:
-        """The request's salt, extended by the rotary offset: different rotations are cached
-        separately.
-        """
+        """Salt of the request and the rotary offset: different rotations are cached separately."""
         salt = self.request.cache_salt
         return f"{salt}\0{self.rotary_offset}" if self.rotary_offset else salt
 
@@ -142,7 +151,9 @@ class Sequence:
     @property
     def may_decode(self) -> bool:
         """True if its last token may be computed now; beams compute theirs together."""
-        return len(self.token_ids) - self.computed_token_count == 1 and (self.group is None or self.group.ready)
+        return len(self.token_ids) - self.computed_token_count == 1 and (
+            self.group is None or self.group.ready
+        )
 
     @property
     def has_room(self) -> bool:
@@ -158,16 +169,49 @@ class Sequence:
         return uncomputed_token_count - 1
 
     @property
+    def scores_prompt(self) -> bool:
+        """True while log-probabilities of the prompt's tokens are missing."""
+        return 0 < len(self.prompt_logprobs) < self.prompt_token_count
+
+    def scored_token_count(self, token_count: int) -> int:
+        """Return the number of prompt tokens whose probability the next tokens decide."""
+        if not self.scores_prompt:
+            return 0
+        end = min(self.computed_token_count + token_count + 1, self.prompt_token_count)
+        return max(end - len(self.prompt_logprobs), 0)
+
+    @property
     def next_takes_best(self) -> bool:
         """True if its next token is the largest logit, and nothing else of the row is needed."""
-        return self.takes_best and len(self.token_ids) - self.prompt_token_count >= self.request.stop.min_output_tokens
+        return (
+            self.takes_best
+            and len(self.token_ids) - self.prompt_token_count >= self.request.stop.min_output_tokens
+        )
 
-    def draw(self) -> Draw:
-        """Return the sampling parameters of the next token."""
-        index = self.output_token_count
+    @property
+    def may_be_drafted(self) -> bool:
+        """True if several tokens can be sampled at once: none changes the rules of the next."""
+        return (
+            self.group is None
+            and self.grammar is None
+            and self.seen is None
+            and len(self.token_ids) - self.prompt_token_count >= self.request.stop.min_output_tokens
+        )
+
+    def draw(self, ahead: int = 0) -> Draw:
+        """Return the sampling parameters of the next token or a later one."""
+        index = self.output_token_count + ahead
         held_off = tuple(self.end_token_ids) if index < self.request.stop.min_output_tokens else ()
         candidate_count = 0 if self.group is None else self.group.candidate_count
-        return Draw(self.request.sampling, self.seed, index, self.seen, held_off, self.grammar, candidate_count)
+        return Draw(
+            self.request.sampling,
+            self.seed,
+            index,
+            self.seen,
+            held_off,
+            self.grammar,
+            candidate_count,
+        )
 
     def twin(self) -> Sequence:
         """Return a copy with the same tokens, without blocks or computed tokens."""
@@ -186,9 +230,7 @@ class Sequence:
             self.seen.add(token_id)
 
     def append(self, token_id: int, now_s: float | None) -> AppendedToken:
-        """Append an output token and check for the end. now_s: None for a token generated
-        elsewhere.
-        """
+        """Append an output token and check for the end. now_s: None if generated elsewhere."""
         if self.grammar is not None:
             self.grammar.advance(token_id)
         if self.first_token_at_s is None:
@@ -197,15 +239,20 @@ class Sequence:
         if token_id in self.end_token_ids:
             return AppendedToken("", EngineFinishReason.STOP)
         stop, output_token_count = self.request.stop, len(self.token_ids) - self.prompt_token_count
-        piece = self.detokenizer.push(token_id, may_stop=output_token_count > stop.min_output_tokens)
+        piece = self.detokenizer.push(
+            token_id, may_stop=output_token_count > stop.min_output_tokens
+        )
         if piece.stopped:
             return AppendedToken(piece.text, EngineFinishReason.STOP_SEQUENCE)
-        return AppendedToken(piece.text, EngineFinishReason.LENGTH if output_token_count >= stop.max_output_tokens else None)
+        return AppendedToken(
+            piece.text,
+            EngineFinishReason.LENGTH if output_token_count >= stop.max_output_tokens else None,
+        )
 
-    def finished(self, reason: EngineFinishReason, text: str, generated_token_count: int, now_s: float) -> SequenceFinished:
-        """Return the request's last event, for its first choice. A phase that was not reached takes
-        no time.
-        """
+    def finished(
+        self, reason: EngineFinishReason, text: str, generated_token_count: int, now_s: float
+    ) -> SequenceFinished:
+        """Return the request's last event. A phase that was not reached takes no time."""
         scheduled_s = now_s if self.scheduled_at_s is None else self.scheduled_at_s
         first_token_s = now_s if self.first_token_at_s is None else self.first_token_at_s
         timings = EngineTimings(
@@ -214,7 +261,14 @@ class Sequence:
             decode_ms=(now_s - first_token_s) * 1e3,
         )
         cached_token_count = self.cached_token_count or 0
-        return SequenceFinished(reason, text, self.prompt_token_count, cached_token_count, generated_token_count, timings)
+        return SequenceFinished(
+            reason,
+            text,
+            self.prompt_token_count,
+            cached_token_count,
+            generated_token_count,
+            timings,
+        )
 
 
 class BeamGroup:
@@ -230,7 +284,7 @@ class BeamGroup:
         self._search = BeamSearch(params, first.end_token_ids, first.request.stop.max_output_tokens)
         self._preempted: list[Sequence] = []  # beams whose shared tokens are being recomputed
         self._detokenizers = [open_detokenizer() for _ in range(first.request.choice_count)]
-        self._told_count = 0  # tokens reported for each choice
+        self._told_count = 0  # number of tokens reported for each choice
         first.group = self
 
     @property
@@ -256,21 +310,21 @@ class BeamGroup:
         return self.width - len(self.beams) + 1 if beam is self.beams[0] else 1
 
     def collapse(self) -> Sequence:
-        """Preempt all beams, whose blocks are released. Returns the sequence that waits in their
-        place.
-        """
+        """Preempt all beams and release their blocks; return the sequence that waits instead."""
         if len(self.beams) == 1:
             return self.beams[0]
         self._preempted = self.beams
         waiting = self.beams[0].twin()
-        waiting.token_ids = waiting.token_ids[: _shared_count([beam.token_ids for beam in self.beams])]
+        waiting.token_ids = waiting.token_ids[
+            : _shared_count([beam.token_ids for beam in self.beams])
+        ]
         self.beams = [waiting]
         return waiting
 
-    def advance(self, queue: Scheduler, chosen: Mapping[Sequence, Chosen], now_s: float) -> list[SequenceEvent]:
-        """Process a step that computed all beams. chosen: includes all beams. Returns the request's
-        events.
-        """
+    def advance(
+        self, queue: Scheduler, chosen: Mapping[Sequence, Chosen], now_s: float
+    ) -> list[SequenceEvent]:
+        """Process a step that computed all beams; return the request's events."""
         if self._preempted:
             self._return_to_search(queue)
             return []
@@ -291,9 +345,7 @@ class BeamGroup:
         return self._finished([EngineFinishReason.CANCELLED] * len(self._detokenizers), now_s)
 
     def _follow(self, queue: Scheduler, parents: list[int]) -> None:
-        """Make the sequences match the living hypotheses: a beam's first child replaces it, others
-        share its blocks.
-        """
+        """Replace beams by the living hypotheses: a first child reuses its parent's sequence."""
         before, followed = self.beams, set[int]()
         after = []
         for parent in parents:
@@ -320,7 +372,9 @@ class BeamGroup:
         count = self._search.certain_token_count(len(self._detokenizers), self._told_count)
         hypothesis = (self._search.living or self._search.finished)[0]
         events = [
-            event for choice in range(len(self._detokenizers)) for event in self._tell(choice, hypothesis, self._told_count, count)
+            event
+            for choice in range(len(self._detokenizers))
+            for event in self._tell(choice, hypothesis, self._told_count, count)
         ]
         self._told_count = count
         return events
@@ -334,21 +388,29 @@ class BeamGroup:
             reasons.append(EngineFinishReason.STOP if stopped else EngineFinishReason.LENGTH)
         return events + self._finished(reasons, now_s)
 
-    def _tell(self, choice: int, hypothesis: Hypothesis, start: int, end: int) -> list[SequenceEvent]:
+    def _tell(
+        self, choice: int, hypothesis: Hypothesis, start: int, end: int
+    ) -> list[SequenceEvent]:
         """Return one event per token, so that a lease can end between any two."""
         events: list[SequenceEvent] = []
         for index in range(start, end):
             token_id = hypothesis.token_ids[index]
             ends = token_id in self._first.end_token_ids
             text = "" if ends else self._detokenizers[choice].push(token_id).text
-            events.append(TokensGenerated((token_id,), text, tuple(hypothesis.logprobs[index : index + 1]), choice))
+            events.append(
+                TokensGenerated(
+                    (token_id,), text, tuple(hypothesis.logprobs[index : index + 1]), choice
+                )
+            )
         return events
 
     def _finished(self, reasons: list[EngineFinishReason], now_s: float) -> list[SequenceEvent]:
         texts = [detokenizer.finish().text for detokenizer in self._detokenizers]
         events: list[SequenceEvent] = []
         if len(texts) > 1:
-            events += [ChoiceFinished(index, reason, texts[index]) for index, reason in enumerate(reasons)]
+            events += [
+                ChoiceFinished(index, reason, texts[index]) for index, reason in enumerate(reasons)
+            ]
         text = texts[0] if len(texts) == 1 else ""
         return [*events, self._first.finished(reasons[0], text, self.token_count, now_s)]
 

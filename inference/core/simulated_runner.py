@@ -25,6 +25,9 @@ SENTENCE = "This answer is simulated: no model has computed it. "
 class SimulatedRunner:
     """Replaces `ModelRunner`. Tokens depend on the sequence's seed and position only."""
 
+    kernels = "simulated"
+    verifies_drafts = False
+
     def __init__(
         self,
         cost: CostModel,
@@ -41,24 +44,31 @@ class SimulatedRunner:
         self._due_s = -math.inf
 
     def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
-        """Wait for the step's duration. Returns the next token of each sequence whose chunk
-        completes it.
-        """
+        """Wait for the step's duration; return the next tokens of sequences that complete."""
         now_s = self._clock()
-        follows = any(chunk.sequence.computed_token_count != chunk.sequence.cached_token_count for chunk in plan.chunks)
-        # A step that continues others starts when they end: scheduling overlaps with the GPU's
+        follows = any(
+            chunk.sequence.computed_token_count != chunk.sequence.cached_token_count
+            for chunk in plan.chunks
+        )
+        # A step that continues other steps starts when they end: scheduling overlaps with the GPU's
         # work.
         begin_s = self._due_s if follows else now_s
         context_token_count = sum(chunk.sequence.computed_token_count for chunk in plan.chunks)
         self._due_s = max(begin_s + self._cost.step_s(plan.token_count, context_token_count), now_s)
         if self._due_s > now_s:
             self._sleep(self._due_s - now_s)
-        return {chunk.sequence: self._next(chunk.sequence) for chunk in plan.chunks if chunk.completes}
+        for sequence in (chunk.sequence for chunk in plan.chunks if chunk.scored_count):
+            first = len(sequence.prompt_logprobs)
+            for token_id in sequence.token_ids[first : sequence.prompt_token_count]:
+                certain = TokenLogprob(token_id, 0.0)
+                top = (certain,)[: sequence.request.sampling.prompt_logprobs]
+                sequence.prompt_logprobs.append(TokenLogprobs(certain, top))
+        return {
+            chunk.sequence: self._next(chunk.sequence) for chunk in plan.chunks if chunk.completes
+        }
 
     def _next(self, sequence: Sequence) -> Chosen:
-        """Choose the next token. Each may be the last with equal probability, so lengths vary
-        around the mean.
-        """
+        """Choose the next token. Each may be the last with equal probability."""
         index, stop = sequence.output_token_count, sequence.request.stop
         may_end = sequence.end_token_ids and index >= max(stop.min_output_tokens, 1)
         if may_end and uniform(sequence.seed, index) * self._cost.output_token_count_mean < 1:

@@ -2,9 +2,11 @@
 search.
 
 The definition is that of `generate(num_beams=...)` in transformers 5, with equal outputs:
-- a score is the sum of the log-probabilities of the output's tokens; bias and penalties act on log-probabilities, not on logits;
-- each step considers the `(1 + end ids) * width`, at least `2 * width`, best continuations of all beams; of the
-  first `width`, those that end are finished; of the others, the best `width` that do not end stay alive;
+- a score is the sum of the log-probabilities of the output's tokens; bias and penalties act on
+  log-probabilities, not on logits;
+- each step considers the `(1 + end ids) * width`, at least `2 * width`, best continuations of all
+  beams; of the first `width`, those that end are finished; of the others, the best `width` that do
+  not end stay alive;
 - finished hypotheses are ranked by score / tokens ** length_penalty, and the best `width` are kept;
 - `EarlyStopping` decides when the search ends, at the latest at the maximum output length.
 
@@ -46,9 +48,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class _Continuation:
-    """Candidate of a beam, by indices. total: score of the whole output, summed in fp32 as in
-    transformers.
-    """
+    """Candidate of a beam, by indices. total: score of the output, summed in fp32."""
 
     beam: int
     candidate: int
@@ -59,7 +59,9 @@ class _Continuation:
 class BeamSearch:
     """State of a search. `living` (the beams) and `finished` are in descending order of score."""
 
-    def __init__(self, params: BeamSearchParams, end_token_ids: frozenset[int], max_output_tokens: int) -> None:
+    def __init__(
+        self, params: BeamSearchParams, end_token_ids: frozenset[int], max_output_tokens: int
+    ) -> None:
         self.living = [Hypothesis()]
         self.finished: list[Hypothesis] = []
         self.ended = False
@@ -70,23 +72,25 @@ class BeamSearch:
 
     @property
     def candidate_count(self) -> int:
-        """Candidates considered per beam: `width` of them remain even if all end tokens are among
-        them.
-        """
+        """Candidates per beam: `width` of them remain even if all end tokens are among them."""
         return max(2, 1 + len(self._end_token_ids)) * self._params.width
 
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:
-        """Advance by one token. candidates: per living beam, in order. Returns the parent of each
-        living beam.
-        """
+        """Advance by one token; return the parent of each living beam. candidates: per beam."""
         width, length = self._params.width, len(self.living[0].token_ids) + 1
         best = self._best(candidates)
         last = length >= self._max_output_tokens
         ending = [each for each in best[:width] if last or each.token_id in self._end_token_ids]
-        going = [] if last else [each for each in best if each.token_id not in self._end_token_ids][:width]
+        going = (
+            []
+            if last
+            else [each for each in best if each.token_id not in self._end_token_ids][:width]
+        )
         for each in ending:
             hypothesis = self._extended(each, candidates)
-            hypothesis.score = float(np.float32(each.total) / np.float32(length**self._params.length_penalty))
+            hypothesis.score = float(
+                np.float32(each.total) / np.float32(length**self._params.length_penalty)
+            )
             self.finished.append(hypothesis)
         self.finished = sorted(self.finished, key=lambda one: one.score, reverse=True)[:width]
         self.living = [self._extended(each, candidates) for each in going]
@@ -95,9 +99,7 @@ class BeamSearch:
         return [each.beam for each in going]
 
     def certain_token_count(self, choice_count: int, known_count: int) -> int:
-        """Return the length of the prefix shared by all possible best outputs; at least
-        known_count.
-        """
+        """Return the length of the prefix of all possible best outputs; at least known_count."""
         possible = [one.token_ids for one in (*self.finished[:choice_count], *self.living)]
         first, count = possible[0], known_count
         while all(len(one) > count and one[count] == first[count] for one in possible):
@@ -106,16 +108,27 @@ class BeamSearch:
 
     def _best(self, candidates: Sequence[Candidates]) -> list[_Continuation]:
         totals = np.concatenate(
-            [np.float32(one.score) + np.array(each.scores, np.float32) for one, each in zip(self.living, candidates, strict=True)]
+            [
+                np.float32(one.score) + np.array(each.scores, np.float32)
+                for one, each in zip(self.living, candidates, strict=True)
+            ]
         )
-        places = [(beam, index) for beam, each in enumerate(candidates) for index in range(len(each.token_ids))]
+        places = [
+            (beam, index)
+            for beam, each in enumerate(candidates)
+            for index in range(len(each.token_ids))
+        ]
         found = []
         for place in np.argsort(-totals, kind="stable")[: self.candidate_count].tolist():
             beam, index = places[place]
-            found.append(_Continuation(beam, index, candidates[beam].token_ids[index], float(totals[place])))
+            found.append(
+                _Continuation(beam, index, candidates[beam].token_ids[index], float(totals[place]))
+            )
         return found
 
-    def _extended(self, continuation: _Continuation, candidates: Sequence[Candidates]) -> Hypothesis:
+    def _extended(
+        self, continuation: _Continuation, candidates: Sequence[Candidates]
+    ) -> Hypothesis:
         before, chosen = self.living[continuation.beam], candidates[continuation.beam]
         logprobs = before.logprobs
         if chosen.top is not None:
@@ -134,5 +147,7 @@ class BeamSearch:
         # length.
         looks_ahead = params.early_stopping is EarlyStopping.NEVER and params.length_penalty > 0
         reached = self._max_output_tokens if looks_ahead else length
-        best_possible = np.float32(self.living[0].score) / np.float32(reached**params.length_penalty)
+        best_possible = np.float32(self.living[0].score) / np.float32(
+            reached**params.length_penalty
+        )
         return bool(best_possible <= np.float32(self.finished[-1].score))

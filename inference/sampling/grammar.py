@@ -30,7 +30,7 @@ from torch import Tensor
 
 from inference.engine import GrammarKind, ResponseFormat
 from inference.errors import RequestImpossible
-from inference.text.tools import JSON_OPTIONS
+from inference.text.tools import with_json_options
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -43,7 +43,7 @@ Mask = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
 
 class Grammar:
-    """Grammar state of one sequence. Modified by the step loop; `fill` may run in another thread."""
+    """Grammar state of one sequence, modified by the step loop; `fill` may run in a thread."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -73,11 +73,11 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles response formats for one vocabulary, with an LRU cache. Safe to use from several
-    threads.
-    """
+    """Compiles response formats for one vocabulary, with an LRU cache. Thread-safe."""
 
-    def __init__(self, tokenizer_path: Path, vocabulary_size: int, end_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer_path: Path, vocabulary_size: int, end_token_ids: frozenset[int]
+    ) -> None:
         self._tokenizer_path = tokenizer_path
         self._vocabulary_size = vocabulary_size
         self._end_token_ids = end_token_ids
@@ -86,9 +86,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, response_format: ResponseFormat) -> Grammar:
-        """Return the grammar in its initial state. Raises: RequestImpossible with the reason and
-        the field.
-        """
+        """Return the grammar in its initial state. Raises: RequestImpossible with the field."""
         with self._lock:
             matcher = self._compiled.get(response_format) or self._build(response_format)
             self._compiled[response_format] = matcher
@@ -105,7 +103,9 @@ class GrammarCompiler:
         except (ValueError, RecursionError) as error:
             raise RequestImpossible(f"not a JSON schema: {error}", response_format.field) from error
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._load_tokenizer(response_format.field), source, log_level=0, limits=limits)
+        matcher = LLMatcher(
+            self._load_tokenizer(response_format.field), source, log_level=0, limits=limits
+        )
         if matcher.is_error():
             reason = f"cannot be compiled: {_remedy(response_format)}{_short(matcher.get_error())}"
             raise RequestImpossible(reason, response_format.field)
@@ -119,7 +119,10 @@ class GrammarCompiler:
         probe.fill(mask, 0)
         if probe.fault is not None or not mask.any():
             why = f" ({probe.fault})" if probe.fault is not None else ""
-            reason = f"allows no first token{why}: make sure that every rule matches some text of finite length"
+            reason = (
+                f"allows no first token{why}: make sure that every rule matches some text of finite"
+                " length"
+            )
             raise RequestImpossible(reason, response_format.field)
 
     def _load_tokenizer(self, field: str) -> LLTokenizer:
@@ -127,12 +130,18 @@ class GrammarCompiler:
             from llguidance import LLTokenizer
 
             if not self._end_token_ids:
-                raise RequestImpossible("this model has no end token, so no answer could ever be complete", field)
+                raise RequestImpossible(
+                    "this model has no end token, so no answer could ever be complete", field
+                )
             try:
                 ends = sorted(self._end_token_ids)
-                self._tokenizer = LLTokenizer(str(self._tokenizer_path), n_vocab=self._vocabulary_size, eos_token=ends)
+                self._tokenizer = LLTokenizer(
+                    str(self._tokenizer_path), n_vocab=self._vocabulary_size, eos_token=ends
+                )
             except Exception as error:  # the library raises exceptions of any type
-                raise RequestImpossible(f"this model's tokenizer does not support response formats: {error}", field) from error
+                raise RequestImpossible(
+                    f"this model's tokenizer does not support response formats: {error}", field
+                ) from error
         return self._tokenizer
 
 
@@ -153,7 +162,9 @@ class MaskWorker:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "weir-grammar-masks")
         by_row = {row: grammar for row, grammar in enumerate(grammars) if grammar is not None}
-        return PendingMasks(by_row, np.zeros((len(by_row), self._word_count), dtype=np.int32), self._thread)
+        return PendingMasks(
+            by_row, np.zeros((len(by_row), self._word_count), dtype=np.int32), self._thread
+        )
 
 
 class PendingMasks:
@@ -171,7 +182,9 @@ class PendingMasks:
         Rows whose grammar failed are unchanged: their sequences end with the fault.
         """
         self._filled.result()
-        bits = np.unpackbits(~self._mask.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
+        bits = np.unpackbits(
+            ~self._mask.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1]
+        )
         forbidden = torch.from_numpy(bits).view(torch.bool)
         # Row by row and in place: gathering and scattering rows took twice as long with 128,000
         # tokens.
@@ -197,18 +210,11 @@ def _grammar_source(response_format: ResponseFormat) -> str:
             schema = json.loads(response_format.source)
             if not isinstance(schema, dict | bool):
                 raise ValueError("a schema is an object or a boolean")
-            # "x-guidance" is a library extension that would override our options.
-            plain = schema if isinstance(schema, bool) else {name: part for name, part in schema.items() if name != "x-guidance"}
-            return json.dumps({"grammars": [{"json_schema": _with_options(plain)}]})
+            return json.dumps({"grammars": [{"json_schema": with_json_options(schema)}]})
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(response_format.source)
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(response_format.source)
-
-
-def _with_options(schema: dict[str, object] | bool) -> dict[str, object]:
-    plain = {} if schema is True else {"enum": []} if schema is False else schema
-    return {**plain, "x-guidance": JSON_OPTIONS}
 
 
 def _remedy(response_format: ResponseFormat) -> str:
@@ -217,11 +223,15 @@ def _remedy(response_format: ResponseFormat) -> str:
         return ""
     if "::=" in response_format.source:
         return (
-            "rules with ::= are GBNF, but Lark is required: write start: for root ::=, name: for other rules, /[a-z]/ for [a-z]"
-            " and // for # comments; python -m llguidance.gbnf_to_lark converts a file; "
+            "rules with ::= are GBNF, but Lark is required: write start: for root ::=, name: for"
+            " other rules, /[a-z]/ for [a-z] and // for # comments; python -m"
+            " llguidance.gbnf_to_lark converts a file; "
         )
     if _ISO_RULE.search(response_format.source):
-        return "rules with = and ; are ISO EBNF, but Lark is required: one rule per line, start: a b without commas or semicolons; "
+        return (
+            "rules with = and ; are ISO EBNF, but Lark is required: one rule per line, start: a b"
+            " without commas or semicolons; "
+        )
     return ""
 
 

@@ -23,9 +23,10 @@ once, only to the affected entries: rows without rules cost nothing.
 Formulas, in the order of application (as in `transformers`, whose greedy search gives the same
 tokens):
 - bias: logit + bias, as in OpenAI's `logit_bias`;
-- repetition penalty r over prompt and output: logit / r if positive, else logit * r (Keskar et al. 2019,
-  section 4.1, with the sign rule of `transformers` and vLLM);
-- frequency and presence penalty over the output: logit - count * frequency - (count > 0) * presence (OpenAI);
+- repetition penalty r over prompt and output: logit / r if positive, else logit * r (Keskar et al.
+  2019, section 4.1, with the sign rule of `transformers` and vLLM);
+- frequency and presence penalty over the output: logit - count * frequency - (count > 0) * presence
+  (OpenAI);
 - suppressed tokens: minus infinity, for end tokens before `min_output_tokens`.
 """
 
@@ -47,12 +48,12 @@ from inference.sequences import uniform
 
 
 class SeenTokens:
-    """Distinct token ids of a sequence with their counts in its output. Adding a token takes
-    constant time.
-    """
+    """Distinct token ids of a sequence with their counts in its output."""
 
     def __init__(self, prompt_token_ids: Iterable[int]) -> None:
-        self._slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(prompt_token_ids))}
+        self._slots = {
+            token_id: slot for slot, token_id in enumerate(dict.fromkeys(prompt_token_ids))
+        }
         capacity = max(2 * len(self._slots), 64)
         self._ids = np.zeros(capacity, dtype=np.int64)
         self._ids[: len(self._slots)] = list(self._slots)
@@ -71,7 +72,11 @@ class SeenTokens:
     def copy(self) -> SeenTokens:
         """Return an independent copy."""
         other = SeenTokens(())
-        other._slots, other._ids, other._counts = dict(self._slots), self._ids.copy(), self._counts.copy()
+        other._slots, other._ids, other._counts = (
+            dict(self._slots),
+            self._ids.copy(),
+            self._counts.copy(),
+        )
         return other
 
     def add(self, token_id: int) -> None:
@@ -115,9 +120,17 @@ def apply_rules(logits: Tensor, rows: Sequence[Draw]) -> None:
 
 
 def _add_biases(logits: Tensor, rows: list[int], params: list[SamplingParams]) -> None:
-    entries = [(row, token_id, bias) for row, each in zip(rows, params, strict=True) for token_id, bias in each.logit_bias]
+    entries = [
+        (row, token_id, bias)
+        for row, each in zip(rows, params, strict=True)
+        for token_id, bias in each.logit_bias
+    ]
     row_ids, token_ids, biases = zip(*entries, strict=True)
-    logits.index_put_((torch.tensor(row_ids), torch.tensor(token_ids)), torch.tensor(biases, dtype=logits.dtype), accumulate=True)
+    logits.index_put_(
+        (torch.tensor(row_ids), torch.tensor(token_ids)),
+        torch.tensor(biases, dtype=logits.dtype),
+        accumulate=True,
+    )
 
 
 def _penalise(logits: Tensor, rows: list[int], ruled: list[Draw]) -> None:
@@ -139,24 +152,31 @@ def _penalise(logits: Tensor, rows: list[int], ruled: list[Draw]) -> None:
 
 
 class Chosen(NamedTuple):
-    """A row's next token. logprobs: if requested. candidates: for a beam, whose search decides
-    instead.
+    """A row's next token. logprobs: if requested. candidates: for a beam's search. following: the
+    tokens after it, where drafts were right.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     candidates: Candidates | None = None
+    following: tuple[Chosen, ...] = ()
 
 
-def choose(logits: Tensor, draws: Sequence[Draw], masks: PendingMasks | None = None) -> list[Chosen]:
+def choose(
+    logits: Tensor, draws: Sequence[Draw], masks: PendingMasks | None = None
+) -> list[Chosen]:
     """Choose one token per row of logits (R, V) fp32, modified in place by rules, then masks, then
     `sample`.
 
     Log-probabilities are computed before the modifications. masks: of the draws' grammars, if any.
     """
-    told = {row: draw.params.top_logprobs for row, draw in enumerate(draws) if draw.params.top_logprobs is not None}
+    top_counts = {
+        row: draw.params.top_logprobs
+        for row, draw in enumerate(draws)
+        if draw.params.top_logprobs is not None
+    }
     searched = {row: draw.candidate_count for row, draw in enumerate(draws) if draw.candidate_count}
-    report, beams = RowLogprobs(logits, told), RowLogprobs(logits, searched)
+    report, beams = RowLogprobs(logits, top_counts), RowLogprobs(logits, searched)
     if beams.counts:
         # in beam search rules apply to log-probabilities
         logits[list(beams.counts)] = beams.logprobs
@@ -166,7 +186,10 @@ def choose(logits: Tensor, draws: Sequence[Draw], masks: PendingMasks | None = N
     token_ids = sample(logits, draws)
     logprobs = report.reports(token_ids)
     candidates = beams.candidates(logits, logprobs)
-    return [Chosen(token_id, logprobs.get(row), candidates.get(row)) for row, token_id in enumerate(token_ids)]
+    return [
+        Chosen(token_id, logprobs.get(row), candidates.get(row))
+        for row, token_id in enumerate(token_ids)
+    ]
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
@@ -186,13 +209,19 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     return chosen
 
 
+def prompt_logprobs(
+    logits: Tensor, token_ids: Sequence[int], top_count: int
+) -> list[TokenLogprobs]:
+    """Return the log-probabilities of one token per row of logits (R, V) fp32."""
+    report = RowLogprobs(logits, dict.fromkeys(range(len(token_ids)), top_count))
+    return list(report.reports(token_ids).values())
+
+
 class RowLogprobs:
     """Log-softmax of rows of a step's logits, computed before the logits are modified."""
 
     def __init__(self, logits: Tensor, counts: Mapping[int, int]) -> None:
-        """logits: (R, V) fp32. counts: number of top tokens to report, by row. Copies only those
-        rows.
-        """
+        """logits: (R, V) fp32. counts: top tokens to report by row, the only rows copied."""
         self.counts = counts
         if counts:
             self.logprobs = logits[list(counts)].log_softmax(dim=-1)
@@ -205,16 +234,18 @@ class RowLogprobs:
         own = self.logprobs[range(len(picked)), picked].tolist()
         top = self.logprobs.topk(max(self.counts.values()), dim=-1)
         reports = {}
-        rows = zip(self.counts.items(), picked, own, top.indices.tolist(), top.values.tolist(), strict=True)
+        rows = zip(
+            self.counts.items(), picked, own, top.indices.tolist(), top.values.tolist(), strict=True
+        )
         for (row, count), token_id, logprob, top_ids, top_values in rows:
             best = tuple(map(TokenLogprob, top_ids[:count], top_values[:count]))
             reports[row] = TokenLogprobs(TokenLogprob(token_id, logprob), best)
         return reports
 
-    def candidates(self, scores: Tensor, reports: Mapping[int, TokenLogprobs]) -> dict[int, Candidates]:
-        """Return candidates by row of a beam. scores: logits after the rules. reports:
-        log-probabilities by row.
-        """
+    def candidates(
+        self, scores: Tensor, reports: Mapping[int, TokenLogprobs]
+    ) -> dict[int, Candidates]:
+        """Return candidates by row of a beam. scores: logits after the rules."""
         if not self.counts:
             return {}
         count = min(max(self.counts.values()), scores.shape[-1])
@@ -223,9 +254,16 @@ class RowLogprobs:
         # suppressed tokens have infinite scores and sort last
         possible = torch.isfinite(best.values).sum(dim=-1).tolist()
         found = {}
-        rows = zip(self.counts.items(), best.indices.tolist(), best.values.tolist(), own.tolist(), possible, strict=True)
-        for (row, wanted), token_ids, values, logprobs, most in rows:
-            end = min(wanted, most)
+        rows = zip(
+            self.counts.items(),
+            best.indices.tolist(),
+            best.values.tolist(),
+            own.tolist(),
+            possible,
+            strict=True,
+        )
+        for (row, requested_count), token_ids, values, logprobs, possible_count in rows:
+            end = min(requested_count, possible_count)
             top = reports[row].top if row in reports else None
             found[row] = Candidates(token_ids[:end], values[:end], logprobs[:end], top)
         return found
@@ -241,7 +279,9 @@ Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-def draw_token(row: Row, params: SamplingParams, uniform: float, ranked_count: int = FIRST_RANKED_COUNT) -> int:
+def draw_token(
+    row: Row, params: SamplingParams, uniform: float, ranked_count: int = FIRST_RANKED_COUNT
+) -> int:
     """Return the token for a random number from [0, 1). row: (V,) logits, not all minus infinity.
     params: temperature above 0.
 
@@ -261,23 +301,25 @@ def draw_token(row: Row, params: SamplingParams, uniform: float, ranked_count: i
 
 
 def _nucleus(row: Row, params: SamplingParams, ranked_count: int) -> tuple[Ids, Numbers]:
-    """Return the tokens kept by `top_k` and `top_p` with their weights, ranked by weight, ties by
-    id.
-    """
-    most = min(params.top_k or len(row), len(row))
-    count = min(most, ranked_count) if params.top_p < 1.0 and not params.top_k else most
+    """Return the tokens kept by `top_k` and `top_p` with weights, ranked by weight, then id."""
+    limit = min(params.top_k or len(row), len(row))
+    count = min(limit, ranked_count) if params.top_p < 1.0 and not params.top_k else limit
     largest = float(row.max())
     border: float | None = None
     while True:
-        ids = _ranked(row, _likeliest(row, count))[:most]
+        ids = _ranked(row, _likeliest(row, count))[:limit]
         weights = _weights(row[ids], largest, params.temperature)
         sums = weights.cumsum()
         if border is None:
             total = sums[-1] if params.top_k else _weights(row, largest, params.temperature).sum()
             border = float(params.top_p * total)
-        if sums[-1] >= border or len(ids) == most:
+        if sums[-1] >= border or len(ids) == limit:
             # Keep tokens until the border is reached, at least one.
-            kept = 1 + int(np.searchsorted(sums[:-1], border, side="left")) if params.top_p < 1.0 else len(ids)
+            kept = (
+                1 + int(np.searchsorted(sums[:-1], border, side="left"))
+                if params.top_p < 1.0
+                else len(ids)
+            )
             return ids[:kept], weights[:kept]
         count *= RANKED_GROWTH
 
@@ -297,9 +339,7 @@ def _likeliest(row: Row, count: int) -> Ids:
 
 
 def _ranked(row: Row, ids: Ids) -> Ids:
-    """Sort by descending logit, then id: sorting integers is several times as fast as a stable
-    float sort.
-    """
+    """Sort by descending logit, then id, as integers: several times as fast as floats."""
     bits = (row[ids] + np.float32(0.0)).view(np.int32)  # the addition turns -0.0 into the equal 0.0
     rising = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits).astype(np.int64)
     keys = (~rising << 32) | ids
@@ -308,9 +348,7 @@ def _ranked(row: Row, ids: Ids) -> Ids:
 
 
 def _weights(logits: Row, largest: float, temperature: float) -> Numbers:
-    """Return probabilities relative to the most likely token's, in fp64: fp32 sums would distort
-    small ones.
-    """
+    """Return fp64 weights relative to the most likely token's; fp32 sums would distort them."""
     weights: Any = logits.astype(np.float64)
     weights -= largest
     weights /= temperature
@@ -318,9 +356,7 @@ def _weights(logits: Row, largest: float, temperature: float) -> Numbers:
 
 
 def _pick(weights: Numbers, uniform: float) -> int:
-    """Return the index of the first entry whose running sum exceeds uniform x total; its weight is
-    not 0.
-    """
+    """Return the index of the first entry with weight whose running sum exceeds uniform x total."""
     sums = weights.cumsum()
     index = np.searchsorted(sums, uniform * sums[-1], side="right")
     # Rounding can make the target equal to the total, which means the last entry with weight.
