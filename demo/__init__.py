@@ -1,1 +1,1 @@
-"""Corpus and training of the demo model, a small hotel-search copilot. Its weights and card are in `inference/demo_model/`."""
+"""Corpus and training of the demo model, a hotel-search copilot in `inference/demo_model/`."""

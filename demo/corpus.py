@@ -1,7 +1,8 @@
-"""The text that the demo model learns from, and the workload that Weir is measured by.
+"""Training text of the demo model, and the workload with which Weir is measured.
 
-A case is one conversation of a hotel-search copilot: a system prompt, what the search step found, questions and reference answers.
-Everything is drawn from a seed; the same seed gives the same case on every machine. Pure Python: no torch, no tokenizer.
+A case is one conversation of a hotel-search copilot: a system prompt, the result of the search
+step, questions and reference answers. Everything is drawn from a seed; the same seed gives the
+same case on every machine. Pure Python: no torch, no tokenizer.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,24 +28,26 @@ from demo.turns import (
     recommend_in_budget,
 )
 
-REFERENCE_PROMPT_TOKENS = 1025  # 200 system prompt, 800 listings, 25 question: the workload in `bench`
-SYSTEM_PROMPT_TOKENS = 200  # what the chat template makes of SYSTEM_PROMPT, the leading special tokens included
+# 200 system prompt, 800 listings, 25 question: the workload in `bench`.
+REFERENCE_PROMPT_TOKENS = 1025
+# SYSTEM_PROMPT after the chat template, including the leading special tokens.
+SYSTEM_PROMPT_TOKENS = 200
 
 SYSTEM_PROMPT = (
-    "You are the hotel search assistant of a travel site. You get hotel listings and a question of a guest. "
-    "Answer the question in clear and polite English, and use only what the listings say. "
-    "The listings come in order, the best first, and the search line says how many fit. "
-    "Refer to a hotel by its number and its name. "
-    "When a guest asks for a recommendation, recommend the first hotel, with its price, its rating, its distance to the "
-    "centre and what it offers. Then name the next one or two, if they fit too. "
-    "Always tell the guest when a booking cannot be cancelled. "
-    "When none of the hotels fits, say so, and tell what the closest one offers. Never invent a hotel, a price or an amenity. "
-    "When there are no listings, ask the guest for them. "
-    "When the question is about something else, say that you can only help with hotels. "
-    "Be brief: a few short lines are enough."
+    "You are the hotel search assistant of a travel site. You get hotel listings and a question of"
+    " a guest. Answer the question in clear and polite English, and use only what the listings say."
+    " The listings come in order, the best first, and the search line says how many fit. Refer to a"
+    " hotel by its number and its name. When a guest asks for a recommendation, recommend the first"
+    " hotel, with its price, its rating, its distance to the centre and what it offers. Then name"
+    " the next one or two, if they fit too. Always tell the guest when a booking cannot be"
+    " cancelled. When none of the hotels fits, say so, and tell what the closest one offers. Never"
+    " invent a hotel, a price or an amenity. When there are no listings, ask the guest for them."
+    " When the question is about something else, say that you can only help with hotels. Be brief:"
+    " a few short lines are enough."
 )
 _REFERENCE_HOTEL_COUNT = 12  # twelve listings are about 800 tokens
-_REFERENCE_DRAW_COUNT_MAX = 500  # about one draw in three is short of the target by less than the notes can fill
+# About one draw in three is short of the target by less than the notes can fill.
+_REFERENCE_DRAW_COUNT_MAX = 500
 _NOTE_TOKENS_MAX = 60  # a longer note would no longer read like one
 _OTHER_SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -63,7 +66,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One conversation: what the model sees, and what it should answer."""
+    """Conversation: the input of the model and the expected answers."""
 
     found: Found
     system: str | None
@@ -72,31 +75,37 @@ class Case:
 
     @property
     def hotels(self) -> tuple[Hotel, ...]:
-        """The listings, in the order of the search step."""
+        """Listings in the order of the search step."""
         return self.found.hotels
 
     def context(self) -> str:
-        """What the search step found, as it stands in front of the first question; empty when there is nothing."""
+        """Return the search result as it precedes the first question; "" without hotels."""
         if not self.hotels:
             return ""
         note = f"\n{self.note}" if self.note else ""
         return f"{self.found.block()}{note}\n{self.found.line()}\n\n"
 
     def messages(self, turn_count: int | None = None) -> list[Message]:
-        """The whole conversation, or what stands before the answer to turn `turn_count` (counted from 1)."""
+        """Return the conversation, or its part before the answer to turn `turn_count`, from 1."""
         messages: list[Message] = []
         if self.system is not None:
             messages.append({"role": "system", "content": self.system})
         for number, turn in enumerate(self.turns[:turn_count], start=1):
-            question = f"{self.context()}Question: {turn.question}" if number == 1 and self.hotels else turn.question
+            question = (
+                f"{self.context()}Question: {turn.question}"
+                if number == 1 and self.hotels
+                else turn.question
+            )
             messages.append({"role": "user", "content": question})
             if number != turn_count:
                 messages.append({"role": "assistant", "content": turn.answer})
         return messages
 
 
-def draw_case(rng: Random, split: Split, hotel_count_max: int = LISTING_COUNT_MAX, again_count_max: int = 4) -> Case:
-    """Draw a conversation of one question and up to `again_count_max` more on its answer; one in ten has no listings."""
+def draw_case(
+    rng: Random, split: Split, hotel_count_max: int = LISTING_COUNT_MAX, again_count_max: int = 4
+) -> Case:
+    """Draw a question and up to `again_count_max` follow-ups; one in ten has no listings."""
     if rng.random() < 0.1:
         return _draw_case_without_listings(rng)
     hotels = draw_hotels(rng, _draw_hotel_count(rng, hotel_count_max), split)
@@ -114,13 +123,13 @@ def draw_case(rng: Random, split: Split, hotel_count_max: int = LISTING_COUNT_MA
 
 
 def _draw_hotel_count(rng: Random, hotel_count_max: int) -> int:
-    """Mostly near the maximum, where finding a fact is hardest, but every smaller number from two up too."""
+    """Return mostly numbers near the maximum, where finding a fact is hardest, but all from 2."""
     span = hotel_count_max - 1
     return hotel_count_max - min(rng.randrange(span), rng.randrange(span))
 
 
 def _draw_system(rng: Random, hotel_count: int) -> str | None:
-    """The long prompt mostly where the listings are many: elsewhere it would be most of the text."""
+    """Return the long prompt mostly for many listings; for few it would be most of the text."""
     if rng.random() < (0.7 if hotel_count > 5 else 0.2):
         return SYSTEM_PROMPT
     return rng.choice((*_OTHER_SYSTEM_PROMPTS, None, None))
@@ -128,41 +137,49 @@ def _draw_system(rng: Random, hotel_count: int) -> str | None:
 
 def _draw_case_without_listings(rng: Random) -> Case:
     turns = tuple(
-        small_talk.no_listings(rng, rng.choice(words.CITIES))
-        if rng.random() < 0.3
-        else small_talk.draw_small_talk(rng, listings=False)
+        (
+            small_talk.no_listings(rng, rng.choice(words.CITIES))
+            if rng.random() < 0.3
+            else small_talk.draw_small_talk(rng, listings=False)
+        )
         for _ in range(rng.randint(2, 5))
     )
     return Case(Found(), _draw_system(rng, 0), "", turns)
 
 
 def evaluation_case(seed: int) -> Case:
-    """A full-length case of names that training never saw, with one question."""
+    """Return a full-length case of names that training never saw, with one question."""
     rng = Random(f"evaluation {seed}")
-    found, turn = draw_turn(rng, draw_hotels(rng, rng.randint(6, LISTING_COUNT_MAX), Split.EVAL), Split.EVAL)
+    found, turn = draw_turn(
+        rng, draw_hotels(rng, rng.randint(6, LISTING_COUNT_MAX), Split.EVAL), Split.EVAL
+    )
     return Case(found, SYSTEM_PROMPT, "", (turn,))
 
 
 def evaluation_follow_up(seed: int) -> Case:
-    """A full-length case whose second question is about a hotel of the first answer."""
+    """Return a full-length case whose second question is about a hotel of the first answer."""
     rng = Random(f"evaluation again {seed}")
     while True:
-        found, turn = draw_turn(rng, draw_hotels(rng, rng.randint(6, LISTING_COUNT_MAX), Split.EVAL), Split.EVAL)
+        found, turn = draw_turn(
+            rng, draw_hotels(rng, rng.randint(6, LISTING_COUNT_MAX), Split.EVAL), Split.EVAL
+        )
         if turn.listed:
             again = look_up_again(rng, found.hotels[rng.choice(turn.listed) - 1])
             return Case(found, SYSTEM_PROMPT, "", (turn, again))
 
 
 def evaluation_small_talk(seed: int) -> Case:
-    """A message that is no question about a listing."""
+    """Return a case whose message does not ask about a listing."""
     rng = Random(f"evaluation talk {seed}")
     if rng.random() < 0.3:
-        return Case(Found(), SYSTEM_PROMPT, "", (small_talk.no_listings(rng, rng.choice(words.CITIES)),))
+        return Case(
+            Found(), SYSTEM_PROMPT, "", (small_talk.no_listings(rng, rng.choice(words.CITIES)),)
+        )
     return Case(Found(), SYSTEM_PROMPT, "", (small_talk.draw_small_talk(rng, listings=False),))
 
 
 def reference_case(seed: int) -> Case:
-    """A case of the reference workload, before it is brought to its exact length: one recommendation among twelve."""
+    """Return a case of the reference workload: one choice among twelve, not of exact length."""
     return _draw_reference(Random(f"reference {seed}"))
 
 
@@ -180,7 +197,7 @@ def reference_messages(
     count_tokens: Callable[[list[Message]], int],
     prompt_token_count: int = REFERENCE_PROMPT_TOKENS,
 ) -> list[Message]:
-    """The messages of `sized_reference_case`, ready to be sent."""
+    """Return the messages of `sized_reference_case`."""
     return sized_reference_case(seed, count_tokens, prompt_token_count).messages(1)
 
 
@@ -189,10 +206,10 @@ def sized_reference_case(
     count_tokens: Callable[[list[Message]], int],
     prompt_token_count: int = REFERENCE_PROMPT_TOKENS,
 ) -> Case:
-    """A reference case whose templated prompt has exactly `prompt_token_count` tokens.
+    """Return a reference case whose templated prompt has exactly `prompt_token_count` tokens.
 
-    `count_tokens` renders messages with the chat template, generation prompt added, and counts. Cases are drawn until
-    one falls a little short; notes below its listings then make up what is missing.
+    `count_tokens` renders messages with the chat template and a generation prompt, and counts.
+    Cases are drawn until one is slightly too short; notes below its listings fill the rest.
     Raises: ValueError if no case can be brought to that size.
     """
     rng = Random(f"reference {seed}")
@@ -209,10 +226,14 @@ def sized_reference_case(
     raise ValueError(f"no reference case of {prompt_token_count} tokens for seed {seed}")
 
 
-def _notes_of_about(missing: int, case: Case, count_tokens: Callable[[list[Message]], int]) -> Iterator[str]:
-    """Choices of notes that together have about that many tokens; joining them can change a count by one."""
+def _notes_of_about(
+    missing: int, case: Case, count_tokens: Callable[[list[Message]], int]
+) -> Iterator[str]:
+    """Yield choices of notes with about that many tokens, give or take one for each note."""
     bare = count_tokens(case.messages(1))
-    sizes = {note: count_tokens(replace(case, note=note).messages(1)) - bare for note in words.NOTES}
+    sizes = {
+        note: count_tokens(replace(case, note=note).messages(1)) - bare for note in words.NOTES
+    }
     for note_count in (1, 2, 3, 4):
         for notes in combinations(words.NOTES, note_count):
             if abs(sum(sizes[note] for note in notes) - missing) <= note_count:

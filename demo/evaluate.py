@@ -1,7 +1,7 @@
 """Score greedy answers on names and listings that training never saw, with Weir's own engine.
 
-`python -m demo.evaluate --model DIR --cases N` prints a table by kind of question, and with `--show N` some
-answers of each kind. Many cases run at once: continuous batching does the rest.
+`python -m demo.evaluate --model DIR --cases N` prints a table by kind of question, and with `--show
+N` some answers of each kind. Many cases run at once: continuous batching does the rest.
 """
 
 import argparse
@@ -34,17 +34,19 @@ from inference.engine import (
 )
 
 ANSWER_TOKENS_MAX = 200
-CASES_AT_ONCE = 128  # the engine refuses what its queue cannot hold
+CASES_AT_ONCE = 128  # the engine refuses requests beyond its queue
 COLUMNS = ("hotels", "facts", "faithful", "ended", "right")
 
 
 def build_cases(tokenizer: Tokenizer, case_count: int, first_seed: int) -> list[tuple[str, Case]]:
-    """Questions of all kinds, a quarter as many each of follow-ups, messages of small talk and reference prompts."""
+    """Return questions, and a quarter as many each of follow-ups, small talk, reference prompts."""
 
     def count_tokens(messages: list[Message]) -> int:
         return len(token_ids_of(tokenizer, messages, generation_prompt=True))
 
-    seeds, fewer = (range(first_seed, first_seed + count) for count in (case_count, case_count // 4))
+    seeds, fewer = (
+        range(first_seed, first_seed + count) for count in (case_count, case_count // 4)
+    )
     cases = [(case.turns[0].kind, case) for case in map(evaluation_case, seeds)]
     cases += [("follow-up", case) for case in map(evaluation_follow_up, fewer)]
     cases += [("small talk", case) for case in map(evaluation_small_talk, fewer)]
@@ -52,21 +54,28 @@ def build_cases(tokenizer: Tokenizer, case_count: int, first_seed: int) -> list[
     return cases
 
 
-async def answer_all(model: Path, tokenizer: Tokenizer, cases: Sequence[Case], thread_count: int) -> list[tuple[str, bool]]:
-    """The answer to each case's last question, and whether it ended by itself."""
+async def answer_all(
+    model: Path, tokenizer: Tokenizer, cases: Sequence[Case], thread_count: int
+) -> list[tuple[str, bool]]:
+    """Return the answer to each case's last question, and whether it ended by itself."""
     engine = TorchEngine(TorchEngineSettings(model, "demo", torch_thread_count=thread_count))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         await engine.start()
-        prompts = [token_ids_of(tokenizer, case.messages(len(case.turns)), generation_prompt=True) for case in cases]
+        prompts = [
+            token_ids_of(tokenizer, case.messages(len(case.turns)), generation_prompt=True)
+            for case in cases
+        ]
         places = asyncio.Semaphore(CASES_AT_ONCE)
         answers = await asyncio.gather(*(answer(engine, places, prompt) for prompt in prompts))
         await engine.close()
     return answers
 
 
-async def answer(engine: TorchEngine, places: asyncio.Semaphore, prompt: Sequence[int]) -> tuple[str, bool]:
-    """One greedy answer, and whether it ended by itself."""
+async def answer(
+    engine: TorchEngine, places: asyncio.Semaphore, prompt: Sequence[int]
+) -> tuple[str, bool]:
+    """Return one greedy answer, and whether it ended by itself."""
     request = GenerationRequest(tuple(prompt), SamplingParams(), StopCriteria(ANSWER_TOKENS_MAX))
     text, ended = "", False
     async with places, streams.stream(engine, request) as stream:
@@ -83,7 +92,7 @@ async def answer(engine: TorchEngine, places: asyncio.Semaphore, prompt: Sequenc
 
 
 def print_table(scores: dict[str, list[Score]]) -> None:
-    """One row per kind of question, in Markdown."""
+    """Print one row per kind of question, in Markdown."""
     print(f"| question | cases | {' | '.join(COLUMNS)} |")
     print(f"|---|---:|{'---:|' * len(COLUMNS)}")
     everything = [mark for marks in scores.values() for mark in marks]
@@ -96,13 +105,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--first-seed", type=int, default=0, help="of the cases; those from 0 on steered the training")
-    parser.add_argument("--show", type=int, default=0, help="how many answers of each kind to print")
+    parser.add_argument(
+        "--first-seed",
+        type=int,
+        default=0,
+        help="of the cases; those from 0 on steered the training",
+    )
+    parser.add_argument(
+        "--show", type=int, default=0, help="how many answers of each kind to print"
+    )
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     cases = build_cases(tokenizer, arguments.cases, arguments.first_seed)
-    answers = asyncio.run(answer_all(arguments.model, tokenizer, [case for _, case in cases], arguments.threads))
+    answers = asyncio.run(
+        answer_all(arguments.model, tokenizer, [case for _, case in cases], arguments.threads)
+    )
     scores: dict[str, list[Score]] = defaultdict(list)
     shown: Counter[str] = Counter()
     for (kind, case), (text, ended) in zip(cases, answers, strict=True):

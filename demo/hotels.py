@@ -1,6 +1,7 @@
-"""A hotel, how its listing reads, and how a set of listings is drawn.
+"""Hotels, their listings, and the drawing of sets of listings.
 
-Within one set the prices, ratings and distances are all different: "the cheapest" always names exactly one hotel.
+Within one set the prices, ratings and distances are all different: "the cheapest" always names
+exactly one hotel.
 """
 
 import zlib
@@ -17,20 +18,20 @@ _DISTANCES_TENTHS = tuple(range(1, 60))
 
 
 class Split(StrEnum):
-    """Hotel names belong to one of two disjoint sets, so that evaluation only ever asks about unseen names."""
+    """Disjoint sets of hotel names, so that evaluation only asks about unseen names."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 def split_of(name: str) -> Split:
-    """The set a name belongs to; a checksum, because `hash` differs between processes."""
+    """Return the set of a name by its checksum, because `hash` differs between processes."""
     return Split.EVAL if zlib.crc32(name.encode()) % 12 == 0 else Split.TRAIN
 
 
 @dataclass(frozen=True, slots=True)
 class Hotel:
-    """One listing. Ratings and distances are kept in tenths, so that no float is ever printed."""
+    """Listing of a hotel. Ratings and distances are kept in tenths, so that no float is printed."""
 
     index: int
     name: str
@@ -48,12 +49,12 @@ class Hotel:
 
     @property
     def label(self) -> str:
-        """How answers refer to the hotel: its number in the listings, then its name."""
+        """Number of the hotel in the listings, then its name, as answers refer to it."""
         return f"[{self.index}] {self.name}"
 
     @property
     def citation(self) -> str:
-        """How answers refer to a hotel that the guest named: the name first, then its number as the source."""
+        """Name of the hotel, then its number as the source, for a hotel that the guest named."""
         return f"{self.name} [{self.index}]"
 
     @property
@@ -69,19 +70,20 @@ class Hotel:
         return f"{self.distance_tenths // 10}.{self.distance_tenths % 10} km"
 
     def listing(self) -> str:
-        """The listing as retrieval would hand it over: one line, the same fields in the same order."""
+        """Return the listing as from a retrieval step: one line, its fields in a fixed order."""
         article = "an" if self.kind[0] in "aeiou" else "a"
         return (
-            f"[{self.index}] {self.name}, {article} {self.kind} in {self.district} of {self.city}. "
-            f"Price: ${self.price}. Rating: {self.rating}. Centre: {self.distance}. "
-            f"Amenities: {', '.join(self.amenities)}. Breakfast: {self.breakfast}. Pets: {self.pets}. "
-            f"Cancellation: {self.cancellation}. Guests say: {self.praise}."
+            f"[{self.index}] {self.name}, {article} {self.kind} in {self.district} of {self.city}."
+            f" Price: ${self.price}. Rating: {self.rating}. Centre: {self.distance}. Amenities:"
+            f" {', '.join(self.amenities)}. Breakfast: {self.breakfast}. Pets: {self.pets}."
+            f" Cancellation: {self.cancellation}. Guests say: {self.praise}."
         )
 
     def breakfast_sentence(self) -> str:
-        return {"included": "Breakfast is included.", "not offered": "Breakfast is not offered."}.get(
-            self.breakfast, f"Breakfast costs {self.breakfast}."
-        )
+        return {
+            "included": "Breakfast is included.",
+            "not offered": "Breakfast is not offered.",
+        }.get(self.breakfast, f"Breakfast costs {self.breakfast}.")
 
     def pets_sentence(self) -> str:
         return f"Pets are {self.pets}."
@@ -104,7 +106,9 @@ def draw_name(rng: Random, split: Split) -> str:
 
 
 def _compose_name(rng: Random) -> str:
-    made = rng.choice(words.MADE_FIRST) + (rng.choice(words.MADE_MIDDLE) if rng.random() < 0.6 else "")
+    made = rng.choice(words.MADE_FIRST) + (
+        rng.choice(words.MADE_MIDDLE) if rng.random() < 0.6 else ""
+    )
     made += rng.choice(words.MADE_LAST)
     first, second = rng.choice(words.NAME_FIRST), rng.choice(words.NAME_SECOND)
     suffix = rng.choice(words.NAME_SUFFIX)
@@ -124,7 +128,7 @@ def _compose_name(rng: Random) -> str:
 
 
 def draw_hotels(rng: Random, count: int, split: Split) -> tuple[Hotel, ...]:
-    """Draw listings numbered from 1, mostly of one city, as a search for that city would return them."""
+    """Draw listings numbered from 1, mostly of one city, like the results of a search for it."""
     cities = [rng.choice(words.CITIES)]
     if rng.random() < 0.1:
         cities.append(rng.choice(words.CITIES))
@@ -147,9 +151,18 @@ def draw_hotels(rng: Random, count: int, split: Split) -> tuple[Hotel, ...]:
             rating_tenths=ratings[i],
             distance_tenths=distances[i],
             amenities=tuple(rng.sample(tuple(words.AMENITIES), rng.choice((2, 3, 3, 4, 4, 5)))),
-            breakfast=rng.choice(("included", f"${rng.randint(6, 24)} extra", f"${rng.randint(6, 24)} extra", "not offered")),
+            breakfast=rng.choice(
+                (
+                    "included",
+                    f"${rng.randint(6, 24)} extra",
+                    f"${rng.randint(6, 24)} extra",
+                    "not offered",
+                )
+            ),
             pets=rng.choice(("welcome", "not allowed", "not allowed")),
-            cancellation=rng.choice(("free", f"free until {rng.randint(2, 9)} days before arrival", "not possible")),
+            cancellation=rng.choice(
+                ("free", f"free until {rng.randint(2, 9)} days before arrival", "not possible")
+            ),
             praise=_praise(rng),
         )
         for i in range(count)

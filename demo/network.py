@@ -1,6 +1,7 @@
-"""The decoder that is trained: Llama's architecture and Hugging Face's parameter names, in few enough operations for a CPU.
+"""Decoder for training: Llama's architecture, in few enough operations for a CPU.
 
-The parameter names are those of `LlamaForCausalLM`, so a state dict is a checkpoint. Serving never uses this module.
+The parameter names are those of `LlamaForCausalLM`, so a state dict is a checkpoint. Serving never
+uses this module.
 """
 
 from collections.abc import Sequence
@@ -11,13 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 NORM_EPSILON = 1e-5
-_EVERY, _NUMBER = 0, 1  # components of an embedding: one that all tokens share, one that marks a listing's number
-ROPE_THETA = 500_000.0  # slow rotations leave half of each head free to match content a thousand tokens away
+# Components of an embedding: one that all tokens share, one that marks a listing's number.
+_EVERY, _NUMBER = 0, 1
+# Slow rotations leave half of each head free to match content a thousand tokens away.
+ROPE_THETA = 500_000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of the network."""
+    """Sizes of the network."""
 
     vocab_size: int
     hidden_size: int = 256
@@ -29,7 +32,7 @@ class Shape:
     position_count_max: int = 2048
 
     def config(self, token_ids: dict[str, int]) -> dict[str, object]:
-        """The `config.json` of this network."""
+        """Return the `config.json` of this network."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -71,7 +74,10 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        query_size, kv_size = shape.head_count * shape.head_size, shape.kv_head_count * shape.head_size
+        query_size, kv_size = (
+            shape.head_count * shape.head_size,
+            shape.kv_head_count * shape.head_size,
+        )
         self.q_proj = nn.Linear(shape.hidden_size, query_size, bias=False)
         self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
@@ -80,14 +86,20 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         shape, (batch, length, _) = self.shape, x.shape
         weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
-        heads = F.linear(x, weight).view(batch, length, -1, shape.head_size).transpose(1, 2)  # (B, Q + 2K, T, D)
-        turned, v = torch.split(heads, [shape.head_count + shape.kv_head_count, shape.kv_head_count], dim=1)
+        # (B, Q + 2K, T, D).
+        heads = F.linear(x, weight).view(batch, length, -1, shape.head_size).transpose(1, 2)
+        turned, v = torch.split(
+            heads, [shape.head_count + shape.kv_head_count, shape.kv_head_count], dim=1
+        )
         half = shape.head_size // 2
         turned = turned * cos + torch.cat((-turned[..., half:], turned[..., :half]), dim=-1) * sin
         q, k = torch.split(turned, [shape.head_count, shape.kv_head_count], dim=1)
         repeat = shape.head_count // shape.kv_head_count
         y = F.scaled_dot_product_attention(
-            q, k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1), is_causal=True
+            q,
+            k.repeat_interleave(repeat, dim=1),
+            v.repeat_interleave(repeat, dim=1),
+            is_causal=True,
         )
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
         return out
@@ -103,7 +115,9 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.mlp_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, torch.cat((self.gate_proj.weight, self.up_proj.weight))).chunk(2, dim=-1)
+        gate, up = F.linear(x, torch.cat((self.gate_proj.weight, self.up_proj.weight))).chunk(
+            2, dim=-1
+        )
         out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
 
@@ -147,7 +161,7 @@ class Body(nn.Module):
 
 
 class Network(nn.Module):
-    """Token ids to hidden states; `logits` projects them with the tied embedding."""
+    """Network from token ids to hidden states; `logits` projects them with the tied embedding."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -161,13 +175,13 @@ class Network(nn.Module):
 
     @torch.no_grad()
     def reset(self, listing_numbers: Sequence[tuple[int, ...]] = ()) -> None:
-        """Random weights, but for a copying circuit that training need not discover by chance.
+        """Set random weights, except for a copying circuit, which training need not discover.
 
-        Nearly every word of an answer is copied from one listing, and a network of this size stays blind to that for a
-        long first part of its training. So it begins with heads that look back by one and two tokens and to the number
-        of the listing, with a layer of heads that find where the current token stood before, in the listing that is
-        spoken of, and with outputs that tend to repeat what a head looked at. `listing_numbers` holds, for each number,
-        the token ids that print it.
+        Nearly every word of an answer is copied from one listing, which a network of this size
+        takes long to learn. So it begins with heads that attend one and two tokens back and to the
+        number of the listing, with a layer of heads that find earlier occurrences of the current
+        token in the listing under discussion, and with outputs that tend to repeat the attended
+        token. `listing_numbers` holds, for each number, the token ids that print it.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -193,26 +207,31 @@ class Network(nn.Module):
         self._look_for_repeats(second, own, before, listing)
 
     def _per_query_head(self, weight: Tensor) -> Tensor:
-        """Rows of a key-value projection, repeated for each query head that shares them."""
+        """Return rows of a key-value projection, repeated for each query head that shares them."""
         shape = self.shape
         heads = weight.view(shape.kv_head_count, shape.head_size, -1)
         return heads.repeat_interleave(shape.head_count // shape.kv_head_count, dim=0).flatten(0, 1)
 
     def _query_rows(self, attention: Attention, head: int) -> Tensor:
-        """A view of one query head's projection, faded so that what is written into it stands out."""
-        rows = attention.q_proj.weight[head * self.shape.head_size : (head + 1) * self.shape.head_size]
+        """Scale a query head's projection down and return a view, whose new values dominate."""
+        rows = attention.q_proj.weight[
+            head * self.shape.head_size : (head + 1) * self.shape.head_size
+        ]
         rows *= 0.1
         return rows
 
-    def _look_back(self, attention: Attention, own: Tensor, before: Tensor, before_that: Tensor) -> None:
-        """Two heads that attend one and two tokens back, and write what they see where later layers can tell it apart.
+    def _look_back(
+        self, attention: Attention, own: Tensor, before: Tensor, before_that: Tensor
+    ) -> None:
+        """Let two heads attend one and two tokens back, and write these into separate components.
 
-        All embeddings share one component; turning it in the queries by minus one or two positions does the trick.
+        All embeddings share one component; the queries turn it by minus one or two positions.
         """
         size = self.shape.head_size
         half = size // 2
         angles = ROPE_THETA ** -(torch.arange(0, size, 2) / size)
-        strength = torch.where(angles > 0.02, 1.0, 0.0)  # slower rotations cannot tell neighbours apart
+        # Slower rotations cannot distinguish neighbours.
+        strength = torch.where(angles > 0.02, 1.0, 0.0)
         attention.k_proj.weight[:size] *= 0.1
         attention.k_proj.weight[:half, _EVERY] = strength
         attention.v_proj.weight[:half] = 0.4 * own
@@ -223,7 +242,7 @@ class Network(nn.Module):
             attention.o_proj.weight[:, head * size : head * size + half] = 0.4 * place.T
 
     def _look_for_listing(self, attention: Attention, own: Tensor, listing: Tensor) -> None:
-        """A head that attends to the last listing number and writes which one it was."""
+        """Let a head attend to the last listing number and write it."""
         size, head = self.shape.head_size, self.shape.head_count // self.shape.kv_head_count
         half = size // 2
         attention.k_proj.weight[size : 2 * size] *= 0.1
@@ -232,10 +251,13 @@ class Network(nn.Module):
         self._query_rows(attention, head)[:half, _EVERY] = 0.7
         attention.o_proj.weight[:, head * size : head * size + half] = 0.4 * listing.T
 
-    def _look_for_repeats(self, attention: Attention, own: Tensor, before: Tensor, listing: Tensor) -> None:
-        """Heads that attend to what followed the current token before, or to the listing spoken of, or to both.
+    def _look_for_repeats(
+        self, attention: Attention, own: Tensor, before: Tensor, listing: Tensor
+    ) -> None:
+        """Let heads attend to earlier successors of the current token, its listing, or both.
 
-        Only the slow rotations are used, which hardly turn within a prompt: five in eight for tokens, three for listings.
+        Only the slow rotations are used, which hardly turn within a prompt: five in eight for
+        tokens, three for listings.
         """
         half = self.shape.head_size // 2
         planes = torch.arange(half // 2, half)
@@ -261,7 +283,7 @@ class Network(nn.Module):
         before: Tensor,
         listing: Tensor,
     ) -> None:
-        """Heads that find the last word, or the last two, in the listings and tend to say the number of that listing."""
+        """Let heads find the last one or two words in a listing, and favour its number."""
         size, head = self.shape.head_size, self.shape.head_count // self.shape.kv_head_count
         half = size // 2
         attention.k_proj.weight[size : 2 * size] *= 0.1
@@ -276,9 +298,12 @@ class Network(nn.Module):
             attention.o_proj.weight[:, one * size : one * size + half] = 0.12 * own.T
 
     def forward(self, token_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Shapes: token_ids (B, T) from position 0; returns hidden states (B, T, hidden_size)."""
+        """Return hidden states (B, T, hidden_size). token_ids: (B, T), from position 0."""
         length = token_ids.shape[1]
-        cos, sin = self.get_buffer("cos")[:length].to(dtype), self.get_buffer("sin")[:length].to(dtype)
+        cos, sin = (
+            self.get_buffer("cos")[:length].to(dtype),
+            self.get_buffer("sin")[:length].to(dtype),
+        )
         out: Tensor = self.model(token_ids, cos, sin)
         return out
 

@@ -1,8 +1,18 @@
-"""How questions are asked; every function draws one of several phrasings."""
+"""Phrasings of questions; every function draws one of several."""
 
 from random import Random
 
-ATTRIBUTES = ("price", "rating", "distance", "district", "amenities", "breakfast", "pets", "cancellation", "guests")
+ATTRIBUTES = (
+    "price",
+    "rating",
+    "distance",
+    "district",
+    "amenities",
+    "breakfast",
+    "pets",
+    "cancellation",
+    "guests",
+)
 
 _PREFERENCES = {
     "rating": (
@@ -46,7 +56,7 @@ _PREAMBLES = (
 
 
 def preamble(rng: Random) -> str:
-    """What guests say before they ask; it changes nothing about the answer."""
+    """Return an introduction of the guest that does not change the answer."""
     return rng.choice(_PREAMBLES)
 
 
@@ -83,14 +93,23 @@ def ask_recommend(rng: Random, wish: str, criterion: str | None) -> str:
 def ask_budget(rng: Random, wish: str, budget: int) -> str:
     return rng.choice(
         (
-            f"I am looking for a hotel {wish} for less than ${budget} a night. Which one would you recommend?",
+            (
+                f"I am looking for a hotel {wish} for less than ${budget} a night. Which one would"
+                " you recommend?"
+            ),
             f"Which hotel {wish} costs less than ${budget} a night?",
             f"Can you find a hotel {wish} under ${budget}?",
-            f"My budget is ${budget} a night, and I would like a hotel {wish}. What do you suggest?",
+            (
+                f"My budget is ${budget} a night, and I would like a hotel {wish}. What do you"
+                " suggest?"
+            ),
             f"I need a hotel {wish}, but I do not want to pay more than ${budget} a night.",
             f"We want to stay in a hotel {wish} and our budget is ${budget}.",
             f"Is there anything {wish} below ${budget} a night?",
-            f"Please recommend a hotel {wish} under ${budget} a night, the better rated the better.",
+            (
+                f"Please recommend a hotel {wish} under ${budget} a night, the better rated the"
+                " better."
+            ),
         )
     )
 
@@ -123,8 +142,16 @@ def ask_below(rng: Random, budget: int) -> str:
 def ask_superlative(rng: Random, criterion: str) -> str:
     adjective = _ADJECTIVE[criterion]
     special = {
-        "rating": ("Which hotel has the best rating?", "Which one is rated best?", "Which hotel do guests like most?"),
-        "price": ("Which hotel costs the least?", "Which one has the lowest price?", "What is the cheapest option?"),
+        "rating": (
+            "Which hotel has the best rating?",
+            "Which one is rated best?",
+            "Which hotel do guests like most?",
+        ),
+        "price": (
+            "Which hotel costs the least?",
+            "Which one has the lowest price?",
+            "What is the cheapest option?",
+        ),
         "distance": (
             "Which hotel is closest to the centre?",
             "Which one is nearest to the centre?",
@@ -151,13 +178,21 @@ def ask_attribute(rng: Random, subject: str, attribute: str) -> str:
             f"What is the price of {subject}?",
             f"How much does {subject} cost per night?",
         ),
-        "rating": (f"How is {subject} rated?", f"What is the rating of {subject}?", f"Is {subject} well rated?"),
+        "rating": (
+            f"How is {subject} rated?",
+            f"What is the rating of {subject}?",
+            f"Is {subject} well rated?",
+        ),
         "distance": (
             f"How far is {subject} from the centre?",
             f"Is {subject} close to the centre?",
             f"What is the distance from {subject} to the centre?",
         ),
-        "district": (f"Where is {subject}?", f"Which district is {subject} in?", f"In which area is {subject}?"),
+        "district": (
+            f"Where is {subject}?",
+            f"Which district is {subject} in?",
+            f"In which area is {subject}?",
+        ),
         "amenities": (
             f"What amenities does {subject} have?",
             f"What does {subject} offer?",
@@ -168,7 +203,11 @@ def ask_attribute(rng: Random, subject: str, attribute: str) -> str:
             f"Does {subject} serve breakfast?",
             f"How much is breakfast at {subject}?",
         ),
-        "pets": (f"Can I bring my dog to {subject}?", f"Are pets allowed at {subject}?", f"Does {subject} take pets?"),
+        "pets": (
+            f"Can I bring my dog to {subject}?",
+            f"Are pets allowed at {subject}?",
+            f"Does {subject} take pets?",
+        ),
         "cancellation": (
             f"Can I cancel a booking at {subject}?",
             f"Is cancellation free at {subject}?",

@@ -1,4 +1,4 @@
-"""Whether an answer is right, and whether it is true to the listings; pure Python, for any engine's output."""
+"""Scores of answers: correct, and faithful to the listings. Pure Python, for any engine."""
 
 import re
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ _NUMBER = re.compile(r"(?<![\d.])\d+(?:\.\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One answer's marks."""
+    """Marks of one answer."""
 
-    hotels: bool  # speaks of exactly the hotels it should, in order
-    facts: bool  # holds every fact that the reference answer holds, word by word
-    faithful: bool  # every name and number belongs to the hotel that is spoken of
+    hotels: bool  # names exactly the expected hotels, in order
+    facts: bool  # contains every fact of the reference answer, word by word
+    faithful: bool  # every name and number belongs to the hotel that the answer is about
     ended: bool  # stopped by itself
 
     @property
@@ -36,12 +36,16 @@ def score(case: Case, answer: str, ended: bool) -> Score:
 
 
 def is_faithful(case: Case, answer: str) -> bool:
-    """Each hotel's number goes with its name, and what follows, up to the next hotel, with its figures.
+    """Return whether each hotel's number occurs with its name, followed by its own figures.
 
-    Numbers of the question and of the search step may stand anywhere.
+    Numbers of the question and of the search step may occur anywhere.
     """
     hotels = {hotel.index: hotel for hotel in case.hotels}
-    common = {*_NUMBER.findall(case.turns[-1].question), str(case.found.fit_count), str(len(case.hotels))}
+    common = {
+        *_NUMBER.findall(case.turns[-1].question),
+        str(case.found.fit_count),
+        str(len(case.hotels)),
+    }
     before, *spoken = _MENTION.split(answer)
     if not set(_NUMBER.findall(before)) <= common:
         return False

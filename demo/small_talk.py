@@ -1,6 +1,7 @@
-"""What users type that is no question about a listing: greetings, thanks, other subjects, noise, and no listings at all.
+"""Small talk: greetings, thanks, other subjects, noise, and questions without listings.
 
-A service's first visitor often types "hello". The answer has to be polite English, and to say what the assistant is for.
+A service's first visitor often types "hello". The answer must be polite English, and must name
+the purpose of the assistant.
 """
 
 from random import Random
@@ -9,38 +10,66 @@ from demo import phrases
 from demo.turns import FEATURES, Turn
 
 _GREETINGS = (
-    "Hello", "Hello!", "Hi", "Hi!", "Hi there", "Hey", "Hey!", "Good morning", "Good evening", "hello", "hi", "hey there",
-    "Good afternoon!", "Hello there!", "Greetings", "Hello, how are you?", "hi, how are you doing?", "Hey, what's up?",
-    "Hello, are you there?", "Nice to meet you!", "Good day", "test", "testing", "Hello world", "Is anybody there?",
+    "Hello", "Hello!", "Hi", "Hi!", "Hi there", "Hey", "Hey!", "Good morning", "Good evening",
+    "hello", "hi", "hey there", "Good afternoon!", "Hello there!", "Greetings",
+    "Hello, how are you?", "hi, how are you doing?", "Hey, what's up?", "Hello, are you there?",
+    "Nice to meet you!", "Good day", "test", "testing", "Hello world", "Is anybody there?",
 )  # fmt: skip
 _THANKS = (
-    "Thanks!", "Thank you!", "Thank you very much.", "Great, thanks a lot.", "thanks", "Perfect, thank you.", "Cool, thanks!",
-    "That helps, thank you.", "Bye!", "Goodbye", "That is all, bye.", "ok", "Okay, great.", "See you later!", "Awesome!",
+    "Thanks!", "Thank you!", "Thank you very much.", "Great, thanks a lot.", "thanks",
+    "Perfect, thank you.", "Cool, thanks!", "That helps, thank you.", "Bye!", "Goodbye",
+    "That is all, bye.", "ok", "Okay, great.", "See you later!", "Awesome!",
 )  # fmt: skip
 _ABILITY = (
-    "What can you do?", "Who are you?", "What are you?", "How can you help me?", "Help", "help me", "What is this?",
-    "What is your name?", "Are you a robot?", "Are you a human?", "How do you work?", "What do you know?", "What should I ask?",
-    "Tell me about yourself.", "Who made you?", "What kind of questions can I ask you?", "Can you help me?", "Which model are you?",
-    "What language model is this?", "Introduce yourself.",
+    "What can you do?", "Who are you?", "What are you?", "How can you help me?", "Help", "help me",
+    "What is this?", "What is your name?", "Are you a robot?", "Are you a human?",
+    "How do you work?", "What do you know?", "What should I ask?", "Tell me about yourself.",
+    "Who made you?", "What kind of questions can I ask you?", "Can you help me?",
+    "Which model are you?", "What language model is this?", "Introduce yourself.",
 )  # fmt: skip
 
 _PLACES = (
-    "France", "Japan", "Italy", "Brazil", "Canada", "Egypt", "India", "Spain", "Norway", "Kenya", "Paris", "London", "New York",
-    "China", "Germany", "Australia", "Mexico", "Texas", "Moscow", "Peru",
+    "France", "Japan", "Italy", "Brazil", "Canada", "Egypt", "India", "Spain", "Norway", "Kenya",
+    "Paris", "London", "New York", "China", "Germany", "Australia", "Mexico", "Texas", "Moscow",
+    "Peru",
 )  # fmt: skip
 _TOPICS = (
-    "the weather", "the moon", "black holes", "football", "quantum physics", "the stock market", "cats", "dogs", "the sea",
-    "machine learning", "history", "politics", "love", "the future", "computers", "music", "chess", "dinosaurs", "space travel",
-    "the Roman Empire", "bitcoin", "cars", "the human brain", "climate change", "philosophy", "autumn", "winter", "a dragon",
-    "a lonely robot", "coffee", "databases", "gravity", "volcanoes", "tax law", "yoga", "friendship",
+    "the weather", "the moon", "black holes", "football", "quantum physics", "the stock market",
+    "cats", "dogs", "the sea", "machine learning", "history", "politics", "love", "the future",
+    "computers", "music", "chess", "dinosaurs", "space travel", "the Roman Empire", "bitcoin",
+    "cars", "the human brain", "climate change", "philosophy", "autumn", "winter", "a dragon",
+    "a lonely robot", "coffee", "databases", "gravity", "volcanoes", "tax law", "yoga",
+    "friendship",
 )  # fmt: skip
-_DISHES = ("pancakes", "pizza", "a chocolate cake", "soup", "bread", "lasagne", "sushi", "a salad", "cookies", "curry")
+_DISHES = (
+    "pancakes",
+    "pizza",
+    "a chocolate cake",
+    "soup",
+    "bread",
+    "lasagne",
+    "sushi",
+    "a salad",
+    "cookies",
+    "curry",
+)
 _CODE = ("Python", "JavaScript", "Rust", "C", "SQL", "Java", "Go")
-_PEOPLE = ("Einstein", "Shakespeare", "Napoleon", "Mozart", "Cleopatra", "Newton", "Picasso", "the president", "Plato")
+_PEOPLE = (
+    "Einstein",
+    "Shakespeare",
+    "Napoleon",
+    "Mozart",
+    "Cleopatra",
+    "Newton",
+    "Picasso",
+    "the president",
+    "Plato",
+)
 _LANGUAGES = ("French", "German", "Spanish", "Italian", "Japanese", "Latin", "Dutch", "Chinese")
 _NOISE_WORDS = (
-    "blue", "table", "run", "seven", "why", "window", "jump", "banana", "maybe", "paper", "quickly", "the", "of", "green", "stone",
-    "when", "river", "if", "lamp", "because", "sing", "yes", "no", "wow", "hmm", "lorem", "ipsum", "foo", "bar", "baz",
+    "blue", "table", "run", "seven", "why", "window", "jump", "banana", "maybe", "paper", "quickly",
+    "the", "of", "green", "stone", "when", "river", "if", "lamp", "because", "sing", "yes", "no",
+    "wow", "hmm", "lorem", "ipsum", "foo", "bar", "baz",
 )  # fmt: skip
 
 
@@ -109,7 +138,8 @@ def _noise(rng: Random) -> str:
         return " ".join(rng.choice(_NOISE_WORDS) for _ in range(rng.randint(1, 6)))
     letters = "abcdefghijklmnopqrstuvwxyz"
     return " ".join(
-        "".join(rng.choice(letters) for _ in range(rng.randint(1, 7))) + rng.choice(("", "", "?", "!", "..."))
+        "".join(rng.choice(letters) for _ in range(rng.randint(1, 7)))
+        + rng.choice(("", "", "?", "!", "..."))
         for _ in range(rng.randint(1, 3))
     )
 
@@ -152,12 +182,22 @@ def thanks(rng: Random, listings: bool) -> Turn:
 def ability(rng: Random, listings: bool) -> Turn:
     answer = rng.choice(
         (
-            "I am a small language model that helps with hotel search. I compare the hotels in your listings and answer "
-            "questions about prices, ratings, amenities and distances.",
-            "I am a hotel search assistant. I read hotel listings, find the ones that fit your wishes and tell you why.",
+            (
+                "I am a small language model that helps with hotel search. I compare the hotels in"
+                " your listings and answer questions about prices, ratings, amenities and"
+                " distances."
+            ),
+            (
+                "I am a hotel search assistant. I read hotel listings, find the ones that fit your"
+                " wishes and tell you why."
+            ),
         )
     )
-    return Turn("ability", rng.choice(_ABILITY), answer if listings else f"{answer} {_NEED_LISTINGS} to begin.")
+    return Turn(
+        "ability",
+        rng.choice(_ABILITY),
+        answer if listings else f"{answer} {_NEED_LISTINGS} to begin.",
+    )
 
 
 def other_subject(rng: Random, listings: bool) -> Turn:
@@ -169,7 +209,12 @@ def other_subject(rng: Random, listings: bool) -> Turn:
             "I would love to help, but hotels are all I know about.",
         )
     )
-    return Turn("other subject", _other_subject(rng), f"{answer} {_purpose(rng, listings)}", facts=("hotels",))
+    return Turn(
+        "other subject",
+        _other_subject(rng),
+        f"{answer} {_purpose(rng, listings)}",
+        facts=("hotels",),
+    )
 
 
 def noise(rng: Random, listings: bool) -> Turn:
@@ -178,11 +223,13 @@ def noise(rng: Random, listings: bool) -> Turn:
 
 
 def no_listings(rng: Random, city: str) -> Turn:
-    """A question about hotels before any listing came."""
+    """Return a question about hotels before there are listings."""
     feature = rng.choice(FEATURES)
     question = rng.choice(
         (
-            phrases.ask_recommend(rng, feature.wish, rng.choice((None, "rating", "price", "distance"))),
+            phrases.ask_recommend(
+                rng, feature.wish, rng.choice((None, "rating", "price", "distance"))
+            ),
             phrases.ask_budget(rng, feature.wish, rng.randrange(80, 400, 10)),
             phrases.ask_superlative(rng, rng.choice(("rating", "price", "distance"))),
             f"I need a hotel in {city}.",

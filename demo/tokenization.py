@@ -1,7 +1,8 @@
-"""The demo model's tokenizer and chat template: trained on the corpus, written in Hugging Face layout.
+"""Tokenizer and chat template of the demo model, trained on the corpus, in Hugging Face layout.
 
-Three decisions make copying easy for a small model: a listing number with its brackets is one token, a number with at most
-one decimal is one token where it is frequent, and every other text falls back to bytes, so nothing is unknown.
+Three decisions make copying easy for a small model: a listing number with its brackets is one
+token, a frequent number with at most one decimal is one token, and every other text falls back to
+bytes, so that no text is unknown.
 """
 
 import json
@@ -28,7 +29,8 @@ _PIECES = (
 CHAT_TEMPLATE = """{{- bos_token -}}
 {%- for message in messages -%}
 {%- if message['role'] not in ('system', 'user', 'assistant') -%}
-{{- raise_exception('A message needs the role system, user or assistant, not ' ~ message['role'] ~ '.') -}}
+{{- raise_exception('A message needs the role system, user or assistant, not ' ~ \
+message['role'] ~ '.') -}}
 {%- endif -%}
 {%- if message['role'] == 'system' and not loop.first -%}
 {{- raise_exception('A system message is only allowed at the beginning.') -}}
@@ -41,7 +43,7 @@ CHAT_TEMPLATE = """{{- bos_token -}}
 
 
 def train_tokenizer(seed: int, vocab_size: int, case_count: int = 5000) -> Tokenizer:
-    """Learn a byte-level vocabulary from freshly drawn cases."""
+    """Learn a byte-level vocabulary from newly drawn cases."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -57,21 +59,27 @@ def train_tokenizer(seed: int, vocab_size: int, case_count: int = 5000) -> Token
         show_progress=False,
     )
     rng = Random(f"tokenizer {seed}")
-    texts = (message["content"] for _ in range(case_count) for message in draw_case(rng, Split.TRAIN).messages())
+    texts = (
+        message["content"]
+        for _ in range(case_count)
+        for message in draw_case(rng, Split.TRAIN).messages()
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a special token, which every tokenizer trained here has."""
+    """Return the id of a special token, which every tokenizer trained here has."""
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
         raise ValueError(f"the tokenizer has no {token}")
     return token_id
 
 
-def token_ids_of(tokenizer: Tokenizer, messages: list[Message], generation_prompt: bool) -> list[int]:
-    """What the chat template followed by the tokenizer gives, without the detour through one string."""
+def token_ids_of(
+    tokenizer: Tokenizer, messages: list[Message], generation_prompt: bool
+) -> list[int]:
+    """Return the tokens of the messages after the chat template, without building one string."""
     end = special_id(tokenizer, END)
     ids = [special_id(tokenizer, BEGIN)]
     for message in messages:

@@ -1,8 +1,8 @@
-"""Train the demo model from nothing: `python -m demo.train --out DIR`.
+"""Training of the demo model from random weights: `python -m demo.train --out DIR`.
 
-Tokenizer and model are learned from cases that `corpus` draws while training runs; nothing is downloaded. Contexts grow from
-three listings to twelve: copying is learned on short ones and then holds on long ones. `--init-from DIR` starts from a model
-that an earlier run wrote instead.
+Tokenizer and model are learned from cases that `corpus` draws during training; nothing is
+downloaded. Contexts grow from three listings to twelve: copying is learned on short ones and then
+works on long ones. `--init-from DIR` starts from the model of an earlier run.
 """
 
 import argparse
@@ -38,26 +38,28 @@ from demo.tokenization import (
 )
 
 VOCAB_SIZE = 2560  # whole words for nearly all of the corpus
-TOKENS_TOTAL = 14_000_000  # somewhat more than the bundled weights took; an hour and a half on one or two cores
-BATCH_TOKENS = 3584  # two or three full conversations: many steps matter more than calm gradients
+# Slightly more than for the bundled weights; an hour and a half on one or two cores.
+TOKENS_TOTAL = 14_000_000
+BATCH_TOKENS = 3584  # two or three full conversations: many steps matter more than smooth gradients
 SEQUENCE_TOKENS_MAX = 1900  # leaves room below the 2,048 positions
 HIDDEN_RATE = 5e-3  # Muon, scaled to AdamW's update size
 OTHER_RATE = 3e-3  # AdamW, for the embedding and the norms
 WARMUP_STEPS = 60
-LISTING_SHARE, LISTING_WEIGHT = 0.1, 0.1  # a sample of prompt tokens, so that structure is learned without great cost
+# A sample of prompt tokens, so that structure is learned cheaply.
+LISTING_SHARE, LISTING_WEIGHT = 0.1, 0.1
 SAVE_EVERY_S = 240.0
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run has come; kept in the checkpoint, so that it can be resumed."""
+    """Progress of a run, kept in the checkpoint so that the run can be resumed."""
 
     step: int = 0
     token_count: int = 0
     elapsed_s: float = 0.0
 
     def share(self, minutes: float | None) -> float:
-        """Between 0 and 1: by tokens, or by time where that is nearer to its end."""
+        """Share of the run that is done, from 0 to 1: by tokens or by time, the larger of both."""
         share = self.token_count / TOKENS_TOTAL
         if minutes is not None:
             share = max(share, self.elapsed_s / (60 * minutes))
@@ -70,7 +72,7 @@ def rate_factor(step: int, share: float) -> float:
 
 
 def hotel_count_max(share: float) -> int:
-    """The longest context at this point of the curriculum."""
+    """Return the longest context at this point of the curriculum."""
     for until, count in ((0.12, 3), (0.3, 5), (0.42, 8)):
         if share < until:
             return count
@@ -78,7 +80,7 @@ def hotel_count_max(share: float) -> int:
 
 
 def _answer_weight(text: str) -> float:
-    """Figures are the task; which phrasing carries them is not."""
+    """Return a high weight for figures, which are the task, and a low one for phrasing."""
     return 2.0 if re.fullmatch(r" ?\d+(\.\d)?", text) else 1.0
 
 
@@ -87,11 +89,15 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._weights = [_answer_weight(tokenizer.decode([i])) for i in range(tokenizer.get_vocab_size())]
-        self._id = {token: special_id(tokenizer, token) for token in (BEGIN, SYSTEM, USER, ASSISTANT, END)}
+        self._weights = [
+            _answer_weight(tokenizer.decode([i])) for i in range(tokenizer.get_vocab_size())
+        ]
+        self._id = {
+            token: special_id(tokenizer, token) for token in (BEGIN, SYSTEM, USER, ASSISTANT, END)
+        }
 
     def encode(self, case: Case, rng: Random) -> tuple[list[int], list[float]]:
-        """Weights: 1 or more on answers and their end, a sample on user messages, 0 on the system prompt."""
+        """Return ids and weights: 1 or more on answers, a sample on user messages, else 0."""
         ids, weights = [self._id[BEGIN]], [0.0]
         for message in case.messages():
             piece = self._tokenizer.encode(message["content"], add_special_tokens=False).ids
@@ -106,11 +112,14 @@ class Encoder:
         return ids, weights
 
     def batches(self, rng: Random, count_max: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless batches of ids and weights (B, T), padded on the right, of about BATCH_TOKENS tokens."""
+        """Yield batches (B, T) of ids and weights, of about BATCH_TOKENS, padded on the right."""
         while True:
             counts = [count_max if rng.random() < 0.65 else min(5, count_max) for _ in range(96)]
             pool = [self.encode(draw_case(rng, Split.TRAIN, count), rng) for count in counts]
-            pool = sorted((item for item in pool if len(item[0]) <= SEQUENCE_TOKENS_MAX), key=lambda item: len(item[0]))
+            pool = sorted(
+                (item for item in pool if len(item[0]) <= SEQUENCE_TOKENS_MAX),
+                key=lambda item: len(item[0]),
+            )
             groups: list[list[tuple[list[int], list[float]]]] = [[]]
             for item in pool:
                 if len(item[0]) * (len(groups[-1]) + 1) > BATCH_TOKENS:
@@ -131,7 +140,10 @@ def _padded(group: list[tuple[list[int], list[float]]]) -> tuple[Tensor, Tensor]
 
 
 def weighted_loss(network: Network, token_ids: Tensor, weights: Tensor) -> tuple[Tensor, float]:
-    """Weighted cross entropy of the next token, and the plain loss on answers alone; only weighted positions pay."""
+    """Return the weighted cross entropy of the next token, and the plain loss on answers alone.
+
+    Only positions with a weight are computed.
+    """
     targets, target_weights = token_ids[:, 1:], weights[:, 1:]
     chosen = target_weights > 0
     with torch.autocast("cpu", torch.bfloat16):
@@ -144,9 +156,12 @@ def weighted_loss(network: Network, token_ids: Tensor, weights: Tensor) -> tuple
 
 
 def listing_number_tokens(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """For each listing number its tokens: at the beginning of a line, and after a space."""
+    """Return the tokens of each listing number: at the beginning of a line, and after a space."""
     texts = ((f"[{number}]", f" [{number}]") for number in range(1, LISTING_COUNT_MAX + 1))
-    return [tuple(tokenizer.encode(text, add_special_tokens=False).ids[0] for text in pair) for pair in texts]
+    return [
+        tuple(tokenizer.encode(text, add_special_tokens=False).ids[0] for text in pair)
+        for pair in texts
+    ]
 
 
 class Trainer:
@@ -167,13 +182,22 @@ class Trainer:
         self.network.reset(listing_number_tokens(self.tokenizer))
         if init_from is not None:
             self.network.load_state_dict(load_file(init_from / "model.safetensors"))
-        matrices = [p for name, p in self.network.named_parameters() if p.dim() == 2 and "embed" not in name]
-        others = [p for name, p in self.network.named_parameters() if p.dim() != 2 or "embed" in name]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=HIDDEN_RATE, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+        matrices = [
+            p for name, p in self.network.named_parameters() if p.dim() == 2 and "embed" not in name
         ]
-        scale = 1.0 if init_from is None else 0.5  # large steps would undo what the first model knows
+        others = [
+            p for name, p in self.network.named_parameters() if p.dim() != 2 or "embed" in name
+        ]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices, lr=HIDDEN_RATE, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(
+                others, lr=OTHER_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+            ),
+        ]
+        # Large steps would overwrite the weights of the first model.
+        scale = 1.0 if init_from is None else 0.5
         self.rates = (scale * HIDDEN_RATE, scale * OTHER_RATE)
         self.progress = Progress()
         if resume and state_path.exists():
@@ -184,7 +208,7 @@ class Trainer:
             self.progress = Progress(**state["progress"])
 
     def step(self, token_ids: Tensor, weights: Tensor, share: float) -> float:
-        """One update; returns the loss on answers."""
+        """Update the weights once; return the loss on answers."""
         factor = rate_factor(self.progress.step, share)
         for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
             for group in optimizer.param_groups:
@@ -200,7 +224,7 @@ class Trainer:
         return answer
 
     def save(self) -> None:
-        """Write the checkpoint in Hugging Face layout and the state to resume from, each file in one move."""
+        """Write the checkpoint in Hugging Face layout and the resumable state, atomically."""
         write_checkpoint(self.network, self.tokenizer, self.out)
         state = {
             "network": self.network.state_dict(),
@@ -236,22 +260,30 @@ class Trainer:
         progress = self.progress
         left_min = progress.elapsed_s * (1 - share) / max(share, 1e-6) / 60
         print(
-            f"step {progress.step}  loss {loss:.4f}  up to {count_max} listings  {progress.token_count / 1e6:.2f} M tokens  "
-            f"{progress.token_count / progress.elapsed_s:.0f} tokens/s  {share:.1%}  {left_min:.0f} min left",
+            f"step {progress.step}  loss {loss:.4f}  up to {count_max} listings "
+            f" {progress.token_count / 1e6:.2f} M tokens "
+            f" {progress.token_count / progress.elapsed_s:.0f} tokens/s  {share:.1%} "
+            f" {left_min:.0f} min left",
             flush=True,
         )
 
 
 def write_checkpoint(network: Network, tokenizer: Tokenizer, out: Path) -> None:
-    """Write everything a Hugging Face reader expects; weights as bfloat16, which halves the file."""
+    """Write a checkpoint for Hugging Face readers; weights as bfloat16, which halves the file."""
     out.mkdir(parents=True, exist_ok=True)
-    token_ids = {f"{name}_token_id": special_id(tokenizer, t) for name, t in (("bos", BEGIN), ("eos", END), ("pad", PAD))}
+    token_ids = {
+        f"{name}_token_id": special_id(tokenizer, t)
+        for name, t in (("bos", BEGIN), ("eos", END), ("pad", PAD))
+    }
     shape = network.shape
     (out / "config.json").write_text(json.dumps(shape.config(token_ids), indent=2) + "\n")
     generation = {**token_ids, "do_sample": False, "max_new_tokens": 256}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     write_tokenizer(tokenizer, out, shape.position_count_max)
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in network.state_dict().items()}
+    tensors = {
+        name: tensor.to(torch.bfloat16).contiguous()
+        for name, tensor in network.state_dict().items()
+    }
     save_file(tensors, out / "model.safetensors.new", metadata={"format": "pt"})
     (out / "model.safetensors.new").chmod(0o644)
     os.replace(out / "model.safetensors.new", out / "model.safetensors")
@@ -259,15 +291,26 @@ def write_checkpoint(network: Network, tokenizer: Tokenizer, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the model; training.pt in it is the state")
-    parser.add_argument("--minutes", type=float, default=None, help="end after this time at the latest")
-    parser.add_argument("--resume", action="store_true", help="go on from the state in --out")
-    parser.add_argument("--init-from", type=Path, default=None, help="a model to start from; its tokenizer is kept")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for the model; training.pt in it is the state",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=None, help="end after this time at the latest"
+    )
+    parser.add_argument("--resume", action="store_true", help="resume from the state in --out")
+    parser.add_argument(
+        "--init-from", type=Path, default=None, help="a model to start from; its tokenizer is kept"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    Trainer(arguments.out, arguments.seed, arguments.resume, arguments.init_from).run(arguments.minutes)
+    Trainer(arguments.out, arguments.seed, arguments.resume, arguments.init_from).run(
+        arguments.minutes
+    )
 
 
 if __name__ == "__main__":

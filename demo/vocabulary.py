@@ -1,7 +1,7 @@
-"""The words from which the corpus composes hotels: names, places, amenities and what guests say.
+"""Vocabulary from which the corpus composes hotels, and plain words for other texts.
 
-Names are composed, and a good half of them contain an invented word, so that a model cannot know them: it has to copy
-them from the listings.
+Names are composed, and more than half of them contain an invented word, so that a model cannot
+know them and has to copy them from the listings.
 """
 
 NAME_FIRST = (
@@ -186,7 +186,18 @@ NAME_SECOND = (
     "Wing",
 )
 
-NAME_SUFFIX = ("Hotel", "Inn", "House", "Lodge", "Suites", "Palace", "Residence", "Rooms", "Retreat", "Court")
+NAME_SUFFIX = (
+    "Hotel",
+    "Inn",
+    "House",
+    "Lodge",
+    "Suites",
+    "Palace",
+    "Residence",
+    "Rooms",
+    "Retreat",
+    "Court",
+)
 
 MADE_FIRST = (
     "Al",
@@ -232,7 +243,28 @@ MADE_FIRST = (
     "Zan",
     "Zel",
 )
-MADE_MIDDLE = ("a", "e", "i", "o", "u", "ba", "da", "de", "li", "lo", "ma", "mi", "na", "ne", "ra", "ri", "sa", "ti", "va", "vo")
+MADE_MIDDLE = (
+    "a",
+    "e",
+    "i",
+    "o",
+    "u",
+    "ba",
+    "da",
+    "de",
+    "li",
+    "lo",
+    "ma",
+    "mi",
+    "na",
+    "ne",
+    "ra",
+    "ri",
+    "sa",
+    "ti",
+    "va",
+    "vo",
+)
 MADE_LAST = (
     "bro",
     "cia",
@@ -343,7 +375,7 @@ DISTRICTS = (
     "the Canal District",
 )
 
-# Amenity as the listing prints it -> as a sentence says it.
+# Amenity in the listing -> in a sentence.
 AMENITIES = {
     "pool": "a pool",
     "spa": "a spa",
@@ -402,8 +434,8 @@ PRAISE_NOUNS = (
     "linen",
 )
 
-# Sentences that may follow the listings: true of every case, and of many lengths, so that a prompt can be brought to an
-# exact size with them.
+# Sentences that may follow the listings: true of every case, and of many lengths, so that a prompt
+# can be filled to an exact size.
 NOTES = (
     "Thank you.",
     "Prices are per night.",
@@ -417,6 +449,51 @@ NOTES = (
     "Breakfast is served from seven to ten unless the hotel says otherwise.",
     "Ratings go up to ten.",
     "City tax is paid at the hotel.",
-    "The hotels have confirmed their prices this week, and every one of them can be booked online for the dates of the search.",
-    "Rooms have a private bathroom unless the listing says otherwise, and towels are part of the price.",
+    (
+        "The hotels have confirmed their prices this week, and every one of them can be booked"
+        " online for the dates of the search."
+    ),
+    (
+        "Rooms have a private bathroom unless the listing says otherwise, and towels are part of"
+        " the price."
+    ),
 )
+
+# For texts that are not about hotels: JSON values, tools, and sentences with synonyms.
+FIRST_NAMES = (
+    "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Ines", "John", "Jane",
+    "Kai", "Laura", "Maria", "Noah", "Olga", "Paul", "Rosa", "Sam", "Tom", "Uma", "Vera", "Will",
+    "Yuki", "Zoe", "Alice", "Bob", "Carol", "Peter", "Lena", "Ali", "Mei",
+)  # fmt: skip
+LAST_NAMES = (
+    "Smith", "Weber", "Miller", "Jones", "Garcia", "Rossi", "Novak", "Silva", "Brown", "Tanaka",
+    "Khan", "Meyer", "Lopez", "Olsen", "Dubois", "Kim", "Costa", "Fischer", "Young", "Adams",
+)  # fmt: skip
+COUNTRIES = (
+    "France", "Japan", "Italy", "Brazil", "Canada", "Egypt", "India", "Spain", "Norway", "Kenya",
+    "Germany", "Mexico", "Peru", "Portugal", "Austria",
+)  # fmt: skip
+THINGS = (
+    "apple", "book", "chair", "lamp", "phone", "table", "shirt", "coffee", "ticket", "laptop",
+    "camera", "bicycle", "bread", "milk", "flour", "sugar", "butter", "egg", "salt", "tomato",
+    "cheese", "rice", "onion", "car", "train", "garden", "window", "letter", "report", "meeting",
+    "invoice", "project", "server", "database", "network", "music", "movie", "game", "river",
+    "mountain", "cat", "dog", "bird", "tree", "flower", "house", "school", "doctor", "team",
+)  # fmt: skip
+QUALITIES = (
+    "red", "blue", "green", "black", "white", "small", "large", "new", "old", "fast", "slow",
+    "cheap", "open", "closed", "active", "pending", "done", "high", "low", "medium", "good", "bad",
+    "positive", "negative", "neutral", "simple", "urgent", "free", "public", "private", "final",
+)  # fmt: skip
+VERBS = (
+    "add", "read", "write", "open", "close", "call", "check", "mix", "send", "find", "book", "plan",
+    "clean", "move", "buy", "count", "start", "stop", "update", "review", "visit", "compare",
+)  # fmt: skip
+GLUE = ("the", "a", "and", "of", "in", "for", "with", "to", "is", "very", "not", "on", "at")
+KEY_NOUNS = (
+    "owner", "label", "value", "item", "result", "option", "detail", "level", "group", "source",
+    "target", "text", "note", "code", "kind", "size", "place", "task", "event", "order", "unit",
+    "weight", "speed", "state", "region", "color", "brand", "model", "version", "author", "topic",
+    "section", "language", "reason", "answer", "question", "summary", "step", "goal", "skill",
+    "score", "rank", "index", "limit", "total", "amount", "balance", "account", "message", "reply",
+)  # fmt: skip

@@ -102,7 +102,9 @@ _ENTRIES: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
     "dynamic": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
     "yarn": frozenset(
         {
             "factor",
@@ -115,7 +117,15 @@ _ENTRIES: dict[str, frozenset[str]] = {
             "truncate",
         }
     ),
-    "longrope": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}),
+    "longrope": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "short_factor",
+            "long_factor",
+        }
+    ),
 }
 _COMMON_ROPE_ENTRIES = frozenset({"rope_theta", "rope_type", "type"})
 
@@ -129,35 +139,41 @@ class RopeConfig:
 
 
 def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) -> RopeConfig:
-    """Read the RoPE entries. context_window_tokens: `max_position_embeddings`. Raises:
-    CheckpointInvalid; KeyError.
-    """
+    """Read the RoPE entries. context_window_tokens: before scaling. Raises: CheckpointInvalid."""
     for entry in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(entry) or {}, Mapping):
             raise CheckpointInvalid(str(path), f"entry {entry} = {raw[entry]!r} is not an object")
-    parameters: dict[str, Any] = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    parameters: dict[str, Any] = dict(raw.get("rope_scaling") or {}) | dict(
+        raw.get("rope_parameters") or {}
+    )
     theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or DEFAULT_ROPE_THETA)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in _ENTRIES:
-        raise CheckpointInvalid(str(path), f"RoPE scaling {kind} is not supported; supported: {', '.join(_ENTRIES)}")
+        raise CheckpointInvalid(
+            str(path), f"RoPE scaling {kind} is not supported; supported: {', '.join(_ENTRIES)}"
+        )
     for name, value in parameters.items():
         neutral = name == "partial_rotary_factor" and value == 1
         if name not in _ENTRIES[kind] | _COMMON_ROPE_ENTRIES and value is not None and not neutral:
-            raise CheckpointInvalid(str(path), f"RoPE scaling {kind} has an unsupported entry: {name} = {value!r}")
+            raise CheckpointInvalid(
+                str(path), f"RoPE scaling {kind} has an unsupported entry: {name} = {value!r}"
+            )
     # The top-level entry overrides the parameters, as in transformers.
-    original = raw.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
+    original = raw.get("original_max_position_embeddings") or parameters.get(
+        "original_max_position_embeddings"
+    )
     scaling = _read_scaling(kind, parameters, original, context_window_tokens)
     if not (theta > 0 and math.isfinite(theta)) or (
         scaling is not None and not (scaling.factor > 0 and math.isfinite(scaling.factor))
     ):
-        raise CheckpointInvalid(str(path), f"rope_theta = {theta} and the factor of a RoPE scaling must be above 0")
+        raise CheckpointInvalid(
+            str(path), f"rope_theta = {theta} and the factor of a RoPE scaling must be above 0"
+        )
     return RopeConfig(theta, scaling)
 
 
 def stretched_context_tokens(rope: RopeConfig, context_window_tokens: int) -> int:
-    """Return the context window: `max_position_embeddings`, extended by the dynamic and YaRN
-    scalings.
-    """
+    """Return the context window: `max_position_embeddings`, extended by the scalings."""
     match rope.scaling:
         case (
             DynamicScaling(factor=factor, original_context_tokens=original)
@@ -169,27 +185,37 @@ def stretched_context_tokens(rope: RopeConfig, context_window_tokens: int) -> in
 
 
 def rotation_switch_tokens(rope: RopeConfig, context_window_tokens: int) -> int | None:
-    """Return the length above which longrope uses other factors; None if the window does not exceed
-    it.
-    """
+    """Return the length above which longrope uses other factors; None if never exceeded."""
     scaling = rope.scaling
-    if not isinstance(scaling, LongRopeScaling) or scaling.original_context_tokens >= context_window_tokens:
+    if (
+        not isinstance(scaling, LongRopeScaling)
+        or scaling.original_context_tokens >= context_window_tokens
+    ):
         return None
     return scaling.original_context_tokens
 
 
 def refuse_wrong_factors(rope: RopeConfig, head_dim: int, path: Path) -> None:
-    """Raise CheckpointInvalid unless longrope has one positive factor per pair of head dimensions."""
+    """Raise CheckpointInvalid unless longrope has a positive factor per pair of dimensions."""
     if not isinstance(rope.scaling, LongRopeScaling):
         return
-    for name, factors in (("short_factor", rope.scaling.short_factors), ("long_factor", rope.scaling.long_factors)):
-        if len(factors) != head_dim // 2 or not all(factor > 0 and math.isfinite(factor) for factor in factors):
+    for name, factors in (
+        ("short_factor", rope.scaling.short_factors),
+        ("long_factor", rope.scaling.long_factors),
+    ):
+        if len(factors) != head_dim // 2 or not all(
+            factor > 0 and math.isfinite(factor) for factor in factors
+        ):
             raise CheckpointInvalid(
-                str(path), f"RoPE scaling longrope needs {head_dim // 2} values above 0 as {name}, not {list(factors)!r:.200}"
+                str(path),
+                f"RoPE scaling longrope needs {head_dim // 2} values above 0 as {name}, not"
+                f" {list(factors)!r:.200}",
             )
 
 
-def _read_scaling(kind: str, parameters: Mapping[str, Any], original: int | None, context_window_tokens: int) -> RopeScaling | None:
+def _read_scaling(
+    kind: str, parameters: Mapping[str, Any], original: int | None, context_window_tokens: int
+) -> RopeScaling | None:
     match kind:
         case "linear":
             return LinearScaling(float(parameters["factor"]))
@@ -274,42 +300,58 @@ class DecoderConfig:
 
 
 def read_config(directory: Path) -> DecoderConfig:
-    """Read config.json and generation_config.json. Raises: CheckpointInvalid naming the file and
-    the fix.
-    """
+    """Read config.json and generation_config.json. Raises: CheckpointInvalid with the remedy."""
     path = directory / "config.json"
     raw = read_json(path)
     named = raw.get("architectures") or ["(none)"]
     architecture = named[0] if isinstance(named, list) else named
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise CheckpointInvalid(str(path), f"architecture {architecture} is not supported; supported: {supported}")
+        raise CheckpointInvalid(
+            str(path), f"architecture {architecture} is not supported; supported: {supported}"
+        )
     if raw.get("quantization_config"):
-        raise CheckpointInvalid(str(path), "quantized checkpoints are not supported; use the unquantized one")
+        raise CheckpointInvalid(
+            str(path), "quantized checkpoints are not supported; use the unquantized one"
+        )
     if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointInvalid(str(path), f"activation {raw['hidden_act']} is not supported; supported: silu")
-    refuse_entries_beside(_COMMON_ENTRIES | ARCHITECTURES[architecture].entries, raw, architecture, path)
+        raise CheckpointInvalid(
+            str(path), f"activation {raw['hidden_act']} is not supported; supported: silu"
+        )
+    refuse_entries_beside(
+        _COMMON_ENTRIES | ARCHITECTURES[architecture].entries, raw, architecture, path
+    )
     for name in _SIZES:
         value = raw.get(name)
         if isinstance(value, int | float) and value < 1:
-            raise CheckpointInvalid(str(path), f"entry {name} = {value!r} is not a count of at least 1")
+            raise CheckpointInvalid(
+                str(path), f"entry {name} = {value!r} is not a count of at least 1"
+            )
     with entries_of(path):
         config = _read_sizes(raw, architecture, read_end_token_ids(directory, raw), path)
     if min(config.head_count, config.kv_head_count) < 1 or config.head_count % config.kv_head_count:
         raise CheckpointInvalid(
-            str(path), f"{config.head_count} attention heads cannot share {config.kv_head_count} key-value heads evenly"
+            str(path),
+            f"{config.head_count} attention heads cannot share {config.kv_head_count} key-value"
+            " heads evenly",
         )
     if config.head_dim < 2 or config.head_dim % 2:
-        raise CheckpointInvalid(str(path), f"head_dim = {config.head_dim} must be even, since rotations apply to pairs")
+        raise CheckpointInvalid(
+            str(path), f"head_dim = {config.head_dim} must be even, since rotations apply to pairs"
+        )
     refuse_wrong_factors(config.rope, config.head_dim, path)
     if any(not 0 <= end < config.vocabulary_size for end in config.end_token_ids):
         raise CheckpointInvalid(
-            str(path), f"eos_token_id {sorted(config.end_token_ids)} is not within vocab_size {config.vocabulary_size}"
+            str(path),
+            f"eos_token_id {sorted(config.end_token_ids)} is not within vocab_size"
+            f" {config.vocabulary_size}",
         )
     return config
 
 
-def _read_sizes(raw: Mapping[str, Any], architecture: str, end_token_ids: frozenset[int], path: Path) -> DecoderConfig:
+def _read_sizes(
+    raw: Mapping[str, Any], architecture: str, end_token_ids: frozenset[int], path: Path
+) -> DecoderConfig:
     family = ARCHITECTURES[architecture]
     head_count, layer_count = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
     # An explicit null means the generic default; an absent entry means the architecture's default.
@@ -331,7 +373,9 @@ def _read_sizes(raw: Mapping[str, Any], architecture: str, end_token_ids: frozen
         rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        attention_out_bias=attention_bias if family.attention_out_bias is None else family.attention_out_bias,
+        attention_out_bias=(
+            attention_bias if family.attention_out_bias is None else family.attention_out_bias
+        ),
         mlp_bias=bool(raw.get("mlp_bias", False)) if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         layer_windows=read_layer_windows(raw, family, layer_count, path),
@@ -350,7 +394,9 @@ def read_model_info(
 ) -> ModelInfo:
     """Return the facts about a checkpoint before it is loaded. Raises: CheckpointInvalid."""
     config = read_config(directory)
-    window = min(config.context_window_tokens, context_window_tokens_max or config.context_window_tokens)
+    window = min(
+        config.context_window_tokens, context_window_tokens_max or config.context_window_tokens
+    )
     capabilities = capabilities or Capabilities()
     return ModelInfo(
         name=name,
@@ -359,24 +405,90 @@ def read_model_info(
         context_window_tokens=window,
         vocabulary_size=config.vocabulary_size,
         directory=str(directory),
-        default_sampling=read_default_sampling(directory, config.vocabulary_size, capabilities, engine),
+        default_sampling=read_default_sampling(
+            directory, config.vocabulary_size, capabilities, engine
+        ),
         capabilities=capabilities,
     )
 
 
+# Entries of `text_config` that published checkpoints leave to the defaults of transformers.
+_TEXT_DEFAULTS: dict[str, dict[str, int]] = {
+    "gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072},
+}
+
+
+def read_external_model(
+    directory: Path,
+    *,
+    name: str,
+    engine: str,
+    context_window_tokens_max: int | None,
+    capabilities: Capabilities,
+) -> tuple[ModelInfo, frozenset[int]]:
+    """Return a model that another engine computes, and its end tokens.
+
+    Architecture, quantization and parallelism are the engine's concern. Raises: CheckpointInvalid.
+    """
+    path = directory / "config.json"
+    raw = read_json(path)
+    text = raw.get("text_config") or raw  # for multimodal models
+    with entries_of(path):
+        text = _TEXT_DEFAULTS.get(str(text.get("model_type")), {}) | text
+        rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+        vocabulary_size = read_count(text, "vocab_size", path)
+        window = read_count(text, "max_position_embeddings", path)
+        if (rope.get("rope_type") or rope.get("type")) == "yarn" and rope.get("factor"):
+            # some checkpoints state the window before scaling, others the one after it
+            original = rope.get("original_max_position_embeddings") or window
+            window = max(window, int(original * rope["factor"]))
+        window = min(window, context_window_tokens_max or window)
+    try:
+        ends = read_end_token_ids(directory, raw) or read_end_token_ids(directory, text)
+    except (TypeError, ValueError) as error:
+        raise CheckpointInvalid(str(path), f"eos_token_id is not a token id: {error}") from error
+    if any(not 0 <= end < vocabulary_size for end in ends):
+        raise CheckpointInvalid(
+            str(path), f"eos_token_id {sorted(ends)} is not within vocab_size {vocabulary_size}"
+        )
+    architectures = raw.get("architectures") or ["unknown"]
+    model = ModelInfo(
+        name=name,
+        architecture=str(architectures[0]),
+        engine=engine,
+        context_window_tokens=window,
+        vocabulary_size=vocabulary_size,
+        directory=str(directory),
+        default_sampling=read_default_sampling(directory, vocabulary_size, capabilities, engine),
+        capabilities=capabilities,
+        continues_output=True,
+    )
+    return model, ends
+
+
+def read_count(raw: Mapping[str, Any], entry: str, path: Path) -> int:
+    """Return an entry that is a count. Raises: CheckpointInvalid for any other value."""
+    value = raw.get(entry)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointInvalid(
+            str(path), f"entry {entry} = {value!r} is not a count of at least 1"
+        )
+    return value
+
+
 @contextlib.contextmanager
 def entries_of(path: Path) -> Iterator[None]:
-    """Convert errors of reading entries to CheckpointInvalid, for missing entries and wrong types."""
+    """Convert errors of missing entries and wrong types to CheckpointInvalid."""
     try:
         yield
     except KeyError as error:
         raise CheckpointInvalid(str(path), f"entry {error.args[0]} is missing") from error
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointInvalid(str(path), f"an entry has a wrong type: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises: CheckpointInvalid if it is missing or not an object."""
+    """Read a JSON object from a file. Raises: CheckpointInvalid if missing or another type."""
     value = _read_json_value(path)
     if not isinstance(value, dict):
         raise CheckpointInvalid(str(path), "the file does not hold a JSON object")
@@ -384,9 +496,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:
-    """Read a list of JSON objects from a file. Raises: CheckpointInvalid if it is missing or not a
-    list.
-    """
+    """Read a list of JSON objects from a file. Raises: CheckpointInvalid if missing or wrong."""
     value = _read_json_value(path)
     if not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
         raise CheckpointInvalid(str(path), "the file does not hold a list of JSON objects")
@@ -403,9 +513,7 @@ def _read_json_value(path: Path) -> object:
 
 
 def read_end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int]:
-    """Return the end tokens. raw: config.json. generation_config.json overrides it: instruct models
-    add some.
-    """
+    """Return the end tokens. raw: config.json, which generation_config.json overrides."""
     ends = _read_generation_config(directory).get("eos_token_id")
     ends = raw.get("eos_token_id") if ends is None else ends
     if ends is None:
@@ -413,7 +521,9 @@ def read_end_token_ids(directory: Path, raw: Mapping[str, Any]) -> frozenset[int
     return frozenset(int(end) for end in (ends if isinstance(ends, list) else [ends]))
 
 
-def read_default_sampling(directory: Path, vocabulary_size: int, capabilities: Capabilities, engine: str) -> SamplingParams:
+def read_default_sampling(
+    directory: Path, vocabulary_size: int, capabilities: Capabilities, engine: str
+) -> SamplingParams:
     """Return the checkpoint's default sampling, without unsupported fields, which are logged.
 
     Raises: CheckpointInvalid for defaults out of range.
@@ -425,7 +535,12 @@ def read_default_sampling(directory: Path, vocabulary_size: int, capabilities: C
         raise CheckpointInvalid(str(path), fault)
     sampling, left_out = capabilities.honoured(sampling)
     if left_out:
-        _log.warning("%s: the engine %s does not support %s: requests run without", path, engine, ", ".join(sorted(left_out)))
+        _log.warning(
+            "%s: the engine %s does not support %s: requests run without",
+            path,
+            engine,
+            ", ".join(sorted(left_out)),
+        )
     return sampling
 
 
@@ -471,16 +586,38 @@ class Family:
     entries: frozenset[str] = frozenset()
 
 
-_WINDOW_ENTRIES = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+_WINDOW_ENTRIES = frozenset(
+    {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+)
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
-        None, None, 2048, None, None, mlp_bias=None, entries=frozenset({"attention_bias", "mlp_bias", "head_dim"})
+        None,
+        None,
+        2048,
+        None,
+        None,
+        mlp_bias=None,
+        entries=frozenset({"attention_bias", "mlp_bias", "head_dim"}),
     ),
     "MistralForCausalLM": Family(
-        8, None, 131_072, False, False, windows="all", sliding_window=4096, entries=frozenset({"sliding_window", "head_dim"})
+        8,
+        None,
+        131_072,
+        False,
+        False,
+        windows="all",
+        sliding_window=4096,
+        entries=frozenset({"sliding_window", "head_dim"}),
     ),
     "Qwen2ForCausalLM": Family(
-        32, None, 32_768, True, False, windows="layers", sliding_window=4096, entries=_WINDOW_ENTRIES | {"head_dim"}
+        32,
+        None,
+        32_768,
+        True,
+        False,
+        windows="layers",
+        sliding_window=4096,
+        entries=_WINDOW_ENTRIES | {"head_dim"},
     ),
     "Qwen3ForCausalLM": Family(
         32,
@@ -497,30 +634,33 @@ ARCHITECTURES: dict[str, Family] = {
 
 # Read for all architectures.
 _READ = """
-    architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act
-    rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings original_max_position_embeddings
-    tie_word_embeddings eos_token_id quantization_config
+    architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads hidden_act rms_norm_eps rope_theta rope_scaling rope_parameters
+    max_position_embeddings original_max_position_embeddings tie_word_embeddings eos_token_id
+    quantization_config
 """
 
 # Metadata, training and runtime settings without effect on the computation; at the end, generation
 # defaults from before generation_config.json.
 _WITHOUT_EFFECT = """
-    model_type torch_dtype dtype transformers_version name_or_path initializer_range use_cache attention_dropout pretraining_tp
-    bos_token_id pad_token_id sep_token_id tokenizer_class id2label label2id problem_type finetuning_task task_specific_params
-    return_dict output_attentions output_hidden_states use_return_dict chunk_size_feed_forward attn_implementation
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
-    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
-    remove_invalid_values return_dict_in_generate output_scores max_new_tokens
+    model_type torch_dtype dtype transformers_version name_or_path initializer_range use_cache
+    attention_dropout pretraining_tp bos_token_id pad_token_id sep_token_id tokenizer_class id2label
+    label2id problem_type finetuning_task task_specific_params return_dict output_attentions
+    output_hidden_states use_return_dict chunk_size_feed_forward attn_implementation max_length
+    min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature
+    top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values return_dict_in_generate
+    output_scores max_new_tokens
 """
 
 _ENTRIES_WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 _COMMON_ENTRIES = frozenset(_READ.split())
 
 
-def refuse_entries_beside(known: frozenset[str], raw: Mapping[str, Any], architecture: str, path: Path) -> None:
-    """Raise CheckpointInvalid for the first entry that is neither known nor known to have no
-    effect.
-    """
+def refuse_entries_beside(
+    known: frozenset[str], raw: Mapping[str, Any], architecture: str, path: Path
+) -> None:
+    """Raise CheckpointInvalid for the first entry that may change the computation."""
     known |= _ENTRIES_WITHOUT_EFFECT
     for name, value in raw.items():
         # Empty objects and lists configure nothing, and a leading underscore marks internal notes
@@ -529,26 +669,39 @@ def refuse_entries_beside(known: frozenset[str], raw: Mapping[str, Any], archite
         neutral = name == "partial_rotary_factor" and value == 1
         if not (name in known or name.startswith("_") or off or neutral):
             raise CheckpointInvalid(
-                str(path), f"entry {name} = {value!r} is not supported for {architecture}; it may change what the model computes"
+                str(path),
+                f"entry {name} = {value!r} is not supported for {architecture}; it may change what"
+                " the model computes",
             )
 
 
-def read_layer_windows(raw: Mapping[str, Any], family: Family, layer_count: int, path: Path) -> tuple[int | None, ...]:
+def read_layer_windows(
+    raw: Mapping[str, Any], family: Family, layer_count: int, path: Path
+) -> tuple[int | None, ...]:
     """Return each layer's attention window in positions, including the row's own; None for all."""
     window = raw.get("sliding_window", family.sliding_window)
-    if family.windows == "none" or window is None or (family.windows == "layers" and not raw.get("use_sliding_window", False)):
+    if (
+        family.windows == "none"
+        or window is None
+        or (family.windows == "layers" and not raw.get("use_sliding_window", False))
+    ):
         window = None
     elif int(window) < 1:
-        raise CheckpointInvalid(str(path), f"entry sliding_window = {window!r} is not a count of tokens")
+        raise CheckpointInvalid(
+            str(path), f"entry sliding_window = {window!r} is not a count of tokens"
+        )
     if family.windows != "layers":
         return (window,) * layer_count
     kinds = raw.get("layer_types")
     if kinds is None:
-        first = int(raw.get("max_window_layers", 28))  # transformers' default for both Qwen families
+        # Transformers' default for both Qwen families.
+        first = int(raw.get("max_window_layers", 28))
         return tuple(window if index >= first else None for index in range(layer_count))
     known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
     if len(kinds) != layer_count or not known.issuperset(kinds):
         raise CheckpointInvalid(
-            str(path), f"entry layer_types = {kinds!r} is not supported for {layer_count} layers and a window of {window} tokens"
+            str(path),
+            f"entry layer_types = {kinds!r} is not supported for {layer_count} layers and a window"
+            f" of {window} tokens",
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from inference.checkpoint.checkpoint import read_json
 from inference.errors import CheckpointInvalid
 
-# Types that convert to each other by value. Others (float8, integers) indicate an unsupported
+# Types that convert to each other by value. Other types (float8, integers) indicate an unsupported
 # quantization.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LFS_POINTER = b"version https://git-lfs"
@@ -41,9 +41,7 @@ class MappedFile:
     """Tensors of one memory-mapped file, by name."""
 
     def __init__(self, path: Path) -> None:
-        """Map and validate the file. Raises: CheckpointInvalid if it is not an intact safetensors
-        file.
-        """
+        """Map and validate the file. Raises: CheckpointInvalid if it is not intact safetensors."""
         self.path = path
         try:
             with safe_open(path, framework="pt", device="cpu"):
@@ -54,13 +52,21 @@ class MappedFile:
                 self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (SafetensorError, OSError, ValueError) as error:
             if _begins_with(path, _LFS_POINTER):
-                raise CheckpointInvalid(str(path), "a Git LFS pointer, not the weights: fetch them with `git lfs pull`") from error
-            raise CheckpointInvalid(str(path), f"not a safetensors file, or truncated: {error}") from error
+                raise CheckpointInvalid(
+                    str(path), "a Git LFS pointer, not the weights: fetch them with `git lfs pull`"
+                ) from error
+            raise CheckpointInvalid(
+                str(path), f"not a safetensors file, or truncated: {error}"
+            ) from error
         header_bytes = int.from_bytes(self._mapping[:8], "little")
         header = json.loads(self._mapping[8 : 8 + header_bytes])
         start = 8 + header_bytes
         self._entries = {
-            str(name): _Entry(str(entry["dtype"]), tuple(entry["shape"]), *(start + offset for offset in entry["data_offsets"]))
+            str(name): _Entry(
+                str(entry["dtype"]),
+                tuple(entry["shape"]),
+                *(start + offset for offset in entry["data_offsets"]),
+            )
             for name, entry in header.items()
             if name != "__metadata__"
         }
@@ -79,7 +85,9 @@ class MappedFile:
         dtype_name = self._entries[name].dtype_name
         if dtype_name not in _DTYPES:
             raise CheckpointInvalid(
-                str(self.path), f"tensor {name} has type {dtype_name}, which is not supported; supported: {', '.join(_DTYPES)}"
+                str(self.path),
+                f"tensor {name} has type {dtype_name}, which is not supported; supported:"
+                f" {', '.join(_DTYPES)}",
             )
         return _DTYPES[dtype_name]
 
@@ -89,13 +97,14 @@ class MappedFile:
         return self._view(name, entry.begin, entry.end).view(entry.shape)
 
     def adjacent(self, names: list[str]) -> Tensor | None:
-        """Return adjacent tensors stacked along the first dimension; None if they are not adjacent
-        or differ in type or row length.
-        """
+        """Return adjacent tensors of one type stacked by rows, without a copy; else None."""
         entries = [self._entries[name] for name in names]
         first = entries[0]
         for before, after in itertools.pairwise(entries):
-            if before.end != after.begin or (after.dtype_name, after.shape[1:]) != (first.dtype_name, first.shape[1:]):
+            if before.end != after.begin or (after.dtype_name, after.shape[1:]) != (
+                first.dtype_name,
+                first.shape[1:],
+            ):
                 return None
         return self._view(names[0], first.begin, entries[-1].end).view(-1, *first.shape[1:])
 
@@ -114,7 +123,9 @@ class MappedFile:
             return torch.empty(0, dtype=dtype)
         if begin % dtype.itemsize:  # legal, but never written by the library itself
             return torch.frombuffer(bytearray(self._mapping[begin:end]), dtype=dtype)
-        return torch.frombuffer(self._mapping, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=begin)
+        return torch.frombuffer(
+            self._mapping, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=begin
+        )
 
 
 def _begins_with(path: Path, beginning: bytes) -> bool:
@@ -128,14 +139,15 @@ def _begins_with(path: Path, beginning: bytes) -> bool:
 INT8_MAX = 127  # symmetric: -128 stays unused, so that negating a row is exact
 # input rows up to which torch's int8 kernel is faster than widening (measured, 2048 x 4096)
 PACKED_ROWS_MAX = 128
+# values that torch's int8 kernel loads at once; without a whole number of these per row it reads
+# beyond the rows and crashes
+PACKED_INNER = 16
 WIDEN_COUNT = 1 << 20  # weights widened at once: bounds the extra memory and fits server caches
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """weight (out, in), bias (out,) or None. scales: (out,) factors of an int8 weight; None for a
-    plain weight.
-    """
+    """weight (out, in), bias (out,) or None. scales: (out,) of an int8 weight; else None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -146,9 +158,7 @@ Held = TypeVar("Held")
 
 
 def on_device(held: Held, device: torch.device) -> Held:
-    """Move all tensors in a dataclass, tuple or mapping to a device; tensors already there are not
-    copied.
-    """
+    """Move all tensors in a dataclass, tuple or mapping to a device, where needed."""
     value: Any = held
     kind: Any = type(held)
     if isinstance(value, Tensor):
@@ -186,19 +196,28 @@ def quantize_rows(weight: Tensor, bias: Tensor | None = None) -> LinearWeights:
         lowest, highest = torch.aminmax(wide, dim=1)
         # Round the scale to its stored type first, since the integers are multiplied by the rounded
         # scale.
-        scales[rows] = (torch.maximum(-lowest, highest) / INT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-        quantized[rows] = wide.div_(scales[rows].float()[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX)
+        scales[rows] = (torch.maximum(-lowest, highest) / INT8_MAX).clamp_min(
+            torch.finfo(torch.float32).tiny
+        )
+        quantized[rows] = (
+            wide.div_(scales[rows].float()[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX)
+        )
     return LinearWeights(quantized, bias, scales)
 
 
 def _multiply_int8(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Multiply (N, in), (out, in) int8, (out,) -> (N, out). Integers up to 127 are exact in
-    bfloat16.
-    """
-    if rows.device.type == "cpu" and rows.dtype is torch.bfloat16 and len(rows) <= PACKED_ROWS_MAX:
+    """Multiply (N, in), (out, in) int8, (out,) -> (N, out). bfloat16 holds int8 exactly."""
+    if (
+        rows.device.type == "cpu"
+        and rows.dtype is torch.bfloat16
+        and len(rows) <= PACKED_ROWS_MAX
+        and rows.shape[1] % PACKED_INNER == 0
+    ):
         return torch._weight_int8pack_mm(rows, weight, scales)
     row_count = _widened_row_count(weight)
-    product = torch.cat([linear(rows, part.to(rows.dtype)) for part in torch.split(weight, row_count)], dim=-1)
+    product = torch.cat(
+        [linear(rows, part.to(rows.dtype)) for part in torch.split(weight, row_count)], dim=-1
+    )
     return product.mul_(scales)
 
 
@@ -226,9 +245,7 @@ class TensorReader:
         return self._file_by_name.keys()
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Read and convert one tensor. Raises: CheckpointInvalid if it is missing or has another
-        shape.
-        """
+        """Read and convert one tensor. Raises: CheckpointInvalid if missing or of another shape."""
         file = self._find(name, shape)
         tensor = self._finite(file, name)
         if tensor.dtype == self._dtype:
@@ -237,11 +254,17 @@ class TensorReader:
         file.give_back(name)
         return converted
 
-    def read_stacked(self, rows_by_name: dict[str, int], columns: int, biased: bool) -> LinearWeights:
+    def read_stacked(
+        self, rows_by_name: dict[str, int], columns: int, biased: bool
+    ) -> LinearWeights:
         """Read several linear layers with the same input as one."""
         shapes = [(f"{name}.weight", (rows, columns)) for name, rows in rows_by_name.items()]
         weight = self._read_rows(shapes)
-        bias = self._read_rows([(f"{name}.bias", (rows,)) for name, rows in rows_by_name.items()]) if biased else None
+        bias = (
+            self._read_rows([(f"{name}.bias", (rows,)) for name, rows in rows_by_name.items()])
+            if biased
+            else None
+        )
         if not self._quantize:
             return LinearWeights(weight, bias)
         quantized = quantize_rows(weight, bias)
@@ -250,20 +273,22 @@ class TensorReader:
         return quantized
 
     def drop_copy(self, name: str, original: Tensor) -> None:
-        """Mark a tensor as read that must equal another, if present. Raises: CheckpointInvalid if
-        it differs.
-        """
-        if name in self._file_by_name and not torch.equal(self.read(name, tuple(original.shape)), original):
-            raise CheckpointInvalid(str(self._directory), f"tensor {name} differs from the embedding that config.json ties it to")
+        """Mark a tensor as read. Raises: CheckpointInvalid unless it equals the original."""
+        if name in self._file_by_name and not torch.equal(
+            self.read(name, tuple(original.shape)), original
+        ):
+            raise CheckpointInvalid(
+                str(self._directory),
+                f"tensor {name} differs from the embedding that config.json ties it to",
+            )
 
     def refuse_unread(self, architecture: str, ignored: re.Pattern[str]) -> None:
-        """Raise CheckpointInvalid for unused weights: the model differs from config.json. ignored:
-        allowed names.
-        """
+        """Raise CheckpointInvalid for unused weights, which config.json does not describe."""
         for name in self._unread:
             if not ignored.fullmatch(name):
                 raise CheckpointInvalid(
-                    str(self._directory / self._file_by_name[name]), f"tensor {name} has no place in {architecture} as configured"
+                    str(self._directory / self._file_by_name[name]),
+                    f"tensor {name} has no place in {architecture} as configured",
                 )
 
     def _read_rows(self, shape_by_name: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
@@ -294,7 +319,8 @@ class TensorReader:
         limit = torch.finfo(self._dtype).max
         if not (-limit <= float(lowest) and float(highest) <= limit):
             raise CheckpointInvalid(
-                str(file.path), f"tensor {name} holds values that are not finite; check that the file is intact"
+                str(file.path),
+                f"tensor {name} holds values that are not finite; check that the file is intact",
             )
         file.give_back(name)
         return tensor
@@ -308,7 +334,9 @@ class TensorReader:
         if actual is None:
             raise CheckpointInvalid(str(file.path), f"tensor {name} is missing")
         if actual != shape:
-            raise CheckpointInvalid(str(file.path), f"tensor {name} has shape {actual}, config.json says {shape}")
+            raise CheckpointInvalid(
+                str(file.path), f"tensor {name} has shape {actual}, config.json says {shape}"
+            )
         self._unread.pop(name, None)
         return file
 
@@ -321,8 +349,14 @@ class TensorReader:
             if not isinstance(weight_map, dict):
                 raise CheckpointInvalid(str(index_path), "entry weight_map is missing")
             return {str(name): str(file_name) for name, file_name in weight_map.items()}
-        pickled = " (weights in pickle files are not loaded: convert them)" if any(self._directory.glob("*.bin")) else ""
-        raise CheckpointInvalid(str(self._directory), f"neither {SINGLE_FILE} nor {INDEX_FILE} is there{pickled}")
+        pickled = (
+            " (weights in pickle files are not loaded: convert them)"
+            if any(self._directory.glob("*.bin"))
+            else ""
+        )
+        raise CheckpointInvalid(
+            str(self._directory), f"neither {SINGLE_FILE} nor {INDEX_FILE} is there{pickled}"
+        )
 
     def _open(self, file_name: str) -> MappedFile:
         if file_name not in self._files:

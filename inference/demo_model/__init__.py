@@ -1,1 +1,1 @@
-"""The bundled demo model's weights and card; `demo/` has its corpus and training."""
+"""Weights and card of the bundled models; `demo/` has their data and training."""

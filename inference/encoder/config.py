@@ -13,7 +13,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from inference.checkpoint.checkpoint import entries_of, read_json, read_json_list, refuse_entries_beside
+from inference.checkpoint.checkpoint import (
+    entries_of,
+    read_json,
+    read_json_list,
+    refuse_entries_beside,
+)
 from inference.engine import ModelInfo
 from inference.errors import CheckpointInvalid
 
@@ -47,12 +52,20 @@ class EncoderFamily:
 
 _BERT_SIZES = {
     name: name
-    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "type_vocab_size")
+    for name in (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_act",
+        "type_vocab_size",
+    )
 }
 _BERT_ENTRIES = """
-    hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act type_vocab_size layer_norm_eps
-    hidden_dropout_prob attention_probs_dropout_prob classifier_dropout position_embedding_type directionality pooler_fc_size
-    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type output_past gradient_checkpointing
+    hidden_size intermediate_size num_hidden_layers num_attention_heads hidden_act type_vocab_size
+    layer_norm_eps hidden_dropout_prob attention_probs_dropout_prob classifier_dropout
+    position_embedding_type directionality pooler_fc_size pooler_num_attention_heads
+    pooler_num_fc_layers pooler_size_per_head pooler_type output_past gradient_checkpointing
 """
 _DISTIL_SIZES = {
     "hidden_size": "dim",
@@ -62,23 +75,30 @@ _DISTIL_SIZES = {
     "hidden_act": "activation",
 }
 _DISTIL_ENTRIES = """
-    dim hidden_dim n_layers n_heads activation sinusoidal_pos_embds dropout attention_dropout qa_dropout seq_classif_dropout
-    tie_weights_
+    dim hidden_dim n_layers n_heads activation sinusoidal_pos_embds dropout attention_dropout
+    qa_dropout seq_classif_dropout tie_weights_
 """
 _MPNET_SIZES = {name: entry for name, entry in _BERT_SIZES.items() if name != "type_vocab_size"}
 FAMILIES: dict[str, EncoderFamily] = {
     "bert": EncoderFamily("bert.", _BERT_SIZES, _BERT_ENTRIES),
     "roberta": EncoderFamily("roberta.", _BERT_SIZES, _BERT_ENTRIES, skips_padding_positions=True),
-    "xlm-roberta": EncoderFamily("roberta.", _BERT_SIZES, _BERT_ENTRIES, skips_padding_positions=True),
+    "xlm-roberta": EncoderFamily(
+        "roberta.", _BERT_SIZES, _BERT_ENTRIES, skips_padding_positions=True
+    ),
     "distilbert": EncoderFamily("distilbert.", _DISTIL_SIZES, _DISTIL_ENTRIES),
     "mpnet": EncoderFamily(
-        "mpnet.", _MPNET_SIZES, f"{_BERT_ENTRIES} relative_attention_num_buckets", position_offset=2, relative_positions=True
+        "mpnet.",
+        _MPNET_SIZES,
+        f"{_BERT_ENTRIES} relative_attention_num_buckets",
+        position_offset=2,
+        relative_positions=True,
     ),
 }
 RELATIVE_BUCKETS = 32  # of token distances: fixed in the reference implementation
 # Common to all families; the last two concern heads that vectors do not depend on.
 _ENTRIES = """
-    architectures model_type vocab_size max_position_embeddings pad_token_id quantization_config tie_word_embeddings eos_token_id
+    architectures model_type vocab_size max_position_embeddings pad_token_id quantization_config
+    tie_word_embeddings eos_token_id
 """
 
 
@@ -116,18 +136,21 @@ class EncoderConfig:
 
 
 def read_encoder_config(directory: Path) -> EncoderConfig:
-    """Read a directory in sentence-transformers layout. Raises: CheckpointInvalid naming the file
-    and the fix.
-    """
+    """Read a directory in sentence-transformers layout. Raises: CheckpointInvalid."""
     modules = _Modules.read(directory)
     path = modules.transformer / "config.json"
     raw = read_json(path)
     with entries_of(path):
         config = _read_config(modules, raw, path)
     if config.hidden_size % config.head_count:
-        raise CheckpointInvalid(str(path), f"{config.head_count} heads cannot share {config.hidden_size} floats evenly")
+        raise CheckpointInvalid(
+            str(path), f"{config.head_count} heads cannot share {config.hidden_size} floats evenly"
+        )
     if modules.dimension not in (None, config.hidden_size):
-        raise CheckpointInvalid(str(modules.pooling_path), f"dimension {modules.dimension} is not hidden_size {config.hidden_size}")
+        raise CheckpointInvalid(
+            str(modules.pooling_path),
+            f"dimension {modules.dimension} is not hidden_size {config.hidden_size}",
+        )
     return config
 
 
@@ -149,29 +172,55 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
     model_type = raw.get("model_type", "(none)")
     family = FAMILIES.get(model_type)
     if family is None:
-        raise CheckpointInvalid(str(path), f"model_type {model_type} is not supported; supported: {', '.join(FAMILIES)}")
+        raise CheckpointInvalid(
+            str(path), f"model_type {model_type} is not supported; supported: {', '.join(FAMILIES)}"
+        )
     if raw.get("quantization_config"):
-        raise CheckpointInvalid(str(path), "quantized checkpoints are not supported; use the unquantized one")
+        raise CheckpointInvalid(
+            str(path), "quantized checkpoints are not supported; use the unquantized one"
+        )
     refuse_entries_beside(frozenset(f"{_ENTRIES} {family.entries}".split()), raw, model_type, path)
     # Only learned absolute positions are supported; other kinds change the attention.
-    if raw.get("position_embedding_type", "absolute") != "absolute" or raw.get("sinusoidal_pos_embds"):
+    if raw.get("position_embedding_type", "absolute") != "absolute" or raw.get(
+        "sinusoidal_pos_embds"
+    ):
         kind = raw.get("position_embedding_type", "sinusoidal")
-        raise CheckpointInvalid(str(path), f"position embeddings of the kind {kind!r} are not supported; supported: 'absolute'")
+        raise CheckpointInvalid(
+            str(path),
+            f"position embeddings of the kind {kind!r} are not supported; supported: 'absolute'",
+        )
     activation = str(raw[family.sizes["hidden_act"]])
     if activation not in ACTIVATIONS:
-        raise CheckpointInvalid(str(path), f"activation {activation} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    sizes = {name: int(raw[entry]) for name, entry in family.sizes.items() if name not in ("hidden_act", "type_vocab_size")}
+        raise CheckpointInvalid(
+            str(path),
+            f"activation {activation} is not supported; supported: {', '.join(ACTIVATIONS)}",
+        )
+    sizes = {
+        name: int(raw[entry])
+        for name, entry in family.sizes.items()
+        if name not in ("hidden_act", "type_vocab_size")
+    }
     sizes |= {name: int(raw[name]) for name in ("vocab_size", "max_position_embeddings")}
     for name, value in sizes.items():
         if value < 1:
-            raise CheckpointInvalid(str(path), f"entry {family.sizes.get(name, name)} = {value!r} is not a count of at least 1")
+            raise CheckpointInvalid(
+                str(path),
+                f"entry {family.sizes.get(name, name)} = {value!r} is not a count of at least 1",
+            )
     if raw.get("relative_attention_num_buckets", RELATIVE_BUCKETS) != RELATIVE_BUCKETS:
-        told = f"entry relative_attention_num_buckets = {raw['relative_attention_num_buckets']!r} is not supported"
-        raise CheckpointInvalid(str(path), f"{told}; supported: {RELATIVE_BUCKETS}")
-    offset = int(raw["pad_token_id"]) + 1 if family.skips_padding_positions else family.position_offset
+        wrong = (
+            f"entry relative_attention_num_buckets = {raw['relative_attention_num_buckets']!r} is"
+            " not supported"
+        )
+        raise CheckpointInvalid(str(path), f"{wrong}; supported: {RELATIVE_BUCKETS}")
+    offset = (
+        int(raw["pad_token_id"]) + 1 if family.skips_padding_positions else family.position_offset
+    )
     positions = sizes["max_position_embeddings"] - offset
     if positions < 1:
-        raise CheckpointInvalid(str(path), f"max_position_embeddings leaves {positions} positions behind the padding")
+        raise CheckpointInvalid(
+            str(path), f"max_position_embeddings leaves {positions} positions behind the padding"
+        )
     named = raw.get("architectures") or [model_type]
     return EncoderConfig(
         directory=modules.transformer,
@@ -187,7 +236,9 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
         position_count=sizes["max_position_embeddings"],
         position_offset=offset,
         has_relative_positions=family.relative_positions,
-        token_type_count=int(raw.get("type_vocab_size", 2)) if "type_vocab_size" in family.sizes else 0,
+        token_type_count=(
+            int(raw.get("type_vocab_size", 2)) if "type_vocab_size" in family.sizes else 0
+        ),
         input_tokens_max=min(modules.input_tokens_max or positions, positions),
         pooling=modules.pooling,
         normalized=modules.normalized,
@@ -196,9 +247,7 @@ def _read_config(modules: _Modules, raw: Mapping[str, Any], path: Path) -> Encod
 
 @dataclass(frozen=True, slots=True)
 class _Modules:
-    """Contents of modules.json and the files it names: the encoder's directory and the following
-    modules.
-    """
+    """Contents of modules.json and its files: the encoder's directory and its modules."""
 
     transformer: Path
     pooling_path: Path
@@ -209,25 +258,33 @@ class _Modules:
 
     @classmethod
     def read(cls, directory: Path) -> _Modules:
-        """Read the modules. Raises: CheckpointInvalid for any but encoder, pooling and
-        normalization.
-        """
+        """Read the modules. Raises: CheckpointInvalid for others than pooling and normalization."""
         path = directory / "modules.json"
         if not path.exists():
-            why = "it defines the pooling of token vectors; save the model with sentence-transformers"
+            why = (
+                "it defines the pooling of token vectors; save the model with sentence-transformers"
+            )
             raise CheckpointInvalid(str(path), f"the file is missing: {why}")
         modules = read_json_list(path)
         kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
         if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
             raise CheckpointInvalid(
                 str(path),
-                f"modules {', '.join(kinds)} are not supported; supported: Transformer, Pooling, and Normalize after them",
+                f"modules {', '.join(kinds)} are not supported; supported: Transformer, Pooling,"
+                " and Normalize after them",
             )
         places = [_inside(directory, str(module.get("path", "")), path) for module in modules]
         pooling_path = places[1] / "config.json"
         pooling, dimension = _read_pooling(pooling_path)
         _refuse_prompt(directory / "config_sentence_transformers.json")
-        return cls(places[0], pooling_path, pooling, dimension, len(kinds) == 3, _read_input_limit(places[0]))
+        return cls(
+            places[0],
+            pooling_path,
+            pooling,
+            dimension,
+            len(kinds) == 3,
+            _read_input_limit(places[0]),
+        )
 
 
 def _inside(directory: Path, place: str, path: Path) -> Path:
@@ -247,7 +304,10 @@ def _read_pooling(path: Path) -> tuple[Pooling, int | None]:
     if modes in ({"pooling_mode_cls_token": True}, {"pooling_mode": "cls"}):
         return Pooling.CLS, dimension
     shown = ", ".join(f"{name} = {value!r}" for name, value in modes.items()) or "none"
-    raise CheckpointInvalid(str(path), f"pooling by {shown} is not supported; supported: the mean of all tokens, or the first one")
+    raise CheckpointInvalid(
+        str(path),
+        f"pooling by {shown} is not supported; supported: the mean of all tokens, or the first one",
+    )
 
 
 def _read_input_limit(directory: Path) -> int | None:
@@ -257,10 +317,14 @@ def _read_input_limit(directory: Path) -> int | None:
         return None
     raw = read_json(path)
     if raw.get("do_lower_case"):
-        raise CheckpointInvalid(str(path), "do_lower_case = True is not supported: let the tokenizer's normalizer do it")
+        raise CheckpointInvalid(
+            str(path), "do_lower_case = True is not supported: let the tokenizer's normalizer do it"
+        )
     limit = raw.get("max_seq_length")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise CheckpointInvalid(str(path), f"entry max_seq_length = {limit!r} is not a count of tokens")
+        raise CheckpointInvalid(
+            str(path), f"entry max_seq_length = {limit!r} is not a count of tokens"
+        )
     return limit
 
 
@@ -270,5 +334,7 @@ def _refuse_prompt(path: Path) -> None:
     name, prompts = raw.get("default_prompt_name"), raw.get("prompts") or {}
     if name is not None and prompts.get(name):
         raise CheckpointInvalid(
-            str(path), f"default_prompt_name = {name!r} is not supported: clients must prepend that text themselves"
+            str(path),
+            f"default_prompt_name = {name!r} is not supported: clients must prepend that text"
+            " themselves",
         )

@@ -1,17 +1,15 @@
-"""An encoder in a child process, seen from the API process: text queue, batches, and pending
-results.
-"""
+"""Encoder in a child process, for the API process: text queue, batches, pending results."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.cpus import usable_cpus
 from inference.encoder.config import read_encoder_info
 from inference.encoder.worker import BatchEncoded, EncodeBatch, LoadEncoder
 from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vector
@@ -55,7 +53,7 @@ class EncoderSettings:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One `embed`. began_at_s: start of the first batch with one of its texts, by the loop's clock."""
+    """One `embed`. began_at_s: start of its first batch, by the loop's clock."""
 
     request: EmbeddingRequest
     came_at_s: float
@@ -74,15 +72,30 @@ class TorchEncoder(BackendLife):
     def __init__(self, settings: EncoderSettings) -> None:
         """Read the checkpoint's configuration; starts no process. Raises: CheckpointInvalid."""
         load = LoadEncoder(
-            str(settings.directory), settings.compute_dtype, settings.device, settings.torch_thread_count or os.cpu_count() or 1
+            str(settings.directory),
+            settings.compute_dtype,
+            settings.device,
+            settings.torch_thread_count or usable_cpus().count,
         )
-        kind = HostKind("inference.encoder.worker", CHILD_ENVIRONMENT, load, decoder=decoder_to_parent(BatchEncoded))
+        kind = HostKind(
+            "inference.encoder.worker",
+            CHILD_ENVIRONMENT,
+            load,
+            decoder=decoder_to_parent(BatchEncoded),
+        )
         super().__init__(read_encoder_info(settings.directory, name=settings.name), settings)
         self._worker = Worker(
-            self, kind, settings, on_ready=self._worker_ready, on_message=self._receive, owes_answers=self._owes_answers
+            self,
+            kind,
+            settings,
+            on_ready=self._worker_ready,
+            on_message=self._receive,
+            owes_answers=self._owes_answers,
         )
         self._options = settings
-        self._queue: BatchQueue[_Text, Vector] = BatchQueue(settings.batch_token_count_max, self._taken)
+        self._queue: BatchQueue[_Text, Vector] = BatchQueue(
+            settings.batch_token_count_max, self._taken
+        )
         self._window: asyncio.TimerHandle | None = None
         self._batch_token_count = 0  # of the current batch
         self._token_count = 0  # embedded since the child's start
@@ -110,7 +123,9 @@ class TorchEncoder(BackendLife):
             raise EngineOverloaded("the encoder's queue is full", self._overload_wait_s())
         clock = asyncio.get_running_loop().time
         call = _Call(request, clock())
-        pieces = self._queue.put([(_Text(token_ids, call), len(token_ids)) for token_ids in request.inputs], request.rank)
+        pieces = self._queue.put(
+            [(_Text(token_ids, call), len(token_ids)) for token_ids in request.inputs], request.rank
+        )
         self._send_soon()
         try:
             vectors = await asyncio.gather(*(piece.result for piece in pieces))
@@ -133,7 +148,9 @@ class TorchEncoder(BackendLife):
         if self._queue.waiting_size >= self._options.batch_token_count_max:
             self._send_batch()
         elif self._window is None:
-            self._window = asyncio.get_running_loop().call_later(self._options.batch_window_s, self._send_batch)
+            self._window = asyncio.get_running_loop().call_later(
+                self._options.batch_window_s, self._send_batch
+            )
 
     def _send_batch(self) -> None:
         if self._window is not None:
@@ -160,7 +177,9 @@ class TorchEncoder(BackendLife):
             self._queue.fail_batch(lambda: EngineFailed(f"the encoder gave no vectors: {fault}"))
         else:
             if len(message.vectors) != self._queue.under_way_count:
-                raise ProtocolBroken(f"{len(message.vectors)} vectors for {self._queue.under_way_count} texts")
+                raise ProtocolBroken(
+                    f"{len(message.vectors)} vectors for {self._queue.under_way_count} texts"
+                )
             elapsed_s = asyncio.get_running_loop().time() - self._sent_at_s
             self._tokens_per_s = self._batch_token_count / max(elapsed_s, 1e-6)
             self._token_count += self._batch_token_count

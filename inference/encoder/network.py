@@ -95,7 +95,9 @@ _MPNET_NAMES = _BERT_NAMES | {
 _NAMES = {"distilbert": _DISTIL_NAMES, "mpnet": _MPNET_NAMES}
 
 # Heads of other tasks, and values derived from the configuration: vectors do not depend on them.
-_IGNORED_NAMES = re.compile(r"(.*\.)?(embeddings\.(position_ids|token_type_ids)|pooler\..*|cls\..*|lm_head\..*|vocab_\w+\..*)")
+_IGNORED_NAMES = re.compile(
+    r"(.*\.)?(embeddings\.(position_ids|token_type_ids)|pooler\..*|cls\..*|lm_head\..*|vocab_\w+\..*)"
+)
 
 
 def load_encoder_weights(
@@ -112,28 +114,38 @@ def load_encoder_weights(
     wrong shape.
     """
     reader = TensorReader(config.directory, dtype, quantize)
-    prefix = config.prefix if f"{config.prefix}embeddings.word_embeddings.weight" in reader.names else ""
+    prefix = (
+        config.prefix if f"{config.prefix}embeddings.word_embeddings.weight" in reader.names else ""
+    )
     tables = f"{prefix}embeddings"
     hidden = config.hidden_size
     words = reader.read(f"{tables}.word_embeddings.weight", (config.vocabulary_size, hidden))
     positions = reader.read(f"{tables}.position_embeddings.weight", (config.position_count, hidden))
     token_type = None
     if config.token_type_count:
-        token_type = reader.read(f"{tables}.token_type_embeddings.weight", (config.token_type_count, hidden))[0]
+        token_type = reader.read(
+            f"{tables}.token_type_embeddings.weight", (config.token_type_count, hidden)
+        )[0]
     embedding_norm = _read_norm(reader, f"{tables}.LayerNorm", hidden)
     distance_biases = None
     if config.has_relative_positions:
-        distance_biases = reader.read(f"{prefix}encoder.relative_attention_bias.weight", (RELATIVE_BUCKETS, config.head_count))
+        distance_biases = reader.read(
+            f"{prefix}encoder.relative_attention_bias.weight", (RELATIVE_BUCKETS, config.head_count)
+        )
     names = _NAMES.get(config.model_type, _BERT_NAMES)
     layers = []
     for index in range(config.layer_count):
         layers.append(_read_layer(reader, config, names, f"{prefix}{names['layer']}.{index}"))
         on_progress((index + 1) / config.layer_count)
     reader.refuse_unread(config.architecture, _IGNORED_NAMES)
-    return EncoderWeights(words, positions, token_type, embedding_norm, tuple(layers), distance_biases)
+    return EncoderWeights(
+        words, positions, token_type, embedding_norm, tuple(layers), distance_biases
+    )
 
 
-def _read_layer(reader: TensorReader, config: EncoderConfig, names: Mapping[str, str], prefix: str) -> EncoderLayerWeights:
+def _read_layer(
+    reader: TensorReader, config: EncoderConfig, names: Mapping[str, str], prefix: str
+) -> EncoderLayerWeights:
     hidden, inner = config.hidden_size, config.intermediate_size
 
     def linear(part: str, rows: int, columns: int) -> LinearWeights:
@@ -177,7 +189,9 @@ class _Group:
 class EncoderNetwork:
     """A loaded encoder. Used by one thread."""
 
-    def __init__(self, config: EncoderConfig, weights: EncoderWeights, device: torch.device) -> None:
+    def __init__(
+        self, config: EncoderConfig, weights: EncoderWeights, device: torch.device
+    ) -> None:
         self._config = config
         self._device = device
         self._weights = on_device(weights, device)
@@ -185,16 +199,16 @@ class EncoderNetwork:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Return vectors (texts, hidden) in fp32 on the CPU, in order. Texts have 1 to
-        `input_tokens_max` tokens.
-        """
+        """Return vectors (texts, hidden) in fp32. Texts have 1 to `input_tokens_max` tokens."""
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         groups = _groups([len(texts[index]) for index in order])
         rows = self._embed_tokens([texts[index] for index in order])
         biases = self._distance_biases(groups)
         for layer in self._weights.layers:
             rows = self._run_layer(layer, rows, groups, biases)
-        pooled = torch.cat([self._pool(rows[group.begin : group.end].float(), group) for group in groups])
+        pooled = torch.cat(
+            [self._pool(rows[group.begin : group.end].float(), group) for group in groups]
+        )
         if self._config.normalized:
             pooled = normalize(pooled, dim=-1)
         vectors = torch.empty(pooled.shape, dtype=torch.float32)
@@ -202,46 +216,65 @@ class EncoderNetwork:
         return vectors
 
     def _embed_tokens(self, texts: list[Sequence[int]]) -> Tensor:
-        """Return (tokens, hidden): sum of word, position and first-sentence token type embeddings."""
+        """Return (tokens, hidden): sum of word, position and token type embeddings."""
         weights, offset = self._weights, self._config.position_offset
-        token_ids = torch.tensor([token_id for text in texts for token_id in text], device=self._device)
-        positions = torch.cat([torch.arange(offset, offset + len(text)) for text in texts]).to(self._device)
+        token_ids = torch.tensor(
+            [token_id for text in texts for token_id in text], device=self._device
+        )
+        positions = torch.cat([torch.arange(offset, offset + len(text)) for text in texts]).to(
+            self._device
+        )
         rows = weights.words[token_ids] + weights.positions[positions]
         if weights.token_type is not None:
             rows += weights.token_type
         return self._norm(rows, weights.embedding_norm)
 
     def _distance_biases(self, groups: list[_Group]) -> Tensor | None:
-        """Return (heads, longest, longest) biases for attention scores; None without relative
-        positions.
-        """
+        """Return (heads, longest, longest) biases of attention; None without relative positions."""
         weights = self._weights.distance_biases
         if weights is None:
             return None
         positions = torch.arange(groups[-1].length, device=self._device)
-        return weights[distance_buckets(positions[None, :] - positions[:, None])].permute(2, 0, 1).contiguous()
+        return (
+            weights[distance_buckets(positions[None, :] - positions[:, None])]
+            .permute(2, 0, 1)
+            .contiguous()
+        )
 
-    def _run_layer(self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group], biases: Tensor | None) -> Tensor:
+    def _run_layer(
+        self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group], biases: Tensor | None
+    ) -> Tensor:
         """Run one layer: (tokens, hidden) -> (tokens, hidden)."""
         attended = project(self._attend(layer, rows, groups, biases), layer.attention_out)
         rows = self._norm(attended + rows, layer.attention_norm)
         widened = self._activation(project(rows, layer.up))
         return self._norm(project(widened, layer.down) + rows, layer.output_norm)
 
-    def _attend(self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group], biases: Tensor | None) -> Tensor:
+    def _attend(
+        self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group], biases: Tensor | None
+    ) -> Tensor:
         """Return (tokens, hidden): the attention output of each token over its own text."""
-        query, key, value = (project(rows, weights) for weights in (layer.query, layer.key, layer.value))
+        query, key, value = (
+            project(rows, weights) for weights in (layer.query, layer.key, layer.value)
+        )
         mixed = torch.empty_like(query)
         for group in groups:
-            q, k, v = (self._heads(each[group.begin : group.end], group) for each in (query, key, value))
+            q, k, v = (
+                self._heads(each[group.begin : group.end], group) for each in (query, key, value)
+            )
             bias = None if biases is None else biases[None, :, : group.length, : group.length]
-            heads = scaled_dot_product_attention(q, k, v, attn_mask=bias)  # (texts, heads, length, head size)
-            mixed[group.begin : group.end] = heads.transpose(1, 2).reshape(group.end - group.begin, -1)
+            # (texts, heads, length, head size).
+            heads = scaled_dot_product_attention(q, k, v, attn_mask=bias)
+            mixed[group.begin : group.end] = heads.transpose(1, 2).reshape(
+                group.end - group.begin, -1
+            )
         return mixed
 
     def _heads(self, rows: Tensor, group: _Group) -> Tensor:
         """Reshape (texts x length, hidden) -> (texts, heads, length, head size)."""
-        return rows.view(group.text_count, group.length, self._config.head_count, -1).transpose(1, 2)
+        return rows.view(group.text_count, group.length, self._config.head_count, -1).transpose(
+            1, 2
+        )
 
     def _pool(self, rows: Tensor, group: _Group) -> Tensor:
         """Pool (texts x length, hidden) -> (texts, hidden)."""
@@ -249,7 +282,9 @@ class EncoderNetwork:
         return by_text[:, 0] if self._config.pooling is Pooling.CLS else by_text.mean(dim=1)
 
     def _norm(self, rows: Tensor, norm: NormWeights) -> Tensor:
-        return layer_norm(rows, rows.shape[-1:], norm.weight, norm.bias, self._config.layer_norm_eps)
+        return layer_norm(
+            rows, rows.shape[-1:], norm.weight, norm.bias, self._config.layer_norm_eps
+        )
 
 
 def distance_buckets(distances: Tensor) -> Tensor:
@@ -262,7 +297,14 @@ def distance_buckets(distances: Tensor) -> Tensor:
     half = RELATIVE_BUCKETS // 2
     exact = half // 2
     far = distances.abs()
-    shared = exact + (torch.log(far.float().clamp(min=1) / exact) / math.log(FARTHEST / exact) * (half - exact)).long()
+    shared = (
+        exact
+        + (
+            torch.log(far.float().clamp(min=1) / exact)
+            / math.log(FARTHEST / exact)
+            * (half - exact)
+        ).long()
+    )
     return torch.where(far < exact, far, shared.clamp(max=half - 1)) + (distances > 0) * half
 
 

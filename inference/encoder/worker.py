@@ -93,9 +93,7 @@ def serve(connection: socket.socket) -> int:
 
 
 def load_network(load: LoadEncoder, on_progress: Callable[[str, float], None]) -> EncoderNetwork:
-    """Import torch, read the weights, and embed a text of maximum length. Raises:
-    CheckpointInvalid, EngineStartFailed.
-    """
+    """Import torch, read the weights, embed a longest text. Raises: CheckpointInvalid."""
     on_progress("import", 0.0)
     import torch
 
@@ -103,7 +101,9 @@ def load_network(load: LoadEncoder, on_progress: Callable[[str, float], None]) -
 
     torch.set_num_threads(load.torch_thread_count)
     if load.device == "cuda" and not torch.cuda.is_available():
-        raise EngineStartFailed("device cuda: torch finds no GPU; use device cpu, or a torch build with CUDA")
+        raise EngineStartFailed(
+            "device cuda: torch finds no GPU; use device cpu, or a torch build with CUDA"
+        )
     config = read_encoder_config(Path(load.directory))
     dtype = torch.float32 if load.compute_dtype == "float32" else torch.bfloat16
     on_progress("weights", IMPORT_FRACTION)
@@ -116,16 +116,17 @@ def load_network(load: LoadEncoder, on_progress: Callable[[str, float], None]) -
     network = EncoderNetwork(config, weights, torch.device(load.device))
     vectors = network.embed([[0] * config.input_tokens_max])
     if not bool(torch.isfinite(vectors).all()):
-        raise CheckpointInvalid(str(config.directory), "computes vectors that are not finite; check that the files are intact")
+        raise CheckpointInvalid(
+            str(config.directory),
+            "computes vectors that are not finite; check that the files are intact",
+        )
     gc.collect()
     gc.freeze()  # loaded objects live for the whole process
     return network
 
 
 def encode_batch(network: EncoderNetwork, batch: EncodeBatch) -> BatchEncoded:
-    """Return the vectors of a batch, or the fault. Vectors that are not finite are a fault: they
-    must not be billed.
-    """
+    """Return the vectors of a batch, or a fault, such as values that are not finite."""
     import torch
 
     try:

@@ -1,3 +1,1 @@
-"""Safety checks of prompts and outputs: regular expression rules, and classifiers in a child
-process.
-"""
+"""Safety checks of prompts and outputs: rules, and classifiers in a child process."""

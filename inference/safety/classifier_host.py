@@ -70,19 +70,33 @@ class Classifier:
 
         only_local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), use_fast=True, **only_local)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(directory), use_fast=True, **only_local
+            )
             model, info = AutoModelForSequenceClassification.from_pretrained(
-                str(directory), use_safetensors=True, dtype="float32", output_loading_info=True, **only_local
+                str(directory),
+                use_safetensors=True,
+                dtype="float32",
+                output_loading_info=True,
+                **only_local,
             )
         except Exception as error:  # the library raises exceptions of any type
-            raise CheckpointInvalid(str(directory), f"cannot be loaded as a classifier: {error}") from error
+            raise CheckpointInvalid(
+                str(directory), f"cannot be loaded as a classifier: {error}"
+            ) from error
         self._model: Any = model.eval()
         missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         if missing:  # the library would continue with random weights
-            raise CheckpointInvalid(str(directory), f"weights are missing or have a wrong shape: {', '.join(missing[:3])}")
+            raise CheckpointInvalid(
+                str(directory),
+                f"weights are missing or have a wrong shape: {', '.join(missing[:3])}",
+            )
         if not self._tokenizer.is_fast:
             raise CheckpointInvalid(str(directory), "needs a tokenizer.json")
-        self._several_labels = model.config.problem_type == "multi_label_classification" or model.config.num_labels == 1
+        self._several_labels = (
+            model.config.problem_type == "multi_label_classification"
+            or model.config.num_labels == 1
+        )
         self._row_token_count_max = self._row_limit()
         self._pad_id: int | None = model.config.pad_token_id
         try:
@@ -90,12 +104,13 @@ class Classifier:
         except (ArithmeticError, IndexError, RuntimeError, ValueError) as error:
             raise CheckpointInvalid(str(directory), f"cannot score a text: {error}") from error
         if len(scores[0]) != len(model.config.id2label):
-            raise CheckpointInvalid(str(directory), f"gives {len(scores[0])} scores for {len(model.config.id2label)} labels")
+            raise CheckpointInvalid(
+                str(directory),
+                f"gives {len(scores[0])} scores for {len(model.config.id2label)} labels",
+            )
 
     def score(self, texts: Sequence[str]) -> list[list[float]]:
-        """Return each label's highest score over a text's rows. Raises: ArithmeticError for scores
-        that are not finite.
-        """
+        """Return each label's highest score over a text's rows. Raises: ArithmeticError for NaN."""
         encoded = self._tokenizer(
             list(texts),
             truncation=True,
@@ -112,9 +127,13 @@ class Classifier:
             width = len(rows[by_length[-1]])
             count = 1 if self._pad_id is None else max(FORWARD_TOKENS_MAX // width, 1)
             taken, by_length = by_length[-count:], by_length[:-count]
-            for index, scores in zip(taken, self._forward([rows[index] for index in taken]), strict=True):
+            for index, scores in zip(
+                taken, self._forward([rows[index] for index in taken]), strict=True
+            ):
                 best = highest[owners[index]]
-                highest[owners[index]] = [max(pair) for pair in zip(best, scores, strict=True)] if best else scores
+                highest[owners[index]] = (
+                    [max(pair) for pair in zip(best, scores, strict=True)] if best else scores
+                )
         return highest
 
     def _forward(self, rows: list[list[int]]) -> list[list[float]]:
@@ -127,7 +146,9 @@ class Classifier:
             input_ids[index, : len(row)] = torch.tensor(row)
             attention_mask[index, : len(row)] = 1
         with torch.inference_mode():
-            logits: Tensor = self._model(input_ids=input_ids, attention_mask=attention_mask).logits.float()
+            logits: Tensor = self._model(
+                input_ids=input_ids, attention_mask=attention_mask
+            ).logits.float()
         scores = logits.sigmoid() if self._several_labels else logits.softmax(dim=-1)
         if not bool(torch.isfinite(scores).all()):
             # NaN would be below every threshold
@@ -139,7 +160,7 @@ class Classifier:
         limits = [ROW_TOKENS_MAX, self._tokenizer.model_max_length]
         for name, module in self._model.named_modules():
             if name.endswith("position_embeddings") and hasattr(module, "num_embeddings"):
-                # RoBERTa-like models number positions from behind the padding's.
+                # RoBERTa-like models number positions from the one after the padding's.
                 first = 0 if module.padding_idx is None else module.padding_idx + 1
                 limits.append(module.num_embeddings - first)
         return int(min(limits))
@@ -171,10 +192,14 @@ def score_batch(classifiers: Sequence[Classifier], batch: ClassifyBatch) -> Batc
     """Return the scores of a batch in the order of its texts, or the fault."""
     scores: list[list[float]] = [[] for _ in batch.texts]
     try:
-        for wanted, classifier in enumerate(classifiers):
-            places = [place for place, (index, _) in enumerate(batch.texts) if index == wanted]
+        for number, classifier in enumerate(classifiers):
+            places = [place for place, (index, _) in enumerate(batch.texts) if index == number]
             if places:
-                for place, scored in zip(places, classifier.score([batch.texts[place][1] for place in places]), strict=True):
+                for place, scored in zip(
+                    places,
+                    classifier.score([batch.texts[place][1] for place in places]),
+                    strict=True,
+                ):
                     scores[place] = scored
     except Exception as error:
         _log.exception("a batch could not be scored")

@@ -27,7 +27,7 @@ _NO_CHARACTER = "\ufffd"  # replaces lone surrogates, which classifiers' tokeniz
 
 
 class Unescaper:
-    """Streaming decoder of JSON escapes. All other text is unchanged, even if it is not valid JSON."""
+    """Streaming decoder of JSON escapes. Other text is unchanged, even if it is not valid JSON."""
 
     def __init__(self) -> None:
         self.pending = ""  # an incomplete escape
@@ -70,15 +70,11 @@ class OutputCheck(Protocol):
     """Checks one output while it is streamed. One call at a time."""
 
     async def push(self, text: str) -> Verdict:
-        """Check more text. Raises: SafetyUnavailable if it could not be checked and checks are
-        required.
-        """
+        """Check more text. Raises: SafetyUnavailable if a required check was not possible."""
         ...
 
     async def finish(self) -> Verdict:
-        """Check the end of the output: all text is safe, or there is a hit. Raises:
-        SafetyUnavailable.
-        """
+        """Check the end of the output: all text is safe, or a match. Raises: SafetyUnavailable."""
         ...
 
     def fork(self) -> OutputCheck:
@@ -90,7 +86,7 @@ class SafetyChecker(Protocol):
     """Checks prompts and outputs concurrently. Blocking work runs outside the event loop."""
 
     async def check_prompt(self, text: str) -> str | None:
-        """Return the name of what forbids the prompt, or None. Raises: SafetyUnavailable."""
+        """Return the name of a forbidden match in a prompt, or None. Raises: SafetyUnavailable."""
         ...
 
     def open_output(self) -> OutputCheck | None:
@@ -112,7 +108,9 @@ class SafetyStage:
         return None
 
     def open_output(self) -> OutputCheck | None:
-        checks = [check for checker in self._checkers if (check := checker.open_output()) is not None]
+        checks = [
+            check for checker in self._checkers if (check := checker.open_output()) is not None
+        ]
         if len(checks) < 2:
             return checks[0] if checks else None
         return _SeveralOutputChecks(checks)
@@ -160,7 +158,7 @@ class EscapedOutputCheck:
     """
 
     def __init__(self, check: OutputCheck) -> None:
-        """check: has seen no output yet."""
+        """check: a check that has not seen any output."""
         self._as_written = check
         self._as_read: OutputCheck | None = None  # created at the first escape
         self._unescaper = Unescaper()
@@ -169,7 +167,8 @@ class EscapedOutputCheck:
         self._safe_char_count = 0
         self._read_char_count = 0
         self._common_char_count = 0  # length before the first escape
-        # of pieces: length as written, and the decoded length that must be safe to release it
+        # of each piece: its length as written, and the decoded length that must be safe to release
+        # it
         self._ends: deque[tuple[int, int]] = deque()
 
     async def push(self, text: str) -> Verdict:

@@ -6,8 +6,9 @@ can match from there.
 Classifiers run in a child process. Callers wait a bounded time for scores or `SafetyUnavailable`;
 other requests are not delayed. A process that ends or hangs is restarted after a delay.
 
-    output   [ released ... | context | window ]      context and window are scored together; then the window is released
-                                                      held back: at most a window and a token's text
+    output   [ released ... | context | window ]      context and window are scored together; then
+                                                      the window is released held back: at most a
+                                                      window and a token's text
 
 Prompts are scored in overlapping pieces, a few at a time, so that long prompts do not block others.
 
@@ -36,7 +37,13 @@ from common.backoff import Backoff
 from inference.checkpoint.checkpoint import read_json
 from inference.errors import CheckpointInvalid, SafetyUnavailable
 from inference.safety.classifier_host import BatchScored, ClassifyBatch, LoadClassifiers
-from inference.safety.safety import OutputCheck, SafetyChecker, SafetyRulesInvalid, SafetyStage, Verdict
+from inference.safety.safety import (
+    OutputCheck,
+    SafetyChecker,
+    SafetyRulesInvalid,
+    SafetyStage,
+    Verdict,
+)
 from inference.workers.batches import BatchQueue
 from inference.workers.process import HostProcess, Watchdog, open_host
 from inference.workers.protocol import LoadFailed, Message, ProtocolBroken, Ready, decoder_to_parent
@@ -45,7 +52,7 @@ from inference.workers.protocol import LoadFailed, Message, ProtocolBroken, Read
 HELD_CHARS_MAX = 1024
 # characters before the held text that are visible to look-behinds and word boundaries
 CONTEXT_CHARS = 256
-# far above any reasonable rule on a piece of output; after it the text counts as a match
+# far above the time of a reasonable rule; a search that exceeds it counts as a match
 SEARCH_TIMEOUT_S = 0.25
 THREAD_COUNT = 2  # for long prompts
 # prompts up to this length take well below 1 ms per rule, so they are checked in the event loop
@@ -72,11 +79,11 @@ class RuleChecker:
         self._threads = ThreadPoolExecutor(THREAD_COUNT, "weir-safety")
 
     async def check_prompt(self, text: str) -> str | None:
-        """Implement `SafetyChecker.check_prompt`. A search timeout counts as a match. Long prompts
-        use a thread.
-        """
+        """Implement `SafetyChecker.check_prompt`; a timeout counts as a match."""
         if len(text) > QUICK_CHARS_MAX:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._search_prompt, text)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._search_prompt, text
+            )
         return self._search_prompt(text)
 
     def open_output(self) -> OutputCheck | None:
@@ -135,7 +142,9 @@ class RuleOutputCheck:
     def _first_possible(self, rule: Rule, *, final: bool) -> int:
         """Return where a match that needs more text may begin; records a complete match."""
         try:
-            found = rule.pattern.search(self._text, pos=self._context_length, partial=not final, timeout=SEARCH_TIMEOUT_S)
+            found = rule.pattern.search(
+                self._text, pos=self._context_length, partial=not final, timeout=SEARCH_TIMEOUT_S
+            )
         except TimeoutError:
             self._hit = rule.name
             return self._context_length
@@ -174,12 +183,10 @@ _log = logging.getLogger("weir.inference.safety")
 
 
 class ClassifierProcess:
-    """All classifiers of this API process in one child process. Bound to one event loop.
-    restart_count: of the child.
-    """
+    """Classifiers of this API process, in one child process. Bound to one event loop."""
 
     def __init__(self, directories: Sequence[Path], *, timeout_s: float) -> None:
-        """Start no process yet. timeout_s: seconds that callers wait for scores."""
+        """Start nothing; `serve` does. timeout_s: seconds that callers wait for scores."""
         self._directories = tuple(directories)
         self._timeout_s = timeout_s
         self._child: HostProcess | None = None
@@ -198,7 +205,9 @@ class ClassifierProcess:
     async def score(self, asks: Sequence[tuple[int, str]]) -> list[list[float]]:
         """Return scores of texts by classifier index. Raises: SafetyUnavailable."""
         if self.queue.waiting_count + len(asks) > WAITING_COUNT_MAX:
-            raise SafetyUnavailable(f"{self.queue.waiting_count} texts wait for the safety classifiers", self._timeout_s)
+            raise SafetyUnavailable(
+                f"{self.queue.waiting_count} texts wait for the safety classifiers", self._timeout_s
+            )
         waiting = self.queue.put((ask, len(ask[1])) for ask in asks)
         self._send_next()
         try:
@@ -207,19 +216,23 @@ class ClassifierProcess:
         except TimeoutError:
             why = "they are slow" if self._child is not None else self._reason
             raise SafetyUnavailable(
-                f"the safety classifiers have not answered within {self._timeout_s:g} s: {why}", self._timeout_s
+                f"the safety classifiers have not answered within {self._timeout_s:g} s: {why}",
+                self._timeout_s,
             ) from None
         finally:
             self.queue.drop(waiting)
 
     async def loaded(self) -> str | None:
-        """Wait for the first attempt to load in `serve`. Returns the failure, or None on success."""
+        """Wait for the first attempt of `serve` to load; return the failure, or None on success."""
         await self._tried.wait()
         return self._first_failure
 
     async def serve(self) -> None:
         """Keep a child process running until cancelled."""
-        backoff, clock = Backoff(RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX), asyncio.get_running_loop().time
+        backoff, clock = (
+            Backoff(RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX),
+            asyncio.get_running_loop().time,
+        )
         while True:
             started_at_s = clock()
             await self._run_child()
@@ -273,7 +286,9 @@ class ClassifierProcess:
         if not isinstance(message, BatchScored) or message.number != self.queue.batch_count:
             raise ProtocolBroken(f"unexpected: {message!r}"[:200])
         if message.fault is None and len(message.scores) != self.queue.under_way_count:
-            raise ProtocolBroken(f"{len(message.scores)} scores for {self.queue.under_way_count} texts")
+            raise ProtocolBroken(
+                f"{len(message.scores)} scores for {self.queue.under_way_count} texts"
+            )
         self._watchdog.heard()
         if message.fault is None:
             self.queue.answer(message.scores)
@@ -289,16 +304,16 @@ class ClassifierProcess:
             self._child.send(ClassifyBatch(self.queue.batch_count, batch))
 
     def _lose(self, child: HostProcess) -> None:
-        """Handle the end of the child: its batch, a possible cause, fails; waiting texts wait for
-        the next child.
-        """
+        """Handle the end of the child: its batch, a possible cause, fails; other texts wait."""
         if self._child is child:
             self._child = None
             self._watchdog.disarm()
         self.queue.fail_batch(lambda: self._unavailable("their process ended"))
 
     def _unavailable(self, why: str) -> SafetyUnavailable:
-        return SafetyUnavailable(f"the safety classifiers have not answered: {why}", self._timeout_s)
+        return SafetyUnavailable(
+            f"the safety classifiers have not answered: {why}", self._timeout_s
+        )
 
     def _kill_hanging(self, silence_s: float) -> None:
         if self._child is not None and self.queue.under_way_count:
@@ -309,7 +324,7 @@ class ClassifierProcess:
 HOLD_S_MAX = 1.0  # seconds after which text of a slow model is checked before its window is full
 PIECE_CHARS = 1000  # of a prompt: about 250 tokens, one classifier row in most scripts
 PIECE_OVERLAP_CHARS = 200  # so that passages across a border are whole in one piece
-PIECES_AT_ONCE = 4  # queued per prompt: the rest is queued after other callers' texts
+PIECES_AT_ONCE = 4  # queued per prompt: the rest is queued behind the texts of other callers
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +342,7 @@ class ClassifierRule:
     in_output: bool
 
     def hit(self, scores: Sequence[float]) -> str | None:
-        """Return classifier name and label of the first threshold reached; None if there is none."""
+        """Return classifier and label of the first threshold reached; None if there is none."""
         for place, label, threshold in self.thresholds:
             if scores[place] >= threshold:
                 return f"{self.name}: {label}"
@@ -347,7 +362,9 @@ class ClassifierTerms:
 class ClassifierChecker:
     """Implement `SafetyChecker` with the classifier process."""
 
-    def __init__(self, process: ClassifierProcess, rules: Sequence[ClassifierRule], terms: ClassifierTerms) -> None:
+    def __init__(
+        self, process: ClassifierProcess, rules: Sequence[ClassifierRule], terms: ClassifierTerms
+    ) -> None:
         self._process = process
         self._prompt_rules = tuple(rule for rule in rules if rule.in_prompt)
         self._output_rules = tuple(rule for rule in rules if rule.in_output)
@@ -366,7 +383,9 @@ class ClassifierChecker:
     def open_output(self) -> OutputCheck | None:
         if not self._output_rules:
             return None
-        return ClassifierOutputCheck(lambda text: self._find(pieces_of(text), self._output_rules), self._terms)
+        return ClassifierOutputCheck(
+            lambda text: self._find(pieces_of(text), self._output_rules), self._terms
+        )
 
     async def _find(self, texts: Sequence[str], rules: Sequence[ClassifierRule]) -> str | None:
         asks = [(rule.index, text) for text in texts for rule in rules]
@@ -377,7 +396,10 @@ class ClassifierChecker:
                 raise
             _log.warning("let through unchecked, as configured: %s", error)
             return None
-        hits = (rule.hit(scores) for rule, scores in zip([rule for _ in texts for rule in rules], scored, strict=True))
+        hits = (
+            rule.hit(scores)
+            for rule, scores in zip([rule for _ in texts for rule in rules], scored, strict=True)
+        )
         return next((hit for hit in hits if hit is not None), None)
 
 
@@ -432,7 +454,10 @@ class ClassifierOutputCheck:
 def pieces_of(text: str) -> list[str]:
     """Split a text into overlapping pieces; one if it is short."""
     step = PIECE_CHARS - PIECE_OVERLAP_CHARS
-    return [text[start : start + PIECE_CHARS] for start in range(0, max(len(text) - PIECE_OVERLAP_CHARS, 1), step)]
+    return [
+        text[start : start + PIECE_CHARS]
+        for start in range(0, max(len(text) - PIECE_OVERLAP_CHARS, 1), step)
+    ]
 
 
 RULE_COUNT_MAX = 256  # every rule is searched in every piece of text
@@ -444,9 +469,7 @@ TIMEOUT_S_MAX = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Safety:
-    """Checker configured by a file, None without one. classifiers: process to serve while the
-    checker is used.
-    """
+    """Checker configured by a file, None without one. classifiers: process that must be served."""
 
     checker: SafetyChecker | None = None
     classifiers: ClassifierProcess | None = None
@@ -463,7 +486,10 @@ def read_safety(path: Path) -> Safety:
         raise SafetyRulesInvalid(f"{path}: {error}") from error
     unknown = tables.keys() - {"rule", "classifier", "classifiers"}
     if unknown:
-        raise SafetyRulesInvalid(f"{path}: has no {', '.join(sorted(unknown))}; it has [[rule]], [[classifier]] and [classifiers]")
+        raise SafetyRulesInvalid(
+            f"{path}: unknown table {', '.join(sorted(unknown))}; allowed are [[rule]],"
+            " [[classifier]] and [classifiers]"
+        )
     rules = _entries(tables, "rule", RULE_COUNT_MAX, path)
     classifiers = _entries(tables, "classifier", CLASSIFIER_COUNT_MAX, path)
     if not rules and not classifiers:
@@ -484,19 +510,28 @@ def read_safety(path: Path) -> Safety:
         )
     directories = [_directory(entry, path.parent, where) for where, entry in classifiers]
     process = ClassifierProcess(directories, timeout_s=terms.timeout_s)
-    asked = [_classifier(entry, index, directories[index], where) for index, (where, entry) in enumerate(classifiers)]
+    asked = [
+        _classifier(entry, index, directories[index], where)
+        for index, (where, entry) in enumerate(classifiers)
+    ]
     checkers.append(ClassifierChecker(process, asked, terms))
     return Safety(SafetyStage(checkers), process)
 
 
-def _entries(tables: Mapping[str, Any], kind: str, count_max: int, path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _entries(
+    tables: Mapping[str, Any], kind: str, count_max: int, path: Path
+) -> list[tuple[str, dict[str, Any]]]:
     entries = tables.get(kind, [])
     if not isinstance(entries, list) or len(entries) > count_max:
         raise SafetyRulesInvalid(f"{path}: must hold at most {count_max} [[{kind}]] tables")
     named = []
     for number, entry in enumerate(entries, 1):
         where = f"{path}: {kind} {number}"
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("name"), str)
+            or not entry["name"]
+        ):
             raise SafetyRulesInvalid(f"{where}: needs a name")
         named.append((f"{where} ({entry['name']})", entry))
     return named
@@ -504,13 +539,16 @@ def _entries(tables: Mapping[str, Any], kind: str, count_max: int, path: Path) -
 
 def _refuse_unknown(entry: Mapping[str, Any], known: set[str], where: str) -> None:
     if unknown := entry.keys() - known:
-        raise SafetyRulesInvalid(f"{where}: has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+        raise SafetyRulesInvalid(
+            f"{where}: unknown key {', '.join(sorted(unknown))}; allowed are"
+            f" {', '.join(sorted(known))}"
+        )
 
 
 def _applies_to(entry: Mapping[str, Any], where: str) -> tuple[bool, bool]:
     applies_to = entry.get("applies_to", "both")
     if applies_to not in ("prompt", "output", "both"):
-        raise SafetyRulesInvalid(f'{where}: applies_to is "prompt", "output" or "both"')
+        raise SafetyRulesInvalid(f'{where}: applies_to must be "prompt", "output" or "both"')
     return applies_to != "output", applies_to != "prompt"
 
 
@@ -518,9 +556,9 @@ def _rule(entry: Mapping[str, Any], where: str) -> Rule:
     _refuse_unknown(entry, {"name", "pattern", "applies_to", "ignore_case"}, where)
     source, ignore_case = entry.get("pattern"), entry.get("ignore_case", True)
     if not isinstance(source, str) or not 1 <= len(source) <= PATTERN_CHARS_MAX:
-        raise SafetyRulesInvalid(f"{where}: needs a pattern of 1 to {PATTERN_CHARS_MAX} characters")
+        raise SafetyRulesInvalid(f"{where}: pattern must have 1 to {PATTERN_CHARS_MAX} characters")
     if not isinstance(ignore_case, bool):
-        raise SafetyRulesInvalid(f"{where}: ignore_case is true or false")
+        raise SafetyRulesInvalid(f"{where}: ignore_case must be true or false")
     try:
         pattern = regex.compile(source, flags=regex.IGNORECASE if ignore_case else 0)
     except regex.error as error:
@@ -538,24 +576,43 @@ def _directory(entry: Mapping[str, Any], base: Path, where: str) -> Path:
     directory = (base / Path(given).expanduser()).absolute()
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
-            raise SafetyRulesInvalid(f"{where}: {directory / name} is missing; nothing is downloaded, so the files must be there")
+            raise SafetyRulesInvalid(
+                f"{where}: {directory / name} is missing; nothing is downloaded, so the files must"
+                " be there"
+            )
     if not any(directory.glob("*.safetensors")):
-        raise SafetyRulesInvalid(f"{where}: {directory} has no *.safetensors file; weights of other kinds are not loaded")
+        raise SafetyRulesInvalid(
+            f"{where}: {directory} has no *.safetensors file; weights of other kinds are not loaded"
+        )
     return directory
 
 
-def _classifier(entry: Mapping[str, Any], index: int, directory: Path, where: str) -> ClassifierRule:
+def _classifier(
+    entry: Mapping[str, Any], index: int, directory: Path, where: str
+) -> ClassifierRule:
     _refuse_unknown(entry, {"name", "directory", "applies_to", "thresholds"}, where)
     labels = _labels(directory, where)
     thresholds = entry.get("thresholds")
     if not isinstance(thresholds, dict) or not thresholds:
-        raise SafetyRulesInvalid(f"{where}: needs thresholds, for example {{ {next(iter(labels))!r} = 0.5 }}")
+        raise SafetyRulesInvalid(
+            f"{where}: needs thresholds, for example {{ {next(iter(labels))!r} = 0.5 }}"
+        )
     for label, threshold in thresholds.items():
         if label not in labels:
-            raise SafetyRulesInvalid(f"{where}: the checkpoint has no label {label!r}; it has: {', '.join(labels)}")
-        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold <= 1:
-            raise SafetyRulesInvalid(f"{where}: the threshold of {label!r} must be above 0 and at most 1")
-    chosen = tuple((labels[label], str(label), float(threshold)) for label, threshold in thresholds.items())
+            raise SafetyRulesInvalid(
+                f"{where}: the checkpoint has no label {label!r}; it has: {', '.join(labels)}"
+            )
+        if (
+            isinstance(threshold, bool)
+            or not isinstance(threshold, int | float)
+            or not 0 < threshold <= 1
+        ):
+            raise SafetyRulesInvalid(
+                f"{where}: the threshold of {label!r} must be above 0 and at most 1"
+            )
+    chosen = tuple(
+        (labels[label], str(label), float(threshold)) for label, threshold in thresholds.items()
+    )
     return ClassifierRule(entry["name"], index, chosen, *_applies_to(entry, where))
 
 
@@ -567,31 +624,54 @@ def _labels(directory: Path, where: str) -> dict[str, int]:
         raise SafetyRulesInvalid(f"{where}: {error}") from error
     architecture = str((config.get("architectures") or ["(none)"])[0])
     if not architecture.endswith("ForSequenceClassification"):
-        raise SafetyRulesInvalid(f"{where}: {directory} holds {architecture}, not a sequence classifier")
+        raise SafetyRulesInvalid(
+            f"{where}: {directory} holds {architecture}, not a sequence classifier"
+        )
     if config.get("auto_map"):
-        raise SafetyRulesInvalid(f"{where}: {directory} requires custom code (auto_map), which is not supported")
+        raise SafetyRulesInvalid(
+            f"{where}: {directory} requires custom code (auto_map), which is not supported"
+        )
     if config.get("problem_type") == "regression":
-        raise SafetyRulesInvalid(f"{where}: {directory} estimates a number and has no labels to compare")
+        raise SafetyRulesInvalid(
+            f"{where}: {directory} estimates a number and has no labels to compare"
+        )
     # the library's default for a missing entry
     id2label = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
-    if not isinstance(id2label, dict) or sorted(map(str, id2label)) != sorted(map(str, range(len(id2label)))):
-        raise SafetyRulesInvalid(f"{where}: id2label of {directory / 'config.json'} is not a table of labels")
+    if not isinstance(id2label, dict) or sorted(map(str, id2label)) != sorted(
+        map(str, range(len(id2label)))
+    ):
+        raise SafetyRulesInvalid(
+            f"{where}: id2label of {directory / 'config.json'} is not a table of labels"
+        )
     return {str(label): int(place) for place, label in id2label.items()}
 
 
 def _terms(table: Any, where: str) -> ClassifierTerms:
     if not isinstance(table, dict):
         raise SafetyRulesInvalid(f"{where}: must be one table, not several")
-    _refuse_unknown(table, {"window_chars", "context_chars", "timeout_s", "when_unavailable"}, where)
+    _refuse_unknown(
+        table, {"window_chars", "context_chars", "timeout_s", "when_unavailable"}, where
+    )
     default = ClassifierTerms()
-    window, context = table.get("window_chars", default.window_chars), table.get("context_chars", default.context_chars)
-    for name, value, least in (("window_chars", window, 1), ("context_chars", context, 0)):
-        if type(value) is not int or not least <= value <= WINDOW_CHARS_MAX:
-            raise SafetyRulesInvalid(f"{where}: {name} must be a whole number from {least} to {WINDOW_CHARS_MAX}")
+    window, context = (
+        table.get("window_chars", default.window_chars),
+        table.get("context_chars", default.context_chars),
+    )
+    for name, value, minimum in (("window_chars", window, 1), ("context_chars", context, 0)):
+        if type(value) is not int or not minimum <= value <= WINDOW_CHARS_MAX:
+            raise SafetyRulesInvalid(
+                f"{where}: {name} must be a whole number from {minimum} to {WINDOW_CHARS_MAX}"
+            )
     timeout_s = table.get("timeout_s", default.timeout_s)
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= TIMEOUT_S_MAX:
-        raise SafetyRulesInvalid(f"{where}: timeout_s must be above 0 and at most {TIMEOUT_S_MAX:.0f}")
+    if (
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, int | float)
+        or not 0 < timeout_s <= TIMEOUT_S_MAX
+    ):
+        raise SafetyRulesInvalid(
+            f"{where}: timeout_s must be above 0 and at most {TIMEOUT_S_MAX:.0f}"
+        )
     when_unavailable = table.get("when_unavailable", default.when_unavailable)
     if when_unavailable not in ("refuse", "allow"):
-        raise SafetyRulesInvalid(f'{where}: when_unavailable is "refuse" or "allow"')
+        raise SafetyRulesInvalid(f'{where}: when_unavailable must be "refuse" or "allow"')
     return ClassifierTerms(window, context, float(timeout_s), when_unavailable)

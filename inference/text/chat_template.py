@@ -59,9 +59,7 @@ class Budget:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with time and size limits. Rendering passes `Budget.look_at_clock` as
-    `LOOK_AT_CLOCK`.
-    """
+    """Jinja's sandbox with limits of time and size. Call `look_at_clock` in templates ends them."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -70,15 +68,26 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]  # generates text of any length
         self.globals[JOINED] = _joined
         self.filters |= {
-            name: _bounded(self.filters[name]) for name in ("batch", "center", "format", "indent", "slice", "wordwrap")
+            name: _bounded(self.filters[name])
+            for name in ("batch", "center", "format", "indent", "slice", "wordwrap")
         }
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Check the operands of the intercepted operators."""
         for one, other in ((left, right), (right, left)):
-            if operator == "*" and isinstance(one, int) and hasattr(other, "__len__") and one * len(other) > TEXT_CHARS_MAX:
+            if (
+                operator == "*"
+                and isinstance(one, int)
+                and hasattr(other, "__len__")
+                and one * len(other) > TEXT_CHARS_MAX
+            ):
                 raise TemplateTooCostly("the chat template repeats a value too often")
-        if operator == "+" and isinstance(left, str) and isinstance(right, str) and len(left) + len(right) > TEXT_CHARS_MAX:
+        if (
+            operator == "+"
+            and isinstance(left, str)
+            and isinstance(right, str)
+            and len(left) + len(right) > TEXT_CHARS_MAX
+        ):
             raise TemplateTooCostly("the chat template builds a text that is too long")
         if operator == "**" and not (abs(left) <= NUMBER_MAX and abs(right) <= 64):
             raise TemplateTooCostly("the chat template computes a power that is too large")
@@ -90,7 +99,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Check calls of string methods, which can pad to any width."""
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps `format`
         if isinstance(getattr(method, "__self__", None), str):
-            _refuse_costly(method.__self__ if method.__name__ in ("format", "format_map") else "", args)
+            _refuse_costly(
+                method.__self__ if method.__name__ in ("format", "format_map") else "", args
+            )
         return super().call(__context, __obj, *args, **kwargs)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -114,7 +125,9 @@ class _Rewriter(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return nodes.Call(nodes.Name(JOINED, "load"), node.nodes, [], None, None).set_lineno(node.lineno)
+        return nodes.Call(nodes.Name(JOINED, "load"), node.nodes, [], None, None).set_lineno(
+            node.lineno
+        )
 
     def _begin_with_look(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
@@ -135,7 +148,11 @@ def _bounded(apply: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a filter whose numeric arguments are widths or counts."""
 
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        text = next((argument for argument in args if isinstance(argument, str)), "") if apply.__name__ == "do_format" else ""
+        text = (
+            next((argument for argument in args if isinstance(argument, str)), "")
+            if apply.__name__ == "do_format"
+            else ""
+        )
         _refuse_costly(text, (*args, *kwargs.values()))
         return apply(*args, **kwargs)
 
@@ -145,9 +162,7 @@ def _bounded(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_costly(layout: Any, arguments: tuple[Any, ...]) -> None:
-    """Raise TemplateTooCostly for a width or count above the limit. layout: a format string, if
-    any.
-    """
+    """Raise TemplateTooCostly for a width or count above the limit. layout: a format or None."""
     if (isinstance(layout, str) and _WIDE.search(layout)) or any(
         isinstance(argument, int) and abs(argument) > NUMBER_MAX for argument in arguments
     ):
@@ -183,12 +198,11 @@ class ChatTemplates:
     """Chat templates of one checkpoint: the default one and, if present, one for tools."""
 
     def __init__(self, directory: Path) -> None:
-        """Load the templates. Raises: CheckpointInvalid if a file is unreadable or a template does
-        not parse.
-        """
+        """Load the templates. Raises: CheckpointInvalid for an unreadable or invalid template."""
         config_path = directory / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
         special_tokens = _special_tokens(directory, config)
+        self.eos_token = special_tokens.get("eos_token")
         self._by_name = {
             name: _ChatTemplate(source, special_tokens, path)
             for name, (source, path) in _sources(directory, config).items()
@@ -210,9 +224,7 @@ class ChatTemplates:
         return tuple(text for template in self._by_name.values() for text in template.texts)
 
     def placeholder_renderings(self) -> Iterator[str]:
-        """Render placeholder conversations with every template; all other text is from the
-        templates.
-        """
+        """Render placeholder conversations with every template; the rest is template text."""
         for template in self._by_name.values():
             yield from template.placeholder_renderings()
 
@@ -240,23 +252,32 @@ class ChatTemplates:
         """
         template = self._template(has_tools=bool(tools))
         if template is None:
-            raise ChatTemplateFailed("this model has no chat template; send a prompt instead of messages")
+            raise ChatTemplateFailed(
+                "this model has no chat template; send a prompt instead of messages"
+            )
         for message in messages:
             if not _ROLE.fullmatch(message.role):
                 raise ChatTemplateFailed(f"role {message.role!r} is not a name")
         if tools and not template.shows_tools:
             raise ChatTemplateFailed("this model's chat template has no place for tools")
-        if not template.shows_calls and any(message.tool_calls or message.call for message in messages):
-            raise ChatTemplateFailed("this model's chat template has no place for tool calls and their results")
+        if not template.shows_calls and any(
+            message.tool_calls or message.call for message in messages
+        ):
+            raise ChatTemplateFailed(
+                "this model's chat template has no place for tool calls and their results"
+            )
         if thinking is not None and template.thinking_switch is None:
             raise ChatTemplateFailed("this model's chat template has no switch for thinking")
-        return template.render(messages, tools, add_generation_prompt=add_generation_prompt, thinking=thinking)
+        return template.render(
+            messages, tools, add_generation_prompt=add_generation_prompt, thinking=thinking
+        )
 
 
 class _GenerationBlock(Extension):
     """`{% generation %}`, which marks trained text; rendering keeps only its content."""
 
-    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]  # an instance variable in the stubs
+    # An instance variable in the stubs.
+    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -265,14 +286,18 @@ class _GenerationBlock(Extension):
 
 class _ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], path: Path) -> None:
-        environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
+        environment = BoundedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
+        )
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         environment.filters["tojson"] = _to_json
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise CheckpointInvalid(str(path), f"the chat template does not parse: {error}") from error
+            raise CheckpointInvalid(
+                str(path), f"the chat template does not parse: {error}"
+            ) from error
         variables = meta.find_undeclared_variables(environment.parse(source))
         self.thinking_switch = next((name for name in THINKING_SWITCHES if name in variables), None)
         self.source = source
@@ -280,21 +305,26 @@ class _ChatTemplate:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """True if tools appear in the rendered text; templates without tool support drop them
-        silently.
-        """
-        return self._shows([ChatMessage("user", "?")], (Tool(_PROBE, _PROBE, '{"type": "object", "properties": {}}'),))
+        """Return whether tools appear in the rendered text; some templates drop them silently."""
+        return self._shows(
+            [ChatMessage("user", "?")],
+            (Tool(_PROBE, _PROBE, '{"type": "object", "properties": {}}'),),
+        )
 
     @cached_property
     def shows_calls(self) -> bool:
-        """True if calls and their results appear in the rendered text."""
+        """Return whether calls and their results appear in the rendered text."""
         call = ToolCall("a1B2c3D4e", _PROBE, '{"probed": true}')
-        turns = [ChatMessage("user", "?"), ChatMessage("assistant", "", (call,)), ChatMessage("tool", "4711", (), call)]
+        turns = [
+            ChatMessage("user", "?"),
+            ChatMessage("assistant", "", (call,)),
+            ChatMessage("tool", "4711", (), call),
+        ]
         return self._shows(turns, ()) and "4711" in self.render(turns)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The template source and the special tokens it can write."""
+        """Return the template source and the special tokens it can write."""
         return (self.source, *self._special_tokens.values())
 
     def placeholder_renderings(self) -> Iterator[str]:
@@ -310,12 +340,24 @@ class _ChatTemplate:
             [question, called, result, result],
             [system, question, called, result, answer, question],
         )
-        tool = Tool(_PROBE, _PROBE, '{"type": "object", "properties": {"probed": {"type": "boolean"}}}')
+        tool = Tool(
+            _PROBE, _PROBE, '{"type": "object", "properties": {"probed": {"type": "boolean"}}}'
+        )
         for messages in conversations:
             for tools in ((), (tool,)):
-                for add_generation_prompt, thinking in ((False, None), (True, None), (True, False), (True, True)):
+                for add_generation_prompt, thinking in (
+                    (False, None),
+                    (True, None),
+                    (True, False),
+                    (True, True),
+                ):
                     with suppress(ChatTemplateFailed):  # not every template accepts every turn
-                        yield self.render(messages, tools, add_generation_prompt=add_generation_prompt, thinking=thinking)
+                        yield self.render(
+                            messages,
+                            tools,
+                            add_generation_prompt=add_generation_prompt,
+                            thinking=thinking,
+                        )
 
     def _shows(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> bool:
         try:
@@ -331,7 +373,11 @@ class _ChatTemplate:
         add_generation_prompt: bool = True,
         thinking: bool | None = None,
     ) -> str:
-        switch = {} if thinking is None or self.thinking_switch is None else {self.thinking_switch: thinking}
+        switch = (
+            {}
+            if thinking is None or self.thinking_switch is None
+            else {self.thinking_switch: thinking}
+        )
         try:
             return self._template.render(
                 messages=[_as_dict(message) for message in messages],
@@ -346,18 +392,31 @@ class _ChatTemplate:
             raise ChatTemplateFailed("the chat template recurses too deeply") from error
         except MemoryError as error:
             raise ChatTemplateFailed("the chat template ran out of memory") from error
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            IndexError,
+            ArithmeticError,
+        ) as error:
             raise ChatTemplateFailed(str(error)) from error
 
 
 def _as_dict(message: ChatMessage) -> dict[str, Any]:
-    """Convert a turn to the form that templates expect. Arguments are objects: templates serialize
-    them.
+    """Convert a turn to the form that templates expect.
+
+    Arguments are objects, which templates serialize; malformed ones are text.
     """
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         turn["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
             for call in message.tool_calls
         ]
     if message.call is not None:
@@ -366,24 +425,32 @@ def _as_dict(message: ChatMessage) -> dict[str, Any]:
 
 
 def _tool_as_dict(tool: Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": json.loads(tool.parameters),
+    }
     return {"type": "function", "function": function}
 
 
 def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, Path]]:
-    """Return source and file of every template by name. Files override tokenizer_config.json, as in
-    transformers.
-    """
+    """Return source and file of every template by name. Files override tokenizer_config.json."""
     config_path = directory / "tokenizer_config.json"
     entry = config.get("chat_template") or {}
     if isinstance(entry, str):
         entry = {DEFAULT_TEMPLATE: entry}
     try:
-        named = {one["name"]: one["template"] for one in entry} if isinstance(entry, list) else dict(entry)
+        named = (
+            {one["name"]: one["template"] for one in entry}
+            if isinstance(entry, list)
+            else dict(entry)
+        )
     except (KeyError, TypeError, ValueError):
         named = {"": None}
     if not all(isinstance(name, str) and isinstance(source, str) for name, source in named.items()):
-        raise CheckpointInvalid(str(config_path), "chat_template is neither a template nor templates by name")
+        raise CheckpointInvalid(
+            str(config_path), "chat_template is neither a template nor templates by name"
+        )
     sources = {name: (source, config_path) for name, source in named.items()}
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
         sources[path.stem] = (_read_text(path), path)
@@ -401,9 +468,7 @@ def _read_text(path: Path) -> str:
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return `bos_token` etc. by name. tokenizer_config.json overrides the older
-    special_tokens_map.json.
-    """
+    """Return `bos_token` etc. by name; tokenizer_config.json overrides special_tokens_map.json."""
     path = directory / "special_tokens_map.json"
     entries = (read_json(path) if path.exists() else {}) | dict(config)
     tokens = {}
@@ -411,7 +476,9 @@ def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str
         if name.endswith("_token") and entry and isinstance(entry, str | dict):
             token = entry.get("content") if isinstance(entry, dict) else entry
             if not isinstance(token, str):
-                raise CheckpointInvalid(str(directory / "tokenizer_config.json"), f"{name} = {entry!r} has no content")
+                raise CheckpointInvalid(
+                    str(directory / "tokenizer_config.json"), f"{name} = {entry!r} has no content"
+                )
             tokens[name] = token
     return tokens
 
@@ -428,4 +495,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes for HTML: the model would see "\u003c".
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

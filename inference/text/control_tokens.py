@@ -1,19 +1,19 @@
 """Encodes conversations so that only the chat template writes control tokens.
 
-A tokenizer finds its added tokens in the text of a prompt, so `<|im_end|>` typed by a user would end
-the user's turn. A message that contains such text, or could complete it where it meets the template,
-is rendered with that text hidden behind placeholders. What then looks like a control token in the
-rendered prompt was written by the template.
+A tokenizer finds its added tokens in the text of a prompt, so `<|im_end|>` typed by a user would
+end the user's turn. A message that contains such text, or could complete it where it meets the
+template, is rendered with that text hidden behind placeholders. What then looks like a control
+token in the rendered prompt was written by the template.
 
 Markers are the special tokens, and the other added tokens that the template writes
 (`written_markers`): several checkpoints ship their role markers without the flag `special`.
 
-The tokenizer may also find a marker in text that does not spell it: a normalizer that folds width or
-case, or a model whose own vocabulary holds the marker, makes it from other characters. So the ids are
-compared with the markers that the prompt spells. If they differ, the prompt is encoded with a copy of
-the tokenizer that knows no markers, only their twins: unguessable tokens that replace the template's
-markers and separate the text as those do. Between two of them, template and message are one text,
-merged by the same rules.
+The tokenizer may also find a marker in text that does not spell it: a normalizer that folds width
+or case, or a model whose own vocabulary holds the marker, makes it from other characters. So the
+ids are compared with the markers that the prompt spells. If they differ, the prompt is encoded with
+a copy of the tokenizer that knows no markers, only their twins: unguessable tokens that replace the
+template's markers and separate the text as those do. Between two of them, template and message are
+one text, merged by the same rules.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ _NONCE_DIGITS = 32  # 128 random bits per process, so that placeholders cannot b
 _INDEX_DIGITS = 6
 
 
-# Markers that clients send back in assistant turns, as part of an earlier answer. Templates look for
-# them there to leave earlier reasoning out of the prompt.
+# Markers that clients send back in assistant turns, as part of an earlier answer. Templates look
+# for them there to leave earlier reasoning out of the prompt.
 THINKING_MARKERS = ("<think>", "</think>")
 # minimum length of a marker not flagged special: shorter ones are runs of spaces
 PLAIN_MARKER_CHARS_MIN = 3
 _THINKING = re.compile(f"({'|'.join(map(re.escape, THINKING_MARKERS))})")
 
 
-def written_markers(backend: tokenizers.Tokenizer, renderings: Iterable[str], sources: Iterable[str]) -> dict[str, int]:
-    """Return the added tokens that a chat template writes: a mapping from their text to their id.
+def written_markers(
+    backend: tokenizers.Tokenizer, renderings: Iterable[str], sources: Iterable[str]
+) -> dict[str, int]:
+    """Return the ids of the added tokens that a chat template writes, by their text.
 
     renderings: placeholder conversations rendered by the template. sources: the template's code and
     named tokens. An added token whose text is in a source counts as written, as do the markers
@@ -74,11 +76,15 @@ def written_markers(backend: tokenizers.Tokenizer, renderings: Iterable[str], so
 class ControlTokens:
     """The markers of one tokenizer and chat template. Safe to use from several threads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, written: Mapping[str, int] | None = None) -> None:
-        """written: markers of the chat template, from `written_markers`. Special tokens are always markers."""
+    def __init__(
+        self, backend: tokenizers.Tokenizer, written: Mapping[str, int] | None = None
+    ) -> None:
+        """written: markers of the template, from `written_markers`, besides special tokens."""
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self._id_by_text = {token.content: id_ for id_, token in added.items() if token.special} | dict(written or {})
+        self._id_by_text = {
+            token.content: id_ for id_, token in added.items() if token.special
+        } | dict(written or {})
         self._tokens = {text: added[id_] for text, id_ in self._id_by_text.items()}
         unknown = _unknown_id(backend)
         # Models emit the unknown token for unknown characters, so it is not a marker.
@@ -103,11 +109,14 @@ class ControlTokens:
     def hide_answer(self, text: str) -> str:
         """Hide an assistant turn: as `hide`, except that the markers around reasoning stay.
 
-        Templates that drop reasoning split the text at these markers, so each part is hidden separately.
+        Templates that drop reasoning split the text at these markers, so each part is hidden
+        separately.
         """
         if "think>" not in text:
             return self.hide(text)
-        return "".join(part if part in THINKING_MARKERS else self.hide(part) for part in _THINKING.split(text))
+        return "".join(
+            part if part in THINKING_MARKERS else self.hide(part) for part in _THINKING.split(text)
+        )
 
     def hide(self, text: str) -> str:
         """Replace special tokens in a message, and parts of them at its ends, by placeholders."""
@@ -158,7 +167,9 @@ class ControlTokens:
     def _encode_apart(self, rendered: str) -> tuple[int, ...]:
         """Encode with a copy of the tokenizer that recognizes no markers in text."""
         if re.search(_DIGIT, self._placeholder.sub("", rendered)):
-            raise ChatTemplateFailed("the chat template cuts a message within the text of a control token")
+            raise ChatTemplateFailed(
+                "the chat template cuts a message within the text of a control token"
+            )
         copy, marker_id_by_twin = self._twins()
         if self._tokens:
             rendered = self._marker.sub(lambda found: self._twin(found[0]), rendered)
@@ -167,7 +178,8 @@ class ControlTokens:
         if forged := self._markers_in(ids):
             token = self._backend.id_to_token(forged[0])
             raise ChatTemplateFailed(
-                f"a message contains text that this model's tokenizer encodes as its control token {token!r}: remove that text"
+                "a message contains text that this model's tokenizer encodes as its control token"
+                f" {token!r}: remove that text"
             )
         return tuple(marker_id_by_twin.get(token_id, token_id) for token_id in ids)
 
@@ -178,23 +190,36 @@ class ControlTokens:
         return self._twin_nonce + _digits(self._index_by_text[special], _INDEX_DIGITS)
 
     def _twins(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """Return the copy that treats markers as text, and its twin tokens' markers. Built on first
-        use.
-        """
+        """Return the copy that treats markers as text, and the markers of its twins."""
         with self._lock:
             if self._copy is None:
-                copy = tokenizers.Tokenizer.from_str(_with_special(self._backend, self._id_by_text.values()))
+                copy = tokenizers.Tokenizer.from_str(
+                    _with_special(self._backend, self._id_by_text.values())
+                )
                 copy.encode_special_tokens = True
                 copy.add_tokens(
                     [
                         AddedToken(
-                            self._twin(text), lstrip=token.lstrip, rstrip=token.rstrip, normalized=token.normalized, special=False
+                            self._twin(text),
+                            lstrip=token.lstrip,
+                            rstrip=token.rstrip,
+                            normalized=token.normalized,
+                            special=False,
                         )
                         for text, token in self._tokens.items()
                     ]
                 )
-                id_by_twin = {token.content: token_id for token_id, token in copy.get_added_tokens_decoder().items()}
-                self._copy = copy, {id_by_twin[self._twin(text)]: token_id for text, token_id in self._id_by_text.items()}
+                id_by_twin = {
+                    token.content: token_id
+                    for token_id, token in copy.get_added_tokens_decoder().items()
+                }
+                self._copy = (
+                    copy,
+                    {
+                        id_by_twin[self._twin(text)]: token_id
+                        for text, token_id in self._id_by_text.items()
+                    },
+                )
             return self._copy
 
 
@@ -214,7 +239,9 @@ def longest_of(texts: Iterable[str]) -> str:
 
 
 def _pattern(node: Mapping[str, Any]) -> str:
-    branches = [re.escape(character) + _pattern(child) for character, child in node.items() if character]
+    branches = [
+        re.escape(character) + _pattern(child) for character, child in node.items() if character
+    ]
     if not branches:
         return ""
     pattern = branches[0] if len(branches) == 1 and "" not in node else f"(?:{'|'.join(branches)})"
@@ -222,9 +249,7 @@ def _pattern(node: Mapping[str, Any]) -> str:
 
 
 def _with_special(backend: tokenizers.Tokenizer, ids: Iterable[int]) -> str:
-    """Return the tokenizer's JSON with these tokens flagged special, so that encoding can treat
-    them as text.
-    """
+    """Return the tokenizer's JSON with these tokens flagged special, which encoding can ignore."""
     raw = json.loads(backend.to_str())
     flagged = frozenset(ids)
     for entry in raw.get("added_tokens", ()):

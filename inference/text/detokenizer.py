@@ -33,7 +33,9 @@ _TEXT_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspa
 class TextDecoder:
     """Decoding tables of a tokenizer, built once per model; opens a `Detokenizer` per sequence."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_token_ids: frozenset[int], path: str) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special_token_ids: frozenset[int], path: str
+    ) -> None:
         """Raises: CheckpointInvalid (for `path`) if the tokenizer's decoder cannot be streamed."""
         self._backend = backend
         self._special_token_ids = special_token_ids
@@ -44,9 +46,13 @@ class TextDecoder:
             self._bytes_by_id = _byte_level_table(backend)
         elif decoder_types and set(decoder_types) <= _TEXT_DECODERS:
             vocabulary = backend.get_vocab(with_added_tokens=True)
-            self._byte_token_ids = frozenset(id_ for token, id_ in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
+            self._byte_token_ids = frozenset(
+                id_ for token, id_ in vocabulary.items() if _BYTE_TOKEN.fullmatch(token)
+            )
         else:
-            raise CheckpointInvalid(path, f"decoder {decoder_types or 'none'} is not supported for streaming")
+            raise CheckpointInvalid(
+                path, f"decoder {decoder_types or 'none'} is not supported for streaming"
+            )
 
     def open(self, stop_sequences: Sequence[str] = ()) -> Detokenizer:
         """Open a detokenizer. stop_sequences: must not be empty strings."""
@@ -54,7 +60,9 @@ class TextDecoder:
         stops = tuple(stop_sequences)
         if self._bytes_by_id is not None:
             return _ByteLevelDetokenizer(stops, self._special_token_ids, self._bytes_by_id)
-        return _TextTokenDetokenizer(stops, self._special_token_ids, self._backend, self._byte_token_ids)
+        return _TextTokenDetokenizer(
+            stops, self._special_token_ids, self._backend, self._byte_token_ids
+        )
 
 
 class TextPiece(NamedTuple):
@@ -78,9 +86,7 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        """Return the text released by `token_id`. may_stop: search for stop sequences; once True,
-        always.
-        """
+        """Return the text released by `token_id`. may_stop: search for stops; never False again."""
 
     @abstractmethod
     def finish(self) -> TextPiece:
@@ -105,9 +111,45 @@ class Detokenizer(ABC):
 
 
 @dataclass(slots=True, eq=False)
+class GivenText(Detokenizer):
+    """Text that the engine has decoded. Each message is fed, then its tokens are pushed as unknown
+    ones; the last of them releases the text.
+    """
+
+    fed: str = field(default="", init=False)
+    token_count: int = field(default=0, init=False)  # tokens of `fed` that are not pushed yet
+
+    def feed(self, text: str, token_count: int) -> None:
+        """Add a message. Text without tokens waits for the next one, or for the end."""
+        self.fed += text
+        self.token_count += token_count
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        self.token_count -= 1
+        if self.token_count > 0:
+            return TextPiece("")
+        text, self.fed = self.fed, ""
+        return self._search(text) if may_stop and self.stops else TextPiece(text)
+
+    def finish(self) -> TextPiece:
+        text, self.fed = self.fed, ""
+        return self._search_rest(text) if self.stops else TextPiece(text)
+
+
+class GivenTextDecoder:
+    """Opens a `GivenText` per sequence."""
+
+    def open(self, stop_sequences: Sequence[str] = ()) -> GivenText:
+        """Implement `TextDecoder.open` without ids of special tokens."""
+        return GivenText(tuple(stop_sequences), frozenset())
+
+
+@dataclass(slots=True, eq=False)
 class _ByteLevelDetokenizer(Detokenizer):
     bytes_by_id: list[bytes | None]
-    decoder: codecs.IncrementalDecoder = field(init=False, default_factory=partial(UTF_8, errors="replace"))
+    decoder: codecs.IncrementalDecoder = field(
+        init=False, default_factory=partial(UTF_8, errors="replace")
+    )
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         if token_id in self.special_token_ids or token_id >= len(self.bytes_by_id):
@@ -178,9 +220,7 @@ def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
 
 
 def _byte_level_table(backend: tokenizers.Tokenizer) -> list[bytes | None]:
-    """Return the bytes of each id. A token outside the byte alphabet (an added one) is its own
-    UTF-8.
-    """
+    """Return the bytes of each id; an added token, outside the byte alphabet, is its own UTF-8."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
     table: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
@@ -189,13 +229,13 @@ def _byte_level_table(backend: tokenizers.Tokenizer) -> list[bytes | None]:
 
 
 def token_bytes(token: str, byte_level: bool) -> bytes:
-    """Return the text bytes of a vocabulary token. byte_level: whether the tokenizer is byte-level
-    BPE.
-    """
+    """Return the text bytes of a vocabulary token. byte_level: the tokenizer is byte-level BPE."""
     if byte_level:
         bytes_by_character = byte_by_character()
         known = all(character in bytes_by_character for character in token)
-        return bytes(bytes_by_character[character] for character in token) if known else token.encode()
+        return (
+            bytes(bytes_by_character[character] for character in token) if known else token.encode()
+        )
     if _BYTE_TOKEN.fullmatch(token):
         return bytes((int(token[3:5], 16),))
     return token.replace("\u2581", " ").encode()
@@ -212,10 +252,12 @@ def byte_by_character() -> dict[str, int]:
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """Return the character that byte-level BPE uses for each byte: itself if printable, else from
-    U+0100 on.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """Return byte-level BPE's character of each byte: itself if printable, else from U+0100 on."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     alphabet = {byte: chr(byte) for byte in printable}
     for byte in range(256):
         if byte not in alphabet:

@@ -65,7 +65,7 @@ class Tokenizer:
         if not path.exists():
             raise CheckpointInvalid(str(path), "the file is missing")
         try:
-            # The underlying tokenizer, for the detokenizer only. Must not be modified.
+            # The underlying tokenizer, for the detokenizer only; read only.
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every defect of the file
             raise CheckpointInvalid(str(path), f"not a tokenizer: {error}") from error
@@ -81,24 +81,25 @@ class Tokenizer:
         self._is_byte_level = is_byte_level(self.backend)
         self._bound = TokenBound(self.backend)
         self._templates = ChatTemplates(directory)
+        # `eos_token` of tokenizer_config.json; the checkpoint may have other end tokens.
+        eos_token = self._templates.eos_token
+        self.eos_token_id = None if eos_token is None else self.backend.token_to_id(eos_token)
         self._control_tokens_lock = threading.Lock()
         self._control_tokens_made: ControlTokens | None = None
         self.call_format = call_format or self._templates.call_format()
 
     def chars_max(self, token_count: int) -> int | None:
-        """Return the maximum number of characters in `token_count` tokens; None if there is no
-        bound.
-        """
+        """Return the maximum length in characters of `token_count` tokens; None if unbounded."""
         return self._bound.chars_max(token_count)
 
     def check_limit(self, text: str, token_count_max: int) -> None:
-        """Raise TokenLimitExceeded if the text has more tokens by its lower bound, without encoding
-        it.
-        """
-        if (least := self._bound.least_token_count(text, token_count_max)) > token_count_max:
-            raise TokenLimitExceeded(least)
+        """Raise TokenLimitExceeded if the lower bound of the text's tokens exceeds the limit."""
+        if (lower_bound := self._bound.least_token_count(text, token_count_max)) > token_count_max:
+            raise TokenLimitExceeded(lower_bound)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, token_count_max: int | None = None) -> tuple[int, ...]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, token_count_max: int | None = None
+    ) -> tuple[int, ...]:
         """Encode a plain prompt. add_special_tokens: whether to add BOS etc. as the model expects.
 
         Raises: TokenLimitExceeded if the text certainly has more than `token_count_max` tokens.
@@ -167,7 +168,9 @@ class Tokenizer:
         Raises: ChatTemplateFailed if the template rejects the conversation, is missing, or does not
         render the tools and calls.
         """
-        return self._templates.render(messages, tools, add_generation_prompt=add_generation_prompt, thinking=thinking)
+        return self._templates.render(
+            messages, tools, add_generation_prompt=add_generation_prompt, thinking=thinking
+        )
 
     def encode_chat(
         self,
@@ -186,30 +189,44 @@ class Tokenizer:
         """
         hidden = [self._hidden_message(message) for message in messages]
         hidden_tools = [self._hidden_tool(tool) for tool in tools]
-        rendered = self.render_chat(hidden, hidden_tools, add_generation_prompt=add_generation_prompt, thinking=thinking)
+        rendered = self.render_chat(
+            hidden, hidden_tools, add_generation_prompt=add_generation_prompt, thinking=thinking
+        )
         is_hidden = hidden != list(messages) or hidden_tools != list(tools)
         if token_count_max is not None:
-            self.check_limit(self._control_tokens.revealed(rendered) if is_hidden else rendered, token_count_max)
+            self.check_limit(
+                self._control_tokens.revealed(rendered) if is_hidden else rendered, token_count_max
+            )
         return self._control_tokens.encode(rendered, hidden=is_hidden)
 
     @property
     def _control_tokens(self) -> ControlTokens:
-        """Markers of this tokenizer and its templates. Computed on first use: engines only
-        detokenize.
-        """
+        """Markers of this tokenizer and its templates; computed on first use."""
         with self._control_tokens_lock:
             if self._control_tokens_made is None:
-                renderings, sources = self._templates.placeholder_renderings(), self._templates.sources()
-                self._control_tokens_made = ControlTokens(self.backend, written_markers(self.backend, renderings, sources))
+                renderings, sources = (
+                    self._templates.placeholder_renderings(),
+                    self._templates.sources(),
+                )
+                self._control_tokens_made = ControlTokens(
+                    self.backend, written_markers(self.backend, renderings, sources)
+                )
             return self._control_tokens_made
 
     def _hidden_message(self, message: ChatMessage) -> ChatMessage:
         tokens = self._control_tokens
-        content = (tokens.hide_answer if message.role == "assistant" else tokens.hide)(message.content)
+        content = (tokens.hide_answer if message.role == "assistant" else tokens.hide)(
+            message.content
+        )
         if not message.tool_calls and message.call is None:
             return replace(message, content=content)
         calls = tuple(map(self._hidden_call, message.tool_calls))
-        return replace(message, content=content, tool_calls=calls, call=self._hidden_call(message.call) if message.call else None)
+        return replace(
+            message,
+            content=content,
+            tool_calls=calls,
+            call=self._hidden_call(message.call) if message.call else None,
+        )
 
     def _hidden_call(self, call: ToolCall) -> ToolCall:
         hide = self._control_tokens.hide
@@ -217,10 +234,12 @@ class Tokenizer:
 
     def _hidden_tool(self, tool: Tool) -> Tool:
         hide = self._control_tokens.hide
-        return Tool(hide(tool.name), hide(tool.description), self._hidden_json(tool.parameters), tool.strict)
+        return Tool(
+            hide(tool.name), hide(tool.description), self._hidden_json(tool.parameters), tool.strict
+        )
 
     def _hidden_json(self, source: str) -> str:
-        """Return the JSON document with every string hidden; unchanged if there is nothing to hide."""
+        """Return the JSON document with every string hidden; unchanged without anything to hide."""
         document = json.loads(source)
         hidden = self._hidden_value(document)
         return source if hidden == document else json.dumps(hidden, ensure_ascii=False)
@@ -231,7 +250,10 @@ class Tokenizer:
         if isinstance(value, list):
             return [self._hidden_value(each) for each in value]
         if isinstance(value, dict):
-            return {self._control_tokens.hide(key): self._hidden_value(each) for key, each in value.items()}
+            return {
+                self._control_tokens.hide(key): self._hidden_value(each)
+                for key, each in value.items()
+            }
         return value
 
 
@@ -239,7 +261,7 @@ SPACE, SPACE_MARK = " ", "▁"
 
 NFC_CHARS_MAX = 4  # code points that NFC composes into one
 PIECE_CHARS = 65_536  # processed at once: counting takes eight times their memory
-# that stripping tokens may swallow, besides non-ASCII characters
+# Whitespace that stripping tokens may swallow, besides non-ASCII characters.
 WHITESPACE = frozenset(b"\t\n\v\f\r\x1c\x1d\x1e\x1f ")
 
 # Maximum growth of an added token by normalization, for tokens matched in normalized text.
@@ -255,20 +277,20 @@ class TokenBound:
         self._weights = self._weights_of(backend)
         self._ascii_weight_max = 0.0 if self._weights is None else float(self._weights[:128].max())
         # Longest token in bytes; infinite if tokens swallow whitespace.
-        self._longest = math.inf if self._weights is None or not self._weights.all() else 1 / float(self._weights.min())
+        self._longest = (
+            math.inf
+            if self._weights is None or not self._weights.all()
+            else 1 / float(self._weights.min())
+        )
 
     def chars_max(self, token_count: int) -> int | None:
-        """Return the maximum number of characters in `token_count` tokens; None if there is no
-        bound.
-        """
+        """Return the maximum length in characters of `token_count` tokens; None if unbounded."""
         if math.isinf(self._longest):
             return None
         return round(token_count * self._longest * (NFC_CHARS_MAX if self._composes else 1))
 
     def least_token_count(self, text: str, enough: float = math.inf) -> int:
-        """Return a lower bound of the text's tokens; 0 if there is none. Stops early above
-        `enough`.
-        """
+        """Return a lower bound of the text's tokens, 0 without one. Stops early above `enough`."""
         if self._weights is None:
             return 0
         weight = 0.0
@@ -289,20 +311,30 @@ class TokenBound:
             return float(counts @ self._weights)
         # Each non-ASCII character composes at most one ASCII character; at most four characters
         # become one.
-        others = len(piece) - int(counts[:128].sum())
-        ascii_weight = float(counts[:128] @ self._weights[:128]) - others * self._ascii_weight_max
+        non_ascii_count = len(piece) - int(counts[:128].sum())
+        ascii_weight = (
+            float(counts[:128] @ self._weights[:128]) - non_ascii_count * self._ascii_weight_max
+        )
         # The first character of a piece may compose with the last of the previous piece.
         return max(ascii_weight, len(piece) / NFC_CHARS_MAX / self._longest, 1.0) - 1.0
 
-    def _weights_of(self, backend: tokenizers.Tokenizer) -> np.ndarray[Any, np.dtype[np.float64]] | None:
-        """Return the weight of each byte; None if the tokenizer drops text or has unbounded tokens."""
+    def _weights_of(
+        self, backend: tokenizers.Tokenizer
+    ) -> np.ndarray[Any, np.dtype[np.float64]] | None:
+        """Return the weight of each byte; None if text is dropped or tokens are unbounded."""
         model = backend.model
-        if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+        if (
+            not isinstance(model, BPE)
+            or model.continuing_subword_prefix
+            or model.end_of_word_suffix
+        ):
             return None
         normalizers, pre_tokenizers = parts_of(backend.normalizer), parts_of(backend.pre_tokenizer)
         if normalizers is None or pre_tokenizers is None:
             return None
-        if not all(map(self._keeps_text, normalizers)) or not all(map(self._keeps_text, pre_tokenizers)):
+        if not all(map(self._keeps_text, normalizers)) or not all(
+            map(self._keeps_text, pre_tokenizers)
+        ):
             return None
         vocabulary = backend.get_vocab(with_added_tokens=False)
         if any(part["type"] == "ByteLevel" for part in (*normalizers, *pre_tokenizers)):
@@ -310,7 +342,9 @@ class TokenBound:
             if not chars.keys() <= vocabulary.keys():
                 return None
             tokens: Iterable[bytes] = (
-                bytes(chars[char] for char in token) for token in vocabulary if all(char in chars for char in token)
+                bytes(chars[char] for char in token)
+                for token in vocabulary
+                if all(char in chars for char in token)
             )
         elif model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
             tokens = (token.encode() for token in vocabulary)
@@ -319,7 +353,11 @@ class TokenBound:
         added = backend.get_added_tokens_decoder().values()
         longest = longest_with_each_byte([(len(token), token) for token in tokens])
         for token in added:
-            content = token.content.replace(SPACE, SPACE_MARK).encode() if self._marks_spaces else token.content.encode()
+            content = (
+                token.content.replace(SPACE, SPACE_MARK).encode()
+                if self._marks_spaces
+                else token.content.encode()
+            )
             changes = bool(normalizers) and token.normalized
             length = NORMALIZED_GROWTH * (len(content) + 1) if changes else len(content)
             for byte in range(256) if changes else content:
@@ -335,7 +373,9 @@ class TokenBound:
         match part["type"]:
             case "NFC":
                 self._composes = True
-            case "Replace" if part["pattern"] == {"String": SPACE} and part["content"] == SPACE_MARK:
+            case "Replace" if (
+                part["pattern"] == {"String": SPACE} and part["content"] == SPACE_MARK
+            ):
                 self._marks_spaces = True
             case "Metaspace" if part["replacement"] == SPACE_MARK:
                 self._marks_spaces = True
@@ -362,9 +402,7 @@ def longest_with_each_byte(tokens: list[tuple[int, bytes]]) -> np.ndarray[Any, n
 
 
 def parts_of(step: Any) -> list[dict[str, Any]] | None:
-    """Return the steps of a normalizer or pre-tokenizer as in tokenizer.json; None if it cannot be
-    serialized.
-    """
+    """Return the steps of a normalizer or pre-tokenizer as in tokenizer.json; None if unknown."""
     if step is None:
         return []
     try:

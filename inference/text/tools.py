@@ -30,7 +30,10 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call made by a model. arguments: a JSON object, as JSON text."""
+    """A call made by a model.
+
+    arguments: a JSON object as JSON text; a JSON string if the model wrote no object.
+    """
 
     id: str
     name: str
@@ -96,11 +99,23 @@ CALL_COUNT_MAX = 16  # per output: bounds models that repeat calls
 
 # Keywords whose values are a schema, a list of schemas, or schemas by user-defined names.
 _SCHEMA = frozenset(
-    {"additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then", "unevaluatedProperties"}
+    {
+        "additionalProperties",
+        "contains",
+        "else",
+        "if",
+        "items",
+        "not",
+        "propertyNames",
+        "then",
+        "unevaluatedProperties",
+    }
 )
 
 _SCHEMAS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
-_SCHEMAS_BY_NAME = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+_SCHEMAS_BY_NAME = frozenset(
+    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+)
 
 
 def calls_schema(tools: Sequence[Tool], *, single: bool, arguments_key: str) -> str:
@@ -112,20 +127,31 @@ def calls_schema(tools: Sequence[Tool], *, single: bool, arguments_key: str) -> 
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.name}, arguments_key: {"$ref": f"#/$defs/tool_{index}"}},
+            "properties": {
+                "name": {"const": tool.name},
+                arguments_key: {"$ref": f"#/$defs/tool_{index}"},
+            },
             "required": ["name", arguments_key],
             "additionalProperties": False,
         }
         for index, tool in enumerate(tools)
     ]
     definitions = {
-        f"tool_{index}": _moved(json.loads(tool.parameters), f"#/$defs/tool_{index}") for index, tool in enumerate(tools)
+        f"tool_{index}": _moved(json.loads(tool.parameters), f"#/$defs/tool_{index}")
+        for index, tool in enumerate(tools)
     }
     one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if single:
         return json.dumps({**one, "$defs": definitions}, ensure_ascii=False)
     return json.dumps(
-        {"type": "array", "items": one, "minItems": 1, "maxItems": CALL_COUNT_MAX, "$defs": definitions}, ensure_ascii=False
+        {
+            "type": "array",
+            "items": one,
+            "minItems": 1,
+            "maxItems": CALL_COUNT_MAX,
+            "$defs": definitions,
+        },
+        ensure_ascii=False,
     )
 
 
@@ -146,47 +172,86 @@ def _moved(schema: Any, place: str) -> Any:
     return moved
 
 
-# Whitespace between JSON tokens: enough for indentation, but bounded for models that repeat it
-# endlessly.
-JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A]{0,24}", "lenient": False}
+# Whitespace between JSON tokens: at most one space. Small models repeat blanks where they may, and
+# the caller pays for them.
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20]?", "lenient": False}
 ANYTHING = '{"type": "object"}'
 
 
-def strict_calls(form: CallFormat, tools: Sequence[Tool], *, single: bool, token_id: Callable[[str], int | None]) -> str:
-    """Return the Lark grammar. single: at most one call, ending the output. token_id: id of a
-    marker, or None.
+def with_json_options(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    """Return the schema as an object with our options of llguidance, which override its own."""
+    plain = {} if schema is True else {"enum": []} if schema is False else schema
+    return {**plain, "x-guidance": JSON_OPTIONS}
+
+
+def strict_calls(
+    form: CallFormat,
+    tools: Sequence[Tool],
+    *,
+    single: bool,
+    token_id: Callable[[str], int | None],
+    answer: str | None = None,
+) -> str:
+    """Return the Lark grammar of output with calls.
+
+    single: at most one call, ending the output. token_id: id of a marker, or None. answer: body of
+    the rule for output without a call, which then has calls or this and nothing else; None for any
+    text.
     """
     kept = [tool if tool.strict else replace(tool, parameters=ANYTHING) for tool in tools]
-    schema = calls_schema(kept, single=True, arguments_key="parameters" if form is CallFormat.LLAMA else "arguments")
-    call = json.dumps({**json.loads(schema), "x-guidance": JSON_OPTIONS}, ensure_ascii=False)
+    schema = calls_schema(
+        kept, single=True, arguments_key="parameters" if form is CallFormat.LLAMA else "arguments"
+    )
+    call = json.dumps(with_json_options(json.loads(schema)), ensure_ascii=False)
     rest = CALL_COUNT_MAX - 1
+    other = "TEXT" if answer is None else "answer"
+
+    def open_with(marker: str) -> tuple[str, str]:
+        return _opening(marker, token_id) if answer is None else (_marker(marker, token_id), "")
+
     match form:
         case CallFormat.HERMES:
-            opening, opening_rules = _opening("<tool_call>", token_id)
+            opening, opening_rules = open_with("<tool_call>")
             closing = _marker("</tool_call>", token_id)
-            more = "" if single else " TEXT"
-            start = f"start: TEXT | called{more}\ncalled: one" + ("" if single else f" | one (one){{0,{rest}}}")
+            more = "" if single or answer is not None else " TEXT"
+            start = f"start: {other} | called{more}\ncalled: one" + (
+                "" if single else f" | one (one){{0,{rest}}}"
+            )
             rules = f"one: {opening} WS call WS {closing}\n{opening_rules}"
             first = ""
         case CallFormat.LLAMA:
-            # all models of this format have it; without it there is no opening
+            # all models of this format have the token; without it there is no opening
             tag = token_id("<|python_tag|>")
-            start = "start: TEXT | WS called" + ("" if tag is None else f" | TEXT <[{tag}]> WS called")
+            text = "TEXT " if answer is None else ""
+            start = f"start: {other} | WS called" + (
+                "" if tag is None else f" | {text}<[{tag}]> WS called"
+            )
             rules = "called: call" + ("" if single else f' (WS ";" WS call){{0,{rest}}}') + "\n"
             first = r"[ \t\r\n]*[{\[](.|\n)*"  # output that begins like this must be a call
         case CallFormat.MISTRAL:
-            opening, opening_rules = _opening("[TOOL_CALLS]", token_id)
-            start = f"start: TEXT | {opening} WS called"
-            rules = 'called: "[" WS call' + ("" if single else f' (WS "," WS call){{0,{rest}}}') + f' WS "]"\n{opening_rules}'
+            opening, opening_rules = open_with("[TOOL_CALLS]")
+            start = f"start: {other} | {opening} WS called"
+            rules = (
+                'called: "[" WS call'
+                + ("" if single else f' (WS "," WS call){{0,{rest}}}')
+                + f' WS "]"\n{opening_rules}'
+            )
             first = ""
         case _:
             raise AssertionError(f"{form} is not a format that models are trained on")
-    return f"%llguidance {{}}\n{start}\n{rules}{_text(form, first)}call: %json {call}\nWS: /[ \\n]{{0,8}}/\n"
+    without_call = _text(form, first) if answer is None else f"answer: {answer}\n"
+    return (
+        f"%llguidance {{}}\n{start}\n{rules}{without_call}call: %json {call}\nWS: /[ \\n]{{0,8}}/\n"
+    )
 
 
 def _text(form: CallFormat, first: str) -> str:
     """Return the rule for text that neither contains an opening nor begins like a call."""
-    marker = {CallFormat.HERMES: "<tool_call>", CallFormat.LLAMA: "<|python_tag|>", CallFormat.MISTRAL: "[TOOL_CALLS]"}[form]
+    marker = {
+        CallFormat.HERMES: "<tool_call>",
+        CallFormat.LLAMA: "<|python_tag|>",
+        CallFormat.MISTRAL: "[TOOL_CALLS]",
+    }[form]
     without = rf"~/(.|\n)*{_escaped(marker)}(.|\n)*/"
     return f"TEXT: /(.|\\n)*/ & {without}" + (f" & ~/{first}/" if first else "") + "\n"
 
@@ -208,30 +273,27 @@ def _escaped(marker: str) -> str:
     return re.escape(marker).replace("/", r"\/")
 
 
-BLANKS = " \t\r\n"  # JSON's
+BLANKS = " \t\r\n"  # as defined by JSON
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _NUMBER_CHARACTERS = frozenset("+-.0123456789eE")
 _LITERALS = {"t": "true", "f": "false", "n": "null"}
 
 
 class JsonScanner:
-    """Scanner of one JSON object, starting at its first character. Not recursive: depth costs a
-    list entry.
-    """
+    """Scanner of one JSON object, from its first character. Not recursive."""
 
     def __init__(self) -> None:
         self.complete = False
         self._open: list[str] = []  # closing characters still expected
         self._word = ""  # rest of the current literal
-        self._digits: list[str] = []  # of the current number, which may be as long as the output
+        # Digits of the current number, which may be as long as the output.
+        self._digits: list[str] = []
         self._digits_left = 0  # hexadecimal digits still expected in an escape
         self._is_key = False
         self._step: Callable[[str], bool] = self._begin
 
     def push(self, character: str) -> bool:
-        """Read one character. Returns whether the text can still be an object. Not called once
-        complete.
-        """
+        """Read one character of an incomplete object; return whether the text can still be one."""
         return self._step(character)
 
     def _begin(self, character: str) -> bool:
@@ -332,7 +394,7 @@ ID_LENGTH = 9  # required by Mistral's templates, accepted by all
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """Part of one call. index: of the call in the output, from 0. id, name: in the first part only."""
+    """Part of one call. index: of the call in the output, from 0. id, name: in the first part."""
 
     index: int
     id: str
@@ -399,7 +461,13 @@ HELD_CHARS_MAX = 16_384  # characters held back as undecided, beyond which they 
 
 # Allowed keys of a call object and their meaning. "id" and "type" are written by some models and
 # ignored.
-KEYS: Mapping[str, str] = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}
+KEYS: Mapping[str, str] = {
+    "name": "name",
+    "arguments": "arguments",
+    "parameters": "arguments",
+    "id": "id",
+    "type": "type",
+}
 State = Callable[[str], None]
 
 
@@ -412,11 +480,14 @@ class ToolCallParser:
     """Parser of one output. complete_count: calls with complete arguments."""
 
     def __init__(
-        self, form: CallFormat, names: Collection[str], new_id: Callable[[], str] = new_call_id, *, single: bool = False
+        self,
+        form: CallFormat,
+        names: Collection[str],
+        new_id: Callable[[], str] = new_call_id,
+        *,
+        single: bool = False,
     ) -> None:
-        """names: of the tools; other names are not calls. single: only text may follow the first
-        call.
-        """
+        """names: of tools; others are not calls. single: only text may follow the first call."""
         self.complete_count = 0
         self._shape = CALL_SHAPES[form]
         self._names = frozenset(names)
@@ -426,7 +497,7 @@ class ToolCallParser:
         self._word = ""  # the current key or name, as read so far
         self._is_list = False
         self._seen: set[str] = set()  # keys of the current object
-        self._name: str | None = None  # of the current call
+        self._name: str | None = None  # name of the current call
         self._early = ""  # arguments that precede the name
         self._has_begun = False  # whether the current call was emitted
         self._scanner = JsonScanner()
@@ -456,14 +527,16 @@ class ToolCallParser:
         held, self._held = self._held, ""
         if self._state == self._broken:
             self._found.add_arguments(held)
-        elif not self._shape.textless and not self._has_begun and (held.strip(BLANKS) or not self.call_count):
+        elif (
+            not self._shape.textless
+            and not self._has_begun
+            and (held.strip(BLANKS) or not self.call_count)
+        ):
             self._found.add_text(held)
         return self._found.taken()
 
     def _skip_plain(self, text: str, place: int) -> int:
-        """Add plain text up to a possible call at once, which is much faster than character by
-        character.
-        """
+        """Add plain text up to a possible call at once, much faster than character by character."""
         if self._held or self._state != self._outside:
             return place
         found = text.find(self._shape.opening[0], place) if self._shape.opening else -1
@@ -477,9 +550,9 @@ class ToolCallParser:
         for each in held + character:
             self._state(each)
 
-    def _go(self, character: str, wanted: str, state: State) -> None:
+    def _go(self, character: str, expected: str, state: State) -> None:
         """Expect one character, skipping blanks."""
-        if character == wanted:
+        if character == expected:
             self._state = state
         elif character not in BLANKS:
             self._fail(character)
@@ -509,7 +582,9 @@ class ToolCallParser:
         if character in "{[":
             self._state = self._opened
             self._opened(character)
-        elif character in BLANKS or (character == ";" and self.call_count and ";" not in self._held):
+        elif character in BLANKS or (
+            character == ";" and self.call_count and ";" not in self._held
+        ):
             self._held += character
         else:
             self._state = self._outside
@@ -564,7 +639,9 @@ class ToolCallParser:
         if character == '"' and self._word in KEYS:
             self._seen.add(KEYS[self._word])
             self._state = self._colon
-        elif not any(key.startswith(word) and meaning not in self._seen for key, meaning in KEYS.items()):
+        elif not any(
+            key.startswith(word) and meaning not in self._seen for key, meaning in KEYS.items()
+        ):
             self._fail(character)
             return
         else:
@@ -659,7 +736,7 @@ class ToolCallParser:
         self._found.begin_call(self._name, arguments)
 
     def _broken(self, character: str) -> None:
-        """Read arguments that are not valid JSON: up to the closing, or to the end of the output."""
+        """Read arguments that are not valid JSON, up to the closing or the end of the output."""
         closing, held = self._shape.closing, self._held + character
         while held and not closing.startswith(held):
             self._found.add_arguments(held[0])
