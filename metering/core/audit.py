@@ -1,6 +1,4 @@
-"""Audit log of changes. An entry is written in the transaction of its change, so neither exists
-without the other.
-"""
+"""Audit log: each entry is written in the transaction of its change."""
 
 from __future__ import annotations
 
@@ -25,15 +23,29 @@ Snapshot = dict[str, Any]
 
 def snapshot(row: Base | Row[Any]) -> Snapshot:
     """Return the columns of a row as JSON values."""
-    names = row._fields if isinstance(row, Row) else [column.key for column in row.__mapper__.column_attrs]
+    names = (
+        row._fields
+        if isinstance(row, Row)
+        else [column.key for column in row.__mapper__.column_attrs]
+    )
     return {name: _json_value(getattr(row, name)) for name in names if name not in UNLOGGED}
 
 
 async def record_change(
-    session: AsyncSession, *, actor: str, action: str, subject_id: str, before: Snapshot | None, after: Snapshot | None
+    session: AsyncSession,
+    *,
+    actor: str,
+    action: str,
+    subject_id: str,
+    before: Snapshot | None,
+    after: Snapshot | None,
 ) -> None:
     """Add an entry. before: None for a new object; after: None for a deleted one."""
-    await session.execute(insert(AuditEntry).values(actor=actor, action=action, subject_id=subject_id, before=before, after=after))
+    await session.execute(
+        insert(AuditEntry).values(
+            actor=actor, action=action, subject_id=subject_id, before=before, after=after
+        )
+    )
 
 
 async def list_audit_entries(
@@ -58,8 +70,17 @@ async def list_audit_entries(
     if before_entry_id:
         query = query.where(AuditEntry.id < before_entry_id)
     if subject_ids is not None:
-        named = (document[column].astext for document in (AuditEntry.before, AuditEntry.after) for column in OWNER_COLUMNS)
-        query = query.where(or_(AuditEntry.subject_id.in_(subject_ids), *(column.in_(subject_ids) for column in named)))
+        named = (
+            document[column].astext
+            for document in (AuditEntry.before, AuditEntry.after)
+            for column in OWNER_COLUMNS
+        )
+        query = query.where(
+            or_(
+                AuditEntry.subject_id.in_(subject_ids),
+                *(column.in_(subject_ids) for column in named),
+            )
+        )
     if actor:
         query = query.where(AuditEntry.actor == actor)
     if action_prefix:

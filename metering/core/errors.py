@@ -30,19 +30,15 @@ class Obstacle:
 
 
 class MeteringError(Exception):
-    """Base of all metering errors. `reason` is stable and machine-readable; attributes carry the
-    facts.
-    """
+    """Base of all metering errors. `reason` is machine-readable; attributes carry the facts."""
 
     reason = "METERING_FAILED"
 
 
-class StoreAway(MeteringError):
-    """PostgreSQL does not answer; nothing was written. The same call may succeed after
-    `retry_after_s`.
-    """
+class DatabaseUnavailable(MeteringError):
+    """PostgreSQL does not answer; nothing was written. Retry after `retry_after_s`."""
 
-    reason = "STORE_AWAY"
+    reason = "DATABASE_UNAVAILABLE"
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -61,18 +57,18 @@ class NotFound(MeteringError):
 
 
 class AlreadyExists(MeteringError):
-    """`kind` `ref` exists already. how: in which way that is not the one asked for."""
+    """`kind` `ref` exists already. detail: end of the sentence, such as a remedy."""
 
     reason = "ALREADY_EXISTS"
 
-    def __init__(self, kind: str, ref: str, how: str = "") -> None:
-        super().__init__(f"{kind} {ref[:64]!r} already exists{how and ' '}{how}")
+    def __init__(self, kind: str, ref: str, detail: str = "") -> None:
+        super().__init__(f"{kind} {ref[:64]!r} already exists{detail and ' '}{detail}")
         self.kind = kind
         self.ref = ref
 
 
 class InvalidValue(MeteringError):
-    """A value that the domain refuses: `field` names it, `remedy` says what would be accepted."""
+    """An invalid value of `field`. remedy: the values that are accepted."""
 
     reason = "FIELD_INVALID"
 
@@ -83,9 +79,7 @@ class InvalidValue(MeteringError):
 
 
 class KeyInvalid(MeteringError):
-    """The API key is unknown, revoked or expired. One class for all, so that an answer tells a
-    guesser nothing.
-    """
+    """The API key is unknown, revoked or expired; the reply does not reveal which."""
 
     reason = "UNAUTHENTICATED"
 
@@ -102,18 +96,24 @@ class PriceMissing(MeteringError):
     reason = "PRICE_MISSING"
 
     def __init__(self, model: str, currency_code: str) -> None:
-        super().__init__(f"no {currency_code} price is in force for model {model!r}: set one with `weir price set`")
+        super().__init__(
+            f"no {currency_code} price is in force for model {model!r}: set one with `weir price"
+            " set`"
+        )
         self.model = model
 
 
-class ChangesUnderWay(MeteringError):
+class ConcurrentChanges(MeteringError):
     """Another change of the configuration is running. Nothing was changed: try again."""
 
-    reason = "CHANGES_UNDER_WAY"
+    reason = "CONCURRENT_CHANGES"
     retry_after_s = 5.0
 
     def __init__(self) -> None:
-        super().__init__("another configuration or other changes are being applied: nothing was changed, try again")
+        super().__init__(
+            "another configuration or other changes are being applied: nothing was changed, try"
+            " again"
+        )
 
 
 class RequestIdReused(MeteringError):
@@ -129,7 +129,7 @@ class RequestInFlight(MeteringError):
 
 
 class HoldEnded(MeteringError):
-    """The hold has ended before, by expiry or by another process. The caller must stop streaming."""
+    """The hold has ended, by expiry or by another process. The caller must stop streaming."""
 
     reason = "HOLD_ENDED"
 
@@ -141,14 +141,15 @@ class MonthClosed(MeteringError):
 
     def __init__(self, organization_id: uuid.UUID, month: date) -> None:
         super().__init__(
-            f"{month:%Y-%m} of organization {organization_id} is closed: post to the first month after it that is open"
+            f"{month:%Y-%m} of organization {organization_id} is closed: post to the first month"
+            " after it that is open"
         )
         self.organization_id = organization_id
         self.month = month
 
 
 class MonthNotClosable(MeteringError):
-    """A month cannot be closed now. `obstacles`: everything that stands in the way."""
+    """A month cannot be closed now. obstacles: all reasons, each with its remedy."""
 
     reason = "MONTH_NOT_CLOSABLE"
 
@@ -164,13 +165,13 @@ class MonthOpen(MeteringError):
 
 
 class ApprovalRefused(MeteringError):
-    """The caller may not decide on this adjustment, or it is decided. Another person approves."""
+    """The caller may not decide on this adjustment, or it is decided already."""
 
     reason = "APPROVAL_REFUSED"
 
 
 class InvariantViolated(MeteringError):
-    """Something that can never be is. Nothing of the operation was written; a person must look."""
+    """An invariant does not hold. The operation was rolled back; an operator has to investigate."""
 
     reason = "INVARIANT_VIOLATED"
 

@@ -64,16 +64,17 @@ def record_of(kind: type[D], source: object, /, **values: Any) -> D:
 
 @functools.cache
 def _conversions(kind: Any) -> dict[str, tuple[bool, Callable[[Any], Any] | None]]:
-    """Return for each field of a dataclass whether it has a default, and the conversion of its
-    values.
-    """
+    """Return for each field of a dataclass whether it has a default, and its conversion."""
     hints = get_type_hints(kind)
     conversions: dict[str, tuple[bool, Callable[[Any], Any] | None]] = {}
     for each in fields(kind):
         hint = hints[each.name]
         of = get_origin(hint) if get_origin(hint) is tuple else (get_args(hint) or (hint,))[0]
         converts = of is int or of is tuple or (isinstance(of, type) and issubclass(of, StrEnum))
-        conversions[each.name] = not (each.default is MISSING and each.default_factory is MISSING), of if converts else None
+        conversions[each.name] = (
+            not (each.default is MISSING and each.default_factory is MISSING),
+            of if converts else None,
+        )
     return conversions
 
 
@@ -108,7 +109,9 @@ class Organization(Base):
 
     __tablename__ = "organizations"
 
-    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    id: Mapped[uuid.UUID] = mapped_column(
+        primary_key=True, server_default=text("gen_random_uuid()")
+    )
     name: Mapped[str] = mapped_column(unique=True)
     currency_code: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
@@ -119,20 +122,22 @@ class Project(Base):
 
     __tablename__ = "projects"
 
-    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    id: Mapped[uuid.UUID] = mapped_column(
+        primary_key=True, server_default=text("gen_random_uuid()")
+    )
     organization_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("organizations.id"))
     name: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class ApiKey(Base):
-    """A credential. Only the SHA-256 of the secret is stored; a slow hash would not add to its 256
-    random bits.
-    """
+    """A credential. Only the SHA-256 of the secret is stored: 256 random bits need no slow hash."""
 
     __tablename__ = "api_keys"
 
-    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    id: Mapped[uuid.UUID] = mapped_column(
+        primary_key=True, server_default=text("gen_random_uuid()")
+    )
     project_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("projects.id"))
     name: Mapped[str]
     prefix: Mapped[str] = mapped_column(unique=True)
@@ -148,13 +153,11 @@ class ApiKey(Base):
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
     # After `created_at` for old keys.
-    uses_known_since: Mapped[datetime] = mapped_column(server_default=func.now())
+    uses_tracked_since: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class ApiKeyUse(Base):
-    """Last use of a key; an unused key has no row. Written by `tenants/key_uses.py`, a minute late,
-    never backwards.
-    """
+    """Last use of a key; an unused key has no row. `tenants/key_uses.py` writes it."""
 
     __tablename__ = "api_key_uses"
 
@@ -249,14 +252,16 @@ class Quota(Base):
     charged to them.
 
     Weights are thousandths per token of a kind, for quotas on tokens. A temporary override replaces
-    the limit until `raised_until`. A quota that is not enforced counts but refuses nothing. One for
-    new keys limits nothing itself: each key created under its subject gets a copy. `alert_at`:
+    the limit until `override_until`. A quota that is not enforced counts but refuses nothing. One
+    for new keys limits nothing itself: each key created under its subject gets a copy. `alert_at`:
     percent of the limit used, or picos of prepaid credit left (`quotas/quota_rules.py`).
     """
 
     __tablename__ = "quotas"
 
-    id: Mapped[uuid.UUID] = mapped_column(primary_key=True, server_default=text("gen_random_uuid()"))
+    id: Mapped[uuid.UUID] = mapped_column(
+        primary_key=True, server_default=text("gen_random_uuid()")
+    )
     subject: Mapped[str]
     subject_id: Mapped[uuid.UUID]
     model: Mapped[str] = mapped_column(server_default="")
@@ -267,9 +272,9 @@ class Quota(Base):
     output_weight_milli: Mapped[int] = mapped_column(Integer(), server_default="1000")
     enforced: Mapped[bool] = mapped_column(server_default=text("true"))
     for_new_keys: Mapped[bool] = mapped_column(server_default=text("false"))
-    raised_limit_value: Mapped[int | None]
-    raised_until: Mapped[datetime | None]
-    raise_reason: Mapped[str | None]
+    override_limit_value: Mapped[int | None]
+    override_until: Mapped[datetime | None]
+    override_reason: Mapped[str | None]
     alert_at: Mapped[list[int]] = mapped_column(server_default=text("'{}'"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     changed_at: Mapped[datetime] = mapped_column(server_default=func.now())  # set by a trigger
@@ -327,7 +332,7 @@ class Hold(Base):
     labels: Mapped[dict[str, Any]]
     embedding: Mapped[bool] = mapped_column(server_default=text("false"))
     state: Mapped[str] = mapped_column(server_default="held")
-    owner_id: Mapped[uuid.UUID]
+    process_id: Mapped[uuid.UUID]
     input_token_count: Mapped[int]
     cached_input_token_count: Mapped[int] = mapped_column(server_default="0")
     leased_token_count: Mapped[int]
@@ -412,9 +417,7 @@ class Outcome(StrEnum):
 
 
 class SupersededSecret(Base):
-    """A secret replaced by a rotation. It identifies the same key, and so the same counters, until
-    `expires_at`.
-    """
+    """A secret replaced by a rotation, which identifies the same key until `expires_at`."""
 
     __tablename__ = "superseded_secrets"
 

@@ -1,6 +1,4 @@
-"""Amounts of money: integers of picos (1e-12 of a currency unit), their text form, and the only
-rounding.
-"""
+"""Amounts of money: integers of picos (1e-12 of a unit), their text, the only rounding."""
 
 from __future__ import annotations
 
@@ -16,24 +14,31 @@ PICOS_PER_UNIT = 10**PICO_DIGITS
 # codes.
 _CODES_BY_MINOR_DIGITS = {
     0: "BIF CLP DJF GNF ISK JPY KMF KRW PYG RWF UGX UYI VND VUV XAF XOF XPF",
-    2: """
-        AED AFN ALL AMD AOA ARS AUD AWG AZN BAM BBD BDT BMD BND BOB BRL BSD BTN BWP BYN BZD CAD CDF CHF CNY COP CRC CUP CVE
-        CZK DKK DOP DZD EGP ERN ETB EUR FJD FKP GBP GEL GHS GIP GMD GTQ GYD HKD HNL HTG HUF IDR ILS INR IRR JMD KES KGS KHR
-        KPW KYD KZT LAK LBP LKR LRD LSL MAD MDL MGA MKD MMK MNT MOP MRU MUR MVR MWK MXN MYR MZN NAD NGN NIO NOK NPR NZD PAB
-        PEN PGK PHP PKR PLN QAR RON RSD RUB SAR SBD SCR SDG SEK SGD SHP SLE SOS SRD SSP STN SVC SYP SZL THB TJS TMT TOP TRY
-        TTD TWD TZS UAH USD UYU UZS VES WST XCD XCG YER ZAR ZMW ZWG
-    """,
+    2: (
+        """
+        AED AFN ALL AMD AOA ARS AUD AWG AZN BAM BBD BDT BMD BND BOB BRL BSD BTN BWP BYN BZD CAD
+        CDF CHF CNY COP CRC CUP CVE CZK DKK DOP DZD EGP ERN ETB EUR FJD FKP GBP GEL GHS GIP GMD
+        GTQ GYD HKD HNL HTG HUF IDR ILS INR IRR JMD KES KGS KHR KPW KYD KZT LAK LBP LKR LRD LSL
+        MAD MDL MGA MKD MMK MNT MOP MRU MUR MVR MWK MXN MYR MZN NAD NGN NIO NOK NPR NZD PAB PEN
+        PGK PHP PKR PLN QAR RON RSD RUB SAR SBD SCR SDG SEK SGD SHP SLE SOS SRD SSP STN SVC SYP
+        SZL THB TJS TMT TOP TRY TTD TWD TZS UAH USD UYU UZS VES WST XCD XCG YER ZAR ZMW ZWG
+    """
+    ),
     3: "BHD IQD JOD KWD LYD OMR TND",
     4: "CLF UYW",
 }
-MINOR_DIGITS = {code: digits for digits, codes in _CODES_BY_MINOR_DIGITS.items() for code in codes.split()}
+MINOR_DIGITS = {
+    code: digits for digits, codes in _CODES_BY_MINOR_DIGITS.items() for code in codes.split()
+}
 
 
 def checked_currency(code: str) -> str:
     """Return the code if it is an active ISO 4217 code. Raises: InvalidValue."""
     if code not in MINOR_DIGITS:
         raise InvalidValue(
-            "currency_code", f"{code[:64]!r} is not an ISO 4217 code: use three capital letters such as USD, EUR or JPY"
+            "currency_code",
+            f"{code[:64]!r} is not an ISO 4217 code: use three capital letters such as USD, EUR"
+            " or JPY",
         )
     return code
 
@@ -61,7 +66,9 @@ def round_to_minor_unit(amount_picos: int, currency_code: str) -> int:
     return magnitude if amount_picos >= 0 else -magnitude
 
 
-def round_parts(amounts_picos: Iterable[int], carried_picos: int, currency_code: str) -> tuple[tuple[int, ...], int]:
+def round_parts(
+    amounts_picos: Iterable[int], carried_picos: int, currency_code: str
+) -> tuple[tuple[int, ...], int]:
     """Round amounts to whole minor units, as picos, so that they add up to the rounded total; also
     return the carry.
 
@@ -80,15 +87,13 @@ def round_parts(amounts_picos: Iterable[int], carried_picos: int, currency_code:
 
 
 def to_decimal(amount_picos: int) -> Decimal:
-    """Return the amount in units, exact at any size (arithmetic on it follows the decimal context)."""
+    """Return the exact amount in units (arithmetic on it follows the decimal context)."""
     digits = tuple(int(digit) for digit in str(abs(amount_picos)))
     return Decimal((int(amount_picos < 0), digits, -PICO_DIGITS))
 
 
 def exact_text(amount_picos: int, currency_code: str) -> str:
-    """Return all significant digits, at least those of the minor unit: `0.00012345`, `1.50`,
-    `-3.00`.
-    """
+    """Return all significant digits, at least the minor unit's: `0.00012345`, `1.50`, `-3.00`."""
     units, picos = divmod(abs(amount_picos), PICOS_PER_UNIT)
     fraction = f"{picos:0{PICO_DIGITS}d}".rstrip("0").ljust(minor_digits(currency_code), "0")
     sign = "-" if amount_picos < 0 else ""

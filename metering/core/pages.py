@@ -1,6 +1,4 @@
-"""Page tokens: the last row of a page by its sort key, as text. The next page begins after that
-row.
-"""
+"""Page tokens: the last row of a page by its sort key, as text; the next page follows it."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ def page_token(*values: object) -> str:
 
 
 def page_values(token: str, *readers: Callable[[str], object]) -> list[Any]:
-    """Return the values in a token, one per reader. Raises: InvalidValue unless `page_token` made
-    it.
-    """
+    """Return the values in a token, one per reader. Raises: InvalidValue for a forged one."""
     try:
         texts = json.loads(base64.urlsafe_b64decode(token.encode()))
         values = [read(text) for read, text in zip(readers, texts, strict=True)]
@@ -32,7 +28,10 @@ def page_values(token: str, *readers: Callable[[str], object]) -> list[Any]:
     except (ValueError, TypeError, AttributeError, RecursionError, OverflowError, InvalidValue):
         is_ours = False
     if not is_ours:
-        raise InvalidValue("page_token", "must be `next_page_token` of the previous page, with all other arguments unchanged")
+        raise InvalidValue(
+            "page_token",
+            "must be `next_page_token` of the previous page, with all other arguments unchanged",
+        )
     return values
 
 

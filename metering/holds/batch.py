@@ -13,7 +13,7 @@ back. Ends come first in a batch, so that their room is available to its admissi
 
 `HoldConnection` runs batches. It connects on demand and drops the connection after every failure.
 Every operation is answered: conflicts are retried, an unavailable or slow database answers
-`StoreAway`, and the operation that breaks a batch is found by running each one alone.
+`DatabaseUnavailable`, and the operation that breaks a batch is found by running each one alone.
 
 `decide.py` holds the decisions, `read.py` the reads and locks, `write.py` the writes.
 """
@@ -33,7 +33,7 @@ import psycopg
 import structlog
 from msgspec import structs
 
-from metering.core.errors import InvariantViolated, MeteringError, StoreAway
+from metering.core.errors import DatabaseUnavailable, InvariantViolated, MeteringError
 from metering.core.models import HoldState
 from metering.holds.decide import LATEST, BatchReads, BatchWrites, Decisions
 from metering.holds.journal import Bind
@@ -62,14 +62,36 @@ from metering.holds.read import (
     read_and_lock,
     rules_of_rows,
 )
-from metering.holds.write import GuardFailed, changed_holds, counter_writes, moved_counters, new_holds, renewals, usage_writes
+from metering.holds.write import (
+    GuardFailed,
+    changed_holds,
+    counter_writes,
+    moved_counters,
+    new_holds,
+    renewals,
+    usage_writes,
+)
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey, window_starts
 from metering.quotas.quotas import Counters, QuotaExceeded, Unsure
 from metering.quotas.refusals import Refusals, Refused
 from metering.receipts.chaining import BatchSigner, Chains
-from metering.store.db import CONNECT_TIMEOUT_S, KEEPALIVES, BoundedConnection, StoreGate, connection_options, psycopg_conninfo
-from metering.store.exchange import Connection, Statement, columns, exchange, id_array, id_number_array
+from metering.store.db import (
+    CONNECT_TIMEOUT_S,
+    KEEPALIVES,
+    BoundedConnection,
+    StoreGate,
+    connection_options,
+    psycopg_conninfo,
+)
+from metering.store.exchange import (
+    Connection,
+    Statement,
+    columns,
+    exchange,
+    id_array,
+    id_number_array,
+)
 
 EXPIRY_S = 60.0  # longest pause of a process (suspension, slow database) that keeps its holds
 
@@ -98,6 +120,16 @@ PLANS = (
 )
 
 
+# Ends the connections of the same process to this database, and waits at most 1 s for each. The
+# application name contains the owner's id.
+TERMINATE_OTHERS = """
+SELECT pg_terminate_backend(pid, 1000)
+FROM pg_stat_get_activity(NULL)
+WHERE application_name = current_setting('application_name')
+  AND datid = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND pid <> pg_backend_pid()
+"""
+
 # Sent on each new connection: the database may have been replaced, and receipts signed with a key
 # that it lacks could not be verified.
 PUBLISH_KEY = "INSERT INTO receipt_keys (id, public_key) VALUES (%s, %s) ON CONFLICT DO NOTHING"
@@ -113,7 +145,11 @@ IDLE = psycopg.pq.TransactionStatus.IDLE
 Answers = Coroutine[Any, Any, list[HoldAnswer | Exception]]
 
 
-CONFLICTS = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure, psycopg.errors.UniqueViolation)
+CONFLICTS = (
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.SerializationFailure,
+    psycopg.errors.UniqueViolation,
+)
 
 # OSError includes the timeout. A read-only server has just been demoted by a failover. An idle
 # transaction timeout means that this process was suspended inside a transaction.
@@ -133,12 +169,14 @@ CLOCK_ERROR = timedelta(seconds=1)  # allowed in a receipt's time: less than a t
 # commits up to then. It checks request ids although a unique index does: the index does so only
 # with the counters locked, and an insert that waits there for the hold's end would deadlock.
 CHECK_KNOWN = """
-SELECT now(), pg_current_snapshot()::text, 1 / (now() >= %s::timestamptz AND now() < %s::timestamptz AND NOT EXISTS (
+SELECT now(), pg_current_snapshot()::text, 1 / (now() >= %s::timestamptz
+    AND now() < %s::timestamptz AND NOT EXISTS (
     SELECT FROM rule_changes, (VALUES (%s::pg_snapshot)) AS s(before)
     WHERE transaction_id >= pg_snapshot_xmin(before)::text::bigint
         AND NOT pg_visible_in_snapshot(transaction_id::text::xid8, before)
 ) AND NOT EXISTS (
-    SELECT FROM unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) JOIN holds h USING (project_id, request_id)
+    SELECT FROM unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id)
+    JOIN holds h USING (project_id, request_id)
     WHERE h.state <> 'voided'))::int
 """
 
@@ -202,13 +240,21 @@ def plan_ends(known: Known, own: OwnHolds, batch: Sequence[HoldOperation]) -> Tr
 
     Removes every hold that the batch ends from `own`.
     """
-    ended = [(place, op, own.pop(op.hold_id.int, None)) for place, op in enumerate(batch) if isinstance(op, Settle | Void)]
+    ended = [
+        (place, op, own.pop(op.hold_id.int, None))
+        for place, op in enumerate(batch)
+        if isinstance(op, Settle | Void)
+    ]
     trip = new_trip(known) if ended and Renew not in map(type, batch) else None
     if trip is None:
         return None
     holds, settle = trip.decisions.reads.holds, trip.decisions.settle
     for place, op, hold in ended:
-        if hold is not None and isinstance(op, Settle) and len(hold.rules) == len(hold.terms.quota_ids):
+        if (
+            hold is not None
+            and isinstance(op, Settle)
+            and len(hold.rules) == len(hold.terms.quota_ids)
+        ):
             holds[hold.id.int] = hold
             try:
                 trip.decided.append((place, op, settle(op)))
@@ -230,7 +276,7 @@ def plan_extensions(known: Known, own: OwnHolds, batch: Sequence[HoldOperation])
         hold = own.pop(op.hold_id.int, None)
         if hold is None or len(hold.rules) < len(hold.terms.quota_ids):
             continue
-        ends = [rule.raised_until for rule in hold.rules if rule.raised_until is not None]
+        ends = [rule.override_until for rule in hold.rules if rule.override_until is not None]
         reads.holds[op.hold_id.int] = hold
         try:
             if any(end <= reads.now for end in ends):
@@ -262,11 +308,22 @@ def new_trip(known: Known) -> Trip | None:
     if now is None or known.snapshot is None:
         return None
     minute = window_starts(now)[1]
-    return Trip(Decisions(BatchReads(now), Counters(now, known.counters, guessed=True)), minute, minute + MINUTE)
+    return Trip(
+        Decisions(BatchReads(now), Counters(now, known.counters, guessed=True)),
+        minute,
+        minute + MINUTE,
+    )
 
 
 async def take(
-    connection: Connection, known: Known, own: OwnHolds, trip: Trip, *, owner: str, expiry_s: float, signer: BatchSigner | None
+    connection: Connection,
+    known: Known,
+    own: OwnHolds,
+    trip: Trip,
+    *,
+    owner: str,
+    expiry_s: float,
+    signer: BatchSigner | None,
 ) -> None:
     """Write the decisions in one round trip and complete the answers.
 
@@ -281,7 +338,9 @@ async def take(
         inserts = new_holds(writes, owner, expiry_s)
         # Counters before new holds, as in every process: inserts may wait for another's request id.
         statements = [*changed_holds(writes, expiry_s), check(known, trip), *moves, *inserts]
-        _, [(now, snapshot, _)], *rows = await exchange(connection, [(BEGIN_ADMITTING, ()), *statements] if inserts else statements)
+        _, [(now, snapshot, _)], *rows = await exchange(
+            connection, [(BEGIN_ADMITTING, ()), *statements] if inserts else statements
+        )
     except BaseException:
         for key in counters.changed:
             known.counters.pop(key, None)
@@ -304,12 +363,22 @@ async def take(
         if isinstance(answer, Admitted):  # with actual counters and time instead of cached ones
             states = answer.quotas
             answer.admitted_at = states.now = now
-            moved = [corrections.get((rule.number, starts[rule.window]), NO_CORRECTION) for rule in states.rules]
-            states.counts = [(used + a, held + b) for (used, held), (a, b) in zip(states.counts, moved, strict=True)]
+            moved = [
+                corrections.get((rule.number, starts[rule.window]), NO_CORRECTION)
+                for rule in states.rules
+            ]
+            states.counts = [
+                (used + a, held + b)
+                for (used, held), (a, b) in zip(states.counts, moved, strict=True)
+            ]
 
 
 async def write_ends(
-    connection: Connection, known: Known, trip: Trip, moves: Sequence[Statement], signer: BatchSigner | None
+    connection: Connection,
+    known: Known,
+    trip: Trip,
+    moves: Sequence[Statement],
+    signer: BatchSigner | None,
 ) -> None:
     """End holds with their usage; one round trip if their receipt chains are cached, else two."""
     writes, now = trip.decisions.writes, trip.decisions.reads.now
@@ -319,40 +388,61 @@ async def write_ends(
     heads = [each[0] for each in cached if each is not None and each[1]]
     if len(heads) == len(projects):
         trip.since, trip.until = now - CLOCK_ERROR, now + CLOCK_ERROR
-        chains = Chains.of_rows(now, [(head.project_id, head.sequence, head.hash, head.settled_at) for head in heads])
+        chains = Chains.of_rows(
+            now, [(head.project_id, head.sequence, head.hash, head.settled_at) for head in heads]
+        )
         for project_id in projects:  # restored below if the exchange succeeds
             del known.heads[project_id]
-        statements = [*ends, check(known, trip), *usage_writes(chains, writes.events, signer), *moves]
+        statements = [
+            *ends,
+            check(known, trip),
+            *usage_writes(chains, writes.events, signer),
+            *moves,
+        ]
         _, [(now, snapshot, _)], *_ = await exchange(connection, statements)
         locked = {head.project_id: head.sequence for head in heads}
         known.heads |= {head.project_id: (head, True) for head in heads}
     else:
         trip.since, trip.until = EARLIEST, LATEST
         lock = LOCK_CHAINS, (id_array([event[0].id for event in writes.events]),)
-        _, _, rows, [(now, snapshot, _)] = await exchange(connection, [("BEGIN", ()), *ends, lock, check(known, trip)])
+        _, _, rows, [(now, snapshot, _)] = await exchange(
+            connection, [("BEGIN", ()), *ends, lock, check(known, trip)]
+        )
         chains = Chains.of_rows(now, rows)
         locked = {head.project_id: head.sequence for head in chains.heads.values()}
-        await exchange(connection, [*usage_writes(chains, writes.events, signer), *moves, ("COMMIT", ())])
+        await exchange(
+            connection, [*usage_writes(chains, writes.events, signer), *moves, ("COMMIT", ())]
+        )
     known.asked(now, snapshot, ())
     known.continued(locked, chains.heads)
 
 
 def check(known: Known, trip: Trip) -> Statement:
     """Return CHECK_KNOWN with its values."""
-    requests = [(hold.terms.project_id, op.request_id.int.to_bytes(16, "big")) for op, hold in trip.decisions.writes.holds]
+    requests = [
+        (hold.terms.project_id, op.request_id.int.to_bytes(16, "big"))
+        for op, hold in trip.decisions.writes.holds
+    ]
     ids = columns("uu", requests) if requests else (NO_IDS, NO_IDS)
     return CHECK_KNOWN, (str(trip.since), str(trip.until), known.snapshot, *ids)
 
 
 # Ends first, so that later operations can use their room; renewals touch no counter.
-ORDER: dict[type[HoldOperation], int] = {Settle: 0, Void: 0, Expire: 0, Renew: 0, Extend: 1, Admit: 2}
+ORDER: dict[type[HoldOperation], int] = {
+    Settle: 0,
+    Void: 0,
+    Expire: 0,
+    Renew: 0,
+    Extend: 1,
+    Admit: 2,
+}
 
 
 async def execute_batch(
     connection: Connection,
     operations: Sequence[HoldOperation],
     *,
-    owner_id: uuid.UUID,
+    process_id: uuid.UUID,
     expiry_s: float,
     refusals: Refusals | None = None,
     signer: BatchSigner | None = None,
@@ -368,12 +458,22 @@ async def execute_batch(
     orphans = await find_orphans(connection, operations)
     batch = [*operations, *(Void(hold_id) for hold_id in orphans)]
     try:
-        reads, writes, answers = await decide_and_commit(connection, batch, owner_id, expiry_s, signer, unread=True)
+        reads, writes, answers = await decide_and_commit(
+            connection, batch, process_id, expiry_s, signer, unread=True
+        )
     except GuardFailed:  # a counter row is missing: the locking read below inserts it
         await exchange(connection, [("ROLLBACK", ())])
-        reads, writes, answers = await decide_and_commit(connection, batch, owner_id, expiry_s, signer, unread=False)
+        reads, writes, answers = await decide_and_commit(
+            connection, batch, process_id, expiry_s, signer, unread=False
+        )
     if own is not None:
-        remember(own, [*(hold for _, hold in writes.holds), *(hold for hold, _ in writes.extensions.values())])
+        remember(
+            own,
+            [
+                *(hold for _, hold in writes.holds),
+                *(hold for hold, _ in writes.extensions.values()),
+            ],
+        )
     if refusals is not None and (refused := refused_of(operations, answers)):
         await refusals.note(connection, reads.now, refused)
     return [answers[index] for index in range(len(operations))]
@@ -382,7 +482,7 @@ async def execute_batch(
 async def decide_and_commit(
     connection: Connection,
     batch: Sequence[HoldOperation],
-    owner_id: uuid.UUID,
+    process_id: uuid.UUID,
     expiry_s: float,
     signer: BatchSigner | None,
     *,
@@ -412,36 +512,48 @@ async def decide_and_commit(
     renewing = renewals(writes, expiry_s)
     statements = [
         *renewing,
-        *new_holds(writes, str(owner_id), expiry_s),
+        *new_holds(writes, str(process_id), expiry_s),
         *changed_holds(writes, expiry_s),
         *usage_writes(reads.chains, writes.events, signer),
         *counter_writes(counters),
     ]
     rows = await exchange(connection, [*statements, ("COMMIT", ())])
     renewed = (Renewed(frozenset(row[0] for row in each)) for each in rows[: len(renewing)])
-    answers.update(zip((index for index in sorted(answers) if isinstance(batch[index], Renew)), renewed, strict=True))
+    answers.update(
+        zip(
+            (index for index in sorted(answers) if isinstance(batch[index], Renew)),
+            renewed,
+            strict=True,
+        )
+    )
     known, gone = known_of(connection), counters.created - counters.changed.keys()
     known.saw({key: row for key, row in counters.rows.items() if key not in gone})
-    known.continued(locked, {project_id: reads.chains.heads[project_id] for project_id in reads.chains.changed})
+    known.continued(
+        locked, {project_id: reads.chains.heads[project_id] for project_id in reads.chains.changed}
+    )
     return reads, writes, answers
 
 
 def only_gives_back(reads: BatchReads, batch: Sequence[HoldOperation]) -> bool:
     """Return whether all decisions of the batch are independent of the values of counters."""
-    if any(isinstance(op, Admit | Extend) for op in batch) or any(h.state == HoldState.EXPIRED for h in reads.holds.values()):
+    if any(isinstance(op, Admit | Extend) for op in batch) or any(
+        h.state == HoldState.EXPIRED for h in reads.holds.values()
+    ):
         return False
     undone = [reads.holds.get(op.hold_id.int) for op in batch if isinstance(op, Void | Expire)]
     return not any(hold is not None and hold.posted_token_count for hold in undone)
 
 
-async def find_orphans(connection: Connection, operations: Sequence[HoldOperation]) -> list[uuid.UUID]:
+async def find_orphans(
+    connection: Connection, operations: Sequence[HoldOperation]
+) -> list[uuid.UUID]:
     """Return the holds of renewing owners that they do not know of, because the answer was lost."""
     orphans: list[uuid.UUID] = []
     for op in operations:
         if isinstance(op, Renew):
             ended = {o.hold_id for o in operations if not isinstance(o, Renew)}
             known = id_array(op.hold_ids | op.spared_ids | ended)
-            [rows] = await exchange(connection, [(SELECT_ORPHANS, (str(op.owner_id), known))])
+            [rows] = await exchange(connection, [(SELECT_ORPHANS, (str(op.process_id), known))])
             orphans += [row[0] for row in rows]
     return orphans
 
@@ -454,16 +566,27 @@ def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[Count
     for hold in reads.holds.values():
         if hold.state in (HoldState.HELD, HoldState.EXPIRED):
             extends, undoes = hold.id in extended_ids, hold.id in undone_ids
-            keys |= quotas.touched_keys(hold.rules, hold.claim(), reads.now, extends=extends, undoes=undoes)
+            keys |= quotas.touched_keys(
+                hold.rules, hold.claim(), reads.now, extends=extends, undoes=undoes
+            )
     return keys | {rule.key(reads.now) for terms in reads.terms.values() for rule in terms.rules}
 
 
-def refused_of(operations: Sequence[HoldOperation], answers: Mapping[int, HoldAnswer | Exception]) -> list[Refused]:
+def refused_of(
+    operations: Sequence[HoldOperation], answers: Mapping[int, HoldAnswer | Exception]
+) -> list[Refused]:
     """Return the admissions of a batch that exceed a quota."""
     refused: list[Refused] = []
     for index, op in enumerate(operations):
         if isinstance(op, Admit) and isinstance(answer := answers[index], QuotaExceeded):
-            refused.append(Refused(op.payer.organization_id, answer, (op.payer.project_id, op.request_id), op.payer.api_key_id))
+            refused.append(
+                Refused(
+                    op.payer.organization_id,
+                    answer,
+                    (op.payer.project_id, op.request_id),
+                    op.payer.api_key_id,
+                )
+            )
     return refused
 
 
@@ -473,7 +596,7 @@ class HoldConnection:
     def __init__(
         self,
         database_url: str,
-        owner_id: uuid.UUID,
+        process_id: uuid.UUID,
         *,
         expiry_s: float = EXPIRY_S,
         gate: StoreGate | None = None,
@@ -486,8 +609,8 @@ class HoldConnection:
         None: unsigned. own: shared by all connections that act for the same owner.
         """
         self._conninfo = psycopg_conninfo(database_url)
-        self._owner_id = owner_id
-        self._owner = str(owner_id)
+        self._process_id = process_id
+        self._owner = str(process_id)
         self._expiry_s = expiry_s
         self._gate = gate or StoreGate()
         self._signer = signer
@@ -499,7 +622,12 @@ class HoldConnection:
     async def __aenter__(self) -> HoldConnection:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self.close()
 
     def seems_to_fit(self, op: Admit) -> bool:
@@ -507,34 +635,46 @@ class HoldConnection:
         return self._known is not None and seems_to_fit(self._known, op)
 
     async def execute(self, batch: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
-        """Return the answers in order. After `StoreAway` an operation may still be committed."""
+        """Return answers in order. An operation with `DatabaseUnavailable` may be committed."""
         if self._known is not None and (missing := unknown_rules(self._known, self._own, batch)):
             await self._execute(partial(self._learn_rules, missing), [])
             if self._known is not None:
                 unknown_rules(self._known, self._own, batch)
         done: dict[int, HoldAnswer | Exception] = {}
         for plan in (plan_admissions, plan_ends, plan_extensions):  # ends before extensions
-            if self._known is not None and (trip := plan(self._known, self._own, batch)) is not None:
-                taken = await self._execute(partial(self._take, trip), [op for _, op, _ in trip.decided])
+            if (
+                self._known is not None
+                and (trip := plan(self._known, self._own, batch)) is not None
+            ):
+                taken = await self._execute(
+                    partial(self._take, trip), [op for _, op, _ in trip.decided]
+                )
                 done |= zip([place for place, _, _ in trip.decided], taken, strict=False)
                 if len(done) == len(batch):
                     break
         if len(done) == len(batch) > 0:
             answers = [done[place] for place in range(len(batch))]
         else:
-            left = iter(await self._execute(self._lock_and_decide, [op for place, op in enumerate(batch) if place not in done]))
+            left = iter(
+                await self._execute(
+                    self._lock_and_decide,
+                    [op for place, op in enumerate(batch) if place not in done],
+                )
+            )
             answers = [done[place] if place in done else next(left) for place in range(len(batch))]
         for op, answer in zip(batch, answers, strict=True) if self.refusals.awaits_returns else ():
             if isinstance(op, Admit) and isinstance(answer, Admitted):
-                self.refusals.let_in((op.payer.project_id, op.request_id))
+                self.refusals.on_admitted((op.payer.project_id, op.request_id))
         return answers
 
-    async def _lock_and_decide(self, connection: Connection, operations: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
+    async def _lock_and_decide(
+        self, connection: Connection, operations: Sequence[HoldOperation]
+    ) -> list[HoldAnswer | Exception]:
         """Run a batch on the slow path."""
         return await execute_batch(
             connection,
             operations,
-            owner_id=self._owner_id,
+            process_id=self._process_id,
             expiry_s=self._expiry_s,
             refusals=self.refusals,
             signer=self._signer,
@@ -548,24 +688,42 @@ class HoldConnection:
 
         Later changes of these rules are detected by the checks of every batch.
         """
-        [rows] = await exchange(connection, [(SELECT_RULES_BY_ID, (id_number_array(list(missing)),))])
+        [rows] = await exchange(
+            connection, [(SELECT_RULES_BY_ID, (id_number_array(list(missing)),))]
+        )
         known_of(connection).add_rules(rules_of_rows(connection, rows).values())
         return []
 
-    async def _take(self, trip: Trip, connection: Connection, operations: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
+    async def _take(
+        self, trip: Trip, connection: Connection, operations: Sequence[HoldOperation]
+    ) -> list[HoldAnswer | Exception]:
         """Run a trip; return no answers, with nothing committed, if it needs the slow path."""
         try:
             assert self._known is not None, "an open connection has a cache"
-            await take(connection, self._known, self._own, trip, owner=self._owner, expiry_s=self._expiry_s, signer=self._signer)
+            await take(
+                connection,
+                self._known,
+                self._own,
+                trip,
+                owner=self._owner,
+                expiry_s=self._expiry_s,
+                signer=self._signer,
+            )
         except (*CONFLICTS, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
-            log.debug("batch_takes_slow_path", cause=type(unforeseen).__name__, operation_count=len(operations))
+            log.debug(
+                "batch_takes_slow_path",
+                cause=type(unforeseen).__name__,
+                operation_count=len(operations),
+            )
             if connection.pgconn.transaction_status != IDLE:
                 await exchange(connection, [("ROLLBACK", ())])
             return []
         except AWAY:
             raise
         except Exception as broken:  # only the slow path can find the operation that caused it
-            log.warning("batch_takes_slow_path", cause=repr(broken), operation_count=len(operations))
+            log.warning(
+                "batch_takes_slow_path", cause=repr(broken), operation_count=len(operations)
+            )
             await self.close()
             return []
         return [answer for _, _, answer in trip.decided]
@@ -580,7 +738,7 @@ class HoldConnection:
         answers: list[HoldAnswer | Exception] = []
         for _ in range(2):
             [renewed] = await self.execute([renewal])
-            if isinstance(renewed, StoreAway):
+            if isinstance(renewed, DatabaseUnavailable):
                 return [renewed] * len(binds)
             answers = await self._execute(execute_binds, binds)
             if Ended(done=False) not in answers:
@@ -593,25 +751,55 @@ class HoldConnection:
         for _ in range(CONFLICT_ATTEMPTS_MAX):
             try:
                 return await self._execute_in_time(run, batch)
-            except StoreAway as away:
+            except DatabaseUnavailable as away:
                 return [away] * len(batch)
             except CONFLICTS as conflict:
-                log.info("hold_batch_repeated", cause=type(conflict).__name__, operation_count=len(batch))
+                log.info(
+                    "hold_batch_repeated", cause=type(conflict).__name__, operation_count=len(batch)
+                )
                 await self.close()
             except AWAY as away:
                 log.warning("database_away", cause=str(away).strip() or type(away).__name__)
                 await self.close()
-                return [StoreAway("the database does not answer", retry_after_s=max(self._gate.pause_s, 1.0))] * len(batch)
+                return [
+                    DatabaseUnavailable(
+                        "the database does not answer", retry_after_s=max(self._gate.pause_s, 1.0)
+                    )
+                ] * len(batch)
             except Exception as broken:
                 await self.close()
                 if len(batch) > 1:
                     return [answer for op in batch for answer in await self._execute(run, [op])]
-                log.exception("hold_operation_failed", operation=[type(op).__name__ for op in batch])
-                return [InvariantViolated(f"{type(op).__name__} failed: {broken!r}") for op in batch]
+                log.exception(
+                    "hold_operation_failed", operation=[type(op).__name__ for op in batch]
+                )
+                return [
+                    InvariantViolated(f"{type(op).__name__} failed: {broken!r}") for op in batch
+                ]
             except BaseException:
                 await self.close()
                 raise
-        return [StoreAway(f"the database reported {CONFLICT_ATTEMPTS_MAX} conflicts in a row")] * len(batch)
+        return [
+            DatabaseUnavailable(f"the database reported {CONFLICT_ATTEMPTS_MAX} conflicts in a row")
+        ] * len(batch)
+
+    async def end_other_connections(self) -> None:
+        """Terminate all other connections of the same owner, which must be dead.
+
+        The server still runs what a process sent before it died: a batch that waits for a lock
+        commits later. After this call nothing more of it commits. Raises: DatabaseUnavailable.
+        """
+        [ended] = await self._execute(self._terminate_others, [None])
+        if isinstance(ended, Exception):
+            raise ended
+
+    async def _terminate_others(
+        self, connection: Connection, _: Sequence[None]
+    ) -> list[HoldAnswer | Exception]:
+        cursor = await connection.execute(TERMINATE_OTHERS)
+        if all(terminated for [terminated] in await cursor.fetchall()):
+            return [Ended(done=True)]
+        return [DatabaseUnavailable("a connection of a dead process is still open")]
 
     async def close(self) -> None:
         """Drop the connection. The next batch opens a new one."""
@@ -652,10 +840,14 @@ class HoldConnection:
                 self._conninfo,
                 autocommit=True,
                 connect_timeout=CONNECT_TIMEOUT_S,
-                options=connection_options((*SERVER_LIMITS, *PLANS)),
+                options=connection_options(
+                    (*SERVER_LIMITS, *PLANS, f"application_name=weir-{self._owner}")
+                ),
                 **KEEPALIVES,
             )
             self._connection, self._known = connection, known_of(connection)
             if self._signer is not None:
-                await connection.execute(PUBLISH_KEY, (self._signer.key_id, self._signer.public_key))
+                await connection.execute(
+                    PUBLISH_KEY, (self._signer.key_id, self._signer.public_key)
+                )
         return connection

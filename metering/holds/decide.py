@@ -115,7 +115,7 @@ class Hold(msgspec.Struct, eq=False):
 
     @property
     def unbound(self) -> bool:
-        """True if the hold was taken in advance and has no request yet (`preauthorized_holds.py`)."""
+        """True if the hold was taken in advance, without a request (`preauthorized_holds.py`)."""
         return self.request_id.int == self.id.int  # comparing UUIDs costs several times as much
 
     def claim(self, cached_input_token_count: int = 0) -> Claim:
@@ -157,9 +157,13 @@ class EventSums(NamedTuple):
         """Input tokens of the request, whether for generation or for embedding."""
         return self.input_token_count + self.embedding_token_count
 
-    def settled(self, hold_id: uuid.UUID, currency_code: str, receipts: list[IssuedReceipt]) -> Settled:
+    def settled(
+        self, hold_id: uuid.UUID, currency_code: str, receipts: list[IssuedReceipt]
+    ) -> Settled:
         """Return the recorded usage as an answer."""
-        return Settled(hold_id, *self[1:7], currency_code, self.outcome, self.embedding_token_count, receipts)
+        return Settled(
+            hold_id, *self[1:7], currency_code, self.outcome, self.embedding_token_count, receipts
+        )
 
     def plus(self, part: Settled) -> EventSums:
         """Return the sums with one more part added."""
@@ -193,7 +197,8 @@ class BatchReads:
     events: dict[int, EventSums] = field(default_factory=dict)  # by hold
     # By hold; receipts of this batch are added when it is written.
     receipts: dict[int, list[IssuedReceipt]] = field(default_factory=dict)
-    same_requests: dict[tuple[int, int], SameRequest] = field(default_factory=dict)  # by project and request
+    # By project and request.
+    same_requests: dict[tuple[int, int], SameRequest] = field(default_factory=dict)
     live_keys: set[int] = field(default_factory=set)
     terms: Mapping[TermsKey, AdmissionTerms] = field(default_factory=dict)
 
@@ -236,7 +241,7 @@ class Decisions:
             case Expire():
                 return self.expire(op.hold_id)
             case Renew():
-                self.writes.renewed.append((op.owner_id, op.hold_ids))
+                self.writes.renewed.append((op.process_id, op.hold_ids))
                 return Renewed(frozenset())  # the write returns the ids
 
     def admit(self, op: Admit, terms: AdmissionTerms | None = None) -> Admitted | Fits:
@@ -246,7 +251,9 @@ class Decisions:
         """
         reads, counters, payer = self.reads, self.counters, op.payer
         if terms is None:
-            terms = reads.terms.get((payer.api_key_id.int, payer.currency_code, op.model, op.tier, op.embedding))
+            terms = reads.terms.get(
+                (payer.api_key_id.int, payer.currency_code, op.model, op.tier, op.embedding)
+            )
             if terms is None and payer.api_key_id.int not in reads.live_keys:
                 raise KeyInvalid("the API key is unknown, expired or revoked")
         request_key = (payer.project_id.int, op.request_id.int)
@@ -256,17 +263,27 @@ class Decisions:
             raise PriceMissing(op.model, payer.currency_code)
         if op.embedding and (op.first_slice_token_count or op.least_slice_token_count):
             raise InvariantViolated(f"hold {op.hold_id}: an embedding has no output to lease")
-        now, rules, common, sent, lease = reads.now, terms.rules, terms.common, op.input_token_count, op.first_slice_token_count
+        now, rules, common, sent, lease = (
+            reads.now,
+            terms.rules,
+            terms.common,
+            op.input_token_count,
+            op.first_slice_token_count,
+        )
         if op.only_asks:
             counters = counters.copy_for(rules)
         counts = quotas.charge_whole(counters, rules, common.money, sent, lease)
         if counts is None:
             claim = Claim(common.charged, sent, 0, 0, 0, now, now)
-            lease = quotas.admit(counters, rules, claim, lease, op.least_slice_token_count).leased_token_count
+            lease = quotas.admit(
+                counters, rules, claim, lease, op.least_slice_token_count
+            ).leased_token_count
             counts = counters.counts(rules)
         if op.only_asks:
             return Fits()
-        self.writes.holds.append((op, Hold(op.hold_id, op.request_id, common, rules, sent, 0, lease, 0, 0, (), now, now)))
+        self.writes.holds.append(
+            (op, Hold(op.hold_id, op.request_id, common, rules, sent, 0, lease, 0, 0, (), now, now))
+        )
         reads.same_requests[request_key] = op.payload_hash, None
         return Admitted(op.hold_id, lease, common.prices, QuotaStates(rules, counts, now), now)
 
@@ -275,15 +292,20 @@ class Decisions:
         hold = self.live(op.hold_id)
         if not hold.delivered_token_count <= op.delivered_token_count <= hold.leased_token_count:
             raise InvariantViolated(
-                f"hold {hold.id}: delivered count must be between {hold.delivered_token_count} (last extension) "
-                f"and {hold.leased_token_count} (leased), got {op.delivered_token_count}"
+                f"hold {hold.id}: delivered count must be between {hold.delivered_token_count}"
+                f" (last extension) and {hold.leased_token_count} (leased), got"
+                f" {op.delivered_token_count}"
             )
         if op.wanted_token_count < 1:
-            raise InvariantViolated(f"hold {hold.id}: a lease grows by at least one token, got {op.wanted_token_count}")
+            raise InvariantViolated(
+                f"hold {hold.id}: a lease grows by at least one token, got {op.wanted_token_count}"
+            )
         if hold.terms.embedding:
             raise InvariantViolated(f"hold {hold.id}: an embedding has no output to lease")
         claim = hold.claim(op.cached_input_token_count)
-        claim = quotas.extend(self.counters, hold.rules, claim, op.delivered_token_count, op.wanted_token_count)
+        claim = quotas.extend(
+            self.counters, hold.rules, claim, op.delivered_token_count, op.wanted_token_count
+        )
         self.writes.extensions.setdefault(hold.id.int, (hold, hold.leased_token_count))
         hold.cached_input_token_count = claim.cached_input_token_count
         hold.leased_token_count = claim.leased_token_count
@@ -304,7 +326,10 @@ class Decisions:
         if hold is None:
             raise NotFound("hold", str(op.hold_id))
         if op.delivered_token_count > hold.leased_token_count:
-            raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered of {hold.leased_token_count} leased")
+            raise InvariantViolated(
+                f"hold {hold.id}: {op.delivered_token_count} delivered of {hold.leased_token_count}"
+                " leased"
+            )
         if hold.state == HoldState.VOIDED:
             raise HoldEnded(f"hold {hold.id} was voided: its usage can no longer be recorded")
         if unbound := hold.request_id.int == number:  # as `Hold.unbound`
@@ -314,20 +339,30 @@ class Decisions:
         if hold.state == HoldState.EXPIRED:
             return self.settle_late(hold, op)
         if hold.state == HoldState.SETTLED:
-            return self.standing_usage(hold)
+            return self.recorded_usage(hold)
         if op.delivered_token_count < hold.delivered_token_count:
             if not op.recovered:
-                raise InvariantViolated(f"hold {hold.id}: {op.delivered_token_count} delivered after {hold.delivered_token_count}")
+                raise InvariantViolated(
+                    f"hold {hold.id}: {op.delivered_token_count} delivered after"
+                    f" {hold.delivered_token_count}"
+                )
             # A machine crash may lose the end of a journal; the last extension is in the database.
             op = structs.replace(op, delivered_token_count=hold.delivered_token_count)
         sent, delivered = op.input_token_count, 0 if unbound else op.delivered_token_count
         if hold.posted_token_count:
             quotas.end(self.counters, hold.rules, hold.claim(), sent, delivered)
         else:
-            cached = hold.cached_input_token_count = max(hold.cached_input_token_count, op.cached_input_token_count)
+            cached = hold.cached_input_token_count = max(
+                hold.cached_input_token_count, op.cached_input_token_count
+            )
             cached = min(cached, sent)
-            claimed, consumed = (hold.input_token_count, hold.leased_token_count), (sent - cached, cached, delivered)
-            quotas.end_whole(self.counters, hold.rules, hold.terms.money, hold.charged_at, claimed, consumed)
+            claimed, consumed = (
+                (hold.input_token_count, hold.leased_token_count),
+                (sent - cached, cached, delivered),
+            )
+            quotas.end_whole(
+                self.counters, hold.rules, hold.terms.money, hold.charged_at, claimed, consumed
+            )
         hold.state, hold.delivered_token_count = HoldState.SETTLED, op.delivered_token_count
         self.writes.ends[number] = hold
         return self.record(hold, op, recovered=op.recovered)
@@ -337,13 +372,15 @@ class Decisions:
 
         Happens once: the usage event, even one without tokens, marks it as done.
         """
-        known = self.standing(hold.id)
+        known = self.sums_of(hold.id)
         if known.part_count > (1 if hold.delivered_token_count else 0):
-            return self.standing_usage(hold)
+            return self.recorded_usage(hold)
         rest = structs.replace(
             op,
             input_token_count=max(op.input_token_count - known.sent_token_count, 0),
-            cached_input_token_count=max(op.cached_input_token_count - known.cached_input_token_count, 0),
+            cached_input_token_count=max(
+                op.cached_input_token_count - known.cached_input_token_count, 0
+            ),
             generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
             delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
         )
@@ -352,7 +389,7 @@ class Decisions:
         billed = known.sent_token_count, known.billed_token_count
         consumed = billed[0] + rest.input_token_count, billed[1] + part.billed_token_count
         quotas.give_back(self.counters, hold.rules, hold.claim(), charged, billed, consumed)
-        return self.standing_usage(hold)
+        return self.recorded_usage(hold)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
         """End a hold without usage and undo its charges."""
@@ -360,7 +397,9 @@ class Decisions:
         if hold is None or hold.state != HoldState.HELD:
             return Ended(done=False)
         if hold.delivered_token_count:
-            raise InvariantViolated(f"hold {hold_id} has delivered tokens and must be settled, not voided")
+            raise InvariantViolated(
+                f"hold {hold_id} has delivered tokens and must be settled, not voided"
+            )
         claim = hold.claim()
         quotas.void(self.counters, hold.rules, claim)
         hold.state, hold.delivered_token_count = HoldState.VOIDED, 0
@@ -397,7 +436,9 @@ class Decisions:
         """
         number, prices, delivered = hold.id.int, hold.terms.prices, op.delivered_token_count
         billed = 0 if hold.request_id.int == number else delivered
-        sent, embedded = (0, op.input_token_count) if hold.terms.embedding else (op.input_token_count, 0)
+        sent, embedded = (
+            (0, op.input_token_count) if hold.terms.embedding else (op.input_token_count, 0)
+        )
         cached = min(op.cached_input_token_count, sent)
         part = Settled(
             hold.id,
@@ -413,21 +454,23 @@ class Decisions:
             self.reads.receipts.setdefault(number, []),
         )
         has_parts = number in self.reads.events or number in self.added
-        self.writes.events.append((hold, part, self.standing(hold.id).part_count if has_parts else 0, op, recovered))
+        self.writes.events.append(
+            (hold, part, self.sums_of(hold.id).part_count if has_parts else 0, op, recovered)
+        )
         self.added.setdefault(number, []).append(part)
         return part
 
-    def standing(self, hold_id: uuid.UUID) -> EventSums:
+    def sums_of(self, hold_id: uuid.UUID) -> EventSums:
         """Return the sums of the hold's usage events, including those of this batch."""
         sums = self.reads.events.get(hold_id.int, NOTHING_USED)
         for part in self.added.get(hold_id.int, ()):
             sums = sums.plus(part)
         return sums
 
-    def standing_usage(self, hold: Hold) -> Settled:
+    def recorded_usage(self, hold: Hold) -> Settled:
         """Return the recorded usage of the hold as an answer with its receipts."""
         receipts = self.reads.receipts.setdefault(hold.id.int, [])
-        return self.standing(hold.id).settled(hold.id, hold.terms.prices.currency_code, receipts)
+        return self.sums_of(hold.id).settled(hold.id, hold.terms.prices.currency_code, receipts)
 
     def live(self, hold_id: uuid.UUID) -> Hold:
         """Return the hold. Raises: NotFound; HoldEnded if it has ended."""
@@ -442,7 +485,9 @@ class Decisions:
 def same_request_error(op: Admit, payload_hash: bytes, settled: Settled | None) -> MeteringError:
     """Return the error for a request id used again. payload_hash, settled: of the first request."""
     if is_other_payload(payload_hash, op.payload_hash):
-        return RequestIdReused("this request_id was used before with another payload: mint a new one for a new request")
+        return RequestIdReused(
+            "this request_id was used before with another payload: mint a new one for a new request"
+        )
     if settled is None:
         return RequestInFlight("a request with this request_id and payload is running")
     return RequestSettled(settled)

@@ -20,7 +20,7 @@ from msgspec import structs
 from sqlalchemy import text
 
 from common.incidents import Retries
-from metering.core.errors import HoldEnded, InvariantViolated, MeteringError, StoreAway
+from metering.core.errors import DatabaseUnavailable, HoldEnded, InvariantViolated, MeteringError
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds.batch import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
 from metering.holds.known import OwnHolds
@@ -80,14 +80,14 @@ log = structlog.get_logger(__name__)
 class HoldStatistics:
     """Counts of a hold store.
 
-    live_hold_count: holds of this process. standing_hold_count: those without a request.
+    live_hold_count: holds of this process. preauthorized_hold_count: those without a request.
     open_operation_count: operations that wait or run. owed_end_count: unanswered operations that
     will be retried. refusals: admissions refused by quotas since the start, by the dimension and
     subject of the first quota.
     """
 
     live_hold_count: int
-    standing_hold_count: int
+    preauthorized_hold_count: int
     open_operation_count: int
     owed_end_count: int
     group_commit: GroupCommitStatistics
@@ -108,7 +108,7 @@ class HoldStore:
     def __init__(
         self,
         database_url: str,
-        owner_id: uuid.UUID,
+        process_id: uuid.UUID,
         *,
         expiry_s: float = EXPIRY_S,
         answer_wait_s: float = ANSWER_WAIT_S,
@@ -126,16 +126,23 @@ class HoldStore:
         unsigned. used: called after usage was written; must not block. measured: called after each
         batch with its operation count and seconds.
         """
-        self.owner_id = owner_id
+        self.process_id = process_id
         self.gate = gate or StoreGate()
         self._expiry_s = expiry_s
         self._answer_wait_s = answer_wait_s
         self._leases = LeaseClock(expiry_s)
         self.may_have_lapsed = self._leases.may_have_lapsed  # any hold; `lapse` checks one
-        self._standing = PreauthorizedHolds(*grace, self._leases) if grace else None
+        self._preauthorized = PreauthorizedHolds(*grace, self._leases) if grace else None
         self._own: OwnHolds = {}
         self._others, self._admitting = (
-            HoldConnection(database_url, owner_id, expiry_s=expiry_s, gate=self.gate, signer=signer, own=self._own)
+            HoldConnection(
+                database_url,
+                process_id,
+                expiry_s=expiry_s,
+                gate=self.gate,
+                signer=signer,
+                own=self._own,
+            )
             for _ in range(2)
         )
         self._admission_turn, self._turn = asyncio.Lock(), asyncio.Lock()  # locked in this order
@@ -149,22 +156,24 @@ class HoldStore:
         self._measured = measured
         self._began_at = self._leases.now()
         self._closed = False
-        late = f"the quota store did not answer within {answer_wait_s:g} s"
+        late = f"the database did not answer within {answer_wait_s:g} s"
         self._commits = self._group_commit(self._execute)
         self._admissions = self._group_commit(
             self._execute_admissions,
-            patience=Patience(answer_wait_s, lambda: StoreAway(late)),
+            patience=Patience(answer_wait_s, lambda: DatabaseUnavailable(late)),
             refused=self.gate.refusal,
         )
 
-    def _group_commit(self, execute: Execute, **options: Any) -> GroupCommit[HoldOperation, HoldAnswer]:
+    def _group_commit(
+        self, execute: Execute, **options: Any
+    ) -> GroupCommit[HoldOperation, HoldAnswer]:
         return GroupCommit(
             execute,
             orphaned=self._orphaned,
             droppable=lambda op: isinstance(op, Admit | Extend),
             batch_size_max=BATCH_SIZE_MAX,
             waiting_count_max=WAITING_COUNT_MAX,
-            overflow=lambda: StoreAway("the database does not keep up with admissions"),
+            overflow=lambda: DatabaseUnavailable("the database does not keep up with admissions"),
             put_off=self._puts_off,
             fair_share=self._fair_share,
             measured=self._measured,
@@ -173,10 +182,12 @@ class HoldStore:
 
     def _fair_share(self) -> int:
         """Return half of the open operations: one half runs while the other is answered."""
-        return max((self._commits.open_count + self._admissions.open_count + 1) // 2, WORTHWHILE_COUNT)
+        return max(
+            (self._commits.open_count + self._admissions.open_count + 1) // 2, WORTHWHILE_COUNT
+        )
 
     async def run(self) -> None:
-        """Run batches and renew holds until cancelled; then answer the rest with `StoreAway`."""
+        """Run batches and renew holds until cancelled; the rest gets `DatabaseUnavailable`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 loops: dict[str, Callable[[], Awaitable[None]]] = {
@@ -185,15 +196,21 @@ class HoldStore:
                     "hold renewal": self._renew_regularly,
                     "store probe": self._probe_regularly,
                 }
-                if self._standing is not None:
-                    loops["preauthorized holds"] = partial(self._tend_regularly, self._standing)
+                if self._preauthorized is not None:
+                    loops["preauthorized holds"] = partial(
+                        self._tend_regularly, self._preauthorized
+                    )
                 for name, loop in loops.items():
-                    retries = Retries(name.replace(" ", "_"), shortest_s=LOOP_RETRY_S_MIN, longest_s=LOOP_RETRY_S_MAX)
+                    retries = Retries(
+                        name.replace(" ", "_"),
+                        shortest_s=LOOP_RETRY_S_MIN,
+                        longest_s=LOOP_RETRY_S_MAX,
+                    )
                     tasks.create_task(retries.keep_running(loop), name=name)
         finally:
             self._closed = True
             for commits in (self._commits, self._admissions):
-                commits.close(StoreAway("this process is shutting down"))
+                commits.close(DatabaseUnavailable("this process is shutting down"))
             self._try_again_now()
             for connection in (self._others, self._admitting):
                 await connection.close()
@@ -202,18 +219,20 @@ class HoldStore:
         """Take a hold in the database, or a pre-authorized one during an outage.
 
         done: called, never inside this call, with `Admitted` or with QuotaExceeded, PriceMissing,
-        KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled or StoreAway. Abandoning the
-        answer voids the hold.
+        KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled or DatabaseUnavailable.
+        Abandoning the answer voids the hold.
         """
-        if self._standing is None:
+        if self._preauthorized is None:
             return self._admissions.begin(op, done)
-        return BackedAdmission(self._standing, self._admissions.begin, self._void_all, op, done)
+        return BackedAdmission(
+            self._preauthorized, self._admissions.begin, self._void_all, op, done
+        )
 
     def begin_settle(self, op: Settle, done: Callable[[Settled | Exception], None]) -> None:
         """End a hold with its usage. Retries until the database answers.
 
         done: called, never inside this call, with `Settled`, InvariantViolated or HoldEnded; with
-        StoreAway only after `run` has ended: journal recovery settles the hold then.
+        DatabaseUnavailable only after `run` has ended: journal recovery settles the hold then.
         """
         self._commits.begin(op, done)
 
@@ -228,18 +247,22 @@ class HoldStore:
         outage nothing is raised if this process pre-authorizes holds. Raises: as `begin_admit`.
         """
         if self._has_given() or not self._admitting.seems_to_fit(op):
-            await awaited(partial(self.begin_admit, structs.replace(op, only_asks=True)), lambda _: None)
+            await awaited(
+                partial(self.begin_admit, structs.replace(op, only_asks=True)), lambda _: None
+            )
 
     async def extend(self, op: Extend) -> Extended:
         """Lease more output tokens; wait up to `answer_wait_s` for the database.
 
-        Raises: QuotaExceeded, HoldEnded, StoreAway; the lease is then unchanged.
+        Raises: QuotaExceeded, HoldEnded, DatabaseUnavailable; the lease is then unchanged.
         """
         try:
             async with asyncio.timeout(self._answer_wait_s):
                 extended = await self._commits.submit(op)
         except TimeoutError:
-            raise StoreAway("the quota store does not answer, and the lease is used up") from None
+            raise DatabaseUnavailable(
+                "the database does not answer, and the lease is used up"
+            ) from None
         assert isinstance(extended, Extended)
         return extended
 
@@ -253,31 +276,46 @@ class HoldStore:
         """Seconds since the last answer, or since start without one; None while it answers."""
         return self.gate.away_s if self.has_answered else self._leases.now() - self._began_at
 
-    def lapse(self, hold_id: uuid.UUID) -> HoldEnded | StoreAway | None:
+    def lapse(self, hold_id: uuid.UUID) -> HoldEnded | DatabaseUnavailable | None:
         """Return the error that ends delivery under a hold not renewed in time; None if live."""
         entry = self._leases.deadlines.get(hold_id.int)  # as `left_s`, without the call
         if entry is not None and entry[1] > self._leases.now():
             return None
         if self.gate.away_s is not None:
-            return StoreAway("the quota store has been unavailable for longer than this request's hold lasts")
-        return HoldEnded(f"hold {hold_id} was not renewed in time: this process was suspended or cut off from the quota store")
+            return DatabaseUnavailable(
+                "the database has been unavailable for longer than this request's hold lasts"
+            )
+        return HoldEnded(
+            f"hold {hold_id} was not renewed in time: this process was suspended or cut off from"
+            " the database"
+        )
 
-    async def release_standing(self) -> None:
+    async def release_preauthorized(self) -> None:
         """Void all pre-authorized holds and take no more; waits up to `answer_wait_s`."""
-        if self._standing is None:
+        if self._preauthorized is None:
             return
-        with contextlib.suppress(TimeoutError, StoreAway):
+        with contextlib.suppress(TimeoutError, DatabaseUnavailable):
             async with asyncio.timeout(self._answer_wait_s), self._tending:
                 released = asyncio.Event()
-                self._void_all(self._standing.release_all(), released.set)
+                self._void_all(self._preauthorized.release_all(), released.set)
                 await released.wait()
 
     def statistics(self) -> HoldStatistics:
         """Return the current counts. Never blocks."""
-        standing_count = self._standing.standing_count if self._standing else 0
+        unbound_count = self._preauthorized.unbound_count if self._preauthorized else 0
         commits = self._commits.statistics().plus(self._admissions.statistics())
-        open_count, owed_count = self._commits.open_count + self._admissions.open_count, len(self._put_off)
-        return HoldStatistics(len(self._leases), standing_count, open_count, owed_count, commits, self._admitting.refusals.counts)
+        open_count, owed_count = (
+            self._commits.open_count + self._admissions.open_count,
+            len(self._put_off),
+        )
+        return HoldStatistics(
+            len(self._leases),
+            unbound_count,
+            open_count,
+            owed_count,
+            commits,
+            self._admitting.refusals.counts,
+        )
 
     def _void_all(self, hold_ids: Sequence[uuid.UUID], then: Callable[[], None]) -> None:
         """Void holds; call `then` once they ended or time is up, never inside this call."""
@@ -302,14 +340,25 @@ class HoldStore:
     def _puts_off(self, entry: Entry[HoldOperation], error: Exception) -> bool:
         """Schedule a retry of an unanswered end or extension; return whether one is scheduled."""
         op = entry.op
-        if not isinstance(error, StoreAway) or not isinstance(op, Settle | Void | Extend) or self._closed:
+        if (
+            not isinstance(error, DatabaseUnavailable)
+            or not isinstance(op, Settle | Void | Extend)
+            or self._closed
+        ):
             return False
         if isinstance(op, Extend) and entry.done is None:
             return False
-        log.warning("hold_operation_delayed", operation=type(op).__name__, hold_id=str(op.hold_id), cause=str(error))
+        log.warning(
+            "hold_operation_delayed",
+            operation=type(op).__name__,
+            hold_id=str(op.hold_id),
+            cause=str(error),
+        )
         delay_s = min(RETRY_S_MIN * 2**entry.attempt_count, RETRY_S_MAX) * random.uniform(0.5, 1.5)
         entry.attempt_count += 1
-        self._put_off[entry] = asyncio.get_running_loop().call_later(delay_s, self._try_again, entry)
+        self._put_off[entry] = asyncio.get_running_loop().call_later(
+            delay_s, self._try_again, entry
+        )
         return True
 
     def _try_again(self, entry: Entry[HoldOperation]) -> None:
@@ -320,7 +369,9 @@ class HoldStore:
         for entry in list(self._put_off):
             self._try_again(entry)
 
-    async def _execute(self, operations: Sequence[HoldOperation]) -> Sequence[HoldAnswer | Exception]:
+    async def _execute(
+        self, operations: Sequence[HoldOperation]
+    ) -> Sequence[HoldAnswer | Exception]:
         """Run a batch of operations other than admissions."""
         if not (self._has_given() or Renew in map(type, operations)):
             async with self._turn:
@@ -328,16 +379,20 @@ class HoldStore:
         # A renewal voids holds that this process does not know: no admission may be in flight.
         async with self._admission_turn, self._turn:
             if not await self._bind():
-                return [StoreAway("the database does not answer")] * len(operations)
+                return [DatabaseUnavailable("the database does not answer")] * len(operations)
             return await self._execute_on(self._others, operations)
 
-    async def _execute_admissions(self, operations: Sequence[HoldOperation]) -> Sequence[HoldAnswer | Exception]:
+    async def _execute_admissions(
+        self, operations: Sequence[HoldOperation]
+    ) -> Sequence[HoldAnswer | Exception]:
         """Run a batch of admissions."""
         async with self._admission_turn:
             if self._has_given():
                 async with self._turn:
                     if not await self._bind():
-                        return [StoreAway("the database does not answer")] * len(operations)
+                        return [DatabaseUnavailable("the database does not answer")] * len(
+                            operations
+                        )
             return await self._execute_on(self._admitting, operations)
 
     async def _execute_on(
@@ -361,7 +416,12 @@ class HoldStore:
             self._has_lost_admissions = False
             self._came_back()
 
-    def _note(self, batch: Sequence[HoldOperation], answers: Sequence[HoldAnswer | Exception], sent_at: float) -> None:
+    def _note(
+        self,
+        batch: Sequence[HoldOperation],
+        answers: Sequence[HoldAnswer | Exception],
+        sent_at: float,
+    ) -> None:
         """Update the live holds and their deadlines from the answers of a batch."""
         begun: list[uuid.UUID] = []
         ended: list[uuid.UUID] = []
@@ -369,13 +429,13 @@ class HoldStore:
         for op, answer in zip(batch, answers, strict=True):
             if isinstance(answer, Admitted):
                 begun.append(answer.hold_id)
-            elif isinstance(answer, StoreAway):
+            elif isinstance(answer, DatabaseUnavailable):
                 self._has_lost_admissions = self._has_lost_admissions or type(op) is Admit
             elif isinstance(op, Settle | Void):
                 ended.append(op.hold_id)
                 has_used = has_used or isinstance(answer, Settled)
-                if self._standing is not None:
-                    self._standing.ended(op.hold_id)
+                if self._preauthorized is not None:
+                    self._preauthorized.ended(op.hold_id)
                 if isinstance(answer, InvariantViolated):
                     # Voiding would lose delivered tokens; renewing would hold quotas forever.
                     self._spared.add(op.hold_id)
@@ -390,38 +450,43 @@ class HoldStore:
 
     def _renewal(self) -> Renew:
         """Return a renewal of all live holds."""
-        return Renew(self.owner_id, frozenset(self._leases.hold_ids), frozenset(self._spared))
+        return Renew(self.process_id, frozenset(self._leases.hold_ids), frozenset(self._spared))
 
     def _has_given(self) -> bool:
         """Return whether requests were admitted that the database does not know of yet."""
-        return self._standing is not None and bool(self._standing.given)
+        return self._preauthorized is not None and bool(self._preauthorized.given)
 
     async def _bind(self) -> bool:
         """Bind holds to requests admitted in an outage; return whether the database answered."""
-        standing = self._standing
-        if standing is None or not standing.given:
+        preauthorized = self._preauthorized
+        if preauthorized is None or not preauthorized.given:
             return True
-        given = standing.given
+        given = preauthorized.given
         answers = await self._others.bind(given, self._renewal())
-        if any(isinstance(answer, StoreAway) for answer in answers):
+        if any(isinstance(answer, DatabaseUnavailable) for answer in answers):
             self._note_answer()
             return False
         for bind, answer in zip(given, answers, strict=True):
-            standing.bound(bind.hold_id)
+            preauthorized.bound(bind.hold_id)
             if answer != Ended(done=True):
-                log.error("request_not_bound", hold_id=str(bind.hold_id), request_id=str(bind.request_id), cause=str(answer))
+                log.error(
+                    "request_not_bound",
+                    hold_id=str(bind.hold_id),
+                    request_id=str(bind.request_id),
+                    cause=str(answer),
+                )
         return True
 
     async def _renew_regularly(self) -> None:
         while True:
             await asyncio.sleep(self._expiry_s * RENEW_INTERVAL_S / EXPIRY_S)
-            self._commits.begin(Renew(self.owner_id, frozenset()), None)
+            self._commits.begin(Renew(self.process_id, frozenset()), None)
 
     def _came_back(self) -> None:
         """Renew all holds at once after an outage; this voids holds whose answers were lost."""
         self._admissions.begin(PROBE, None)  # detects a broken connection before a request uses it
         self._try_again_now()
-        self._commits.begin(Renew(self.owner_id, frozenset()), None)
+        self._commits.begin(Renew(self.process_id, frozenset()), None)
 
     async def _probe_regularly(self) -> None:
         """Probe the database while the process is idle, so that an outage is noticed."""
@@ -429,25 +494,30 @@ class HoldStore:
             commits.begin(PROBE, None)
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S if self.gate.away_s is None else self.gate.pause_s)
-            is_quiet = self._answered_at is None or self._leases.now() - self._answered_at >= PROBE_INTERVAL_S / 2
+            is_quiet = (
+                self._answered_at is None
+                or self._leases.now() - self._answered_at >= PROBE_INTERVAL_S / 2
+            )
             if is_quiet and not self._commits.open_count:
                 self._commits.begin(PROBE, None)
                 self._admissions.begin(PROBE, None)
 
-    async def _tend_regularly(self, standing: PreauthorizedHolds) -> None:
+    async def _tend_regularly(self, preauthorized: PreauthorizedHolds) -> None:
         """Keep pre-authorized holds for each key in use."""
         while True:
             await asyncio.sleep(TEND_INTERVAL_S)
             if self.gate.away_s is not None:
                 continue
             async with self._tending:
-                for hold_id in standing.surplus():
+                for hold_id in preauthorized.surplus():
                     self._commits.begin(Void(hold_id), None)
-                due = standing.due()
-                answers = await asyncio.gather(*map(self._admissions.submit, due), return_exceptions=True)
+                due = preauthorized.due()
+                answers = await asyncio.gather(
+                    *map(self._admissions.submit, due), return_exceptions=True
+                )
                 for op, answer in zip(due, answers, strict=True):
                     if isinstance(answer, Admitted):
-                        standing.taken(op, answer)
+                        preauthorized.taken(op, answer)
 
     def _orphaned(self, op: HoldOperation, answer: HoldAnswer | Exception) -> None:
         """Handle an answer without a caller: void an admission's hold, log a refused settlement."""
@@ -466,18 +536,18 @@ class BackedAdmission:
     more. If the database is unavailable, it gets a pre-authorized hold.
     """
 
-    __slots__ = ("_ask", "_asked", "_done", "_give_back", "_has_released", "_op", "_standing")
+    __slots__ = ("_ask", "_asked", "_done", "_give_back", "_has_released", "_op", "_preauthorized")
 
     def __init__(
         self,
-        standing: PreauthorizedHolds,
+        preauthorized: PreauthorizedHolds,
         ask: Callable[[Admit, Answered], Pending],
         give_back: Callable[[Sequence[uuid.UUID], Callable[[], None]], None],
         op: Admit,
         done: Answered,
     ) -> None:
         """Submit the admission. ask: submits it. give_back: voids holds, then calls back."""
-        self._standing = standing
+        self._preauthorized = preauthorized
         self._ask = ask
         self._give_back = give_back
         self._op = op
@@ -491,19 +561,19 @@ class BackedAdmission:
         self._asked.abandon()
 
     def _answered(self, answer: Any) -> None:
-        op, standing = self._op, self._standing
+        op, preauthorized = self._op, self._preauthorized
         if isinstance(answer, QuotaExceeded) and not self._has_released:
             self._has_released = True
-            if released := standing.release(op.payer.organization_id):
+            if released := preauthorized.release(op.payer.organization_id):
                 self._give_back(released, self._ask_again)
                 return
-        if isinstance(answer, StoreAway):
+        if isinstance(answer, DatabaseUnavailable):
             try:
-                answer = Fits() if op.only_asks else standing.give(op)
+                answer = Fits() if op.only_asks else preauthorized.give(op)
             except MeteringError as refusal:
                 answer = refusal
         elif isinstance(answer, Admitted):
-            standing.admitted(op, answer)
+            preauthorized.admitted(op, answer)
         if self._done is not None:
             self._done(answer)
 
@@ -540,6 +610,6 @@ class UsageNotices:
             try:
                 async with asyncio.timeout(NOTICE_TIMEOUT_S), self._sessions.begin() as session:
                     await session.execute(NOTIFY)
-            except (StoreAway, TimeoutError) as away:
+            except (DatabaseUnavailable, TimeoutError) as away:
                 log.debug("usage_notice_lost", cause=str(away))
             await asyncio.sleep(NOTICE_INTERVAL_S)

@@ -48,8 +48,8 @@ class Bind:
 class BindingLog:
     """Bindings file of this process. Not thread-safe: one event loop writes."""
 
-    def __init__(self, directory: Path, owner_id: uuid.UUID) -> None:
-        self._path = directory / f"{owner_id}{BINDINGS_SUFFIX}"
+    def __init__(self, directory: Path, process_id: uuid.UUID) -> None:
+        self._path = directory / f"{process_id}{BINDINGS_SUFFIX}"
         self._fd = -1
         self._size_bytes = 0
         self._torn = False
@@ -102,7 +102,12 @@ def encode_binding(bind: Bind) -> bytes:
     body = json.dumps(
         {
             "hold_id": str(bind.hold_id),
-            "payer": [str(payer.organization_id), str(payer.project_id), str(payer.api_key_id), payer.currency_code],
+            "payer": [
+                str(payer.organization_id),
+                str(payer.project_id),
+                str(payer.api_key_id),
+                payer.currency_code,
+            ],
             "request_id": str(bind.request_id),
             "payload_hash": bind.payload_hash.hex(),
             "labels": bind.labels,
@@ -113,10 +118,10 @@ def encode_binding(bind: Bind) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def read_bindings(directory: Path, owner_id: uuid.UUID) -> list[Bind]:
+def read_bindings(directory: Path, process_id: uuid.UUID) -> list[Bind]:
     """Return the bindings of a dead process up to a torn line, under which nothing was sent."""
     try:
-        data = (directory / f"{owner_id}{BINDINGS_SUFFIX}").read_bytes()
+        data = (directory / f"{process_id}{BINDINGS_SUFFIX}").read_bytes()
     except FileNotFoundError:
         return []
     return list(decode_bindings(data))
@@ -132,7 +137,9 @@ def decode_bindings(data: bytes) -> Iterator[Bind]:
         organization, project, api_key, currency_code = fields["payer"]
         yield Bind(
             hold_id=uuid.UUID(fields["hold_id"]),
-            payer=Payer(uuid.UUID(organization), uuid.UUID(project), uuid.UUID(api_key), currency_code),
+            payer=Payer(
+                uuid.UUID(organization), uuid.UUID(project), uuid.UUID(api_key), currency_code
+            ),
             request_id=uuid.UUID(fields["request_id"]),
             payload_hash=bytes.fromhex(fields["payload_hash"]),
             labels=fields["labels"],
@@ -143,7 +150,8 @@ def decode_bindings(data: bytes) -> Iterator[Bind]:
 
 SUFFIX = ".journal"
 
-NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal", re.ASCII)  # owner and segment
+# Owner and segment.
+NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal", re.ASCII)
 
 UNFINISHED_SUFFIX = ".new"
 
@@ -171,14 +179,16 @@ class Delivered(msgspec.Struct, frozen=True, gc=False):
 class UsageJournal:
     """Journal of this process. Not thread-safe: one event loop writes."""
 
-    def __init__(self, directory: Path, owner_id: uuid.UUID, *, rotate_bytes: int = ROTATE_BYTES) -> None:
+    def __init__(
+        self, directory: Path, process_id: uuid.UUID, *, rotate_bytes: int = ROTATE_BYTES
+    ) -> None:
         self.directory = directory
-        self.owner_id = owner_id
+        self.process_id = process_id
         self._rotate_bytes = self._rotate_at_bytes = rotate_bytes
         self._live: dict[int, Delivered] = {}  # by integer hold id: UUIDs hash in Python
         self._segment = 0
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.bindings = BindingLog(directory, owner_id)
+        self.bindings = BindingLog(directory, process_id)
         self._fd, self._path = self._create_segment(())
         self._size_bytes = 0
         self._torn = False
@@ -261,7 +271,7 @@ class UsageJournal:
 
     def _create_segment(self, entries: Iterable[Delivered]) -> tuple[int, Path]:
         self._segment += 1
-        path = self.directory / f"{self.owner_id}.{self._segment}{SUFFIX}"
+        path = self.directory / f"{self.process_id}.{self._segment}{SUFFIX}"
         unfinished = path.with_suffix(UNFINISHED_SUFFIX)
         fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:
@@ -288,7 +298,9 @@ def check_locks(directory: Path) -> None:
         other = os.open(path, os.O_RDWR)
         try:
             if not os.path.samestat(os.fstat(held), os.fstat(other)):
-                raise OSError(f"opening one file twice in {directory} returned two files: {LOCKS_REMEDY}")
+                raise OSError(
+                    f"opening one file twice in {directory} returned two files: {LOCKS_REMEDY}"
+                )
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
@@ -339,7 +351,7 @@ class AbandonedJournal:
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
-        self.owner_id = uuid.UUID(path.name.split(".")[0])
+        self.process_id = uuid.UUID(path.name.split(".")[0])
         self._fd = fd
 
     def __enter__(self) -> AbandonedJournal:
@@ -351,19 +363,19 @@ class AbandonedJournal:
     def delivered(self) -> list[Delivered]:
         """Return the last totals of each hold from all segments of the owner."""
         last: dict[uuid.UUID, Delivered] = {}
-        for path in sorted(self.path.parent.glob(f"{self.owner_id}.*{SUFFIX}"), key=segment_of):
+        for path in sorted(self.path.parent.glob(f"{self.process_id}.*{SUFFIX}"), key=segment_of):
             with contextlib.suppress(FileNotFoundError):  # removed by another recovery
                 last |= {entry.hold_id: entry for entry in decode(path.read_bytes())}
         return list(last.values())
 
     def bindings(self) -> list[Bind]:
         """Return the requests that the owner admitted during an outage, in order."""
-        return read_bindings(self.path.parent, self.owner_id)
+        return read_bindings(self.path.parent, self.process_id)
 
     def remove(self) -> None:
         """Remove the journal, its unfinished segments and its bindings, after all was settled."""
-        self.path.with_name(f"{self.owner_id}{BINDINGS_SUFFIX}").unlink(missing_ok=True)
-        for unfinished in self.path.parent.glob(f"{self.owner_id}.*{UNFINISHED_SUFFIX}"):
+        self.path.with_name(f"{self.process_id}{BINDINGS_SUFFIX}").unlink(missing_ok=True)
+        for unfinished in self.path.parent.glob(f"{self.process_id}.*{UNFINISHED_SUFFIX}"):
             unfinished.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 

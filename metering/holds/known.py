@@ -90,8 +90,15 @@ class Known:
 
     def terms_of(self, op: Admit) -> AdmissionTerms | None:
         """Return the cached terms of an admission, or None."""
-        terms = self.terms.get((op.payer.api_key_id.int, op.payer.currency_code, op.model, op.tier, op.embedding))
-        return terms if terms is not None and (terms.payer is op.payer or terms.payer == op.payer) else None
+        terms = self.terms.get(
+            (op.payer.api_key_id.int, op.payer.currency_code, op.model, op.tier, op.embedding)
+        )
+        if terms is None or terms.payer is op.payer:
+            return terms
+        if terms.payer != op.payer:
+            return None
+        terms.payer = op.payer  # equal; the next comparison is by identity
+        return terms
 
     def rules_of(self, terms: HoldTerms) -> tuple[QuotaRule, ...]:
         """Return the cached rules that holds with these terms are charged to; may lack some."""
@@ -130,15 +137,21 @@ class Known:
             self.heads.clear()
         for project_id, head in heads.items():
             before = self.heads.get(project_id)
-            self.heads[project_id] = head, before is not None and before[0].sequence == locked.get(project_id, before[0].sequence)
+            self.heads[project_id] = (
+                head,
+                before is not None
+                and before[0].sequence == locked.get(project_id, before[0].sequence),
+            )
 
-    def rules_for(self, numbers: Iterable[int], now: datetime) -> tuple[dict[int, QuotaRule], set[int]]:
+    def rules_for(
+        self, numbers: Iterable[int], now: datetime
+    ) -> tuple[dict[int, QuotaRule], set[int]]:
         """Return cached rules, and numbers to read: of missing rules and of ended overrides."""
         cached: dict[int, QuotaRule] = {}
         missing: set[int] = set()
         for number in numbers:
             rule = self.rules.get(number)
-            if rule is None or (rule.raised_until is not None and rule.raised_until <= now):
+            if rule is None or (rule.override_until is not None and rule.override_until <= now):
                 missing.add(number)
             else:
                 cached[number] = rule

@@ -56,7 +56,14 @@ class LeaseClock:
     def renew(self, hold_ids: Iterable[uuid.UUID], sent_at: float) -> None:
         """Move the deadlines of renewed holds, except those that had passed at `sent_at`."""
         deadlines = self.deadlines
-        self.begin([each for each in hold_ids if each.int in deadlines and deadlines[each.int][1] > sent_at], sent_at)
+        self.begin(
+            [
+                each
+                for each in hold_ids
+                if each.int in deadlines and deadlines[each.int][1] > sent_at
+            ],
+            sent_at,
+        )
 
     def end(self, hold_ids: Iterable[uuid.UUID]) -> None:
         """Remove the deadlines of ended holds."""
@@ -67,7 +74,9 @@ class LeaseClock:
         """Return whether any hold may have lapsed. Usually costs one reading of the clock."""
         now = self.now()
         if now >= self._first_deadline:  # may be outdated by a renewal
-            self._first_deadline = min((deadline for _, deadline in self.deadlines.values()), default=math.inf)
+            self._first_deadline = min(
+                (deadline for _, deadline in self.deadlines.values()), default=math.inf
+            )
         return now >= self._first_deadline
 
     def left_s(self, hold_id: uuid.UUID) -> float:

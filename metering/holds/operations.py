@@ -117,7 +117,7 @@ class Renew(msgspec.Struct, frozen=True):
     they end by expiry.
     """
 
-    owner_id: uuid.UUID
+    process_id: uuid.UUID
     hold_ids: frozenset[uuid.UUID]
     spared_ids: frozenset[uuid.UUID] = frozenset()
 
@@ -164,7 +164,10 @@ class RequestSettled(MeteringError):
     reason = "REQUEST_SETTLED"
 
     def __init__(self, settled: Settled) -> None:
-        super().__init__("this request has already ended: its usage is attached; use a new request_id to run again")
+        super().__init__(
+            "this request has already ended: its usage is attached; use a new request_id to run"
+            " again"
+        )
         self.settled = settled
 
 
@@ -192,4 +195,6 @@ def new_hold_id() -> uuid.UUID:
     """Return a UUID v7: milliseconds since 1970, their fraction in 4096ths, 62 random bits."""
     milliseconds, rest = divmod(time.time_ns(), NANOSECONDS)
     random = int.from_bytes(os.urandom(8), "big") >> 2
-    return uuid.UUID(int=milliseconds << 80 | VERSION_AND_VARIANT | (rest << 12) // NANOSECONDS << 64 | random)
+    return uuid.UUID(
+        int=milliseconds << 80 | VERSION_AND_VARIANT | (rest << 12) // NANOSECONDS << 64 | random
+    )

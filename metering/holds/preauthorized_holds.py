@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from metering.core.errors import RequestIdReused, RequestInFlight, StoreAway
+from metering.core.errors import DatabaseUnavailable, RequestIdReused, RequestInFlight
 from metering.core.models import HoldState, ServiceTier
 from metering.holds.decide import BatchReads, Hold
 from metering.holds.journal import Bind
@@ -29,7 +29,15 @@ from metering.holds.write import counter_writes
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey, Payer
 from metering.quotas.quotas import Counters
-from metering.store.exchange import Connection, Value, array, bytes_array, exchange, id_array, text_array
+from metering.store.exchange import (
+    Connection,
+    Value,
+    array,
+    bytes_array,
+    exchange,
+    id_array,
+    text_array,
+)
 
 UserKey = tuple[uuid.UUID, str, ServiceTier, bool]
 
@@ -62,7 +70,7 @@ class GraceTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class UnboundHold:
     """Pre-authorized hold without a request. taken_at: seconds of the lease clock."""
 
     admitted: Admitted
@@ -83,7 +91,7 @@ class User:
     embedding: bool
     asked_at: float
     roomy: bool
-    standing: list[Standing] = field(default_factory=list)
+    unbound: list[UnboundHold] = field(default_factory=list)
 
 
 class PreauthorizedHolds:
@@ -96,7 +104,8 @@ class PreauthorizedHolds:
         self._users: OrderedDict[UserKey, User] = OrderedDict()  # least recently used first
         self._surplus: list[uuid.UUID] = []  # holds to void
         self._given: dict[uuid.UUID, Bind] = {}  # by hold
-        self._running: dict[tuple[uuid.UUID, uuid.UUID], tuple[uuid.UUID, bytes]] = {}  # by project and request
+        # By project and request.
+        self._running: dict[tuple[uuid.UUID, uuid.UUID], tuple[uuid.UUID, bytes]] = {}
         self._request_of: dict[uuid.UUID, tuple[uuid.UUID, uuid.UUID]] = {}  # by hold
 
     @property
@@ -105,14 +114,16 @@ class PreauthorizedHolds:
         return list(self._given.values())
 
     @property
-    def standing_count(self) -> int:
+    def unbound_count(self) -> int:
         """Number of holds that could admit a request."""
-        return sum(self._lasts(standing) for user in self._users.values() for standing in user.standing)
+        return sum(self._lasts(hold) for user in self._users.values() for hold in user.unbound)
 
     def admitted(self, op: Admit, answer: Admitted) -> None:
         """Note an admission by the database: its key is in use, and its quotas' state is known."""
         self._runs(op)
-        user = self._users.setdefault(user_key(op), User(op.payer, op.model, op.tier, op.embedding, 0.0, roomy=False))
+        user = self._users.setdefault(
+            user_key(op), User(op.payer, op.model, op.tier, op.embedding, 0.0, roomy=False)
+        )
         self._users.move_to_end(user_key(op))
         user.asked_at, user.roomy = self._leases.now(), has_room(answer)
         if not user.roomy:
@@ -126,7 +137,7 @@ class PreauthorizedHolds:
         if user is None or not has_room(answer):
             self._surplus.append(answer.hold_id)
         else:
-            user.standing.append(Standing(answer, op.input_token_count, self._leases.now()))
+            user.unbound.append(UnboundHold(answer, op.input_token_count, self._leases.now()))
 
     def ended(self, hold_id: uuid.UUID) -> None:
         """Forget a request that has ended in the database."""
@@ -141,26 +152,42 @@ class PreauthorizedHolds:
     def give(self, op: Admit) -> Admitted:
         """Admit a request without the database; its binding is on disk when this returns.
 
-        Raises: StoreAway if no hold is suitable; RequestInFlight or RequestIdReused if the request
-        id is running in this process.
+        Raises: DatabaseUnavailable if no hold is suitable; RequestInFlight or RequestIdReused if
+        the request id is running in this process.
         """
         if (running := self._running.get((op.payer.project_id, op.request_id))) is not None:
             if running[1] != op.payload_hash:
-                raise RequestIdReused("this request_id was used before with another payload: mint a new one for a new request")
+                raise RequestIdReused(
+                    "this request_id was used before with another payload: mint a new one for a new"
+                    " request"
+                )
             raise RequestInFlight("a request with this request_id and payload is running")
         user = self._users.get(user_key(op))
-        fitting = [standing for standing in user.standing if self._fits(standing, op)] if user else []
+        fitting = [hold for hold in user.unbound if self._fits(hold, op)] if user else []
         if user is None or not fitting:
-            raise StoreAway("the quota store is unavailable, and no pre-authorized hold fits this request: retry later")
-        chosen = max(fitting, key=lambda standing: self._leases.left_s(standing.admitted.hold_id))
+            raise DatabaseUnavailable(
+                "the database is unavailable, and no pre-authorized hold fits this request:"
+                " retry later"
+            )
+        chosen = max(fitting, key=lambda hold: self._leases.left_s(hold.admitted.hold_id))
         leased = min(chosen.admitted.leased_token_count, op.first_slice_token_count)
         hold_id = chosen.admitted.hold_id
-        bind = Bind(hold_id, op.payer, op.request_id, op.payload_hash, op.labels, op.input_token_count, leased)
+        bind = Bind(
+            hold_id,
+            op.payer,
+            op.request_id,
+            op.payload_hash,
+            op.labels,
+            op.input_token_count,
+            leased,
+        )
         try:
             self._bindings.record(bind)
         except OSError as error:
-            raise StoreAway("the quota store is unavailable, and writing to this machine's disk failed") from error
-        user.standing.remove(chosen)
+            raise DatabaseUnavailable(
+                "the database is unavailable, and writing to this machine's disk failed"
+            ) from error
+        user.unbound.remove(chosen)
         self._given[hold_id] = bind
         self._running[op.payer.project_id, op.request_id] = hold_id, op.payload_hash
         self._request_of[hold_id] = op.payer.project_id, op.request_id
@@ -179,9 +206,13 @@ class PreauthorizedHolds:
         """Return holds to void, including old ones and those of unused keys. Returns each once."""
         now = self._leases.now()
         for user in self._users.values():
-            kept = [s for s in user.standing if now - user.asked_at < QUIET_MAX_S and now - s.taken_at < AGE_MAX_S]
-            self._surplus += [s.admitted.hold_id for s in user.standing if s not in kept]
-            user.standing = kept
+            kept = [
+                s
+                for s in user.unbound
+                if now - user.asked_at < QUIET_MAX_S and now - s.taken_at < AGE_MAX_S
+            ]
+            self._surplus += [s.admitted.hold_id for s in user.unbound if s not in kept]
+            user.unbound = kept
         surplus, self._surplus = self._surplus, []
         return surplus
 
@@ -199,7 +230,7 @@ class PreauthorizedHolds:
             self._admit(user)
             for user in self._users.values()
             if user.roomy and now - user.asked_at < QUIET_MAX_S
-            for _ in range(self._terms.hold_count - len(user.standing))
+            for _ in range(self._terms.hold_count - len(user.unbound))
         ]
 
     def _admit(self, user: User) -> Admit:
@@ -218,15 +249,15 @@ class PreauthorizedHolds:
             embedding=user.embedding,
         )
 
-    def _fits(self, standing: Standing, op: Admit) -> bool:
+    def _fits(self, hold: UnboundHold, op: Admit) -> bool:
         return (
-            op.input_token_count <= standing.input_token_count
-            and op.least_slice_token_count <= standing.admitted.leased_token_count
-            and self._lasts(standing)
+            op.input_token_count <= hold.input_token_count
+            and op.least_slice_token_count <= hold.admitted.leased_token_count
+            and self._lasts(hold)
         )
 
-    def _lasts(self, standing: Standing) -> bool:
-        return self._leases.left_s(standing.admitted.hold_id) > LEFT_LEAST_S
+    def _lasts(self, hold: UnboundHold) -> bool:
+        return self._leases.left_s(hold.admitted.hold_id) > LEFT_LEAST_S
 
     def _runs(self, op: Admit) -> None:
         request = op.payer.project_id, op.request_id
@@ -234,8 +265,8 @@ class PreauthorizedHolds:
         self._request_of[op.hold_id] = request
 
     def _clear(self, user: User) -> None:
-        self._surplus += [standing.admitted.hold_id for standing in user.standing]
-        user.standing = []
+        self._surplus += [hold.admitted.hold_id for hold in user.unbound]
+        user.unbound = []
 
 
 def user_key(op: Admit) -> UserKey:
@@ -245,17 +276,21 @@ def user_key(op: Admit) -> UserKey:
 
 def has_room(admitted: Admitted) -> bool:
     """Return whether no enforced limit is half used."""
-    return all(state.remaining * 2 >= state.limit_value for state in admitted.quotas if state.rule.enforced)
+    return all(
+        state.remaining * 2 >= state.limit_value for state in admitted.quotas if state.rule.enforced
+    )
 
 
 SELECT_USED_REQUESTS = """
 SELECT h.project_id, h.request_id
-FROM holds h JOIN unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) USING (project_id, request_id)
+FROM holds h
+JOIN unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) USING (project_id, request_id)
 WHERE h.state <> 'voided'
 """
 
 BIND_HOLDS = """
-UPDATE holds h SET request_id = v.request_id, payload_hash = v.payload_hash, labels = v.labels::jsonb,
+UPDATE holds h
+SET request_id = v.request_id, payload_hash = v.payload_hash, labels = v.labels::jsonb,
     input_token_count = v.input, leased_token_count = v.leased
 FROM unnest(%s::uuid[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::bigint[])
     AS v(id, request_id, payload_hash, labels, input, leased)
@@ -263,7 +298,9 @@ WHERE h.id = v.id
 """
 
 
-async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[HoldAnswer | Exception]:
+async def execute_binds(
+    connection: Connection, binds: Sequence[Bind]
+) -> list[HoldAnswer | Exception]:
     """Bind the holds in one transaction; answer each, in order, with whether it is now bound.
 
     A hold that is bound already is left unchanged. If another hold has the request id, it stays
@@ -282,7 +319,10 @@ async def execute_binds(connection: Connection, binds: Sequence[Bind]) -> list[H
         hold = reads.holds.get(bind.hold_id.int)
         if hold is None or not hold.unbound:
             answers.append(Ended(done=hold is not None and hold.request_id == bind.request_id))
-        elif (bind.payer.project_id, bind.request_id) in taken or hold.state not in (HoldState.HELD, HoldState.EXPIRED):
+        elif (bind.payer.project_id, bind.request_id) in taken or hold.state not in (
+            HoldState.HELD,
+            HoldState.EXPIRED,
+        ):
             answers.append(Ended(done=False))
         else:
             taken.add((bind.payer.project_id, bind.request_id))
@@ -304,12 +344,17 @@ def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
     """Reduce the hold's charge to that of the request."""
     rules, before = hold.rules, hold.claim()
     if hold.state == HoldState.EXPIRED:
-        charged, granted = (hold.input_token_count, hold.leased_token_count), (bind.input_token_count, bind.leased_token_count)
+        charged, granted = (
+            (hold.input_token_count, hold.leased_token_count),
+            (bind.input_token_count, bind.leased_token_count),
+        )
         # Lifetime quotas keep only the billed tokens of an expired hold; an unbound hold has none.
         windowed = [rule for rule in rules if not rule.is_lifetime]
         quotas.give_back(counters, windowed, before, charged, (0, 0), granted)
         return
-    after = before._replace(input_token_count=bind.input_token_count, leased_token_count=bind.leased_token_count)
+    after = before._replace(
+        input_token_count=bind.input_token_count, leased_token_count=bind.leased_token_count
+    )
     for rule in rules:
         counters.add(rule.key(before.charged_at), held=after.held(rule) - before.held(rule))
 

@@ -13,7 +13,15 @@ from datetime import datetime
 from typing import NamedTuple
 
 from metering.core.models import HoldState, QuotaDimension, QuotaSubject
-from metering.holds.decide import NOTHING_USED, AdmissionTerms, BatchReads, EventSums, Hold, HoldTerms, SameRequest
+from metering.holds.decide import (
+    NOTHING_USED,
+    AdmissionTerms,
+    BatchReads,
+    EventSums,
+    Hold,
+    HoldTerms,
+    SameRequest,
+)
 from metering.holds.known import SELECT_CHANGES, known_of
 from metering.holds.operations import Admit
 from metering.holds.write import key_columns
@@ -36,10 +44,13 @@ from metering.store.exchange import (
 
 # The limit in force: a temporary override ends by the database's clock.
 RULE_COLUMNS = """
-concat(id, '.', xmin, '.', raised_until > now()) AS version, id, subject, subject_id, model, dimension,
-CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN raised_until > now() THEN raised_limit_value ELSE limit_value END AS in_force,
-input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced, limit_value AS standing_limit_value,
-CASE WHEN raised_until > now() THEN raised_until END AS raised_until
+concat(id, '.', xmin, '.', override_until > now()) AS version, id, subject, subject_id, model,
+dimension,
+CASE WHEN deleted_at IS NOT NULL THEN NULL WHEN override_until > now() THEN override_limit_value
+    ELSE limit_value END AS in_force,
+input_weight_milli, cached_input_weight_milli, output_weight_milli, enforced,
+limit_value AS base_limit_value,
+CASE WHEN override_until > now() THEN override_until END AS override_until
 """
 
 
@@ -88,23 +99,28 @@ def rule_of(
     cached_input_weight: int,
     output_weight: int,
     enforced: bool,
-    standing_limit_value: int,
-    raised_until: datetime | None,
+    base_limit_value: int,
+    override_until: datetime | None,
 ) -> QuotaRule:
     """Return the rule of a row of RULE_COLUMNS without its version."""
     weights = Weights(input_weight, cached_input_weight, output_weight)
     place = (QuotaSubject(subject), subject_id, model, QuotaDimension(dimension))
-    return QuotaRule(quota_id, *place, limit_value, weights, enforced, standing_limit_value, raised_until)
+    return QuotaRule(
+        quota_id, *place, limit_value, weights, enforced, base_limit_value, override_until
+    )
 
 
 LOCK_COUNTERS = """
 SELECT c.quota_id, c.window_start, c.used, c.held
-FROM quota_counters c JOIN unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start) USING (quota_id, window_start)
+FROM quota_counters c
+JOIN unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start)
+    USING (quota_id, window_start)
 ORDER BY c.quota_id, c.window_start FOR UPDATE OF c
 """
 INSERT_COUNTERS = """
 INSERT INTO quota_counters (quota_id, window_start)
-SELECT quota_id, window_start FROM unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start)
+SELECT quota_id, window_start
+FROM unnest(%s::uuid[], %s::timestamptz[]) AS k(quota_id, window_start)
 ORDER BY quota_id, window_start
 ON CONFLICT DO NOTHING RETURNING quota_id, window_start
 """
@@ -112,11 +128,13 @@ NO_IDS = id_array(())
 
 # Sums of the usage events of a hold; the outcome is that of the last part.
 EVENT_SUMS = """
-count(*)::int AS part_count, coalesce(sum(input_token_count), 0)::bigint AS input_token_count,
+count(*)::int AS part_count,
+coalesce(sum(input_token_count), 0)::bigint AS input_token_count,
 coalesce(sum(cached_input_token_count), 0)::bigint AS cached_input_token_count,
 coalesce(sum(generated_token_count), 0)::bigint AS generated_token_count,
 coalesce(sum(delivered_token_count), 0)::bigint AS delivered_token_count,
-coalesce(sum(billed_token_count), 0)::bigint AS billed_token_count, coalesce(sum(cost_picos), 0)::bigint AS cost_picos,
+coalesce(sum(billed_token_count), 0)::bigint AS billed_token_count,
+coalesce(sum(cost_picos), 0)::bigint AS cost_picos,
 coalesce((array_agg(outcome ORDER BY part DESC))[1], '') AS outcome,
 coalesce(sum(embedding_token_count), 0)::bigint AS embedding_token_count
 """
@@ -125,22 +143,28 @@ BEGIN_ADMITTING = f"SELECT pg_advisory_xact_lock_shared({QUOTA_LOCK})"
 
 SELECT_HOLDS = """
 SELECT id, state, price_version_id, input_token_count, cached_input_token_count, leased_token_count,
-       delivered_token_count, posted_token_count, posted_minutes, quota_ids, admitted_at, charged_at, expires_at, request_id,
-       uuid_send(organization_id) || uuid_send(project_id) || uuid_send(api_key_id) || uuid_send(request_id), model,
-       embedding
-FROM holds WHERE id = ANY(%s::uuid[]) ORDER BY id FOR UPDATE
+    delivered_token_count, posted_token_count, posted_minutes, quota_ids, admitted_at, charged_at,
+    expires_at, request_id, uuid_send(organization_id) || uuid_send(project_id)
+        || uuid_send(api_key_id) || uuid_send(request_id), model, embedding
+FROM holds
+WHERE id = ANY(%s::uuid[])
+ORDER BY id
+FOR UPDATE
 """
 
 # Scans all months, so it is sent only for ended holds. A separate statement after the holds are
 # locked: joined to the locking one, its snapshot would precede the wait for the lock, and a hold
 # ended meanwhile by another process would have no usage.
-SELECT_EVENT_SUMS = f"SELECT hold_id, {EVENT_SUMS} FROM usage_events WHERE hold_id = ANY(%s) GROUP BY hold_id"
+SELECT_EVENT_SUMS = (
+    f"SELECT hold_id, {EVENT_SUMS} FROM usage_events WHERE hold_id = ANY(%s) GROUP BY hold_id"
+)
 
-SELECT_ORPHANS = "SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id <> ALL(%s)"
+SELECT_ORPHANS = "SELECT id FROM holds WHERE process_id = %s AND state = 'held' AND id <> ALL(%s)"
 
 SELECT_SAME_REQUEST = """
 SELECT h.project_id, h.request_id, h.state, h.payload_hash, h.id, p.currency_code
-FROM holds h JOIN unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) USING (project_id, request_id)
+FROM holds h
+JOIN unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id) USING (project_id, request_id)
 JOIN price_versions p ON p.id = h.price_version_id
 WHERE h.state <> 'voided'
 """
@@ -151,16 +175,20 @@ WHERE id = ANY(%s::uuid[]) AND revoked_at IS NULL AND (expires_at IS NULL OR exp
 """
 
 SELECT_RULES = f"""
-SELECT {RULE_COLUMNS} FROM quotas WHERE deleted_at IS NULL AND NOT for_new_keys AND subject_id = ANY(%s::uuid[])
+SELECT {RULE_COLUMNS}
+FROM quotas
+WHERE deleted_at IS NULL AND NOT for_new_keys AND subject_id = ANY(%s::uuid[])
 """
 
 SELECT_RULES_BY_ID = f"SELECT {RULE_COLUMNS} FROM quotas WHERE id = ANY(%s::uuid[])"
 
 SELECT_PRICES_IN_FORCE = """
-SELECT DISTINCT ON (p.model, p.currency_code, p.organization_id, p.tier) p.organization_id, p.tier, p.withdrawn, p.model,
-       p.id AS version, p.currency_code, p.input_picos_per_token, p.cached_input_picos_per_token, p.output_picos_per_token,
-       p.embedding_picos_per_token
-FROM price_versions p JOIN unnest(%s::text[], %s::text[]) AS a(model, currency_code) USING (model, currency_code)
+SELECT DISTINCT ON (p.model, p.currency_code, p.organization_id, p.tier)
+    p.organization_id, p.tier, p.withdrawn, p.model, p.id AS version, p.currency_code,
+    p.input_picos_per_token, p.cached_input_picos_per_token, p.output_picos_per_token,
+    p.embedding_picos_per_token
+FROM price_versions p
+JOIN unnest(%s::text[], %s::text[]) AS a(model, currency_code) USING (model, currency_code)
 WHERE p.effective_at <= now() AND (p.organization_id IS NULL OR p.organization_id = ANY(%s::uuid[]))
 ORDER BY p.model, p.currency_code, p.organization_id, p.tier, p.effective_at DESC
 """
@@ -172,15 +200,19 @@ FROM unnest(%s::text[], %s::text[]) AS a(model, currency_code)
 """
 
 SELECT_PRICES_BY_ID = """
-SELECT id AS version, currency_code, input_picos_per_token, cached_input_picos_per_token, output_picos_per_token,
-       embedding_picos_per_token
-FROM price_versions WHERE id = ANY(%s::bigint[])
+SELECT id AS version, currency_code, input_picos_per_token, cached_input_picos_per_token,
+    output_picos_per_token, embedding_picos_per_token
+FROM price_versions
+WHERE id = ANY(%s::bigint[])
 """
 
 # Lock order in every process: holds, then receipt chains, then counters.
 LOCK_CHAINS = """
 SELECT uuid_send(project_id), last_sequence, last_hash, last_settled_at
-FROM receipt_chains WHERE project_id IN (SELECT project_id FROM holds WHERE id = ANY(%s::uuid[])) ORDER BY project_id FOR UPDATE
+FROM receipt_chains
+WHERE project_id IN (SELECT project_id FROM holds WHERE id = ANY(%s::uuid[]))
+ORDER BY project_id
+FOR UPDATE
 """
 
 
@@ -257,7 +289,9 @@ async def read_and_lock(
         # Setting a quota locks live holds only; returns of expired holds must not fall between its
         # sums and its commit.
         await exchange(connection, [("ROLLBACK", ())])
-        _, _, held, *rest = await exchange(connection, [statements[0], (BEGIN_ADMITTING, ()), *statements[1:]])
+        _, _, held, *rest = await exchange(
+            connection, [statements[0], (BEGIN_ADMITTING, ()), *statements[1:]]
+        )
         answers = iter(rest)
     heads = next(answers) if billed_ids else []
     [(now, snapshot, changes)] = next(answers)
@@ -271,12 +305,15 @@ async def read_and_lock(
     ended = id_array([*ended_ids, *(row[4] for row in same if row[2] != HoldState.HELD)])
     if ended != NO_IDS:
         sums, issued, batches = await exchange(
-            connection, [(query, (ended,)) for query in (SELECT_EVENT_SUMS, ISSUED_OF_HOLDS, BATCHES_OF_HOLDS)]
+            connection,
+            [(query, (ended,)) for query in (SELECT_EVENT_SUMS, ISSUED_OF_HOLDS, BATCHES_OF_HOLDS)],
         )
         reads.events = {row[0].int: EventSums(*row[1:]) for row in sums}
         for hold_id, receipt in issued_of_rows(issued, batches):
             reads.receipts.setdefault(hold_id.int, []).append(receipt)
-    reads.same_requests = {(row[0].int, row[1].int): same_request(row, reads.events) for row in same}
+    reads.same_requests = {
+        (row[0].int, row[1].int): same_request(row, reads.events) for row in same
+    }
     return reads
 
 
@@ -286,11 +323,17 @@ async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[H
     An expired hold also gets the rules created after it: they have counted its expired charge.
     """
     known = known_of(connection)
-    rules, missing = known.rules_for((quota_id.int for row in rows for quota_id in row.quota_ids), reads.now)
+    rules, missing = known.rules_for(
+        (quota_id.int for row in rows for quota_id in row.quota_ids), reads.now
+    )
     versions = {row.price_version_id for row in rows} - known.prices.keys()
     if missing or versions:
         rule_rows, prices = await exchange(
-            connection, [(SELECT_RULES_BY_ID, (id_number_array(list(missing)),)), (SELECT_PRICES_BY_ID, (array(versions),))]
+            connection,
+            [
+                (SELECT_RULES_BY_ID, (id_number_array(list(missing)),)),
+                (SELECT_PRICES_BY_ID, (array(versions),)),
+            ],
         )
         read = rules_of_rows(connection, rule_rows)
         known.add_rules(read.values())
@@ -315,7 +358,9 @@ async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[H
             charged += [
                 rule
                 for rule in later
-                if rule.subject_id.bytes in of_hold and rule.model in ("", row.model) and rule.number not in numbers
+                if rule.subject_id.bytes in of_hold
+                and rule.model in ("", row.model)
+                and rule.number not in numbers
             ]
         reads.holds[row.id.int] = row.hold(common, tuple(charged))
 
@@ -323,12 +368,25 @@ async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[H
 def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
     """Return the statements that read the inputs of admissions."""
     payers = {op.payer for op in admits}
-    subjects = [subject for each in payers for subject in (each.organization_id, each.project_id, each.api_key_id)]
+    subjects = [
+        subject
+        for each in payers
+        for subject in (each.organization_id, each.project_id, each.api_key_id)
+    ]
     models = {(op.model, op.payer.currency_code) for op in admits}
-    priced = text_array(model for model, _ in models), text_array(currency for _, currency in models)
+    priced = (
+        text_array(model for model, _ in models),
+        text_array(currency for _, currency in models),
+    )
     return [
         (SELECT_RULES, (id_array(subjects),)),
-        (SELECT_SAME_REQUEST, (id_array(op.payer.project_id for op in admits), id_array(op.request_id for op in admits))),
+        (
+            SELECT_SAME_REQUEST,
+            (
+                id_array(op.payer.project_id for op in admits),
+                id_array(op.request_id for op in admits),
+            ),
+        ),
         (SELECT_LIVE_KEYS, (id_array(each.api_key_id for each in payers),)),
         (SELECT_PRICES_IN_FORCE, (*priced, id_array({each.organization_id for each in payers}))),
         (SELECT_NEXT_PRICES, priced),
@@ -350,10 +408,18 @@ def take_admission_reads(
     reads.live_keys = set(expiries)
     book = PriceBook()
     for organization_id, tier, withdrawn, model, *version in in_force:
-        book.add(TokenPrices(*version), model=model, organization_id=organization_id, tier=tier, withdrawn=withdrawn)
+        book.add(
+            TokenPrices(*version),
+            model=model,
+            organization_id=organization_id,
+            tier=tier,
+            withdrawn=withdrawn,
+        )
     next_price_at = {(model, currency_code): at for model, currency_code, at in next_prices}
     known, terms = known_of(connection), {}
-    for payer, model, tier, embedding in {(op.payer, op.model, op.tier, op.embedding) for op in admits}:
+    for payer, model, tier, embedding in {
+        (op.payer, op.model, op.tier, op.embedding) for op in admits
+    }:
         key = payer.api_key_id.int, payer.currency_code, model, tier, embedding
         current = book.find(model, payer.currency_code, payer.organization_id, tier)
         if current is None or key[0] not in expiries:
@@ -361,8 +427,14 @@ def take_admission_reads(
         subjects = (payer.organization_id.int, payer.project_id.int, payer.api_key_id.int)
         places = [(subject, each) for subject in subjects for each in dict.fromkeys(("", model))]
         rules = tuple(rule for place in places for rule in by_subject.get(place, ()))
-        ends = (*(rule.raised_until for rule in rules), expiries[key[0]], next_price_at[model, payer.currency_code])
-        common = HoldTerms(payer.receipt_ids, model, embedding, current, tuple(rule.number for rule in rules))
+        ends = (
+            *(rule.override_until for rule in rules),
+            expiries[key[0]],
+            next_price_at[model, payer.currency_code],
+        )
+        common = HoldTerms(
+            payer.receipt_ids, model, embedding, current, tuple(rule.number for rule in rules)
+        )
         until = min((each for each in ends if each is not None), default=None)
         terms[key] = AdmissionTerms(payer, common, rules, until)
         known.add_terms(key, terms[key])
@@ -373,11 +445,17 @@ def take_admission_reads(
 def same_request(row: Row, events: Mapping[int, EventSums]) -> SameRequest:
     """Return the first use of a request id, by a row of SELECT_SAME_REQUEST and ended holds."""
     _, _, state, payload_hash, hold_id, currency_code = row
-    settled = None if state == HoldState.HELD else events.get(hold_id.int, NOTHING_USED).settled(hold_id, currency_code, [])
+    settled = (
+        None
+        if state == HoldState.HELD
+        else events.get(hold_id.int, NOTHING_USED).settled(hold_id, currency_code, [])
+    )
     return payload_hash, settled
 
 
-async def lock_counters(connection: Connection, now: datetime, keys: Collection[CounterKey]) -> Counters:
+async def lock_counters(
+    connection: Connection, now: datetime, keys: Collection[CounterKey]
+) -> Counters:
     """Lock the counter rows in order; insert missing rows of new windows."""
     counters = Counters(now)
     if not keys:
@@ -385,7 +463,9 @@ async def lock_counters(connection: Connection, now: datetime, keys: Collection[
     columns = key_columns(keys)
     [rows] = await exchange(connection, [(LOCK_COUNTERS, columns)])
     if len(rows) < len(keys):
-        inserted, rows = await exchange(connection, [(INSERT_COUNTERS, columns), (LOCK_COUNTERS, columns)])
+        inserted, rows = await exchange(
+            connection, [(INSERT_COUNTERS, columns), (LOCK_COUNTERS, columns)]
+        )
         counters.created = frozenset((row[0].int, row[1]) for row in inserted)
     counters.rows = {(row[0].int, row[1]): Counter(row[2], row[3]) for row in rows}
     return counters

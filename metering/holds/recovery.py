@@ -15,17 +15,26 @@ import psycopg
 import structlog
 
 from common.incidents import Retries
-from metering.core.errors import StoreAway
+from metering.core.errors import DatabaseUnavailable
 from metering.core.models import Outcome
 from metering.holds.batch import BATCH_SIZE_MAX, HoldConnection
 from metering.holds.journal import AbandonedJournal, Bind, Delivered, abandoned_journals
-from metering.holds.operations import Ended, Expire, HoldAnswer, HoldOperation, Renew, Settle, Settled
+from metering.holds.operations import (
+    Ended,
+    Expire,
+    HoldAnswer,
+    HoldOperation,
+    Renew,
+    Settle,
+    Settled,
+)
 from metering.receipts.chaining import BatchSigner
 from metering.store.db import CONNECT_TIMEOUT_S, StoreGate, connection_options, psycopg_conninfo
 
 log = structlog.get_logger(__name__)
 
-retries = Retries("journal_recovery", passing=(StoreAway, OSError))  # by the journal's owner
+# By the journal's process.
+retries = Retries("journal_recovery", passing=(DatabaseUnavailable, OSError))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +47,31 @@ class Recovered:
 
 
 async def recover_journals(
-    directory: Path, database_url: str, gate: StoreGate | None = None, signer: BatchSigner | None = None
+    directory: Path,
+    database_url: str,
+    gate: StoreGate | None = None,
+    signer: BatchSigner | None = None,
 ) -> Recovered:
     """Settle the holds of all dead processes of this machine; void those without delivered tokens.
 
     gate: shared by all connections of this process to the same database. signer: of receipts; None:
-    unsigned. Raises: StoreAway if the database is unavailable; the journals are kept then.
+    unsigned. Raises: DatabaseUnavailable if the database is unavailable; the journals are kept
+    then.
     """
     done = Recovered()
     for journal in abandoned_journals(directory):
-        if not retries.is_due(journal.owner_id):
+        if not retries.is_due(journal.process_id):
             continue
-        with retries.survive(journal.owner_id):
-            async with HoldConnection(database_url, journal.owner_id, gate=gate, signer=signer) as holds:
+        with retries.survive(journal.process_id):
+            async with HoldConnection(
+                database_url, journal.process_id, gate=gate, signer=signer
+            ) as holds:
                 one = await recover(holds, journal)
-            log.info("journal_recovered", owner_id=str(journal.owner_id), settled_hold_count=one.settled_hold_count)
+            log.info(
+                "journal_recovered",
+                process_id=str(journal.process_id),
+                settled_hold_count=one.settled_hold_count,
+            )
             done = Recovered(
                 done.journal_count + 1,
                 done.settled_hold_count + one.settled_hold_count,
@@ -63,23 +82,26 @@ async def recover_journals(
 
 async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered:
     """Settle the holds of one journal, void its owner's other holds, and remove the journal."""
+    await holds.end_other_connections()
     entries = journal.delivered()
     settlements = [settlement(entry) for entry in entries]
     delivered_ids = frozenset(entry.hold_id for entry in entries)
     # A renewal without holds voids all others of the owner: those without delivered tokens. It runs
     # first, because a voided hold may have the request id of a request admitted during the outage.
-    renewal = Renew(journal.owner_id, frozenset(), spared_ids=delivered_ids)
+    renewal = Renew(journal.process_id, frozenset(), spared_ids=delivered_ids)
     (voided,) = await holds.execute([renewal])
-    if isinstance(voided, StoreAway):
+    if isinstance(voided, DatabaseUnavailable):
         raise voided
-    await bind(holds, [bind for bind in journal.bindings() if bind.hold_id in delivered_ids], renewal)
+    await bind(
+        holds, [bind for bind in journal.bindings() if bind.hold_id in delivered_ids], renewal
+    )
     settled_count = 0
     for start in range(0, len(settlements), BATCH_SIZE_MAX):
         batch: list[HoldOperation] = list(settlements[start : start + BATCH_SIZE_MAX])
         for operation, answer in zip(batch, await holds.execute(batch), strict=True):
             if isinstance(answer, Settled):
                 settled_count += 1
-            elif isinstance(answer, StoreAway):
+            elif isinstance(answer, DatabaseUnavailable):
                 raise answer
             else:
                 log.error("journal_entry_refused", operation=repr(operation), cause=str(answer))
@@ -91,14 +113,19 @@ async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered
 
 
 async def bind(holds: HoldConnection, binds: Sequence[Bind], renewal: Renew) -> None:
-    """Bind holds to the requests admitted during an outage. Raises: StoreAway."""
+    """Bind holds to the requests admitted during an outage. Raises: DatabaseUnavailable."""
     for start in range(0, len(binds), BATCH_SIZE_MAX):
         batch = binds[start : start + BATCH_SIZE_MAX]
         for one, answer in zip(batch, await holds.bind(batch, renewal), strict=True):
-            if isinstance(answer, StoreAway):
+            if isinstance(answer, DatabaseUnavailable):
                 raise answer
             if answer != Ended(done=True):
-                log.error("request_not_bound", hold_id=str(one.hold_id), request_id=str(one.request_id), cause=str(answer))
+                log.error(
+                    "request_not_bound",
+                    hold_id=str(one.hold_id),
+                    request_id=str(one.request_id),
+                    cause=str(answer),
+                )
 
 
 def settlement(entry: Delivered) -> Settle:
@@ -117,17 +144,23 @@ def settlement(entry: Delivered) -> Settle:
 sweep_retries = Retries("hold_sweep")  # by hold
 
 
-async def sweep_expired_holds(database_url: str, *, limit: int = 1000, signer: BatchSigner | None = None) -> int:
+async def sweep_expired_holds(
+    database_url: str, *, limit: int = 1000, signer: BatchSigner | None = None
+) -> int:
     """Expire up to `limit` overdue holds; return how many ended. Safe to run concurrently.
 
-    signer: of receipts; None: unsigned. Raises: psycopg.OperationalError or StoreAway if the
-    database is unavailable.
+    signer: of receipts; None: unsigned. Raises: psycopg.OperationalError or DatabaseUnavailable if
+    the database is unavailable.
     """
     async with await psycopg.AsyncConnection.connect(
-        psycopg_conninfo(database_url), autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=connection_options()
+        psycopg_conninfo(database_url),
+        autocommit=True,
+        connect_timeout=CONNECT_TIMEOUT_S,
+        options=connection_options(),
     ) as connection:
         cursor = await connection.execute(
-            "SELECT id FROM holds WHERE state = 'held' AND expires_at <= now() AND id <> ALL(%s) ORDER BY expires_at LIMIT %s",
+            "SELECT id FROM holds WHERE state = 'held' AND expires_at <= now() AND id <> ALL(%s)"
+            " ORDER BY expires_at LIMIT %s",
             (sweep_retries.resting(), limit),
         )
         overdue = [Expire(row[0]) for row in await cursor.fetchall()]
@@ -136,7 +169,7 @@ async def sweep_expired_holds(database_url: str, *, limit: int = 1000, signer: B
         for start in range(0, len(overdue), BATCH_SIZE_MAX):
             answers += await holds.execute(overdue[start : start + BATCH_SIZE_MAX])
     for hold, answer in zip(overdue, answers, strict=True):
-        if isinstance(answer, StoreAway):
+        if isinstance(answer, DatabaseUnavailable):
             raise answer
         if isinstance(answer, Exception):
             sweep_retries.failed(answer, hold.hold_id)

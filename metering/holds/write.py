@@ -38,11 +38,13 @@ GuardFailed = psycopg.errors.DivisionByZero
 
 # Values shared by several holds are sent once: `terms` is their index in those arrays.
 INSERT_HOLDS = """
-INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model, price_version_id, labels,
-                   owner_id, input_token_count, leased_token_count, quota_ids, admitted_at, charged_at, expires_at, embedding)
-SELECT id, (%s::uuid[])[terms], (%s::uuid[])[terms], (%s::uuid[])[terms], request_id, payload_hash, (%s::text[])[terms],
-       (%s::bigint[])[terms], coalesce(labels::jsonb, '{}'), %s::uuid, input_token_count, leased_token_count,
-       (%s::uuid[])[(%s::int[])[terms]:(%s::int[])[terms]], now(), now(), now() + make_interval(secs => %s), (%s::bool[])[terms]
+INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model,
+    price_version_id, labels, process_id, input_token_count, leased_token_count, quota_ids,
+    admitted_at, charged_at, expires_at, embedding)
+SELECT id, (%s::uuid[])[terms], (%s::uuid[])[terms], (%s::uuid[])[terms], request_id, payload_hash,
+    (%s::text[])[terms], (%s::bigint[])[terms], coalesce(labels::jsonb, '{}'), %s::uuid,
+    input_token_count, leased_token_count, (%s::uuid[])[(%s::int[])[terms]:(%s::int[])[terms]],
+    now(), now(), now() + make_interval(secs => %s), (%s::bool[])[terms]
 FROM unnest(%s::uuid[], %s::int[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::bigint[])
     AS v(id, terms, request_id, payload_hash, labels, input_token_count, leased_token_count)
 """
@@ -50,13 +52,18 @@ FROM unnest(%s::uuid[], %s::int[], %s::uuid[], %s::bytea[], %s::text[], %s::bigi
 # Each extension grows the lease, so comparing the lease detects another extension.
 EXTEND_HOLDS = """
 WITH extended AS (
-    UPDATE holds h SET cached_input_token_count = v.cached, leased_token_count = v.leased, delivered_token_count = v.delivered,
-        posted_token_count = v.posted, posted_cost_picos = v.posted_cost, posted_minutes = v.posted_minutes::bigint[],
+    UPDATE holds h
+    SET cached_input_token_count = v.cached, leased_token_count = v.leased,
+        delivered_token_count = v.delivered, posted_token_count = v.posted,
+        posted_cost_picos = v.posted_cost, posted_minutes = v.posted_minutes::bigint[],
         charged_at = now(), expires_at = now() + make_interval(secs => %s)
-    FROM unnest(%s::uuid[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::text[], %s::bigint[],
-                %s::int[])
-        AS v(id, cached, leased, delivered, posted, posted_cost, posted_minutes, leased_before, quota_count)
-    WHERE h.id = v.id AND h.ended_at IS NULL AND h.leased_token_count = v.leased_before
+    FROM unnest(%s::uuid[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
+            %s::text[], %s::bigint[], %s::int[])
+        AS v(id, cached, leased, delivered, posted, posted_cost, posted_minutes, leased_before,
+            quota_count)
+    WHERE h.id = v.id
+        AND h.ended_at IS NULL
+        AND h.leased_token_count = v.leased_before
         AND cardinality(h.quota_ids) = v.quota_count
     RETURNING 1
 ) SELECT 1 / (count(*) = %s)::int FROM extended
@@ -64,10 +71,16 @@ WITH extended AS (
 # Compares `ended_at` instead of `state`: with `state` the server would scan all live holds.
 END_HOLDS = """
 WITH ended AS (
-    UPDATE holds h SET state = v.state, cached_input_token_count = v.cached, delivered_token_count = v.delivered, ended_at = now()
-    FROM unnest(%s::uuid[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::int[])
+    UPDATE holds h
+    SET state = v.state, cached_input_token_count = v.cached, delivered_token_count = v.delivered,
+        ended_at = now()
+    FROM unnest(%s::uuid[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
+            %s::int[])
         AS v(id, state, cached, delivered, leased, posted, quota_count)
-    WHERE h.id = v.id AND h.ended_at IS NULL AND h.leased_token_count = v.leased AND h.posted_token_count = v.posted
+    WHERE h.id = v.id
+        AND h.ended_at IS NULL
+        AND h.leased_token_count = v.leased
+        AND h.posted_token_count = v.posted
         AND cardinality(h.quota_ids) = v.quota_count
     RETURNING 1
 ) SELECT 1 / (count(*) = %s)::int FROM ended
@@ -75,13 +88,17 @@ WITH ended AS (
 # Skips locked holds: another transaction is ending them, and waiting for it could deadlock.
 RENEW_HOLDS = """
 UPDATE holds SET expires_at = now() + make_interval(secs => %s)
-WHERE id IN (SELECT id FROM holds WHERE owner_id = %s AND state = 'held' AND id = ANY(%s::uuid[]) FOR NO KEY UPDATE SKIP LOCKED)
+WHERE id IN (SELECT id
+    FROM holds
+    WHERE process_id = %s AND state = 'held' AND id = ANY(%s::uuid[])
+    FOR NO KEY UPDATE SKIP LOCKED)
 RETURNING id
 """
 
 UPDATE_CHAINS = """
 WITH continued AS (
-    UPDATE receipt_chains c SET last_sequence = v.sequence, last_hash = v.hash, last_settled_at = v.settled_at
+    UPDATE receipt_chains c
+    SET last_sequence = v.sequence, last_hash = v.hash, last_settled_at = v.settled_at
     FROM unnest(%s::uuid[], %s::bigint[], %s::bytea[], %s::timestamptz[], %s::bytea[])
         AS v(project_id, sequence, hash, settled_at, hash_before)
     WHERE c.project_id = v.project_id AND c.last_hash = v.hash_before
@@ -91,28 +108,34 @@ WITH continued AS (
 # The first three values are empty if receipts are unsigned.
 INSERT_USAGE_EVENTS = """
 WITH signed AS (
-    INSERT INTO receipt_batches (key_id, hashes, signature) SELECT key_id, decode(hashes, 'hex'), decode(signature, 'hex')
-    FROM (SELECT %s AS key_id, %s AS hashes, %s AS signature) AS v WHERE key_id <> '' RETURNING id
+    INSERT INTO receipt_batches (key_id, hashes, signature)
+    SELECT key_id, decode(hashes, 'hex'), decode(signature, 'hex')
+    FROM (SELECT %s AS key_id, %s AS hashes, %s AS signature) AS v
+    WHERE key_id <> ''
+    RETURNING id
 )
-INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model, outcome, input_token_count,
-    cached_input_token_count, generated_token_count, delivered_token_count, billed_token_count, price_version_id, cost_picos,
-    timings, labels, recovered, admitted_at, settled_at, receipt_sequence, previous_receipt_hash, receipt_hash,
+INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model,
+    outcome, input_token_count, cached_input_token_count, generated_token_count,
+    delivered_token_count, billed_token_count, price_version_id, cost_picos, timings, labels,
+    recovered, admitted_at, settled_at, receipt_sequence, previous_receipt_hash, receipt_hash,
     embedding_token_count, migration_count, receipt_batch_id)
-SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model, v.outcome, v.input, v.cached,
-    v.generated, v.delivered, v.billed, h.price_version_id, v.cost, v.timings::jsonb, h.labels, v.recovered, h.admitted_at,
-    v.settled_at, v.sequence, v.previous_hash, v.hash, v.embedding, v.migrations, (SELECT id FROM signed)
-FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
-            %s::bigint[], %s::text[], %s::bool[], %s::timestamptz[], %s::bigint[], %s::bytea[], %s::bytea[],
-            %s::bigint[], %s::integer[])
-    AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings, recovered, settled_at, sequence,
-         previous_hash, hash, embedding, migrations)
+SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model,
+    v.outcome, v.input, v.cached, v.generated, v.delivered, v.billed, h.price_version_id, v.cost,
+    v.timings::jsonb, h.labels, v.recovered, h.admitted_at, v.settled_at, v.sequence,
+    v.previous_hash, v.hash, v.embedding, v.migrations, (SELECT id FROM signed)
+FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[],
+        %s::bigint[], %s::bigint[], %s::bigint[], %s::text[], %s::bool[], %s::timestamptz[],
+        %s::bigint[], %s::bytea[], %s::bytea[], %s::bigint[], %s::integer[])
+    AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings,
+        recovered, settled_at, sequence, previous_hash, hash, embedding, migrations)
 JOIN holds h ON h.id = v.hold_id
 """
 
 
 UPDATE_COUNTERS = """
 UPDATE quota_counters c SET used = v.used, held = v.held
-FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[]) AS v(quota_id, window_start, used, held)
+FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[])
+    AS v(quota_id, window_start, used, held)
 WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
 COUNT_UNHEEDED = """
@@ -121,20 +144,28 @@ FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[]) AS v(quota_id, window_s
 WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
 DELETE_COUNTERS = """
-DELETE FROM quota_counters c USING unnest(%s::uuid[], %s::timestamptz[]) AS v(quota_id, window_start)
+DELETE FROM quota_counters c
+USING unnest(%s::uuid[], %s::timestamptz[]) AS v(quota_id, window_start)
 WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
 # A negative limit means no limit. A counter that reached USED_MAX stays there.
 _moving = f"""
 WITH moved AS (
-    UPDATE quota_counters c SET held = c.held + v.held, used = CASE
-        WHEN c.used <= {USED_MAX} - greatest(v.used, 0) AND c.used < {USED_MAX} THEN c.used + v.used ELSE {USED_MAX} END
-    FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[], %s::bigint[]) WITH ORDINALITY
-        AS v(quota_id, window_start, used, held, limit_value, place)
-    WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
+    UPDATE quota_counters c
+    SET held = c.held + v.held, used = CASE
+        WHEN c.used <= {USED_MAX} - greatest(v.used, 0) AND c.used < {USED_MAX}
+            THEN c.used + v.used
+        ELSE {USED_MAX} END
+    FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[], %s::bigint[])
+        WITH ORDINALITY AS v(quota_id, window_start, used, held, limit_value, place)
+    WHERE c.quota_id = v.quota_id
+        AND c.window_start = v.window_start
         AND (v.limit_value < 0 OR c.used <= v.limit_value - c.held - v.used - v.held)
     RETURNING v.place, c.used, c.held
-) SELECT m.place, m.used, m.held, 1 / ((SELECT count(*) FROM moved) = %s)::int FROM (SELECT) one LEFT JOIN moved m ON {{which}}
+)
+SELECT m.place, m.used, m.held, 1 / ((SELECT count(*) FROM moved) = %s)::int
+FROM (SELECT) one
+LEFT JOIN moved m ON {{which}}
 """
 MOVE_AND_TELL = _moving.format(which="true")
 MOVE_SILENTLY = _moving.format(which="m.place = 1")
@@ -142,7 +173,10 @@ MOVE_SILENTLY = _moving.format(which="m.place = 1")
 
 def renewals(writes: BatchWrites, expiry_s: float) -> list[Statement]:
     """Return statements that extend the expiry of holds; each returns the ids of its holds."""
-    return [(RENEW_HOLDS, (expiry_s, str(owner_id), id_array(hold_ids))) for owner_id, hold_ids in writes.renewed]
+    return [
+        (RENEW_HOLDS, (expiry_s, str(process_id), id_array(hold_ids)))
+        for process_id, hold_ids in writes.renewed
+    ]
 
 
 def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
@@ -205,15 +239,39 @@ def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statemen
         first = len(quota_ids) + 1
         quota_ids += each.packed_quota_ids
         ids = each.payer_ids
-        terms.append((ids[:16], ids[16:32], ids[32:], each.model, each.prices.version, first, len(quota_ids), each.embedding))
+        terms.append(
+            (
+                ids[:16],
+                ids[16:32],
+                ids[32:],
+                each.model,
+                each.prices.version,
+                first,
+                len(quota_ids),
+                each.embedding,
+            )
+        )
     *payers, models, versions, firsts, lasts, embeddings = columns("uuusnvvv", terms)
     packed_ids = packed_array(UUID_OID, quota_ids)
-    values = (*payers, models, versions, owner, packed_ids, firsts, lasts, expiry_s, embeddings, *columns("uvubsnn", rows))
+    values = (
+        *payers,
+        models,
+        versions,
+        owner,
+        packed_ids,
+        firsts,
+        lasts,
+        expiry_s,
+        embeddings,
+        *columns("uvubsnn", rows),
+    )
     return [(INSERT_HOLDS, values)]
 
 
 def usage_writes(
-    chains: Chains, events: Iterable[tuple[Hold, Settled, int, Settle, bool]], signer: BatchSigner | None
+    chains: Chains,
+    events: Iterable[tuple[Hold, Settled, int, Settle, bool]],
+    signer: BatchSigner | None,
 ) -> list[Statement]:
     """Issue and sign receipts, and return statements that insert them with their usage events.
 
@@ -299,8 +357,12 @@ def moved_counters(
     if not moves:
         return [], []
     keys = sorted(moves)
-    rows = [(key[0].to_bytes(16, "big"), key[1], *moves[key], limits.get(key, NO_LIMIT)) for key in keys]
-    return keys, [(MOVE_AND_TELL if limits else MOVE_SILENTLY, (*columns("utnnn", rows), len(keys)))]
+    rows = [
+        (key[0].to_bytes(16, "big"), key[1], *moves[key], limits.get(key, NO_LIMIT)) for key in keys
+    ]
+    return keys, [
+        (MOVE_AND_TELL if limits else MOVE_SILENTLY, (*columns("utnnn", rows), len(keys)))
+    ]
 
 
 def counter_writes(counters: Counters) -> list[Statement]:

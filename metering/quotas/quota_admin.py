@@ -18,7 +18,15 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject
+from metering.core.models import (
+    ApiKey,
+    Organization,
+    Project,
+    Quota,
+    QuotaCounter,
+    QuotaDimension,
+    QuotaSubject,
+)
 from metering.core.money import to_decimal
 from metering.pricing.prices import checked_model
 from metering.quotas.quota_recount import Uncounted, recount
@@ -43,7 +51,7 @@ PAST_COUNTER_BATCHES_MAX = 50  # per run: a few seconds, during which the worker
 PAST_COUNTERS_MAX = 20_000
 WEIGHT_MAX = 1_000_000  # a factor of 1000; a larger one is a mistake in the unit
 REASON_CHARS_MAX = 500
-RAISE_MAX = timedelta(days=366)  # an override that lasts longer is not temporary
+OVERRIDE_MAX = timedelta(days=366)  # an override that lasts longer is not temporary
 
 SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
     QuotaSubject.ORGANIZATION: Organization,
@@ -85,14 +93,24 @@ async def set_quota(
         checked_model(model)
     subject_id, organization_id = await find_subject(session, subject, subject_ref)
     await _lock_subject(session, subject, subject_id)
-    place = {"subject_id": subject_id, "model": model, "dimension": dimension, "for_new_keys": for_new_keys}
-    standing = and_(*(getattr(Quota, column) == value for column, value in place.items()), Quota.deleted_at.is_(None))
-    old = await session.scalar(select(Quota).where(standing).execution_options(populate_existing=True))
+    place = {
+        "subject_id": subject_id,
+        "model": model,
+        "dimension": dimension,
+        "for_new_keys": for_new_keys,
+    }
+    is_set = and_(
+        *(getattr(Quota, column) == value for column, value in place.items()),
+        Quota.deleted_at.is_(None),
+    )
+    old = await session.scalar(
+        select(Quota).where(is_set).execution_options(populate_existing=True)
+    )
     before = None if old is None else snapshot(old)
     values: dict[str, object] = {"limit_value": limit_value}
     if weights is not None:
-        standing_weights = PLAIN if old is None else rule_now(old, old.created_at).weights
-        given = zip(weights, standing_weights, strict=True)
+        old_weights = PLAIN if old is None else rule_now(old, old.created_at).weights
+        given = zip(weights, old_weights, strict=True)
         asked = Weights(*(before if weight is None else weight for weight, before in given))
         _check_weights(dimension, asked)
         values |= {f"{name}_weight_milli": weight for name, weight in asked._asdict().items()}
@@ -103,60 +121,105 @@ async def set_quota(
     elif old is None:
         values["alert_at"] = list(usual_thresholds(dimension))
     if old is None:
-        quota = (await session.scalars(insert(Quota).values(subject=subject, **place, **values).returning(Quota))).one()
+        quota = (
+            await session.scalars(
+                insert(Quota).values(subject=subject, **place, **values).returning(Quota)
+            )
+        ).one()
     else:
-        if old.raised_limit_value is not None and old.raised_limit_value <= limit_value:
-            values |= NO_RAISE
+        if old.override_limit_value is not None and old.override_limit_value <= limit_value:
+            values |= NO_OVERRIDE
         quota = await _update(session, old.id, values)
     after = snapshot(quota)
-    if not for_new_keys and (before is None or any(before[name] != after[name] for name in after if name.endswith("weight_milli"))):
+    if not for_new_keys and (
+        before is None
+        or any(before[name] != after[name] for name in after if name.endswith("weight_milli"))
+    ):
         if later is None:
             await recount(session, [(quota, organization_id)])
         else:
             later.append((quota, organization_id))
     if before != after:
-        await record_change(session, actor=actor, action="quota.set", subject_id=str(quota.id), before=before, after=after)
+        await record_change(
+            session,
+            actor=actor,
+            action="quota.set",
+            subject_id=str(quota.id),
+            before=before,
+            after=after,
+        )
     return await _state(session, quota.id)
 
 
-async def raise_quota(
-    session: AsyncSession, *, quota_id: str, limit_value: int, until: datetime | None, reason: str, actor: str
+async def override_quota(
+    session: AsyncSession,
+    *,
+    quota_id: str,
+    limit_value: int,
+    until: datetime | None,
+    reason: str,
+    actor: str,
 ) -> QuotaState:
     """Set a higher limit until a time of the database's clock, or, without a time, end the current
     override.
 
     Raises: NotFound, InvalidValue.
     """
-    quota = await _standing(session, quota_id)
+    quota = await _existing(session, quota_id)
     if until is None:
-        values = NO_RAISE
+        values = NO_OVERRIDE
     else:
         now: datetime = (await session.scalars(select(func.now()))).one()
         if quota.for_new_keys:
-            raise InvalidValue("quota_id", "a limit for new keys has no temporary override: set it, or override that of a key")
+            raise InvalidValue(
+                "quota_id",
+                "a limit for new keys has no temporary override: set it, or override that of a key",
+            )
         if not quota.limit_value < limit_value <= LIMIT_MAX:
             raise InvalidValue(
                 "limit_value",
-                f"must be above {quota.limit_value} and at most {LIMIT_MAX}{in_units(QuotaDimension(quota.dimension))}",
+                f"must be above {quota.limit_value} and at most"
+                f" {LIMIT_MAX}{in_units(QuotaDimension(quota.dimension))}",
             )
-        if not now < until <= now + RAISE_MAX:
-            raise InvalidValue("expire_time", f"must lie within the next {RAISE_MAX.days} days; the time is {now.isoformat()}")
+        if not now < until <= now + OVERRIDE_MAX:
+            raise InvalidValue(
+                "expire_time",
+                f"must lie within the next {OVERRIDE_MAX.days} days; the time is {now.isoformat()}",
+            )
         if not 1 <= len(reason.strip()) <= REASON_CHARS_MAX or "\0" in reason:
             raise InvalidValue("reason", f"must have 1 to {REASON_CHARS_MAX} characters")
-        values = {"raised_limit_value": limit_value, "raised_until": until, "raise_reason": reason.strip()}
+        values = {
+            "override_limit_value": limit_value,
+            "override_until": until,
+            "override_reason": reason.strip(),
+        }
     before = snapshot(quota)
     after = snapshot(await _update(session, quota.id, values))
     if before != after:
-        await record_change(session, actor=actor, action="quota.raise", subject_id=quota_id, before=before, after=after)
+        await record_change(
+            session,
+            actor=actor,
+            action="quota.override",
+            subject_id=quota_id,
+            before=before,
+            after=after,
+        )
     return await _state(session, quota.id)
 
 
 async def delete_quota(session: AsyncSession, *, quota_id: str, actor: str) -> None:
     """Remove one limit; running requests are no longer held to it. Raises: NotFound."""
-    quota = await _standing(session, quota_id)
+    quota = await _existing(session, quota_id)
     before = snapshot(quota)
     await session.execute(update(Quota).where(Quota.id == quota.id).values(deleted_at=func.now()))
-    await record_change(session, actor=actor, action="quota.delete", subject_id=str(quota.id), before=before, after=None)
+    await record_change(
+        session,
+        actor=actor,
+        action="quota.delete",
+        subject_id=str(quota.id),
+        before=before,
+        after=None,
+    )
 
 
 async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS_MAX) -> int:
@@ -167,16 +230,30 @@ async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS
     runs that long. Records of rule changes that no process asks for any more (`holds/known.py`) are
     deleted as well.
     """
-    await session.execute(text("DELETE FROM rule_changes WHERE changed_at < now() - :kept"), {"kept": PAST_DAYS_KEPT})
+    await session.execute(
+        text("DELETE FROM rule_changes WHERE changed_at < now() - :kept"), {"kept": PAST_DAYS_KEPT}
+    )
     ages = {
         dimension: PAST_MONTHS_KEPT if unit is Unit.MONTH else PAST_DAYS_KEPT
         for dimension, (_, unit, *_) in DIMENSIONS.items()
         if unit
     }
-    ended = or_(*(and_(Quota.dimension == d, QuotaCounter.window_start < func.now() - age) for d, age in ages.items()))
-    past = select(QuotaCounter.quota_id, QuotaCounter.window_start).join(Quota).where(ended, QuotaCounter.held == 0).limit(limit)
+    ended = or_(
+        *(
+            and_(Quota.dimension == d, QuotaCounter.window_start < func.now() - age)
+            for d, age in ages.items()
+        )
+    )
+    past = (
+        select(QuotaCounter.quota_id, QuotaCounter.window_start)
+        .join(Quota)
+        .where(ended, QuotaCounter.held == 0)
+        .limit(limit)
+    )
     key = tuple_(QuotaCounter.quota_id, QuotaCounter.window_start)
-    deleted = await session.scalars(delete(QuotaCounter).where(key.in_(past)).returning(QuotaCounter.quota_id))
+    deleted = await session.scalars(
+        delete(QuotaCounter).where(key.in_(past)).returning(QuotaCounter.quota_id)
+    )
     return len(deleted.all())
 
 
@@ -196,7 +273,9 @@ async def delete_all_past_counters(sessions: Sessions, limit: int = PAST_COUNTER
     return deleted_count
 
 
-async def find_subject(session: AsyncSession, subject: QuotaSubject, ref: str) -> tuple[uuid.UUID, uuid.UUID]:
+async def find_subject(
+    session: AsyncSession, subject: QuotaSubject, ref: str
+) -> tuple[uuid.UUID, uuid.UUID]:
     """Return the ids of a subject and of its organization.
 
     An organization is named by name or id, a project by "organization/project" or id, a key by
@@ -214,27 +293,41 @@ async def find_subject(session: AsyncSession, subject: QuotaSubject, ref: str) -
             return key.id, key.organization_id
 
 
-NO_RAISE: dict[str, object] = {"raised_limit_value": None, "raised_until": None, "raise_reason": None}
+NO_OVERRIDE: dict[str, object] = {
+    "override_limit_value": None,
+    "override_until": None,
+    "override_reason": None,
+}
 
 
 SETTABLE = tuple(each for each in QuotaDimension if each is not QuotaDimension.PREPAID_CREDIT_PICOS)
-OF_CREDIT = "prepaid credit cannot be set as a limit: grant credit, or make the organization no longer prepaid only"
+OF_CREDIT = (
+    "prepaid credit cannot be set as a limit: grant credit, or make the organization no longer"
+    " prepaid only"
+)
 
 
 def in_units(dimension: QuotaDimension) -> str:
     """Return the largest limit in units of money for a dimension of money, or an empty string."""
     if DIMENSIONS[dimension][0] is not Kind.MONEY:
         return ""
-    return f", which is {to_decimal(LIMIT_MAX):,.0f} units of the organization's currency: leave the limit out for more"
+    return (
+        f", which is {to_decimal(LIMIT_MAX):,.0f} units of the organization's currency: leave the"
+        " limit out for more"
+    )
 
 
-def _check_values(subject: QuotaSubject, dimension: QuotaDimension, limit_value: int, *, for_new_keys: bool) -> None:
+def _check_values(
+    subject: QuotaSubject, dimension: QuotaDimension, limit_value: int, *, for_new_keys: bool
+) -> None:
     if dimension is QuotaDimension.PREPAID_CREDIT_PICOS:
         raise InvalidValue("dimension", OF_CREDIT)
     if not 0 <= limit_value <= LIMIT_MAX:
         raise InvalidValue("limit_value", f"must be between 0 and {LIMIT_MAX}{in_units(dimension)}")
     if for_new_keys and subject is QuotaSubject.API_KEY:
-        raise InvalidValue("for_new_keys", "must be set on an organization or a project, not on a key")
+        raise InvalidValue(
+            "for_new_keys", "must be set on an organization or a project, not on a key"
+        )
 
 
 def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
@@ -242,14 +335,21 @@ def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
         return
     kind, _, counts_input, counts_output = DIMENSIONS[dimension]
     if kind is not Kind.TOKENS:
-        raise InvalidValue("input_weight_milli", f"{dimension} does not count tokens: leave the weights out")
-    for name, weight, counts in zip(Weights._fields, weights, (counts_input, counts_input, counts_output), strict=True):
+        raise InvalidValue(
+            "input_weight_milli", f"{dimension} does not count tokens: leave the weights out"
+        )
+    for name, weight, counts in zip(
+        Weights._fields, weights, (counts_input, counts_input, counts_output), strict=True
+    ):
         if not 0 <= weight <= WEIGHT_MAX:
             raise InvalidValue(
-                f"{name}_weight_milli", f"must be between 0 and {WEIGHT_MAX} thousandths; 1000 counts a token as one"
+                f"{name}_weight_milli",
+                f"must be between 0 and {WEIGHT_MAX} thousandths; 1000 counts a token as one",
             )
         if not counts and weight != PLAIN[0]:
-            raise InvalidValue(f"{name}_weight_milli", f"{dimension} does not count these tokens: leave it out")
+            raise InvalidValue(
+                f"{name}_weight_milli", f"{dimension} does not count these tokens: leave it out"
+            )
     scale = token_scale(dimension, weights)
     if scale is not None and not any(scale.factors):
         raise InvalidValue(
@@ -258,10 +358,8 @@ def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
         )
 
 
-async def _standing(session: AsyncSession, quota_id: str) -> Quota:
-    """Return a quota that was not removed, with its subject locked. Raises: NotFound, InvalidValue
-    for prepaid credit.
-    """
+async def _existing(session: AsyncSession, quota_id: str) -> Quota:
+    """Lock a quota's subject and return the quota. Raises: NotFound, InvalidValue."""
     key = as_uuid(quota_id)
     quota = None if key is None else await session.get(Quota, key)
     if quota is None:
@@ -285,7 +383,11 @@ async def _state(session: AsyncSession, quota_id: uuid.UUID) -> QuotaState:
     return state
 
 
-async def _lock_subject(session: AsyncSession, subject: QuotaSubject, subject_id: uuid.UUID) -> None:
+async def _lock_subject(
+    session: AsyncSession, subject: QuotaSubject, subject_id: uuid.UUID
+) -> None:
     # FOR NO KEY UPDATE: requests admitted concurrently refer to the row and must not wait.
     table = SUBJECT_TABLES[subject]
-    await session.execute(select(table.id).where(table.id == subject_id).with_for_update(key_share=True))
+    await session.execute(
+        select(table.id).where(table.id == subject_id).with_for_update(key_share=True)
+    )

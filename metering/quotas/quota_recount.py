@@ -20,12 +20,33 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import BigInteger, BindParameter, Boolean, DateTime, Text, Uuid, bindparam, delete, func, or_, select, text
+from sqlalchemy import (
+    BigInteger,
+    BindParameter,
+    Boolean,
+    DateTime,
+    Text,
+    Uuid,
+    bindparam,
+    delete,
+    func,
+    or_,
+    select,
+    text,
+)
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import Hold, HoldState, Quota, QuotaCounter, QuotaDimension
-from metering.quotas.quota_rules import DIMENSIONS, Kind, Unit, Weights, token_scale, window_end, window_start
+from metering.quotas.quota_rules import (
+    DIMENSIONS,
+    Kind,
+    Unit,
+    Weights,
+    token_scale,
+    window_end,
+    window_start,
+)
 from metering.quotas.quotas import USED_MAX
 
 # Admissions share this lock; a recount holds it exclusively, so that no request is admitted under
@@ -35,116 +56,209 @@ QUOTA_LOCK = "1466263922, 1"
 
 def amount(sent: str, cached: str, output: str) -> str:
     """Return the SQL of a weighted sum, rounded up as in `quota_rules.Scale.amount`."""
-    return f"(({sent} - {cached}) * w_input + {cached} * w_cached + {output} * w_output + divisor - 1) / divisor"
+    return (
+        f"(({sent} - {cached}) * w_input + {cached} * w_cached + {output} * w_output + divisor - 1)"
+        " / divisor"
+    )
 
 
 def posted_at(border: str) -> str:
-    """Return the SQL of the amount charged to a hold before a window border, by the marks of its
-    extensions.
-    """
-    posted = f"""(SELECT max(posted_minutes[i + 1]) FROM generate_series(1, cardinality(posted_minutes), 2) AS i
-                  WHERE posted_minutes[i] < extract(epoch FROM {border}) / 60)"""
-    return f"""CASE WHEN charged_at < {border} THEN total WHEN admitted_at >= {border} THEN 0
-               ELSE coalesce((SELECT {amount("sent", "cached", "(mark - sent)")} FROM (SELECT {posted} AS mark) m), 0) END"""
+    """Return the SQL of the amount charged to a hold before a window border."""
+    return f"""CASE
+        WHEN charged_at < {border} THEN total
+        WHEN admitted_at >= {border} THEN 0
+        ELSE coalesce((
+            SELECT {amount("sent", "cached", "(mark - sent)")}
+            FROM (
+                SELECT (
+                    SELECT max(posted_minutes[i + 1])
+                    FROM generate_series(1, cardinality(posted_minutes), 2) AS i
+                    WHERE posted_minutes[i] < extract(epoch FROM {border}) / 60
+                ) AS mark
+            ) m
+        ), 0)
+    END"""
 
 
-# All charges to each given subject in each given window: those of holds settled since a time, which
-# no longer change, and those of other holds. A settled hold has one usage event, and the receipts
-# of a project are numbered in commit order, so `beyond` separates commits after the heads of the
-# chains were read from those before. An expired hold is charged its lease until its owner reports,
-# by a usage event after that of the expiry, how much it delivered; a lifetime quota is charged the
-# billed tokens of an expired hold.
+# All charges to each subject in each window: those of holds settled since a time, which no longer
+# change, and those of other holds. A settled hold has one usage event, and the receipts of a
+# project are numbered in commit order, so `beyond` separates commits after the heads of the chains
+# were read from those before. An expired hold is charged its lease until its owner reports the
+# delivered tokens by a usage event after that of the expiry; a lifetime quota is charged the billed
+# tokens of an expired hold.
 COLUMNS = """
-    h.organization_id, h.project_id, h.api_key_id, h.model AS charged_model, h.state, h.posted_minutes,
-    h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at, h.input_token_count AS sent,
-    h.cached_input_token_count AS cached, h.leased_token_count AS leased, h.price_version_id, h.embedding,
+    h.organization_id, h.project_id, h.api_key_id, h.model AS charged_model, h.state,
+    h.posted_minutes, h.posted_token_count AS posted_tokens, h.admitted_at, h.charged_at,
+    h.input_token_count AS sent, h.cached_input_token_count AS cached,
+    h.leased_token_count AS leased, h.price_version_id, h.embedding,
 """
 
 OF_SUBJECTS = """
-(h.organization_id = ANY(:subject_ids) OR h.project_id = ANY(:subject_ids) OR h.api_key_id = ANY(:subject_ids))
+(
+    h.organization_id = ANY(:subject_ids)
+    OR h.project_id = ANY(:subject_ids)
+    OR h.api_key_id = ANY(:subject_ids)
+)
 """
 
 CHARGES = f"""
-WITH asked AS (
-    SELECT * FROM unnest(CAST(:numbers AS bigint[]), CAST(:subjects AS uuid[]), CAST(:models AS text[]), CAST(:inputs AS bigint[]),
-                         CAST(:cached_inputs AS bigint[]), CAST(:outputs AS bigint[]), CAST(:divisors AS bigint[]),
-                         CAST(:lifetimes AS boolean[]))
-        AS a(number, subject_id, model, input, cached_input, output, divisor, is_lifetime)
+WITH quotas AS (
+    SELECT * FROM unnest(
+        CAST(:numbers AS bigint[]), CAST(:subjects AS uuid[]), CAST(:models AS text[]),
+        CAST(:inputs AS bigint[]), CAST(:cached_inputs AS bigint[]), CAST(:outputs AS bigint[]),
+        CAST(:divisors AS bigint[]), CAST(:lifetimes AS boolean[])
+    ) AS a(number, subject_id, model, input, cached_input, output, divisor, is_lifetime)
 ), windows AS (
-    SELECT * FROM unnest(CAST(:windows AS bigint[]), CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[]))
-        AS w(number, window_start, window_end)
+    SELECT * FROM unnest(
+        CAST(:windows AS bigint[]), CAST(:starts AS timestamptz[]), CAST(:ends AS timestamptz[])
+    ) AS w(number, window_start, window_end)
 ), heads AS (
-    SELECT * FROM unnest(CAST(:project_ids AS uuid[]), CAST(:sequences AS bigint[])) AS r(project_id, last_sequence)
+    SELECT *
+    FROM unnest(CAST(:project_ids AS uuid[]), CAST(:sequences AS bigint[]))
+        AS r(project_id, last_sequence)
 ), charged_holds AS (
     SELECT {COLUMNS}
-        true AS told, e.input_token_count + e.embedding_token_count AS told_input, e.billed_token_count AS told_output
-    FROM usage_events e LEFT JOIN heads r USING (project_id) JOIN holds h ON h.id = e.hold_id
-    WHERE :settled AND e.organization_id = ANY(:organization_ids) AND e.settled_at >= :since AND e.part = 0
-        AND (coalesce(e.receipt_sequence, 0) > coalesce(r.last_sequence, 0)) = :beyond AND h.state = 'settled' AND {OF_SUBJECTS}
+        true AS is_reported,
+        e.input_token_count + e.embedding_token_count AS reported_input,
+        e.billed_token_count AS reported_output
+    FROM usage_events e
+    LEFT JOIN heads r USING (project_id)
+    JOIN holds h ON h.id = e.hold_id
+    WHERE :settled
+      AND e.organization_id = ANY(:organization_ids)
+      AND e.settled_at >= :since
+      AND e.part = 0
+      AND (coalesce(e.receipt_sequence, 0) > coalesce(r.last_sequence, 0)) = :beyond
+      AND h.state = 'settled'
+      AND {OF_SUBJECTS}
     UNION ALL
     SELECT {COLUMNS}
-        h.state = 'expired' AND e.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END, e.input, e.billed
+        h.state = 'expired'
+            AND e.parts > CASE WHEN h.delivered_token_count > 0 THEN 1 ELSE 0 END,
+        e.input,
+        e.billed
     FROM (
-        SELECT * FROM holds WHERE :others AND organization_id = ANY(:organization_ids) AND state = 'held'
+        SELECT * FROM holds
+        WHERE :others AND organization_id = ANY(:organization_ids) AND state = 'held'
         UNION ALL
         SELECT * FROM holds
-        WHERE :others AND organization_id = ANY(:organization_ids)
-            AND state = 'expired' AND ended_at >= :since
+        WHERE :others
+          AND organization_id = ANY(:organization_ids)
+          AND state = 'expired'
+          AND ended_at >= :since
     ) h,
-    LATERAL (SELECT count(*) AS parts, coalesce(sum(input_token_count + embedding_token_count), 0)::bigint AS input,
-                    coalesce(sum(billed_token_count), 0)::bigint AS billed
-             FROM usage_events WHERE hold_id = h.id AND settled_at >= h.ended_at) e
+    LATERAL (
+        SELECT count(*) AS parts,
+               coalesce(sum(input_token_count + embedding_token_count), 0)::bigint AS input,
+               coalesce(sum(billed_token_count), 0)::bigint AS billed
+        FROM usage_events
+        WHERE hold_id = h.id AND settled_at >= h.ended_at
+    ) e
     WHERE {OF_SUBJECTS}
-), found AS (
+), weighted AS (
     SELECT c.*, a.number, a.divisor, a.is_lifetime,
-        coalesce(a.input, CASE WHEN embedding THEN p.embedding_picos_per_token ELSE p.input_picos_per_token END) AS w_input,
-        coalesce(a.cached_input, CASE WHEN embedding THEN p.embedding_picos_per_token ELSE p.cached_input_picos_per_token END)
-            AS w_cached,
+        coalesce(a.input, CASE
+            WHEN embedding THEN p.embedding_picos_per_token
+            ELSE p.input_picos_per_token
+        END) AS w_input,
+        coalesce(a.cached_input, CASE
+            WHEN embedding THEN p.embedding_picos_per_token
+            ELSE p.cached_input_picos_per_token
+        END) AS w_cached,
         coalesce(a.output, p.output_picos_per_token) AS w_output
-    FROM charged_holds c CROSS JOIN LATERAL (VALUES (c.organization_id), (c.project_id), (c.api_key_id)) AS s(subject_id)
-    JOIN asked a ON a.subject_id = s.subject_id AND (a.model = '' OR a.model = c.charged_model)
+    FROM charged_holds c
+    CROSS JOIN LATERAL (
+        VALUES (c.organization_id), (c.project_id), (c.api_key_id)
+    ) AS s(subject_id)
+    JOIN quotas a
+        ON a.subject_id = s.subject_id AND (a.model = '' OR a.model = c.charged_model)
     JOIN price_versions p ON p.id = c.price_version_id
 )
 """
 
+# Charge by the usage events: the tokens that the owner reported.
+REPORTED = amount("reported_input", "least(cached, reported_input)", "reported_output")
 AMOUNTS = f"""
 , posted AS (
-    SELECT *, CASE WHEN posted_tokens > 0 THEN {amount("sent", "cached", "(posted_tokens - sent)")} ELSE 0 END AS posted FROM found
+    SELECT *, CASE
+        WHEN posted_tokens > 0 THEN {amount("sent", "cached", "(posted_tokens - sent)")}
+        ELSE 0
+    END AS posted
+    FROM weighted
 ), charged AS (
     SELECT *,
-        CASE WHEN state = 'expired' AND is_lifetime THEN {amount("told_input", "least(cached, told_input)", "told_output")}
-             WHEN told THEN greatest({amount("told_input", "least(cached, told_input)", "told_output")}, posted)
-             WHEN state = 'expired' THEN greatest({amount("sent", "cached", "leased")}, posted) ELSE posted END AS total,
-        CASE WHEN state <> 'held' THEN 0
-             WHEN posted_tokens > 0 THEN {amount("sent", "cached", "leased")} - posted
-             ELSE {amount("sent", "(CASE WHEN w_cached > w_input THEN sent ELSE 0 END)", "leased")} END AS held
+        CASE
+            WHEN state = 'expired' AND is_lifetime THEN {REPORTED}
+            WHEN is_reported THEN greatest({REPORTED}, posted)
+            WHEN state = 'expired' THEN greatest({amount("sent", "cached", "leased")}, posted)
+            ELSE posted
+        END AS total,
+        CASE
+            WHEN state <> 'held' THEN 0
+            WHEN posted_tokens > 0 THEN {amount("sent", "cached", "leased")} - posted
+            ELSE {amount("sent", "(CASE WHEN w_cached > w_input THEN sent ELSE 0 END)", "leased")}
+        END AS held
     FROM posted
 )
-SELECT number, window_start, least(sum({posted_at("window_end")} - {posted_at("window_start")}), {USED_MAX})::bigint AS used,
-    sum(CASE WHEN charged_at >= window_start AND charged_at < window_end THEN held ELSE 0 END)::bigint AS held
-FROM charged JOIN windows USING (number) GROUP BY number, window_start
+SELECT number, window_start,
+    least(
+        sum({posted_at("window_end")} - {posted_at("window_start")}), {USED_MAX}
+    )::bigint AS used,
+    sum(CASE
+        WHEN charged_at >= window_start AND charged_at < window_end THEN held
+        ELSE 0
+    END)::bigint AS held
+FROM charged
+JOIN windows USING (number)
+GROUP BY number, window_start
 """
 
 REQUESTS = """
 SELECT number, window_start, count(*) AS used, 0 AS held
-FROM found JOIN windows USING (number)
-WHERE admitted_at >= window_start AND admitted_at < window_end AND state <> 'voided' GROUP BY number, window_start
+FROM weighted
+JOIN windows USING (number)
+WHERE admitted_at >= window_start AND admitted_at < window_end AND state <> 'voided'
+GROUP BY number, window_start
 """
 
 CONCURRENCY = """
-SELECT number, window_start, 0 AS used, count(*) AS held FROM found JOIN windows USING (number)
-WHERE state = 'held' GROUP BY number, window_start
+SELECT number, window_start, 0 AS used, count(*) AS held
+FROM weighted
+JOIN windows USING (number)
+WHERE state = 'held'
+GROUP BY number, window_start
 """
 
-TAILS = {Kind.CONCURRENCY: CONCURRENCY, Kind.REQUESTS: REQUESTS, Kind.TOKENS: AMOUNTS, Kind.MONEY: AMOUNTS}
+TAILS = {
+    Kind.CONCURRENCY: CONCURRENCY,
+    Kind.REQUESTS: REQUESTS,
+    Kind.TOKENS: AMOUNTS,
+    Kind.MONEY: AMOUNTS,
+}
 
-IDS, NUMBERS, TIMES, TIME = ARRAY(Uuid()), ARRAY(BigInteger()), ARRAY(DateTime(timezone=True)), DateTime(timezone=True)
+IDS, NUMBERS, TIMES, TIME = (
+    ARRAY(Uuid()),
+    ARRAY(BigInteger()),
+    ARRAY(DateTime(timezone=True)),
+    DateTime(timezone=True),
+)
 
 PARAMETERS: tuple[BindParameter[Any], ...] = (
-    *(bindparam(name, type_=IDS) for name in ("organization_ids", "subject_ids", "subjects", "project_ids")),
+    *(
+        bindparam(name, type_=IDS)
+        for name in ("organization_ids", "subject_ids", "subjects", "project_ids")
+    ),
     *(
         bindparam(name, type_=NUMBERS)
-        for name in ("numbers", "inputs", "cached_inputs", "outputs", "divisors", "windows", "sequences")
+        for name in (
+            "numbers",
+            "inputs",
+            "cached_inputs",
+            "outputs",
+            "divisors",
+            "windows",
+            "sequences",
+        )
     ),
     *(bindparam(name, type_=TIMES) for name in ("starts", "ends")),
     bindparam("since", type_=TIME),
@@ -177,13 +291,18 @@ Uncounted = tuple[Quota, uuid.UUID]  # with the organization of its subject
 
 
 SELECT_HEADS = text("""
-SELECT c.project_id, c.last_sequence, c.last_settled_at FROM receipt_chains c JOIN projects p ON p.id = c.project_id
+SELECT c.project_id, c.last_sequence, c.last_settled_at
+FROM receipt_chains c
+JOIN projects p ON p.id = c.project_id
 WHERE p.organization_id = ANY(:organization_ids)
 """).bindparams(bindparam("organization_ids", type_=IDS))
 
 INSERT_COUNTERS = text("""
 INSERT INTO quota_counters (quota_id, window_start, used, held)
-SELECT * FROM unnest(CAST(:quota_ids AS uuid[]), CAST(:starts AS timestamptz[]), CAST(:used AS bigint[]), CAST(:held AS bigint[]))
+SELECT * FROM unnest(
+    CAST(:quota_ids AS uuid[]), CAST(:starts AS timestamptz[]),
+    CAST(:used AS bigint[]), CAST(:held AS bigint[])
+)
 """).bindparams(
     bindparam("quota_ids", type_=IDS),
     bindparam("starts", type_=TIMES),
@@ -191,10 +310,16 @@ SELECT * FROM unnest(CAST(:quota_ids AS uuid[]), CAST(:starts AS timestamptz[]),
 )
 
 CHARGE_HOLDS = text("""
-UPDATE holds h SET quota_ids = h.quota_ids || n.quota_ids
-FROM (SELECT c.hold_id, array_agg(c.quota_id ORDER BY c.place) AS quota_ids
-      FROM unnest(CAST(:hold_ids AS uuid[]), CAST(:quota_ids AS uuid[])) WITH ORDINALITY AS c(hold_id, quota_id, place)
-      JOIN holds o ON o.id = c.hold_id WHERE c.quota_id <> ALL (o.quota_ids) GROUP BY c.hold_id) n
+UPDATE holds h
+SET quota_ids = h.quota_ids || n.quota_ids
+FROM (
+    SELECT c.hold_id, array_agg(c.quota_id ORDER BY c.place) AS quota_ids
+    FROM unnest(CAST(:hold_ids AS uuid[]), CAST(:quota_ids AS uuid[]))
+        WITH ORDINALITY AS c(hold_id, quota_id, place)
+    JOIN holds o ON o.id = c.hold_id
+    WHERE c.quota_id <> ALL (o.quota_ids)
+    GROUP BY c.hold_id
+) n
 WHERE h.id = n.hold_id
 """).bindparams(*(bindparam(name, type_=IDS) for name in ("hold_ids", "quota_ids")))
 
@@ -241,9 +366,7 @@ class Recount:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Part of the charges to sum: of settled holds up to or beyond the heads of the chains, or of
-    all other holds.
-    """
+    """Part of the charges to sum: settled holds up to or beyond the chains' heads, or the rest."""
 
     settled: bool
     beyond: bool
@@ -267,34 +390,59 @@ async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None
     for each in recounts:
         each.early = frozenset(each.windows)
     heads = await _chain_heads(session, recounts)
-    await _sum_up(session, [(each, each.early) for each in recounts], Share(settled=True, beyond=False, heads=heads))
+    await _sum_up(
+        session,
+        [(each, each.early) for each in recounts],
+        Share(settled=True, beyond=False, heads=heads),
+    )
     await session.execute(text(f"SET LOCAL statement_timeout = {LOCKED_TIMEOUT_MS}"))
     await session.execute(text("SET LOCAL enable_seqscan = off"))  # only few of the rows are new
     await session.execute(text(f"SELECT pg_advisory_xact_lock({QUOTA_LOCK})"))
     await _find_live(session, recounts, lock=True)
     heads_now = await _chain_heads(session, recounts)
-    grown_since = [heads.get(project_id, NO_HEAD)[1] for project_id, head in heads_now.items() if head != heads.get(project_id)]
+    grown_since = [
+        heads.get(project_id, NO_HEAD)[1]
+        for project_id, head in heads_now.items()
+        if head != heads.get(project_id)
+    ]
     if grown_since:
         since = max(min(grown_since), now - SETTLED_AGE)
         beyond = Share(settled=True, beyond=True, heads=heads, since=since)
         await _sum_up(session, [(each, each.windows & each.early) for each in recounts], beyond)
-    await _sum_up(session, [(each, each.windows - each.early) for each in recounts], Share(settled=True, beyond=True))
-    await _sum_up(session, [(each, each.windows) for each in recounts], Share(settled=False, beyond=False))
+    await _sum_up(
+        session,
+        [(each, each.windows - each.early) for each in recounts],
+        Share(settled=True, beyond=True),
+    )
+    await _sum_up(
+        session, [(each, each.windows) for each in recounts], Share(settled=False, beyond=False)
+    )
     await _write(session, recounts)
     await session.execute(text("SET LOCAL enable_seqscan = DEFAULT"))
     await session.execute(text("SET LOCAL statement_timeout = DEFAULT"))
 
 
 async def _find_live(session: AsyncSession, recounts: Sequence[Recount], *, lock: bool) -> None:
-    """Record the live holds of all subjects and the windows to count. lock: lock the holds, in the
-    order of every batch.
-    """
+    """Record the live holds of all subjects, and their windows. lock: also lock the holds."""
     by_subject: defaultdict[uuid.UUID, list[Recount]] = defaultdict(list)
     for each in recounts:
         by_subject[each.quota.subject_id].append(each)
     subject_ids = list(by_subject)
-    of_subjects = or_(*(column.in_(subject_ids) for column in (Hold.organization_id, Hold.project_id, Hold.api_key_id)))
-    columns = (Hold.id, Hold.organization_id, Hold.project_id, Hold.api_key_id, Hold.model, Hold.admitted_at, Hold.charged_at)
+    of_subjects = or_(
+        *(
+            column.in_(subject_ids)
+            for column in (Hold.organization_id, Hold.project_id, Hold.api_key_id)
+        )
+    )
+    columns = (
+        Hold.id,
+        Hold.organization_id,
+        Hold.project_id,
+        Hold.api_key_id,
+        Hold.model,
+        Hold.admitted_at,
+        Hold.charged_at,
+    )
     query = select(*columns).where(Hold.state == HoldState.HELD, of_subjects).order_by(Hold.id)
     live = (await session.execute(query.with_for_update() if lock else query)).all()
     now = await _clock(session)
@@ -305,19 +453,31 @@ async def _find_live(session: AsyncSession, recounts: Sequence[Recount], *, lock
             for each in by_subject.get(subject_id, ()):
                 if each.quota.model in ("", row.model):
                     each.live_ids.append(row.id)
-                    each.windows.add(_window(each.dimension, row.admitted_at if each.kind is Kind.REQUESTS else row.charged_at))
+                    each.windows.add(
+                        _window(
+                            each.dimension,
+                            row.admitted_at if each.kind is Kind.REQUESTS else row.charged_at,
+                        )
+                    )
 
 
 async def _chain_heads(session: AsyncSession, recounts: Sequence[Recount]) -> Heads:
     """Return the heads of the receipt chains of all projects."""
     organization_ids = list({each.organization_id for each in recounts})
     rows = await session.execute(SELECT_HEADS, {"organization_ids": organization_ids})
-    return {project_id: (last_sequence, last_settled_at) for project_id, last_sequence, last_settled_at in rows}
+    return {
+        project_id: (last_sequence, last_settled_at)
+        for project_id, last_sequence, last_settled_at in rows
+    }
 
 
-async def _sum_up(session: AsyncSession, asked: Iterable[tuple[Recount, Collection[Window]]], share: Share) -> None:
+async def _sum_up(
+    session: AsyncSession, asked: Iterable[tuple[Recount, Collection[Window]]], share: Share
+) -> None:
     """Add a share of the charges in the given windows."""
-    groups: defaultdict[tuple[str, Unit | None], list[tuple[Recount, Collection[Window]]]] = defaultdict(list)
+    groups: defaultdict[tuple[str, Unit | None], list[tuple[Recount, Collection[Window]]]] = (
+        defaultdict(list)
+    )
     for each, windows in asked:
         if windows and not (share.settled and each.kind is Kind.CONCURRENCY):
             groups[TAILS[each.kind], each.unit].append((each, windows))
@@ -333,7 +493,9 @@ async def _sum_up(session: AsyncSession, asked: Iterable[tuple[Recount, Collecti
             "project_ids": list(share.heads),
             "sequences": [last_sequence for last_sequence, _ in share.heads.values()],
         }
-        for number, start, used, held in await session.execute(text(CHARGES + tail).bindparams(*PARAMETERS), values):
+        for number, start, used, held in await session.execute(
+            text(CHARGES + tail).bindparams(*PARAMETERS), values
+        ):
             by_number[number].used[start] += used
             by_number[number].held[start] += held
 
@@ -341,8 +503,16 @@ async def _sum_up(session: AsyncSession, asked: Iterable[tuple[Recount, Collecti
 def _values(group: Sequence[tuple[Recount, Collection[Window]]]) -> dict[str, Any]:
     """Return the parameters of CHARGES for these quotas."""
     quotas = [each.quota for each, _ in group]
-    weights = [Weights(quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli) for quota in quotas]
-    scales = [token_scale(QuotaDimension(quota.dimension), each) for quota, each in zip(quotas, weights, strict=True)]
+    weights = [
+        Weights(
+            quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli
+        )
+        for quota in quotas
+    ]
+    scales = [
+        token_scale(QuotaDimension(quota.dimension), each)
+        for quota, each in zip(quotas, weights, strict=True)
+    ]
     windows = [(each.number, start, end) for each, of_each in group for start, end in of_each]
     return {
         "organization_ids": list({each.organization_id for each, _ in group}),
@@ -362,10 +532,10 @@ def _values(group: Sequence[tuple[Recount, Collection[Window]]]) -> dict[str, An
 
 
 async def _write(session: AsyncSession, recounts: Sequence[Recount]) -> None:
-    """Write the summed counters, and charge the live holds to the quotas that did not count them
-    before.
-    """
-    await session.execute(delete(QuotaCounter).where(QuotaCounter.quota_id.in_([each.quota.id for each in recounts])))
+    """Write the summed counters, and charge the live holds to the quotas."""
+    await session.execute(
+        delete(QuotaCounter).where(QuotaCounter.quota_id.in_([each.quota.id for each in recounts]))
+    )
     rows = [
         (each.quota.id, start, min(each.used[start], USED_MAX), each.held[start])
         for each in recounts
@@ -374,7 +544,9 @@ async def _write(session: AsyncSession, recounts: Sequence[Recount]) -> None:
     ]
     if rows:
         quota_ids, starts, used, held = map(list, zip(*rows, strict=True))
-        await session.execute(INSERT_COUNTERS, {"quota_ids": quota_ids, "starts": starts, "used": used, "held": held})
+        await session.execute(
+            INSERT_COUNTERS, {"quota_ids": quota_ids, "starts": starts, "used": used, "held": held}
+        )
     charged = [(hold_id, each.quota.id) for each in recounts for hold_id in each.live_ids]
     if charged:
         hold_ids, quota_ids = map(list, zip(*charged, strict=True))
@@ -382,9 +554,7 @@ async def _write(session: AsyncSession, recounts: Sequence[Recount]) -> None:
 
 
 async def _clock(session: AsyncSession) -> datetime:
-    """Return the database's present time, not that of the transaction's start: it may have waited
-    for locks since.
-    """
+    """Return the database's present time, not that of the start of the transaction."""
     now: datetime = (await session.scalars(select(func.clock_timestamp()))).one()
     return now
 

@@ -32,9 +32,7 @@ CounterKey = tuple[int, datetime]
 
 
 class Unit(StrEnum):
-    """Calendar window (UTC) that a quota counts over. The values are those of PostgreSQL's
-    `date_trunc`.
-    """
+    """Calendar window (UTC) of a quota, named as in PostgreSQL's `date_trunc`."""
 
     MINUTE = "minute"
     DAY = "day"
@@ -80,9 +78,7 @@ UNITS = (None, *Unit)  # in the order of `window_starts`
 
 @functools.lru_cache(maxsize=4096)  # a batch asks for the same few times repeatedly
 def window_starts(at: datetime) -> tuple[datetime, ...]:
-    """Return the starts of the windows (UTC) that contain `at`: the one that never resets, minute,
-    day and month.
-    """
+    """Return the starts of the windows (UTC) around `at`: lifetime, minute, day, month."""
     minute = at.astimezone(UTC).replace(second=0, microsecond=0)
     day = minute.replace(hour=0, minute=0)
     return NO_WINDOW, minute, day, day.replace(day=1)
@@ -95,11 +91,14 @@ def window_start(dimension: QuotaDimension, at: datetime) -> datetime:
 
 @functools.lru_cache(maxsize=4096)
 def window_ends(at: datetime) -> tuple[datetime | None, ...]:
-    """Return the ends of the windows of `window_starts`, where `used` resets to zero; None for the
-    one that never ends.
-    """
+    """Return the ends of the windows of `window_starts`; None for the lifetime."""
     _, minute, day, month = window_starts(at)
-    return None, minute + timedelta(minutes=1), day + timedelta(days=1), (month + timedelta(days=32)).replace(day=1)
+    return (
+        None,
+        minute + timedelta(minutes=1),
+        day + timedelta(days=1),
+        (month + timedelta(days=32)).replace(day=1),
+    )
 
 
 def window_end(dimension: QuotaDimension, at: datetime) -> datetime | None:
@@ -109,9 +108,7 @@ def window_end(dimension: QuotaDimension, at: datetime) -> datetime | None:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Weights of a sum: picos or thousandths per token, and the divisor that converts the sum to
-    units of the quota.
-    """
+    """Weights of a sum, in picos or thousandths per token, and its divisor."""
 
     input: int
     cached_input: int
@@ -129,7 +126,9 @@ class Scale:
         """Weight of a token of each kind, before the division."""
         return self.input, self.cached_input, self.output
 
-    def amount(self, input_token_count: int, cached_input_token_count: int, output_token_count: int) -> int:
+    def amount(
+        self, input_token_count: int, cached_input_token_count: int, output_token_count: int
+    ) -> int:
         """Return the sum in units of the quota, rounded up."""
         total = (
             (input_token_count - cached_input_token_count) * self.input
@@ -145,16 +144,30 @@ def token_scale(dimension: QuotaDimension, weights: Weights) -> Scale | None:
     kind, _, counts_input, counts_output = DIMENSIONS[dimension]
     if kind is not Kind.TOKENS:
         return None
-    factors = (weights.input * counts_input, weights.cached_input * counts_input, weights.output * counts_output)
+    factors = (
+        weights.input * counts_input,
+        weights.cached_input * counts_input,
+        weights.output * counts_output,
+    )
     if all(factor % WEIGHT_SCALE == 0 for factor in factors):
-        return Scale(factors[0] // WEIGHT_SCALE, factors[1] // WEIGHT_SCALE, factors[2] // WEIGHT_SCALE, divisor=1)
+        return Scale(
+            factors[0] // WEIGHT_SCALE,
+            factors[1] // WEIGHT_SCALE,
+            factors[2] // WEIGHT_SCALE,
+            divisor=1,
+        )
     return Scale(*factors, WEIGHT_SCALE)
 
 
 @functools.lru_cache(maxsize=4096)
 def money_scale(prices: TokenPrices) -> Scale:
     """Return the weights of a quota on money."""
-    return Scale(prices.input_picos_per_token, prices.cached_input_picos_per_token, prices.output_picos_per_token, divisor=1)
+    return Scale(
+        prices.input_picos_per_token,
+        prices.cached_input_picos_per_token,
+        prices.output_picos_per_token,
+        divisor=1,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,7 +177,7 @@ class QuotaRule:
 
     limit_value: the limit in force, including a temporary override; None for a quota that was
     removed while holds were charged to it. enforced: whether the quota refuses requests; otherwise
-    it only counts. standing_limit_value: the limit without the override. raised_until: end of the
+    it only counts. base_limit_value: the limit without the override. override_until: end of the
     override while it is in force.
     """
 
@@ -176,8 +189,8 @@ class QuotaRule:
     limit_value: int | None
     weights: Weights = PLAIN
     enforced: bool = True
-    standing_limit_value: int | None = None
-    raised_until: datetime | None = None
+    base_limit_value: int | None = None
+    override_until: datetime | None = None
     number: int = field(init=False, compare=False, repr=False)  # first part of its counter keys
     window: int = field(init=False, compare=False, repr=False)  # index of its window in `UNITS`
     kind: Kind = field(init=False, compare=False, repr=False)
@@ -205,7 +218,7 @@ class QuotaRule:
 
     @property
     def is_lifetime(self) -> bool:
-        """True if the rule counts money over all time, so that a wrong charge would never expire."""
+        """True if the rule counts money for ever: a wrong charge would never expire."""
         return self.kind is Kind.MONEY and self.unit is None
 
     def key(self, at: datetime) -> CounterKey:
@@ -218,7 +231,11 @@ class QuotaRule:
 
     def limit_at(self, at: datetime) -> int | None:
         """Return the limit in force at a later time, as far as is known now."""
-        return self.standing_limit_value if self.raised_until is not None and at >= self.raised_until else self.limit_value
+        return (
+            self.base_limit_value
+            if self.override_until is not None and at >= self.override_until
+            else self.limit_value
+        )
 
 
 class Claim(NamedTuple):
@@ -258,12 +275,17 @@ class Claim(NamedTuple):
         if self.posted_token_count:
             sent, cached = self.input_token_count, self.cached_input_token_count
             return scale.amount(sent, cached, output_token_count) - self.posted(scale)
-        return -(-(self.input_token_count * scale.dearest_input + output_token_count * scale.output) // scale.divisor)
+        return -(
+            -(self.input_token_count * scale.dearest_input + output_token_count * scale.output)
+            // scale.divisor
+        )
 
     def leasing(self, output_token_count: int) -> Claim:
         """Return the claim with another lease."""
         prices, sent, cached, _, posted, admitted_at, charged_at, minutes = self
-        return Claim(prices, sent, cached, output_token_count, posted, admitted_at, charged_at, minutes)
+        return Claim(
+            prices, sent, cached, output_token_count, posted, admitted_at, charged_at, minutes
+        )
 
     def posted(self, scale: Scale) -> int:
         """Return the amount of earlier charges that was moved to `used`."""
@@ -273,9 +295,7 @@ class Claim(NamedTuple):
         return scale.amount(sent, self.cached_input_token_count, self.posted_token_count - sent)
 
     def consumed(self, rule: QuotaRule, input_token_count: int, delivered_token_count: int) -> int:
-        """Return the amount to add to `used` when the claim ends or is posted with these tokens.
-        Never negative.
-        """
+        """Return the amount to add to `used` at the end of the claim. Never negative."""
         kind = rule.kind
         if kind is Kind.CONCURRENCY or kind is Kind.REQUESTS:
             return 0
@@ -288,14 +308,15 @@ class Claim(NamedTuple):
         return max(amount - self.posted(scale), 0) if self.posted_token_count else amount
 
     def postings(self, rule: QuotaRule) -> Iterator[tuple[CounterKey, int]]:
-        """Yield the amounts that extensions of the claim have added to `used`, by counter of a
-        quota.
-        """
+        """Yield what extensions of the claim have added to `used`, by counter."""
         if not self.posted_token_count or rule.kind not in (Kind.TOKENS, Kind.MONEY):
             return
         scale, sent, before = rule.scale(self.prices), self.input_token_count, 0
         minutes = self.posted_minutes
-        marks = [(datetime.fromtimestamp(minutes[i] * 60, UTC), minutes[i + 1]) for i in range(0, len(minutes), 2)]
+        marks = [
+            (datetime.fromtimestamp(minutes[i] * 60, UTC), minutes[i + 1])
+            for i in range(0, len(minutes), 2)
+        ]
         for at, posted_token_count in (*marks, (self.charged_at, self.posted_token_count)):
             amount = scale.amount(sent, self.cached_input_token_count, posted_token_count - sent)
             if amount > before:
@@ -303,16 +324,12 @@ class Claim(NamedTuple):
                 before = amount
 
     def worth(self, rule: QuotaRule, input_token_count: int, output_token_count: int) -> int:
-        """Return the amount of so many tokens for a quota on tokens or money, regardless of
-        postings.
-        """
+        """Return the amount of these tokens for a quota on tokens or money."""
         cached = min(self.cached_input_token_count, input_token_count)
         return rule.scale(self.prices).amount(input_token_count, cached, output_token_count)
 
     def most_output(self, rule: QuotaRule, room: int) -> int | None:
-        """Return the largest lease whose charge is at most `room`; None if the quota does not count
-        output.
-        """
+        """Return the largest lease whose charge is at most `room`; None if not counted."""
         kind = rule.kind
         if kind is Kind.CONCURRENCY or kind is Kind.REQUESTS:
             return None
@@ -327,9 +344,7 @@ class Claim(NamedTuple):
         return (scale.divisor * (room + self.posted(scale)) - sent) // scale.output
 
     def moved_on(self, delivered_token_count: int, now: datetime) -> Claim:
-        """Return the claim with all delivered tokens posted to the window they were charged to, and
-        the rest charged now.
-        """
+        """Return the claim with delivered tokens posted, and the rest charged now."""
         posted = self.input_token_count + delivered_token_count
         left = int(self.charged_at.timestamp()) // 60
         minutes = self.posted_minutes
@@ -347,7 +362,9 @@ LEFT_MAX_PICOS = 10**18  # a million units, the maximum of one grant
 
 THRESHOLDS_MAX = 10  # per limit; more alerts would not be acted on
 
-ALERTING = frozenset(dimension for dimension, (_, unit, *_) in DIMENSIONS.items() if unit in (Unit.DAY, Unit.MONTH))
+ALERTING = frozenset(
+    dimension for dimension, (_, unit, *_) in DIMENSIONS.items() if unit in (Unit.DAY, Unit.MONTH)
+)
 
 
 def usual_thresholds(dimension: QuotaDimension) -> tuple[int, ...]:
@@ -359,7 +376,10 @@ def checked_percents(dimension: QuotaDimension, asked: Sequence[int]) -> tuple[i
     """Return the sorted thresholds of a limit; empty for no alerts. Raises: InvalidValue."""
     if asked and dimension not in ALERTING:
         alerting = ", ".join(str(each) for each in QuotaDimension if each in ALERTING)
-        raise InvalidValue("alert_at", f"a limit on {dimension} does not alert: leave it out; limits on {alerting} do")
+        raise InvalidValue(
+            "alert_at",
+            f"a limit on {dimension} does not alert: leave it out; limits on {alerting} do",
+        )
     return _checked(asked, PERCENT_MAX, "percent of the limit")
 
 
@@ -373,7 +393,9 @@ def _checked(asked: Sequence[int], maximum: int, unit: str) -> tuple[int, ...]:
         raise InvalidValue("alert_at", f"must have at most {THRESHOLDS_MAX} thresholds")
     for value in asked:
         if not 1 <= value <= maximum:
-            raise InvalidValue("alert_at", f"thresholds must be between 1 and {maximum} {unit}, got {value}")
+            raise InvalidValue(
+                "alert_at", f"thresholds must be between 1 and {maximum} {unit}, got {value}"
+            )
     if len(set(asked)) != len(asked):
         raise InvalidValue("alert_at", "must not repeat a threshold")
     return tuple(sorted(asked))
@@ -382,11 +404,11 @@ def _checked(asked: Sequence[int], maximum: int, unit: str) -> tuple[int, ...]:
 class QuotaState(NamedTuple):
     """One limit at one time. Values are in requests, tokens or picos, by dimension.
 
-    subject_name: display name of the subject. subject_name, raise_reason and would_refuse_count are
-    empty unless they were read. would_refuse_count: admissions of this window that the quota would
-    have refused if it were enforced. for_new_keys: the quota limits nothing itself, but is copied
-    to each key created under its subject. alert_at: percent of the limit, or picos of remaining
-    credit for prepaid credit; empty unless it was read.
+    subject_name: display name of the subject. subject_name, override_reason and would_refuse_count
+    are empty unless they were read. would_refuse_count: admissions of this window that the quota
+    would have refused if it were enforced. for_new_keys: the quota limits nothing itself, but is
+    copied to each key created under its subject. alert_at: percent of the limit, or picos of
+    remaining credit for prepaid credit; empty unless it was read.
     """
 
     rule: QuotaRule
@@ -394,7 +416,7 @@ class QuotaState(NamedTuple):
     held: int
     now: datetime
     subject_name: str = ""
-    raise_reason: str = ""
+    override_reason: str = ""
     would_refuse_count: int = 0
     for_new_keys: bool = False
     alert_at: tuple[int, ...] = ()
@@ -454,7 +476,9 @@ class QuotaStates(Sequence[QuotaState]):
 
     __slots__ = ("counts", "now", "rules")
 
-    def __init__(self, rules: tuple[QuotaRule, ...], counts: Sequence[tuple[int, int]], now: datetime) -> None:
+    def __init__(
+        self, rules: tuple[QuotaRule, ...], counts: Sequence[tuple[int, int]], now: datetime
+    ) -> None:
         self.rules = rules
         self.counts = counts
         self.now = now
@@ -489,9 +513,7 @@ class Payer:
     currency_code: str
 
     def __hash__(self) -> int:
-        """Hash the key's number: a key has one project, organization and currency, and UUIDs hash
-        in Python.
-        """
+        """Hash only the key's number: a key has one project, and UUIDs are hashed in Python."""
         return hash(self.api_key_id.int)
 
     @property

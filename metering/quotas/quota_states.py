@@ -13,7 +13,15 @@ from datetime import datetime
 from sqlalchemy import Select, and_, case, func, literal, or_, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.models import ApiKey, Organization, Project, Quota, QuotaCounter, QuotaDimension, QuotaSubject
+from metering.core.models import (
+    ApiKey,
+    Organization,
+    Project,
+    Quota,
+    QuotaCounter,
+    QuotaDimension,
+    QuotaSubject,
+)
 from metering.quotas.quota_rules import QuotaRule, QuotaState, Weights, window_start
 from metering.tenants.tenants import find_organization
 
@@ -35,23 +43,29 @@ class EffectiveQuota:
     narrowed_by: uuid.UUID | None
 
 
-async def list_quotas(session: AsyncSession, *, organization: str | None = None) -> list[QuotaState]:
-    """Return all limits, or those of one organization with its projects and keys, sorted. Raises:
-    NotFound.
-    """
+async def list_quotas(
+    session: AsyncSession, *, organization: str | None = None
+) -> list[QuotaState]:
+    """Return all limits, or those of one organization with its projects and keys."""
     query = select(Quota)
     if organization:
         owner = (await find_organization(session, organization)).id
         projects = select(Project.id).where(Project.organization_id == owner)
         keys = select(ApiKey.id).where(ApiKey.project_id.in_(projects))
-        query = query.where(or_(Quota.subject_id == owner, Quota.subject_id.in_(projects), Quota.subject_id.in_(keys)))
+        query = query.where(
+            or_(
+                Quota.subject_id == owner,
+                Quota.subject_id.in_(projects),
+                Quota.subject_id.in_(keys),
+            )
+        )
     return await states(session, query)
 
 
-async def quotas_for(session: AsyncSession, *, subject_ids: Collection[uuid.UUID], model: str | None = None) -> list[QuotaState]:
-    """Return the limits that apply to a request of these subjects; for every model if `model` is
-    None.
-    """
+async def quotas_for(
+    session: AsyncSession, *, subject_ids: Collection[uuid.UUID], model: str | None = None
+) -> list[QuotaState]:
+    """Return the limits on a request of these subjects; of every model if it is None."""
     query = select(Quota).where(Quota.subject_id.in_(subject_ids), Quota.for_new_keys.is_(False))
     if model is not None:
         query = query.where(Quota.model.in_(("", model)))
@@ -59,13 +73,21 @@ async def quotas_for(session: AsyncSession, *, subject_ids: Collection[uuid.UUID
 
 
 async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState]:
-    """Return the quotas of a query that were not removed, with the counters of the current windows."""
+    """Return the active quotas of a query, with the counters of the current windows."""
     now: datetime = (await session.scalars(select(func.clock_timestamp()))).one()
     starts = case(*((Quota.dimension == d, literal(window_start(d, now))) for d in QuotaDimension))
     counted = (
         query.where(Quota.deleted_at.is_(None))
-        .outerjoin(QuotaCounter, and_(QuotaCounter.quota_id == Quota.id, QuotaCounter.window_start == starts))
-        .add_columns(*(func.coalesce(each, 0) for each in (QuotaCounter.used, QuotaCounter.held, QuotaCounter.would_refuse_count)))
+        .outerjoin(
+            QuotaCounter,
+            and_(QuotaCounter.quota_id == Quota.id, QuotaCounter.window_start == starts),
+        )
+        .add_columns(
+            *(
+                func.coalesce(each, 0)
+                for each in (QuotaCounter.used, QuotaCounter.held, QuotaCounter.would_refuse_count)
+            )
+        )
     )
     rows = (await session.execute(counted)).all()
     names = await subject_names(session, {row[0].subject_id for row in rows})
@@ -73,23 +95,26 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
 
 
 def effective(quotas: Sequence[QuotaState]) -> list[EffectiveQuota]:
-    """Compare the limits that apply to the same requests with each other. Limits for new keys are
-    left out.
-    """
+    """Compare limits on the same requests with each other, except those for new keys."""
     applied = [state for state in quotas if not state.for_new_keys]
     binding: dict[QuotaDimension, QuotaState] = {}
     for state in applied:
         tightest = binding.get(state.dimension)
         if state.rule.enforced and (tightest is None or state.remaining < tightest.remaining):
             binding[state.dimension] = state
-    return [EffectiveQuota(state, binding.get(state.dimension) is state, _narrowed_by(state, applied)) for state in applied]
+    return [
+        EffectiveQuota(state, binding.get(state.dimension) is state, _narrowed_by(state, applied))
+        for state in applied
+    ]
 
 
 async def narrowed_by(session: AsyncSession, state: QuotaState) -> uuid.UUID | None:
     """Return the limit of a wider scope that makes this one ineffective; None if there is none."""
     subject_ids = {state.subject_id}
     if state.subject is QuotaSubject.API_KEY:
-        project_id = await session.scalar(select(ApiKey.project_id).where(ApiKey.id == state.subject_id))
+        project_id = await session.scalar(
+            select(ApiKey.project_id).where(ApiKey.id == state.subject_id)
+        )
         subject_ids |= {project_id} if project_id else set()
     if state.subject is not QuotaSubject.ORGANIZATION:
         above = select(Project.organization_id).where(Project.id.in_(subject_ids))
@@ -98,9 +123,7 @@ async def narrowed_by(session: AsyncSession, state: QuotaState) -> uuid.UUID | N
 
 
 def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID | None:
-    """Return the tightest enforced limit of a wider scope that counts everything this one counts
-    and runs out no later.
-    """
+    """Return the tightest enforced limit of a wider scope that never outlasts this one."""
     rank = SUBJECT_ORDER.index(state.subject), state.model != ""
     above = [
         other
@@ -111,7 +134,11 @@ def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID |
         and other.model in ("", state.model)
         and narrows(other.rule, state.rule)
     ]
-    return min(above, key=lambda other: (other.limit_value, sort_key(other))).quota_id if above else None
+    return (
+        min(above, key=lambda other: (other.limit_value, sort_key(other))).quota_id
+        if above
+        else None
+    )
 
 
 def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
@@ -123,24 +150,31 @@ def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
     """
     if parent.dimension is not child.dimension:
         return False
-    mine, theirs = child.limit_value or 0, parent.limit_value or 0
+    own_limit, parent_limit = child.limit_value or 0, parent.limit_value or 0
     if parent.token_scale is None or child.token_scale is None:
-        return theirs <= mine
+        return parent_limit <= own_limit
     shares = zip(parent.token_scale.factors, child.token_scale.factors, strict=True)
-    by_parent, by_child = mine * child.token_scale.divisor, theirs * parent.token_scale.divisor
+    by_parent, by_child = (
+        own_limit * child.token_scale.divisor,
+        parent_limit * parent.token_scale.divisor,
+    )
     return all(factor * by_parent >= other * by_child for factor, other in shares)
 
 
 def sort_key(state: QuotaState) -> tuple[int, str, int, str, bool]:
     """Return a key that sorts by subject, dimension and model."""
-    place = SUBJECT_ORDER.index(state.subject), str(state.subject_id), DIMENSION_ORDER.index(state.dimension)
+    place = (
+        SUBJECT_ORDER.index(state.subject),
+        str(state.subject_id),
+        DIMENSION_ORDER.index(state.dimension),
+    )
     return *place, state.model, state.for_new_keys
 
 
-async def subject_names(session: AsyncSession, subject_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, str]:
-    """Return display names: of organizations, of projects ("organization/project"), and the
-    prefixes of keys.
-    """
+async def subject_names(
+    session: AsyncSession, subject_ids: Collection[uuid.UUID]
+) -> dict[uuid.UUID, str]:
+    """Return display names: of organizations, projects ("org/project"), and key prefixes."""
     organizations = select(Organization.id, Organization.name)
     projects = select(Project.id, Organization.name + "/" + Project.name).join(
         Organization, Organization.id == Project.organization_id
@@ -154,27 +188,43 @@ async def subject_names(session: AsyncSession, subject_ids: Collection[uuid.UUID
     return {row[0]: row[1] for row in await session.execute(union_all(*queries))}
 
 
-def _state(quota: Quota, counts: Sequence[int], now: datetime, names: Mapping[uuid.UUID, str]) -> QuotaState:
+def _state(
+    quota: Quota, counts: Sequence[int], now: datetime, names: Mapping[uuid.UUID, str]
+) -> QuotaState:
     used, held, would_refuse_count = counts
-    reason = quota.raise_reason or "" if quota.raised_until is not None and quota.raised_until > now else ""
+    reason = (
+        quota.override_reason or ""
+        if quota.override_until is not None and quota.override_until > now
+        else ""
+    )
     name = names.get(quota.subject_id, "")
     return QuotaState(
-        rule_now(quota, now), used, held, now, name, reason, would_refuse_count, quota.for_new_keys, tuple(quota.alert_at)
+        rule_now(quota, now),
+        used,
+        held,
+        now,
+        name,
+        reason,
+        would_refuse_count,
+        quota.for_new_keys,
+        tuple(quota.alert_at),
     )
 
 
 def rule_now(quota: Quota, now: datetime) -> QuotaRule:
     """Return the rule in force at a time from its row."""
-    raised = quota.raised_until is not None and quota.raised_until > now
+    raised = quota.override_until is not None and quota.override_until > now
     return QuotaRule(
         id=quota.id,
         subject=QuotaSubject(quota.subject),
         subject_id=quota.subject_id,
         model=quota.model,
         dimension=QuotaDimension(quota.dimension),
-        limit_value=quota.raised_limit_value if raised else quota.limit_value,
-        weights=Weights(quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli),
+        limit_value=quota.override_limit_value if raised else quota.limit_value,
+        weights=Weights(
+            quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli
+        ),
         enforced=quota.enforced,
-        standing_limit_value=quota.limit_value,
-        raised_until=quota.raised_until if raised else None,
+        base_limit_value=quota.limit_value,
+        override_until=quota.override_until if raised else None,
     )

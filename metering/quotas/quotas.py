@@ -51,8 +51,9 @@ class QuotaExceeded(MeteringError):
     def __init__(self, failing: Sequence[QuotaState], requested: Sequence[int]) -> None:
         first = failing[0]
         super().__init__(
-            f"quota {first.dimension} of {first.subject} is used up: requested {requested[0]}, remaining "
-            f"{max(first.remaining, 0)} of {first.limit_value} ({first.used} used, {first.held} held)"
+            f"quota {first.dimension} of {first.subject} is used up: requested {requested[0]},"
+            f" remaining {max(first.remaining, 0)} of {first.limit_value} ({first.used} used,"
+            f" {first.held} held)"
         )
         self.failing = tuple(failing)
         self.requested = tuple(requested)
@@ -62,19 +63,22 @@ class QuotaExceeded(MeteringError):
 
     @property
     def retry_helps(self) -> bool:
-        """True if waiting can make the request fit; False if it exceeds a limit even when nothing
-        else is used.
-        """
+        """True if waiting can help; False if a limit would be exceeded by this request alone."""
         if self.hint_s == math.inf:
             return False
-        return all(amount <= state.limit_value for amount, state in zip(self.requested, self.failing, strict=True))
+        return all(
+            amount <= state.limit_value
+            for amount, state in zip(self.requested, self.failing, strict=True)
+        )
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds to wait: the hint, or the time until the last failing limit resets; 1 s if there
-        is neither.
-        """
-        return max(state.resets_in_s or 1.0 for state in self.failing) if self.hint_s is None else self.hint_s
+        """Seconds to wait: the hint, or the time until the last failing limit resets, or 1."""
+        return (
+            max(state.resets_in_s or 1.0 for state in self.failing)
+            if self.hint_s is None
+            else self.hint_s
+        )
 
 
 class InsufficientCredit(QuotaExceeded):
@@ -85,12 +89,19 @@ class InsufficientCredit(QuotaExceeded):
 
     reason = "INSUFFICIENT_CREDIT"
 
-    def __init__(self, failing: Sequence[QuotaState], requested: Sequence[int], currency_code: str) -> None:
+    def __init__(
+        self, failing: Sequence[QuotaState], requested: Sequence[int], currency_code: str
+    ) -> None:
         super().__init__(failing, requested)
-        units, left = (Decimal(picos).scaleb(-12).normalize() for picos in (requested[0], max(failing[0].remaining, 0)))
+        units, left = (
+            Decimal(picos).scaleb(-12).normalize()
+            for picos in (requested[0], max(failing[0].remaining, 0))
+        )
         self.args = (
-            f"the prepaid credit does not cover this request: it needs at least {units:f} {currency_code}, and {left:f} "
-            "is left that no running request holds: add credit",
+            (
+                f"the prepaid credit does not cover this request: it needs at least {units:f}"
+                f" {currency_code}, and {left:f} is left that no running request holds: add credit"
+            ),
         )
 
     @property
@@ -137,9 +148,7 @@ class Counters:
     moves: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, key: CounterKey, used: int = 0, held: int = 0) -> None:
-        """Add to a counter. A result below zero is a bug of the caller and would break
-        conservation.
-        """
+        """Add to a counter. A result below zero is a bug of the caller."""
         if not used and not held:
             return
         if self.guessed and key not in self.limits:  # the row does not matter
@@ -186,7 +195,11 @@ class Counters:
         """Return a copy of the counters of these rules, to decide on without side effects."""
         keys = {rule.key(self.now) for rule in rules}
         rows = {key: self.row(key) for key in keys}
-        return Counters(self.now, {key: Counter(row.used, row.held) for key, row in rows.items()}, guessed=self.guessed)
+        return Counters(
+            self.now,
+            {key: Counter(row.used, row.held) for key, row in rows.items()},
+            guessed=self.guessed,
+        )
 
     def state(self, rule: QuotaRule) -> QuotaState:
         """Return the rule's state as shown to its subject."""
@@ -199,7 +212,13 @@ class Counters:
         return [(row.used, row.held) for row in rows]
 
 
-def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_token_count: int, least_token_count: int) -> Claim:
+def admit(
+    counters: Counters,
+    rules: Sequence[QuotaRule],
+    claim: Claim,
+    wanted_token_count: int,
+    least_token_count: int,
+) -> Claim:
     """Charge a new claim to all rules or to none, with as large a first slice of output tokens as
     fits.
 
@@ -207,7 +226,12 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
     is refused. Raises: QuotaExceeded naming every rule that the request exceeds, the first to reset
     in front.
     """
-    if charge_whole(counters, rules, money_scale(claim.prices), claim.input_token_count, wanted_token_count) is not None:
+    if (
+        charge_whole(
+            counters, rules, money_scale(claim.prices), claim.input_token_count, wanted_token_count
+        )
+        is not None
+    ):
         return claim.leasing(wanted_token_count)
     if counters.guessed:
         raise Unsure
@@ -221,13 +245,21 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
             continue
         if demand(rule, smallest) > room:
             (failing if rule.enforced else not_enforced).append(rule)
-        elif rule.enforced and (largest := smallest.most_output(rule, room)) is not None and largest < lease:
+        elif (
+            rule.enforced
+            and (largest := smallest.most_output(rule, room)) is not None
+            and largest < lease
+        ):
             lease = largest
     if failing:
         error = refusal(counters, failing, smallest)
         error.claim = claim._replace(leased_token_count=wanted_token_count)
         # No room is promised for credit: it does not come back with time.
-        met = (rule for rule in rules if rule.enforced and rule.dimension is not QuotaDimension.PREPAID_CREDIT_PICOS)
+        met = (
+            rule
+            for rule in rules
+            if rule.enforced and rule.dimension is not QuotaDimension.PREPAID_CREDIT_PICOS
+        )
         error.met = tuple((counters.state(rule), demand(rule, smallest)) for rule in met)
         raise error
     admitted = claim._replace(leased_token_count=lease)
@@ -244,7 +276,11 @@ def admit(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, wanted_t
 
 
 def charge_whole(
-    counters: Counters, rules: Iterable[QuotaRule], money: Scale, input_token_count: int, output_token_count: int
+    counters: Counters,
+    rules: Iterable[QuotaRule],
+    money: Scale,
+    input_token_count: int,
+    output_token_count: int,
 ) -> list[tuple[int, int]] | None:
     """Charge a new claim with its whole lease to all rules or to none: the common case of an
     admission.
@@ -261,7 +297,10 @@ def charge_whole(
         amount = 1
         if rule.counts_tokens:
             scale = rule.token_scale or money
-            amount = -(-(input_token_count * scale.dearest_input + output_token_count * scale.output) // scale.divisor)
+            amount = -(
+                -(input_token_count * scale.dearest_input + output_token_count * scale.output)
+                // scale.divisor
+            )
         if rule.limit_value is not None and amount > rule.limit_value - row.used - row.held:
             return None
         charges.append((rule, key, row, amount))
@@ -280,7 +319,11 @@ def charge_whole(
 
 
 def extend(
-    counters: Counters, rules: Sequence[QuotaRule], claim: Claim, delivered_token_count: int, wanted_token_count: int
+    counters: Counters,
+    rules: Sequence[QuotaRule],
+    claim: Claim,
+    delivered_token_count: int,
+    wanted_token_count: int,
 ) -> Claim:
     """Post the delivered tokens to the window they were charged to, and move the extended rest into
     the current window.
@@ -297,7 +340,10 @@ def extend(
     moves: list[tuple[CounterKey, CounterKey, int, int]] = []
     for rule in windowed:
         old, new = rule.key(claim.charged_at), rule.key(now)
-        held, used = claim.held(rule), claim.consumed(rule, claim.input_token_count, delivered_token_count)
+        held, used = (
+            claim.held(rule),
+            claim.consumed(rule, claim.input_token_count, delivered_token_count),
+        )
         moves.append((old, new, held, used))
         room = counters.remaining(rule)
         if counters.guessed:
@@ -317,15 +363,26 @@ def extend(
     extended = posted.leasing(lease)
     for rule, (old, new, held, used) in zip(windowed, moves, strict=True):
         if counters.guessed:
-            counters.limits[new] = rule.limit_value if rule.enforced and rule.limit_value is not None else NO_LIMIT
+            counters.limits[new] = (
+                rule.limit_value if rule.enforced and rule.limit_value is not None else NO_LIMIT
+            )
         counters.add(old, used=used, held=-held)
         counters.add(new, held=extended.held(rule))
     return extended
 
 
-def end(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, input_token_count: int, delivered_token_count: int) -> None:
+def end(
+    counters: Counters,
+    rules: Iterable[QuotaRule],
+    claim: Claim,
+    input_token_count: int,
+    delivered_token_count: int,
+) -> None:
     """Release the amount that the claim holds and add what it consumed to `used`."""
-    money, cached = money_scale(claim.prices), min(claim.cached_input_token_count, input_token_count)
+    money, cached = (
+        money_scale(claim.prices),
+        min(claim.cached_input_token_count, input_token_count),
+    )
     if not claim.posted_token_count:
         claimed = claim.input_token_count, claim.leased_token_count
         consumed = input_token_count - cached, cached, delivered_token_count
@@ -336,7 +393,11 @@ def end(counters: Counters, rules: Iterable[QuotaRule], claim: Claim, input_toke
         if rule.counts_tokens:
             scale = rule.token_scale or money
             used = claim.consumed_by(scale, input_token_count, delivered_token_count)
-            counters.add((rule.number, starts[rule.window]), used, -claim.charge(scale, claim.leased_token_count))
+            counters.add(
+                (rule.number, starts[rule.window]),
+                used,
+                -claim.charge(scale, claim.leased_token_count),
+            )
         elif not rule.is_used_at_once:
             counters.add((rule.number, starts[rule.window]), 0, -1)
 
@@ -360,7 +421,9 @@ def end_whole(
         if rule.counts_tokens:
             scale = rule.token_scale or money
             each, divisor = scale.output, scale.divisor
-            used = -(-(fresh * scale.input + cached * scale.cached_input + output * each) // divisor)
+            used = -(
+                -(fresh * scale.input + cached * scale.cached_input + output * each) // divisor
+            )
             held = -(-(sent * scale.dearest_input + lease * each) // divisor)
         elif rule.is_used_at_once:
             continue
@@ -390,7 +453,12 @@ def expire(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, billed:
 
 
 def give_back(
-    counters: Counters, rules: Iterable[QuotaRule], claim: Claim, charged: Tokens, billed: Tokens, consumed: Tokens
+    counters: Counters,
+    rules: Iterable[QuotaRule],
+    claim: Claim,
+    charged: Tokens,
+    billed: Tokens,
+    consumed: Tokens,
 ) -> None:
     """Correct `used` of an expired claim once its consumption is known.
 
@@ -409,9 +477,7 @@ def give_back(
 
 
 def void(counters: Counters, rules: Iterable[QuotaRule], claim: Claim) -> None:
-    """Undo the claim as if it had never been admitted, in every window to which it or its
-    extensions were charged.
-    """
+    """Undo the claim in every window that it or its extensions were charged to."""
     for rule in rules:
         if rule.kind is Kind.REQUESTS:
             counters.add(rule.key(claim.admitted_at), used=-1)
@@ -464,10 +530,17 @@ def refusal(counters: Counters, failing: Sequence[QuotaRule], claim: Claim) -> Q
     credit = QuotaDimension.PREPAID_CREDIT_PICOS
 
     def order(rule: QuotaRule) -> tuple[bool, datetime, str]:
-        return rule.dimension is not credit, window_end(rule.dimension, counters.now) or NO_WINDOW, str(rule.id)
+        return (
+            rule.dimension is not credit,
+            window_end(rule.dimension, counters.now) or NO_WINDOW,
+            str(rule.id),
+        )
 
     ordered = sorted(failing, key=order)
-    states, amounts = [counters.state(rule) for rule in ordered], [demand(rule, claim) for rule in ordered]
+    states, amounts = (
+        [counters.state(rule) for rule in ordered],
+        [demand(rule, claim) for rule in ordered],
+    )
     if ordered[0].dimension is credit:
         return InsufficientCredit(states, amounts, claim.prices.currency_code)
     return QuotaExceeded(states, amounts)

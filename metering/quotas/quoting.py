@@ -52,11 +52,13 @@ async def quote(
     tier: ServiceTier = ServiceTier.INTERACTIVE,
     embedding: bool = False,
 ) -> Quote:
-    """Return the quote of a request. `operations.Admit` describes the arguments. Raises:
-    PriceMissing.
-    """
+    """Return the quote of a request, described as in `Admit`. Raises: PriceMissing."""
     prices = await price_in_force(
-        session, model=model, currency_code=payer.currency_code, organization_id=payer.organization_id, tier=tier
+        session,
+        model=model,
+        currency_code=payer.currency_code,
+        organization_id=payer.organization_id,
+        tier=tier,
     )
     if embedding:
         prices = embedding_terms(prices)
@@ -68,30 +70,42 @@ async def quote(
         claim = Claim(prices, input_token_count, 0, 0, 0, now, now)
         rules = [state.rule for state in states]
         try:
-            quotas.admit(Counters(now, rows), rules, claim, first_slice_token_count, least_slice_token_count)
+            quotas.admit(
+                Counters(now, rows), rules, claim, first_slice_token_count, least_slice_token_count
+            )
         except QuotaExceeded as exceeded:
             refusal = exceeded
             # Independent of this process's promises to other clients: a quote does not reserve
             # room.
-            await Refusals().note(await raw_connection(session), now, [Refused(payer.organization_id, refusal)])
+            await Refusals().note(
+                await raw_connection(session), now, [Refused(payer.organization_id, refusal)]
+            )
     expected = 0 if embedding else await expected_output(session, payer, model)
     return Quote(prices, expected, tuple(states), refusal)
 
 
 async def expected_output(session: AsyncSession, payer: Payer, model: str) -> int | None:
-    """Return the mean output tokens of the project's latest requests to the model, rounded up; None
-    if there were none.
-    """
-    of_organization = select(UsageEvent).where(UsageEvent.organization_id == payer.organization_id, UsageEvent.part == 0)
-    recent = of_organization.order_by(UsageEvent.settled_at.desc()).limit(RECENT_EVENT_COUNT).subquery()
+    """Return the mean output tokens of the project's latest requests, or None."""
+    of_organization = select(UsageEvent).where(
+        UsageEvent.organization_id == payer.organization_id, UsageEvent.part == 0
+    )
+    recent = (
+        of_organization.order_by(UsageEvent.settled_at.desc()).limit(RECENT_EVENT_COUNT).subquery()
+    )
     of_project = (
         select(recent.c.delivered_token_count)
-        .where(recent.c.project_id == payer.project_id, recent.c.model == model, recent.c.embedding_token_count == 0)
+        .where(
+            recent.c.project_id == payer.project_id,
+            recent.c.model == model,
+            recent.c.embedding_token_count == 0,
+        )
         .order_by(recent.c.settled_at.desc())
         .limit(EXPECTED_FROM_COUNT)
         .subquery()
     )
-    mean: int | None = await session.scalar(select(func.ceil(func.avg(of_project.c.delivered_token_count)).cast(Integer)))
+    mean: int | None = await session.scalar(
+        select(func.ceil(func.avg(of_project.c.delivered_token_count)).cast(Integer))
+    )
     return mean
 
 

@@ -20,8 +20,8 @@ from metering.core.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_rules import Claim, QuotaRule
 from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.retry_hints import (
-    NOBODY,
     PROMISE_COUNT_MAX,
+    UNKNOWN_KEY,
     Asker,
     Forecast,
     History,
@@ -45,17 +45,25 @@ HISTORY_COUNT = 64  # requests: enough for a 95th percentile
 
 # Live holds of these quotas, the oldest first.
 SELECT_RUNNING = """
-SELECT q.quota_id, h.owner_id, extract(epoch FROM now() - h.admitted_at)::float8, h.input_token_count, h.cached_input_token_count,
-       h.leased_token_count, h.posted_token_count, h.admitted_at, h.charged_at
-FROM unnest(%s::uuid[]) AS q(quota_id) JOIN holds h ON h.state = 'held' AND q.quota_id = ANY(h.quota_ids)
-ORDER BY h.admitted_at LIMIT %s
+SELECT q.quota_id, h.process_id, extract(epoch FROM now() - h.admitted_at)::float8,
+       h.input_token_count, h.cached_input_token_count, h.leased_token_count,
+       h.posted_token_count, h.admitted_at, h.charged_at
+FROM unnest(%s::uuid[]) AS q(quota_id)
+JOIN holds h ON h.state = 'held' AND q.quota_id = ANY(h.quota_ids)
+ORDER BY h.admitted_at
+LIMIT %s
 """
 
 SELECT_HISTORY = """
 SELECT o.id, extract(epoch FROM e.settled_at - e.admitted_at)::float8, e.delivered_token_count
-FROM unnest(%s::uuid[]) AS o(id), LATERAL (
-    SELECT settled_at, admitted_at, delivered_token_count FROM usage_events
-    WHERE organization_id = o.id AND part = 0 AND NOT recovered ORDER BY settled_at DESC LIMIT %s) e
+FROM unnest(%s::uuid[]) AS o(id),
+LATERAL (
+    SELECT settled_at, admitted_at, delivered_token_count
+    FROM usage_events
+    WHERE organization_id = o.id AND part = 0 AND NOT recovered
+    ORDER BY settled_at DESC
+    LIMIT %s
+) e
 """
 
 
@@ -68,13 +76,11 @@ class Refused(NamedTuple):
     organization_id: uuid.UUID
     error: QuotaExceeded
     request: RequestKey | None = None  # None: no promise is remembered for it
-    api_key_id: uuid.UUID = NOBODY
+    api_key_id: uuid.UUID = UNKNOWN_KEY
 
 
-class Told(NamedTuple):
-    """Time at which a request was told to retry, on the database's clock in seconds, and the quotas
-    that refused it.
-    """
+class PromisedRetry(NamedTuple):
+    """Time of a promised retry in seconds, and the quotas that refused the request."""
 
     at_s: float
     quota_ids: frozenset[uuid.UUID]
@@ -86,7 +92,7 @@ class Refusals:
     def __init__(self) -> None:
         self._counts: Counter[tuple[QuotaDimension, QuotaSubject]] = Counter()
         self._forecasts: dict[uuid.UUID, Forecast] = {}
-        self._told: dict[RequestKey, Told] = {}  # the latest last
+        self._promised: dict[RequestKey, PromisedRetry] = {}  # the latest last
         self._keeping = PromiseKeeping()
 
     @property
@@ -97,15 +103,19 @@ class Refusals:
     @property
     def awaits_returns(self) -> bool:
         """True if any request has a retry hint outstanding."""
-        return bool(self._told)
+        return bool(self._promised)
 
     async def note(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
         """Count the refusals of one batch and set the retry hint of each.
 
         Never raises: the batch is committed, and its responses must be sent.
         """
-        self._counts.update((each.error.failing[0].dimension, each.error.failing[0].subject) for each in refused)
-        waiting = [each for each in refused if each.error.retry_helps and each.error.claim is not None]
+        self._counts.update(
+            (each.error.failing[0].dimension, each.error.failing[0].subject) for each in refused
+        )
+        waiting = [
+            each for each in refused if each.error.retry_helps and each.error.claim is not None
+        ]
         try:
             await self._refresh(connection, now, waiting)
             for each in waiting:
@@ -116,41 +126,41 @@ class Refusals:
             log.exception("retry_hints_failed")
 
     def _tell(self, refused: Refused, now: datetime) -> None:
-        """Promise room, but to a request only once: a request that retries too early gets the same
-        time again.
-        """
+        """Promise room once per request; an early retry gets the same time again."""
         error, request, now_s = refused.error, refused.request, now.timestamp()
         quota_ids = frozenset(state.quota_id for state in error.failing)
-        told = self._told.pop(request, None) if request is not None else None
+        promised = self._promised.pop(request, None) if request is not None else None
         if request is not None:
             self._keeping.returned(request, now_s)
-        if told is None or told.at_s <= now_s or told.quota_ids != quota_ids:
+        if promised is None or promised.at_s <= now_s or promised.quota_ids != quota_ids:
             asker = Asker(refused.organization_id, refused.api_key_id)
             may = request is None or self._keeping.may_have_one_more(asker, now_s)
             self.promise(error, now, refused.api_key_id if may else None)
-            told = Told(now_s + error.retry_after_s, quota_ids)
+            promised = PromisedRetry(now_s + error.retry_after_s, quota_ids)
             if may and request is not None and error.retry_helps:
-                self._keeping.made(request, asker, now_s, told.at_s)
-        error.hint_s = told.at_s - now_s
+                self._keeping.made(request, asker, now_s, promised.at_s)
+        error.hint_s = promised.at_s - now_s
         if request is not None and error.retry_helps:
-            self._told[request] = told
-            if len(self._told) > PROMISE_COUNT_MAX:
-                del self._told[next(iter(self._told))]
+            self._promised[request] = promised
+            if len(self._promised) > PROMISE_COUNT_MAX:
+                del self._promised[next(iter(self._promised))]
 
-    def let_in(self, request: RequestKey) -> None:
+    def on_admitted(self, request: RequestKey) -> None:
         """Record that a request was admitted, which keeps the promise made to it."""
-        if self._told.pop(request, None) is not None:
+        if self._promised.pop(request, None) is not None:
             self._keeping.returned(request, math.inf)
 
-    def promise(self, error: QuotaExceeded, now: datetime, api_key_id: uuid.UUID | None = NOBODY) -> None:
+    def promise(
+        self, error: QuotaExceeded, now: datetime, api_key_id: uuid.UUID | None = UNKNOWN_KEY
+    ) -> None:
         """Set the hint of one refusal: the time at which all its quotas will have room, by the
         present forecasts.
 
         api_key_id: see `retry_hints.promise`.
         """
         assert error.claim is not None
-        wanted = [(self._forecasts[state.quota_id], state, asked) for state, asked in error.met]
-        error.hint_s = promise(wanted, error.claim, now.timestamp(), api_key_id)
+        forecasts = [(self._forecasts[state.quota_id], state, asked) for state, asked in error.met]
+        error.hint_s = promise(forecasts, error.claim, now.timestamp(), api_key_id)
 
     def learn(
         self,
@@ -167,38 +177,63 @@ class Refusals:
         promises.
         """
         known = self._forecasts.get(rule.id)
-        promises = [each for each in known.promises if not self._keeping.is_doubted(each[2])] if known is not None else []
+        promises = (
+            [each for each in known.promises if not self._keeping.is_doubted(each[2])]
+            if known is not None
+            else []
+        )
         processes = max(process_count, known.process_count if known is not None else 1)
-        self._forecasts[rule.id] = Forecast(rule, now.timestamp(), history, processes, running, promises)
+        self._forecasts[rule.id] = Forecast(
+            rule, now.timestamp(), history, processes, running, promises
+        )
 
-    async def _refresh(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
+    async def _refresh(
+        self, connection: Connection, now: datetime, refused: Sequence[Refused]
+    ) -> None:
         """Refresh the forecasts of the refusing quotas that are older than `REFRESH_S`."""
         stale: dict[uuid.UUID, tuple[QuotaRule, Claim, uuid.UUID]] = {}
         for organization_id, error, *_ in refused:
             for state, _ in error.met:
                 known = self._forecasts.get(state.quota_id)
-                age_s = now.timestamp() - known.at_s if known is not None and known.rule is state.rule else REFRESH_S
+                age_s = (
+                    now.timestamp() - known.at_s
+                    if known is not None and known.rule is state.rule
+                    else REFRESH_S
+                )
                 if age_s >= REFRESH_S and error.claim is not None:
                     stale[state.quota_id] = (state.rule, error.claim, organization_id)
         if not stale:
             return
         if len(self._forecasts) > FORECAST_COUNT_MAX:
             self._forecasts.clear()
-        histories = await read_histories(connection, {organization_id for _, _, organization_id in stale.values()})
+        histories = await read_histories(
+            connection, {organization_id for _, _, organization_id in stale.values()}
+        )
         running: defaultdict[uuid.UUID, list[RunningRequest]] = defaultdict(list)
         owners: defaultdict[uuid.UUID, set[uuid.UUID]] = defaultdict(set)
         cursor = await connection.execute(SELECT_RUNNING, (list(stale), RUNNING_COUNT_MAX))
-        for quota_id, owner_id, age_s, *amounts, admitted_at, charged_at in await cursor.fetchall():
+        for (
+            quota_id,
+            process_id,
+            age_s,
+            *amounts,
+            admitted_at,
+            charged_at,
+        ) in await cursor.fetchall():
             sent, cached, leased, posted = amounts
-            claim = Claim(stale[quota_id][1].prices, sent, cached, leased, posted, admitted_at, charged_at)
+            claim = Claim(
+                stale[quota_id][1].prices, sent, cached, leased, posted, admitted_at, charged_at
+            )
             running[quota_id].append(RunningRequest(claim, age_s))
-            owners[quota_id].add(owner_id)
+            owners[quota_id].add(process_id)
         for quota_id, (rule, _, organization_id) in stale.items():
             history = histories.get(organization_id, History())
             self.learn(rule, now, history, len(owners[quota_id]), running[quota_id])
 
 
-async def read_histories(connection: Connection, organization_ids: Collection[uuid.UUID]) -> dict[uuid.UUID, History]:
+async def read_histories(
+    connection: Connection, organization_ids: Collection[uuid.UUID]
+) -> dict[uuid.UUID, History]:
     """Return durations and outputs of the latest requests, by organization."""
     cursor = await connection.execute(SELECT_HISTORY, (list(organization_ids), HISTORY_COUNT))
     durations: defaultdict[uuid.UUID, list[float]] = defaultdict(list)

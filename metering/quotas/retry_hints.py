@@ -21,7 +21,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import NamedTuple, TypeVar
 
-from metering.quotas.quota_rules import Claim, Kind, QuotaRule, QuotaState, Unit, window_end, window_start
+from metering.quotas.quota_rules import (
+    Claim,
+    Kind,
+    QuotaRule,
+    QuotaState,
+    Unit,
+    window_end,
+    window_start,
+)
 
 # Outstanding promises of one key that keeps them: many clients behind one key are not an attack.
 KEY_PROMISES_MAX = 500
@@ -80,9 +88,7 @@ class PromiseKeeping:
         return within and self._by_key[asker.api_key_id] < maximum
 
     def is_doubted(self, api_key_id: uuid.UUID) -> bool:
-        """Return whether this key's requests mostly do not return, so that promises to them delay
-        no other client.
-        """
+        """Return whether this key's requests mostly do not return after a promise."""
         record = self._records.get(api_key_id)
         return record is not None and record.is_doubted
 
@@ -92,14 +98,14 @@ class PromiseKeeping:
         self._outstanding[request] = (at_s, asker)
         self._by_key[asker.api_key_id] += 1
         self._by_organization[asker.organization_id] += 1
-        heapq.heappush(self._due, (at_s + max(GRACE_S_MIN, GRACE_SHARE * (at_s - now_s)), at_s, request))
+        heapq.heappush(
+            self._due, (at_s + max(GRACE_S_MIN, GRACE_SHARE * (at_s - now_s)), at_s, request)
+        )
         if len(self._due) > 2 * len(self._outstanding) + REMEMBERED_MAX:
             self._drop_past()
 
     def returned(self, request: RequestKey, now_s: float) -> None:
-        """Record that a request was retried or admitted. A retry before the promised time does not
-        keep the promise.
-        """
+        """Record that a request was retried or admitted; an early retry keeps no promise."""
         at_s, asker = self._outstanding.get(request, (None, None))
         if at_s is not None and asker is not None and now_s >= at_s:
             self._forget(request)
@@ -114,9 +120,7 @@ class PromiseKeeping:
                 self._count(outstanding[1].api_key_id, kept=False)
 
     def _drop_past(self) -> None:
-        """Drop due times of promises that were kept or renewed, which could otherwise stay for up
-        to a month.
-        """
+        """Drop due times of kept or renewed promises, which could stay for a month."""
         due: dict[RequestKey, tuple[float, float, RequestKey]] = {}
         for each in sorted(self._due):
             outstanding = self._outstanding.get(each[2])
@@ -137,7 +141,10 @@ class PromiseKeeping:
     def _forget(self, request: RequestKey) -> None:
         outstanding = self._outstanding.pop(request, None)
         if outstanding is not None:
-            for counts, key in ((self._by_key, outstanding[1].api_key_id), (self._by_organization, outstanding[1].organization_id)):
+            for counts, key in (
+                (self._by_key, outstanding[1].api_key_id),
+                (self._by_organization, outstanding[1].organization_id),
+            ):
                 counts[key] -= 1
                 if not counts[key]:
                     del counts[key]
@@ -171,7 +178,7 @@ WINDOW_COUNT_MAX = 1000  # promises reach no further; later requests are given t
 
 ROUND_COUNT_MAX = 50  # iterations in search of a time that suits all quotas
 
-NOBODY = uuid.UUID(int=0)  # key of a promise whose holder does not matter
+UNKNOWN_KEY = uuid.UUID(int=0)  # key of a promise whose holder does not matter
 
 # Of one quota: beyond it none is recorded, and hints repeat the last one.
 PROMISE_COUNT_MAX = 10_000
@@ -196,9 +203,7 @@ class History:
         self.output_token_count = late(sorted(outputs)) if outputs else None
 
     def left_s(self, age_s: float) -> float:
-        """Return the remaining seconds of a request of this age that few exceed, by the requests
-        that reached this age.
-        """
+        """Return the remaining seconds that few requests of this age exceed."""
         older = self.durations_s[bisect.bisect_right(self.durations_s, age_s) :]
         # Older than all known requests: assume that it runs half as long again.
         return late(older) - age_s if older else max(self.mean_s - age_s, age_s / 2)
@@ -238,9 +243,7 @@ class Forecast:
     _remaining: int | None = None  # in the current window, when the forecast was made
 
     def __post_init__(self) -> None:
-        """Compute the capacity that becomes free, less the promises to clients that have not
-        returned yet.
-        """
+        """Compute the capacity that becomes free, less what is promised already."""
         self.promises = sorted(promise for promise in self.promises if promise[0] > self.at_s)
         if self.rule.kind is Kind.CONCURRENCY:
             ends = sorted(self.at_s + self.history.mean_left_s(each.age_s) for each in self.running)
@@ -250,7 +253,10 @@ class Forecast:
             self._places = [self.at_s] * min(limit - len(ends), PROMISE_COUNT_MAX) + ends
         else:
             total = 0
-            released = ((self.at_s + self.history.left_s(each.age_s), self._comes_back(each.claim)) for each in self.running)
+            released = (
+                (self.at_s + self.history.left_s(each.age_s), self._comes_back(each.claim))
+                for each in self.running
+            )
             for at, amount in sorted(released):
                 total += amount
                 self._releases.append((at, total))
@@ -275,16 +281,14 @@ class Forecast:
         # An override may end before there is room.
         return math.inf if limit is None or asked > limit else at
 
-    def promise(self, at_s: float, amount: int, api_key_id: uuid.UUID = NOBODY) -> None:
+    def promise(self, at_s: float, amount: int, api_key_id: uuid.UUID = UNKNOWN_KEY) -> None:
         """Record that a client was told to retry at `at_s`."""
         if len(self.promises) < PROMISE_COUNT_MAX:
             bisect.insort(self.promises, (at_s, amount, api_key_id))
             self._lay_aside(at_s, amount)
 
     def amount(self, claim: Claim, asked: int) -> int:
-        """Return the expected amount of a request: its first slice or the usual output, at least
-        the amount it asks for.
-        """
+        """Return the expected amount of a request, at least the amount it asks for."""
         if self.rule.kind is Kind.CONCURRENCY or self.rule.kind is Kind.REQUESTS:
             return asked
         output = max(self.history.output_token_count or 0, claim.leased_token_count)
@@ -313,11 +317,14 @@ class Forecast:
         return self._apart(max(left + self._margin_s, from_s)) if left > self.at_s else from_s
 
     def _apart(self, at_s: float) -> float:
-        """Return the first time from `at_s` on with a distance to every promise: simultaneous
-        retries would need all places.
-        """
-        gap_s = APART_SHARE * (self.history.mean_s + self._margin_s) * self.process_count / (self.rule.limit_value or 1)
-        index = bisect.bisect_right(self.promises, (at_s - gap_s, 0, NOBODY))
+        """Return the first time from `at_s` on that is not too close to another promise."""
+        gap_s = (
+            APART_SHARE
+            * (self.history.mean_s + self._margin_s)
+            * self.process_count
+            / (self.rule.limit_value or 1)
+        )
+        index = bisect.bisect_right(self.promises, (at_s - gap_s, 0, UNKNOWN_KEY))
         while index < len(self.promises) and self.promises[index][0] < at_s + gap_s:
             at_s = max(at_s, self.promises[index][0] + gap_s)
             index += 1
@@ -325,33 +332,43 @@ class Forecast:
 
     @property
     def _margin_s(self) -> float:
-        """Seconds added to the expected end of a place; fewer with more places, whose delays
-        average out.
-        """
-        return LATE_DEVIATIONS * self.history.deviation_s * math.sqrt(self.process_count / (self.rule.limit_value or 1))
+        """Return the margin in seconds on the end of a place; many places average out."""
+        return (
+            LATE_DEVIATIONS
+            * self.history.deviation_s
+            * math.sqrt(self.process_count / (self.rule.limit_value or 1))
+        )
 
     def _room(self, state: QuotaState, asked: int, amount: int, from_s: float) -> float:
-        """Return when a window has room: the current one, through releases of running requests, or
-        the first later one.
-        """
+        """Return when a window has room: the current one, or the first later one."""
         start = self._start(from_s)
         carried = 0
         if start == self._start(self.at_s):
             end_s = self._end(start)
             # Amounts released since the forecast was made are in its releases.
-            self._remaining = state.remaining if self._remaining is None else min(self._remaining, state.remaining)
+            self._remaining = (
+                state.remaining
+                if self._remaining is None
+                else min(self._remaining, state.remaining)
+            )
             needed = amount - self._remaining + self._promised[start] * self.process_count
             if needed <= 0 and asked <= state.remaining:
                 return from_s
-            index = bisect.bisect_left(self._releases, EARLY_FACTOR * needed, key=lambda release: release[1])
+            index = bisect.bisect_left(
+                self._releases, EARLY_FACTOR * needed, key=lambda release: release[1]
+            )
             if index < len(self._releases) and max(self._releases[index][0], from_s) < end_s:
                 return max(self._releases[index][0], from_s)
             start = datetime.fromtimestamp(end_s, UTC)
-            carried = sum(each.claim.held(self.rule) for each in self.running if self._outlives(each, end_s))
+            carried = sum(
+                each.claim.held(self.rule) for each in self.running if self._outlives(each, end_s)
+            )
         # Clients told to retry tomorrow or next month get the first such window: promises do not
         # last that long.
         for _ in range(WINDOW_COUNT_MAX if self.rule.unit is Unit.MINUTE else 0):
-            room = ((self.rule.limit_at(start) or 0) - carried) // self.process_count - self._promised[start]
+            room = (
+                (self.rule.limit_at(start) or 0) - carried
+            ) // self.process_count - self._promised[start]
             if amount <= room or (not self._promised[start] and asked <= room):
                 break
             start, carried = datetime.fromtimestamp(self._end(start), UTC), 0
@@ -363,13 +380,14 @@ class Forecast:
         return self.at_s + self.history.left_s(running.age_s) > at_s
 
     def _comes_back(self, claim: Claim) -> int:
-        """Return the amount that a running request is expected to release at its end, by the usual
-        output.
-        """
+        """Return the amount that a running request probably releases at its end."""
         output = self.history.output_token_count
         if output is None:
             return 0
-        likely = min(max(output, claim.posted_token_count - claim.input_token_count), claim.leased_token_count)
+        likely = min(
+            max(output, claim.posted_token_count - claim.input_token_count),
+            claim.leased_token_count,
+        )
         return claim.held(self.rule) - claim.consumed(self.rule, claim.input_token_count, likely)
 
     def _start(self, at_s: float) -> datetime:
@@ -382,17 +400,20 @@ class Forecast:
 
 
 def promise(
-    wanted: Sequence[tuple[Forecast, QuotaState, int]], claim: Claim, now_s: float, api_key_id: uuid.UUID | None = NOBODY
+    demands: Sequence[tuple[Forecast, QuotaState, int]],
+    claim: Claim,
+    now_s: float,
+    api_key_id: uuid.UUID | None = UNKNOWN_KEY,
 ) -> float:
     """Promise room for a claim and return the seconds until all quotas have it; infinite if never,
     and never 0.
 
-    wanted: each enforced quota that applies, and the minimum amount requested of it. claim: with
+    demands: each enforced quota that applies, and the minimum amount requested of it. claim: with
     its requested lease. api_key_id: key that the room is promised to; None reserves nothing, so
     that the next request gets the same time.
     """
     at = now_s + HINT_S_MIN
-    needs = [(plan, state, asked, plan.amount(claim, asked)) for plan, state, asked in wanted]
+    needs = [(plan, state, asked, plan.amount(claim, asked)) for plan, state, asked in demands]
     for _ in range(ROUND_COUNT_MAX):
         suits = max(plan.earliest(state, asked, amount, at) for plan, state, asked, amount in needs)
         if suits == math.inf or suits <= at:
@@ -401,5 +422,5 @@ def promise(
     if suits == math.inf:
         return math.inf
     for plan, _, _, amount in needs if api_key_id is not None else ():
-        plan.promise(at, amount, api_key_id or NOBODY)
+        plan.promise(at, amount, api_key_id or UNKNOWN_KEY)
     return at - now_s

@@ -2,9 +2,9 @@
 the store gate.
 
 The gate tracks whether PostgreSQL is available. During an outage it permits one attempt at a time,
-after growing pauses with jitter; all other calls raise `StoreAway` at once. An outage thus costs a
-process a few attempts per second however many clients there are, and processes that lost the
-database together do not reconnect together.
+after growing pauses with jitter; all other calls raise `DatabaseUnavailable` at once. An outage
+thus costs a process a few attempts per second however many clients there are, and processes that
+lost the database together do not reconnect together.
 
 A bounded connection limits the wait for each answer. The server's own limits do not help if it is
 frozen or the network drops packets, and cancelling a call makes psycopg ask that same server to
@@ -32,52 +32,61 @@ from sqlalchemy import URL, event, make_url, text
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import (
+    AsyncEngine,
+    AsyncSession,
+    async_sessionmaker,
+    create_async_engine,
+)
 from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
 
 from common.backoff import Backoff
-from metering.core.errors import StoreAway
+from metering.core.errors import DatabaseUnavailable
 
-BACKOFF_LEAST_S = 0.05  # maximum delay in noticing that a restarted database is back
-BACKOFF_MOST_S = 2.0  # maximum pause, before jitter of up to half as much again
+BACKOFF_MIN_S = 0.05  # maximum delay in noticing that a restarted database is back
+BACKOFF_MAX_S = 2.0  # maximum pause, before jitter of up to half as much again
 CONNECT_TIMEOUT_S = 5  # a local network answers within milliseconds
 
 
 class StoreGate:
     """Circuit breaker of the database connection. Not thread-safe: used by one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, jitter: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
         """clock: in seconds. jitter: returns a random number from 0 to 1."""
         self._clock = clock
         self._jitter = jitter
         self.away_since: float | None = None  # None while the database answers
-        self._backoff = Backoff(BACKOFF_LEAST_S, BACKOFF_MOST_S)
+        self._backoff = Backoff(BACKOFF_MIN_S, BACKOFF_MAX_S)
         self._next_attempt_at = -math.inf
         self._attempting = False
 
     @property
     def away_s(self) -> float | None:
-        """Seconds since the first failure of the present outage; None while the database answers."""
+        """Seconds since the start of the present outage; None while the database answers."""
         return None if self.away_since is None else self._clock() - self.away_since
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next attempt is permitted, at least `BACKOFF_LEAST_S`."""
-        return max(self._next_attempt_at - self._clock(), BACKOFF_LEAST_S)
+        """Seconds until the next attempt is permitted, at least `BACKOFF_MIN_S`."""
+        return max(self._next_attempt_at - self._clock(), BACKOFF_MIN_S)
 
-    def refusal(self) -> StoreAway | None:
-        """Return the error for callers while the database is away and no attempt is due; None if
-        they may call it.
-        """
-        if self.away_since is not None and (self._attempting or self._clock() < self._next_attempt_at):
-            return StoreAway("the database does not answer", retry_after_s=max(self.pause_s, 1.0))
+    def refusal(self) -> DatabaseUnavailable | None:
+        """Return the error while the database is away and no attempt is due; else None."""
+        if self.away_since is not None and (
+            self._attempting or self._clock() < self._next_attempt_at
+        ):
+            return DatabaseUnavailable(
+                "the database does not answer", retry_after_s=max(self.pause_s, 1.0)
+            )
         return None
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Connect within the context, whose error counts as a failure. Raises: `refusal`, without
-        trying.
-        """
+        """Connect within the block, whose errors count as failures. Raises: `refusal`."""
         if (refusal := self.refusal()) is not None:
             raise refusal
         if self.away_since is None:  # concurrent attempts are bounded by the pools
@@ -121,7 +130,10 @@ KEEPALIVES: dict[str, Any] = {  # detect a silent peer within half a minute; ign
 
 # Any other configured value waits at least for the server's own disk, and some for standbys: they
 # are kept.
-COMMIT_DURABLY = "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
+COMMIT_DURABLY = """
+SELECT set_config('synchronous_commit', 'on', false)
+WHERE current_setting('synchronous_commit') = 'off'
+"""
 
 _patience_s: ContextVar[float] = ContextVar("patience_s", default=ANSWER_TIMEOUT_S)
 
@@ -163,9 +175,7 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
         return connection
 
     async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
-        """Implement psycopg's `wait`, through which every exchange with the server goes, with a
-        time limit.
-        """
+        """Implement psycopg's `wait` for all exchanges with the server, with a time limit."""
         timer = asyncio.get_running_loop().call_later(_patience_s.get(), self.abort)
         try:
             return await super().wait(gen, *args, **kwargs)
@@ -174,7 +184,10 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
 
     def abort(self) -> None:
         """Shut the socket down, which wakes its reader. Does nothing on a closed connection."""
-        with suppress(psycopg.OperationalError, OSError), socket.socket(fileno=os.dup(self.fileno())) as twin:
+        with (
+            suppress(psycopg.OperationalError, OSError),
+            socket.socket(fileno=os.dup(self.fileno())) as twin,
+        ):
             twin.shutdown(socket.SHUT_RDWR)
 
 
@@ -203,14 +216,20 @@ def sqlalchemy_url(database_url: str) -> URL:
 
 
 def psycopg_conninfo(database_url: str) -> str:
-    return sqlalchemy_url(database_url).set(drivername="postgresql").render_as_string(hide_password=False)
+    return (
+        sqlalchemy_url(database_url)
+        .set(drivername="postgresql")
+        .render_as_string(hide_password=False)
+    )
 
 
-def create_engine(database_url: str, *, pool_size: int = POOL_SIZE, gate: StoreGate | None = None) -> AsyncEngine:
+def create_engine(
+    database_url: str, *, pool_size: int = POOL_SIZE, gate: StoreGate | None = None
+) -> AsyncEngine:
     """Return an asyncio engine with bounded pool and statement timeout. The caller disposes of it.
 
-    Its sessions raise StoreAway if the database is away or does not answer in time. gate: shared by
-    all connections of this process to the same database; a new one if None.
+    Its sessions raise DatabaseUnavailable if the database is away or does not answer in time. gate:
+    shared by all connections of this process to the same database; a new one if None.
     """
     gate = gate or StoreGate()
     engine = create_async_engine(
@@ -222,7 +241,7 @@ def create_engine(database_url: str, *, pool_size: int = POOL_SIZE, gate: StoreG
         pool_pre_ping=True,
         connect_args={"options": connection_options(), "async_creator_fn": gated_connect(gate)},
     )
-    event.listen(engine.sync_engine, "handle_error", raise_store_away)
+    event.listen(engine.sync_engine, "handle_error", raise_database_unavailable)
     return engine
 
 
@@ -230,9 +249,7 @@ def gated_pool(gate: StoreGate) -> type[AsyncAdaptedQueuePool]:
     """Return a pool class that hands out no connection while the database is known to be away."""
 
     class GatedPool(AsyncAdaptedQueuePool):
-        """Pool that raises StoreAway during an outage, or if every connection stays busy for too
-        long.
-        """
+        """Pool that raises DatabaseUnavailable in an outage, or if its connections stay busy."""
 
         def _do_get(self) -> ConnectionPoolEntry:
             if gate.away_since is not None and (refusal := gate.refusal()) is not None:
@@ -240,7 +257,9 @@ def gated_pool(gate: StoreGate) -> type[AsyncAdaptedQueuePool]:
             try:
                 return super()._do_get()
             except PoolTimeout as busy:
-                raise StoreAway("the database is too slow: all connections to it are busy") from busy
+                raise DatabaseUnavailable(
+                    "the database is too slow: all connections to it are busy"
+                ) from busy
 
     return GatedPool
 
@@ -258,12 +277,12 @@ def gated_connect(gate: StoreGate) -> Callable[..., Awaitable[BoundedConnection]
     return connect
 
 
-def raise_store_away(context: ExceptionContext) -> None:
-    """Convert an outage to StoreAway, without the statement and its values."""
+def raise_database_unavailable(context: ExceptionContext) -> None:
+    """Convert an outage to DatabaseUnavailable, without the statement and its values."""
     if context.is_pre_ping:
         return  # the pool's own test of a connection: it replaces a dead one
     if isinstance(context.original_exception, AWAY):
-        raise StoreAway("the database does not answer") from context.original_exception
+        raise DatabaseUnavailable("the database does not answer") from context.original_exception
 
 
 def connection_options(extra: Sequence[str] = ()) -> str:
@@ -284,39 +303,43 @@ def create_sessions(engine: AsyncEngine) -> Sessions:
 
 
 def create_lookups(engine: AsyncEngine) -> Sessions:
-    """Return a factory of autocommit sessions for single queries, which saves two round trips each."""
+    """Return a factory of autocommit sessions, which save two round trips per query."""
     return create_sessions(engine.execution_options(isolation_level="AUTOCOMMIT"))
 
 
 async def undurable_settings(sessions: Sessions) -> list[str]:
-    """Return the server's settings that risk the loss or corruption of commits in a machine crash."""
+    """Return the server's settings that risk lost or corrupt commits after a machine crash."""
     async with sessions() as session:
         rows = await session.execute(
-            text("SELECT name FROM pg_settings WHERE name IN ('fsync', 'full_page_writes') AND setting = 'off'")
+            text("""
+                SELECT name
+                FROM pg_settings
+                WHERE name IN ('fsync', 'full_page_writes') AND setting = 'off'
+            """)
         )
         return sorted(rows.scalars())
 
 
 @contextlib.asynccontextmanager
 async def lock_holder(sessions: Sessions) -> AsyncIterator[AsyncSession]:
-    """Yield a session outside any transaction for advisory locks, released at the end or if the
-    connection is lost.
-    """
+    """Yield a session outside transactions, which holds advisory locks until its end."""
     async with sessions() as session:
         await session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
         try:
             yield session
         finally:
             # Lost connection: the server releases its locks.
-            with contextlib.suppress(StoreAway, PendingRollbackError):
+            with contextlib.suppress(DatabaseUnavailable, PendingRollbackError):
                 await session.execute(text("SELECT pg_advisory_unlock_all()"))
 
 
 async def try_lock(locks: AsyncSession, name: str) -> bool:
-    """Take an advisory lock by name on the session of `lock_holder`; return False if another
-    session has it.
-    """
-    return bool(await locks.scalar(text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))"), {"name": name}))
+    """Take an advisory lock by name; return False if another session has it."""
+    return bool(
+        await locks.scalar(
+            text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))"), {"name": name}
+        )
+    )
 
 
 async def database_now(session: AsyncSession) -> datetime:

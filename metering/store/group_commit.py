@@ -48,9 +48,7 @@ class Entry(msgspec.Struct, Generic[Op], eq=False):
     is_abandoned: bool = False
 
     def abandon(self) -> None:
-        """Discard the answer: `done` is not called, and the operation's result is released.
-        Idempotent.
-        """
+        """Discard the answer: `done` is not called, and the result is released."""
         self.done = None
         self.is_abandoned = True
 
@@ -78,9 +76,7 @@ class GroupCommitStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Maximum wait for an answer in seconds, and the error returned then. The late answer is
-    orphaned.
-    """
+    """Maximum wait for an answer in seconds, and the error returned then."""
 
     wait_s: float
     error: Callable[[], Exception]
@@ -90,9 +86,7 @@ class Pending(Protocol):
     """An operation whose answer is pending."""
 
     def abandon(self) -> None:
-        """Discard the answer: `done` is not called, and the operation's result is released.
-        Idempotent.
-        """
+        """Discard the answer: `done` is not called, and the result is released."""
 
 
 class GroupCommit(Generic[Op, Result]):
@@ -164,7 +158,11 @@ class GroupCommit(Generic[Op, Result]):
     def again(self, entry: Entry[Op]) -> None:
         """Queue an operation, new or put off."""
         refusal = self._closed or self._refused()
-        if refusal is None and len(self._queue) >= self._waiting_count_max and self._droppable(entry.op):
+        if (
+            refusal is None
+            and len(self._queue) >= self._waiting_count_max
+            and self._droppable(entry.op)
+        ):
             refusal = self._overflow()
         if refusal is not None:
             self._answer([entry], [refusal])
@@ -174,12 +172,12 @@ class GroupCommit(Generic[Op, Result]):
             self._arrived.set_result(None)
         if self._patience is not None and self._overdue_check is None:
             loop = asyncio.get_running_loop()
-            self._overdue_check = loop.call_later(self._patience.wait_s, self._answer_overdue, self._patience)
+            self._overdue_check = loop.call_later(
+                self._patience.wait_s, self._answer_overdue, self._patience
+            )
 
     async def submit(self, op: Op) -> Result:
-        """Run one operation in the next batch and return its answer. Raises: the errors that
-        `begin` delivers.
-        """
+        """Run one operation in the next batch; return its answer or raise its error."""
         result: Result = await awaited(partial(self.begin, op), partial(self._orphaned, op))
         return result
 
@@ -207,7 +205,9 @@ class GroupCommit(Generic[Op, Result]):
             if entry.done is None:
                 continue
             if entry.since > latest:
-                self._overdue_check = loop.call_at(entry.since + patience.wait_s, self._answer_overdue, patience)
+                self._overdue_check = loop.call_at(
+                    entry.since + patience.wait_s, self._answer_overdue, patience
+                )
                 break
             overdue.append(entry)
             entry.is_abandoned = True  # a later result is orphaned
@@ -217,9 +217,7 @@ class GroupCommit(Generic[Op, Result]):
                 self._tell([(entry, patience.error())])
 
     def _drop_abandoned(self) -> None:
-        """Remove skippable operations from the front of the queue, up to the first one with a
-        caller.
-        """
+        """Remove skippable operations before the first one with a caller."""
         queue = self._queue
         kept: list[Entry[Op]] = []
         while queue and (queue[0].done is None or queue[0].is_abandoned):
@@ -278,7 +276,11 @@ class GroupCommit(Generic[Op, Result]):
     def _take(self) -> list[Entry[Op]]:
         """Return the next batch, without abandoned operations."""
         self._note_peak()
-        size_max = self._batch_size_max if self._fair_share is None else min(self._batch_size_max, self._fair_share())
+        size_max = (
+            self._batch_size_max
+            if self._fair_share is None
+            else min(self._batch_size_max, self._fair_share())
+        )
         queue = self._queue
         batch: list[Entry[Op]] = []
         while queue and len(batch) < size_max:
@@ -295,7 +297,9 @@ class GroupCommit(Generic[Op, Result]):
         """Deliver answers without a caller at once, and the others while the next batch runs."""
         pairs = list(zip(batch, answers, strict=True))
         self._tell([pair for pair in pairs if pair[0].done is None])
-        asyncio.get_running_loop().call_soon(self._tell, [pair for pair in pairs if pair[0].done is not None])
+        asyncio.get_running_loop().call_soon(
+            self._tell, [pair for pair in pairs if pair[0].done is not None]
+        )
 
     def _tell(self, pairs: Sequence[tuple[Entry[Op], Result | Exception]]) -> None:
         for entry, answer in pairs:

@@ -25,10 +25,12 @@ from metering.store.db import psycopg_conninfo, sqlalchemy_url
 
 MIGRATION_LOCK_ID = 7_355_608  # an arbitrary fixed number
 SCRIPTS = Path(metering.__file__).resolve().parent.parent / "migrations"
-# The revisions of development before 0.1.0 had numbers that releases use again. The number of a column never
-# changes: there `description` was the fourth one, after a column that was dropped later.
+# Development revisions before 0.1.0 had numbers that releases use again. Column numbers never
+# change: in those, `description` was the fourth column, after one that was dropped later.
 IS_DEVELOPMENT = """
-SELECT attnum > 3 FROM pg_attribute WHERE attrelid = to_regclass('ledger_transactions') AND attname = 'description'
+SELECT attnum > 3
+FROM pg_attribute
+WHERE attrelid = to_regclass('ledger_transactions') AND attname = 'description'
 """
 
 
@@ -37,7 +39,7 @@ class SchemaUnknown(Exception):
 
 
 def migrate(database_url: str, revision: str = "head") -> None:
-    """Upgrade to a revision, or do nothing if the database is there. Concurrent calls take turns. Raises: SchemaUnknown."""
+    """Upgrade to a revision; concurrent calls take turns. Raises: SchemaUnknown."""
     _revisions(database_url)
     command.upgrade(config(database_url), revision)
 
@@ -47,7 +49,9 @@ def is_current(database_url: str) -> bool:
 
     Raises: SchemaUnknown; sqlalchemy.exc.OperationalError if the database is unavailable.
     """
-    return _revisions(database_url) == set(ScriptDirectory.from_config(config(database_url)).get_heads())
+    return _revisions(database_url) == set(
+        ScriptDirectory.from_config(config(database_url)).get_heads()
+    )
 
 
 def _revisions(database_url: str) -> set[str]:
@@ -62,20 +66,21 @@ def _revisions(database_url: str) -> set[str]:
     named = f"the database is at schema revision {', '.join(current) or 'none'}"
     if is_development:
         raise SchemaUnknown(
-            f"{named} of a development version before 0.1.0, which no release migrates: save its configuration "
-            "(`weir export` of that version), then migrate an empty database; `weir up` creates one after you move "
-            "`postgres` out of its home directory"
+            f"{named} of a development version before 0.1.0, which no release migrates: save its"
+            " configuration (`weir export` of that version), then migrate an empty database; `weir"
+            " up` creates one after you move `postgres` out of its home directory"
         )
     scripts = ScriptDirectory.from_config(config(database_url))
     if current - {script.revision for script in scripts.walk_revisions()}:
-        raise SchemaUnknown(f"{named}, which this version of Weir does not know: use the version that migrated it or a newer one")
+        raise SchemaUnknown(
+            f"{named}, which this version of Weir does not know: use the version that migrated it"
+            " or a newer one"
+        )
     return current
 
 
 def config(database_url: str) -> Config:
-    """Return Alembic's configuration for any of its commands, without `alembic.ini` and logging
-    setup.
-    """
+    """Return Alembic's configuration for any command, without `alembic.ini`."""
     result = Config()
     result.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
     result.set_main_option("path_separator", "os")
@@ -125,12 +130,12 @@ DELETED = frozenset(
     {
         "admin_requests",
         "alert_webhooks",
+        "cancel_commands",
         "live_reports",
         "prepaid_organizations",
         "quota_counters",
         "replica_drains",
         "rule_changes",
-        "stop_orders",
         "superseded_secrets",
         "unrated_usage",
     }
@@ -138,10 +143,13 @@ DELETED = frozenset(
 
 # Tables with the rights that the role has directly, as a member of another role, or from PUBLIC.
 EFFECTIVE = """
-SELECT c.relname, array_agg(privilege) FILTER (WHERE has_table_privilege(%(role)s, c.oid, privilege)),
+SELECT c.relname,
+       array_agg(privilege) FILTER (WHERE has_table_privilege(%(role)s, c.oid, privilege)),
        pg_has_role(%(role)s, c.relowner, 'MEMBER')
-FROM pg_class c CROSS JOIN unnest(ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE', 'TRIGGER']) AS privilege
-WHERE c.relnamespace = 'public'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY c.oid
+FROM pg_class c
+CROSS JOIN unnest(ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE', 'TRIGGER']) AS privilege
+WHERE c.relnamespace = 'public'::regnamespace AND c.relkind IN ('r', 'p')
+GROUP BY c.oid
 """
 
 
@@ -163,7 +171,10 @@ def prepare_application_role(database_url: str, role: str, password: str = "") -
             _ensure(connection, role, password)
             _grant(connection, role)
         except psycopg.errors.InsufficientPrivilege as error:
-            reason = f"the user of WEIR_DATABASE_URL may not set up role {role!r}: {error.diag.message_primary}"
+            reason = (
+                f"the user of WEIR_DATABASE_URL may not set up role {role!r}:"
+                f" {error.diag.message_primary}"
+            )
             raise RoleUnfit(f"{reason}; run this command as the owner of the tables") from error
         _check(connection, role)
 
@@ -171,20 +182,31 @@ def prepare_application_role(database_url: str, role: str, password: str = "") -
 def _ensure(connection: psycopg.Connection, role: str, password: str) -> None:
     name = sql.Identifier(role)
     row = connection.execute(
-        "SELECT rolsuper OR rolcreaterole OR rolreplication OR rolname = current_user FROM pg_roles WHERE rolname = %s", [role]
+        "SELECT rolsuper OR rolcreaterole OR rolreplication OR rolname = current_user FROM pg_roles"
+        " WHERE rolname = %s",
+        [role],
     ).fetchone()
     if row is None and not password:
-        remedy = f"set {PASSWORD_VARIABLE} to create it, or run CREATE ROLE as a database administrator"
+        remedy = (
+            f"set {PASSWORD_VARIABLE} to create it, or run CREATE ROLE as a database administrator"
+        )
         raise RoleUnfit(f"role {role!r} does not exist: {remedy}")
     if row is not None and row[0]:
-        problem = f"role {role!r} must not be a superuser, create roles, replicate, or be the owner running this command"
+        problem = (
+            f"role {role!r} must not be a superuser, create roles, replicate, or be the owner"
+            " running this command"
+        )
         raise RoleUnfit(f"{problem}: name another role")
     if row is None:
         connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(name))
     if password:
         # Hashed here, so that the server's statement log does not contain the password.
-        verifier = connection.pgconn.encrypt_password(password.encode(), role.encode(), b"scram-sha-256").decode()
-        connection.execute(sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}").format(name, sql.Literal(verifier)))
+        verifier = connection.pgconn.encrypt_password(
+            password.encode(), role.encode(), b"scram-sha-256"
+        ).decode()
+        connection.execute(
+            sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}").format(name, sql.Literal(verifier))
+        )
 
 
 def _grant(connection: psycopg.Connection, role: str) -> None:
@@ -200,20 +222,30 @@ def _grant(connection: psycopg.Connection, role: str) -> None:
     for table, rights in _rights(connection).items():
         if rights:
             listed = sql.SQL(", ").join(map(sql.SQL, sorted(rights)))
-            run("GRANT {rights} ON {table} TO {role}", rights=listed, table=sql.Identifier("public", table))
+            run(
+                "GRANT {rights} ON {table} TO {role}",
+                rights=listed,
+                table=sql.Identifier("public", table),
+            )
     for table in LOCKED:
         run("GRANT UPDATE (id) ON {table} TO {role}", table=sql.Identifier("public", table))
     # As in the migration: a database restored without privileges lacks it.
-    run("REVOKE EXECUTE ON FUNCTION public.create_usage_partitions(int), public.create_usage_partition(date) FROM PUBLIC")
+    run(
+        "REVOKE EXECUTE ON FUNCTION public.create_usage_partitions(int),"
+        " public.create_usage_partition(date) FROM PUBLIC"
+    )
     run("GRANT EXECUTE ON FUNCTION public.create_usage_partitions(int) TO {role}")
 
 
 def _rights(connection: psycopg.Connection) -> dict[str, set[LiteralString]]:
-    """Return the rights besides SELECT, by table. Partitions are absent: rows are written through
-    `usage_events`.
+    """Return the rights besides SELECT, by table, without partitions."""
+    query = """
+        SELECT relname
+        FROM pg_class
+        WHERE relnamespace = 'public'::regnamespace
+          AND relkind IN ('r', 'p')
+          AND NOT relispartition
     """
-    query = """SELECT relname FROM pg_class
-               WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition"""
     rights: dict[str, set[LiteralString]] = {}
     for (table,) in connection.execute(query):
         granted: dict[LiteralString, bool] = {
@@ -232,9 +264,17 @@ def _check(connection: psycopg.Connection, role: str) -> None:
         excess = sorted(set(effective or ()) - rights.get(table, set()))
         if owns or excess:
             problem = (
-                f"has the rights of the owner of table {table}" if owns else f"has the right {', '.join(excess)} on table {table}"
+                f"has the rights of the owner of table {table}"
+                if owns
+                else f"has the right {', '.join(excess)} on table {table}"
             )
-            raise RoleUnfit(f"role {role!r} {problem}: revoke its memberships in other roles and the rights of PUBLIC")
+            raise RoleUnfit(
+                f"role {role!r} {problem}: revoke its memberships in other roles and the rights of"
+                " PUBLIC"
+            )
     query = "SELECT has_schema_privilege(%(role)s, 'public', 'CREATE')"
     if connection.execute(query, {"role": role}).fetchone() == (True,):
-        raise RoleUnfit(f"role {role!r} can create objects: run REVOKE CREATE ON SCHEMA public FROM PUBLIC, {role}")
+        raise RoleUnfit(
+            f"role {role!r} can create objects: run REVOKE CREATE ON SCHEMA public FROM PUBLIC,"
+            f" {role}"
+        )
